@@ -1,11 +1,10 @@
 """
-What becomes of batches besides their execution: they are validated, rendered, ended and forgotten here.
+The batch controller: validates, renders, ends and removes batches; runners execute them.
 
-One task per router, beside any number of others on the same ledger: each step is done under a lease, by
-whichever router gets it, and a router that dies in the middle of one is replaced when its lease runs out.
-The steps run in threads, and let others run every few milliseconds; leases are renewed beside them, however
-long the store of objects takes for a call. Owners take turns, and a batch whose step failed waits longer each
-time, so that it takes no other's place.
+Each router runs one controller task, beside others on the same ledger. Each step runs under a lease. If a
+router dies, another one continues when the lease expires. Steps run in threads that pause every few
+milliseconds; leases are renewed in the event loop, however slow the object store is. Owners are served in
+turn. A batch whose step failed waits longer each time.
 """
 
 from __future__ import annotations
@@ -33,36 +32,37 @@ log = logging.getLogger(__name__)
 LEASE_S = 15.0
 
 STUCK_S = 300.0
-"""Seconds without any progress after which a step's lease is renewed no more: another router may try it."""
+"""Seconds without progress after which a step's lease is no longer renewed, so that another router may
+try."""
 
 PAUSE_BYTES = 32 * 1024
 PAUSE_S = 0.0002
-"""After so many bytes of a file a thread pauses, or what else runs in this process would wait for it."""
+"""Pause of a thread after PAUSE_BYTES of a file, so that other threads can run."""
 
 PARALLEL_BATCHES = 2
-"""Batches that are read or rendered at the same time."""
+"""Batches that are validated or rendered at the same time."""
 
 SWEEP_S = 60.0
-"""Seconds between two rounds of removing what nobody wants."""
+"""Seconds between two removals of expired files and batches."""
 
 OWNER_REJECTED_S = 120.0
-"""Seconds for which an owner is refused before its batches are cancelled: replicas do not see a new file of
-tenants at the same moment."""
+"""Seconds without access after which an owner's batches are cancelled: replicas reload the tenants file at
+different times."""
 
 RETRY_LIMIT_S = 30.0
 
 OUTPUT_S = 30 * 86_400
-"""For which output files are kept, if the batch does not say."""
+"""Default retention of output files in seconds."""
 
 RESULTS_PER_READ = 100
 
 
 class ControllerStopped(Exception):
-    """The router ends; another goes on."""
+    """The router stops; another one continues."""
 
 
 class BatchController:
-    """Looks after all batches of a ledger."""
+    """The controller of all batches in a ledger."""
 
     def __init__(
         self,
@@ -72,14 +72,13 @@ class BatchController:
         lease_s: float = LEASE_S,
     ) -> None:
         """
-        `now` gives seconds of the Unix epoch. `refusal`: why the batches of an owner may not go on; None if
-        they may.
+        `now`: seconds of the Unix epoch. `refusal`: why an owner's batches may not continue; None if they
+        may.
         """
         self._storage = storage
         self._lease_s = lease_s
         self._refusal = refusal
         self._refused_since: dict[str, float] = {}
-        """By owner with batches under way."""
         self._name = f"keeper {socket.gethostname()} {os.getpid()}"
         self._now = now
         self._woken = asyncio.Event()
@@ -89,11 +88,11 @@ class BatchController:
         self._setbacks: dict[str, Backoff] = {}
 
     def wake(self) -> None:
-        """Something has changed: look at once."""
+        """Check now: something has changed."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Until cancelled. Asks nothing of a database before there is a batch in it."""
+        """Run until cancelled. Does not connect to a database without batches."""
         failed_s, swept = 0.0, 0.0
         self._stopping.clear()
         renewing, sweeping = asyncio.create_task(self._renew()), None
@@ -123,7 +122,7 @@ class BatchController:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _round(self) -> None:
-        """Begin what there is to do, as far as there is room."""
+        """Start as many steps as fit."""
         now = self._now()
         excluded = {*self._busy, *(id for id, setback in self._setbacks.items() if now < setback.until)}
         work = await self._storage.run(partial(self._find_work, now, excluded))
@@ -133,7 +132,7 @@ class BatchController:
             self._busy[batch.id] = batch, task
 
     async def _stop_refused(self) -> None:
-        """Cancel the batches of owners who have not been let in for REFUSED_S."""
+        """Cancel the batches of owners without access for OWNER_REJECTED_S."""
         ledger, now = self._storage.ledger, self._now()
         owners = await self._storage.run(ledger.owners_under_way)
         reasons = {owner: reason for owner in owners if (reason := self._refusal(owner)) is not None}
@@ -170,7 +169,7 @@ class BatchController:
             log.warning("Files that nobody wants could not be removed: %s", error)
 
     async def _renew(self) -> None:
-        """The leases of all work that goes on."""
+        """Renew the leases of running steps."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
             for lease in list(self._leases.values()):
@@ -184,7 +183,7 @@ class BatchController:
     def _find_work(
         self, now: float, excluded: Collection[str]
     ) -> dict[str, tuple[BatchRecord, Callable[[], object]]]:
-        """What can be done for which batch."""
+        """The next step of each batch."""
         ledger = self._storage.ledger
         free = partial(ledger.unfinished, now, without=excluded)
         steps: list[tuple[Callable[[BatchRecord], None], list[BatchRecord]]] = [
@@ -198,7 +197,7 @@ class BatchController:
 
     @contextmanager
     def _lease(self, batch: BatchRecord) -> Iterator[_ControllerLease | None]:
-        """None if another has it, or if the batch has another status by now."""
+        """None if another holder has the lease, or the status has changed."""
         ledger = self._storage.ledger
         epoch = ledger.lease(batch.id, self._name, self._now(), self._lease_s, batch.status)
         if epoch is None:
@@ -240,7 +239,7 @@ class BatchController:
         log.info("%s has %d requests and is %s.", batch.id, result.total, ended.status)
 
     def _end(self, batch: BatchRecord, expired: bool = False) -> None:
-        """Render what there is, and end the batch with it; the files of a second renderer are dropped."""
+        """Render the results and end the batch with them; a second renderer's files are dropped."""
         with self._lease(batch) as lease:
             if lease is None:
                 return
@@ -272,7 +271,7 @@ class BatchController:
 
     @contextmanager
     def _outputs(self, batch: BatchRecord) -> Iterator[tuple[OutputFile, OutputFile]]:
-        """Two files; neither remains if it does not come to an end."""
+        """The output and error files; neither is kept if rendering fails."""
         keeps = OUTPUT_S if batch.output_seconds is None else batch.output_seconds
         expires = int(self._now()) + keeps
         both = [
@@ -286,7 +285,7 @@ class BatchController:
             raise
 
     def _sweep(self) -> None:
-        """Remove what nobody wants any more."""
+        """Remove what is no longer needed."""
         storage, now = self._storage, int(self._now())
         while storage.files.purge(now) and not self._stopping.is_set():
             time.sleep(PAUSE_S)
@@ -298,7 +297,7 @@ class BatchController:
 
 
 class _ControllerLease:
-    """A lease, which the keeper renews for as long as the work under it makes progress."""
+    """A lease that the controller renews while the step makes progress."""
 
     def __init__(
         self, storage: Storage, batch: str, epoch: int, now: Callable[[], float], stopping: threading.Event
@@ -322,7 +321,7 @@ class _ControllerLease:
             self._lost = error
 
     def watched(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """The same pieces, with pauses. Raises StaleLease, and Stopped when the router ends."""
+        """The same pieces, with pauses. Raises StaleLease, and ControllerStopped when the router stops."""
         for piece in pieces:
             if self._stopping.is_set():
                 raise ControllerStopped
@@ -334,7 +333,7 @@ class _ControllerLease:
                 time.sleep(PAUSE_S)
 
     def results(self, batch: BatchRecord) -> Iterator[LineResult]:
-        """All that were recorded, in the order of lines."""
+        """All recorded results, in the order of lines."""
         last = 0
         while work := self._storage.ledger.results(batch, last, RESULTS_PER_READ):
             time.sleep(PAUSE_S)

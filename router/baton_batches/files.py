@@ -1,10 +1,9 @@
 """
-The ledger of files: a row says that a file is there; its bytes lie in the store of objects.
+The ledger of files: a row means that the file exists; its bytes are in the object store.
 
-Before bytes are written, their key is promised; the file's row takes the promise's place once they are all
-there. An upload that broke off, or a process that died on the way, leaves a promise that nobody keeps, and
-whose bytes are removed a day later. A file that was deleted or has expired is found no more at once; its
-bytes go when no batch needs them.
+Before its bytes are written, an object's key is recorded as a promise. The file's row replaces the promise
+once all bytes are stored. An aborted upload leaves a promise, and its bytes are removed a day later. A
+deleted or expired file disappears at once; its bytes are removed when no batch needs them.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from baton_batches.tables import batches, bindable, files, promises
 from baton_batches.values import ENDED, StoredFile
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
-"""Those that an upload may have."""
+"""Purposes that an upload may have."""
 OUTPUT = "batch_output"
 
 PROMISE_S = 86_400
-"""Seconds after which a promise is broken: no upload takes that long."""
+"""Seconds after which a promise is broken; no upload takes that long."""
 
 TOMBSTONE_S = 86_400
-"""Seconds for which a deleted file's row stays, so that a client who pages past it can go on."""
+"""Seconds for which a deleted file's row is kept, so that a client can page past it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file whose bytes are in their place."""
+    """A file whose bytes are stored."""
 
     owner: str
     purpose: str
@@ -46,35 +45,35 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class FileQuota:
-    """What one key may keep; 0 is no bound."""
+    """What one key may store; 0 is unlimited."""
 
     files: int = 0
     bytes: int = 0
 
 
 def new_id(prefix: str) -> str:
-    """128 bits of chance: nobody guesses another's."""
+    """An id with 128 random bits."""
     return f"{prefix}{secrets.token_hex(16)}"
 
 
 class FileLedger:
-    """Calls that wait for the database: make them in a thread."""
+    """Its calls block on the database: make them in a thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def promise(self, object: str, now: int) -> None:
-        """Say, before the first of them is written, where bytes will be."""
+        """Record a key before its bytes are written."""
         with self._database.writing() as connection:
             connection.execute(insert(promises).values(object=object, made_at=now))
 
     def withdraw(self, object: str) -> None:
-        """Nothing is there, or no more."""
+        """Remove a promise: there are no bytes."""
         with self._database.writing() as connection:
             connection.execute(delete(promises).where(promises.c.object == object))
 
     def broken(self, now: int, limit: int = 100) -> list[str]:
-        """Keys at which nothing belongs: the bytes may go, and then the promise."""
+        """Keys of broken promises: remove the bytes, then the promise."""
         query = select(promises.c.object).where(promises.c.made_at < now - PROMISE_S).limit(limit)
         with self._database.reading() as connection:
             return list(connection.scalars(query))
@@ -87,12 +86,12 @@ class FileLedger:
             return add(connection, file, now)
 
     def held(self, owner: str, now: int) -> tuple[int, int]:
-        """How many files, and bytes in them, somebody keeps."""
+        """Count and bytes of an owner's files."""
         with self._database.reading() as connection:
             return _held(connection, owner, now)
 
     def get(self, owner: str, id: str, now: int, param: str = "id") -> StoredFile:
-        """Raises FileNotFound, with `param` as the field to blame."""
+        """Raises FileNotFound with `param` as the invalid field."""
         with self._database.reading() as connection:
             row = connection.execute(
                 select(files).where(_seen(owner, now), files.c.id == bindable(id))
@@ -111,7 +110,7 @@ class FileLedger:
         purpose: str = "",
         newest_first: bool = True,
     ) -> tuple[list[StoredFile], bool]:
-        """A page, and whether there is more after it. Raises InvalidRequest for an `after` that never was."""
+        """A page, and whether more follow. Raises InvalidRequest for an unknown `after`."""
         query = select(files).where(_seen(owner, now))
         if purpose:
             query = query.where(files.c.purpose == bindable(purpose))
@@ -132,7 +131,7 @@ class FileLedger:
         return [_file(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, owner: str, id: str, now: int) -> None:
-        """Raises FileNotFound, so also the second time."""
+        """Raises FileNotFound, also the second time."""
         with self._database.writing() as connection:
             updated = connection.execute(
                 update(files).where(_seen(owner, now), files.c.id == bindable(id)).values(deleted_at=now)
@@ -142,9 +141,9 @@ class FileLedger:
 
     def purge(self, now: int, limit: int = 100) -> int:
         """
-        Break the promise of files that are gone for their owners and wanted by no batch that goes on.
+        Break the promise of files that are deleted or expired and not needed by an active batch.
 
-        Returns of how many; their bytes are among `broken` from then on.
+        Returns their count; their bytes are among `broken` from then on.
         """
         going_on = select(batches.c.input_object).where(
             batches.c.status.not_in([str(object_key) for object_key in ENDED])
@@ -173,7 +172,7 @@ class FileLedger:
 
 
 def add(connection: Connection, file: NewFile, now: int) -> StoredFile:
-    """A row in the promise's place, inside somebody's transaction."""
+    """Insert a file's row in place of its promise, in the caller's transaction."""
     connection.execute(delete(promises).where(promises.c.object == file.object))
     values: dict[str, Any] = {
         "id": new_id("file-"),

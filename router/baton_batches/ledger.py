@@ -1,34 +1,25 @@
 """
-The ledger of batches: the truth about them lies in its rows, and in no process's memory.
+The ledger of batches: its database rows are the truth about them; no process holds state.
 
-**The promise.** A line may be executed more than once; it has exactly one result. The first result that is
-recorded for (batch, line) stands, whoever comes with another. A batch ends once: its files and its last
-status are set in one transaction.
+**Results.** A line may run more than once but has exactly one result: the first that is recorded. A batch
+ends once; its files and final status are set in one transaction.
 
-**Leases.** Whoever works on a batch, be it to validate it, run its lines or render its files, holds a lease:
-`lease` gives an epoch, higher each time, and only while no other lease is live. A holder renews its lease
-while it works. Each write names the epoch; one whose epoch is no longer the batch's is refused with
-StaleLease, whatever its author believes, and the author must stop. A lease that has merely run out still
-writes as long as nobody has taken its place.
+**Leases.** Whoever validates, runs or renders a batch holds a lease. `lease` returns a new epoch, and only
+while no other lease is live. The holder renews it and names its epoch in each write. A write with an old
+epoch raises StaleLease, and its author must stop. An expired lease is still valid until another holder takes
+it.
 
-**A batch's way.**
+**Lifecycle.**
 
-    validating -> in_progress -> finalizing -> completed      or failed, if the file is no batch
-         any of the first two -> cancelling -> cancelled      by request_cancel
-        validating or in_progress -> expired                  by its next holder, when its window has passed
+    validating -> in_progress -> finalizing -> completed      or failed, if the file is invalid
+    validating, in_progress or finalizing -> cancelling -> cancelled      by request_cancel
+    validating or in_progress -> expired      by the next holder, after the completion window
 
-`record` itself turns in_progress into finalizing with the last line, and lets go of the lease: whoever
-renders takes it next. A runner learns from what `renew` and `record` return that its batch was cancelled or
-that the window has passed: it records what is done, stops the rest, and releases. Nobody takes a lease from
-its holder to end a batch: a runner's lease is not renewed beyond the window, and ends soon after it.
+`record` moves in_progress to finalizing with the last line and releases the lease. A runner learns of
+cancellation and expiry from `renew` and `record`: it records finished lines, stops the rest, and releases. No
+lease is taken from its holder to end a batch; a runner's lease is not renewed beyond the window.
 
-    epoch = ledger.lease(id, "runner 1", now, 30)          # None: another works on it, or it has ended
-    for first, last in ledger.done(id): ...                # the lines that have a result already
-    recorded = ledger.record(id, epoch, [Result(7, 200, b'{...}', "req_1")], now)
-    status = ledger.renew(id, epoch, now, 30).status
-    ledger.release(id, epoch)
-
-Time is passed in, as seconds of the Unix epoch. All calls wait for the database: make them in a thread.
+Times are passed in as seconds of the Unix epoch. All calls block on the database: make them in a thread.
 """
 
 from __future__ import annotations
@@ -36,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, exists, func, insert, select, text, update
+from sqlalchemy import Connection, delete, exists, func, insert, select, update
 
 from baton_api.errors import (
     INVALID_VALUE,
@@ -55,12 +46,14 @@ from baton_batches.tables import (
     batches,
     bindable,
     change_batch,
+    count_results,
     fetch_batch,
     fetch_held_batch,
     files,
     finalize_if_done,
     free_batches,
     insert_results,
+    result_ranges,
     results,
 )
 from baton_batches.values import (
@@ -77,7 +70,7 @@ CANCELLABLE = frozenset({BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchS
 UNDER_WAY = (BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value)
 RECORDING = frozenset({BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING})
 EXPIRING = frozenset({BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS})
-"""Statuses of batches that expire when their window passes; any other is on its way to its own end."""
+"""Statuses of batches that expire when their window passes."""
 
 
 class Ledger:
@@ -101,10 +94,9 @@ class Ledger:
         models: Iterable[str] | None = None,
     ) -> BatchRecord:
         """
-        A batch that is to be validated, and has so much time from now on, as in `completion_window`.
+        A batch to be validated, with a window as in `completion_window`.
 
-        `models`: those that whoever makes it may use; None for all that the owner may. Raises FileNotFound
-        if the file has just gone.
+        `models`: models that its creator may use; None for all that the owner may use. Raises FileNotFound.
         """
         window_s = api_objects.window_seconds(window)
         assert window_s is not None
@@ -138,7 +130,7 @@ class Ledger:
         return batch_of(row)
 
     def get(self, owner: str, id: str) -> BatchRecord:
-        """As its owner sees it. Raises BatchNotFound."""
+        """The batch, for its owner. Raises BatchNotFound."""
         with self._database.reading() as connection:
             row = connection.execute(
                 select(batches).where(batches.c.owner == owner, batches.c.id == bindable(id))
@@ -148,12 +140,12 @@ class Ledger:
         return batch_of(row)
 
     def find(self, id: str) -> BatchRecord:
-        """Whoever owns it: for those who work on it. Raises BatchNotFound."""
+        """The batch, for any owner: for those that work on it. Raises BatchNotFound."""
         with self._database.reading() as connection:
             return fetch_batch(connection, id, lock=False)
 
     def page(self, owner: str, *, limit: int, after: str = "") -> tuple[list[BatchRecord], bool]:
-        """A page, newest first, and whether there is more. Raises InvalidRequest for an unknown `after`."""
+        """A page, newest first, and whether more follow. Raises InvalidRequest for an unknown `after`."""
         query = select(batches).where(batches.c.owner == owner)
         with self._database.reading() as connection:
             if after:
@@ -172,9 +164,9 @@ class Ledger:
 
     def request_cancel(self, owner: str, id: str, now: int) -> BatchRecord:
         """
-        The batch, cancelling from now on; one that was cancelled before stays as it is.
+        The batch with status cancelling; a batch that was cancelled before is unchanged.
 
-        Raises BatchNotFound, and BatchEnded if it has come to another end.
+        Raises BatchNotFound, and BatchEnded if it has ended otherwise.
         """
         with self._database.writing() as connection:
             batch = fetch_batch(connection, id)
@@ -187,7 +179,7 @@ class Ledger:
             return change_batch(connection, batch, status=BatchStatus.CANCELLING, cancelling_at=now)
 
     def reassign(self, owner: str, other: str) -> tuple[int, int]:
-        """Give all files and batches of `owner` to `other`. Returns how many files and batches those were."""
+        """Give all files and batches of `owner` to `other`. Returns the counts of files and batches."""
         with self._database.writing() as connection:
             counts = [
                 connection.execute(update(table).where(table.c.owner == owner).values(owner=other)).rowcount
@@ -196,13 +188,13 @@ class Ledger:
         return counts[0], counts[1]
 
     def owners_under_way(self) -> list[str]:
-        """Whose batches have lines to validate or to run."""
+        """Owners with batches to validate or run."""
         query = select(batches.c.owner).where(batches.c.status.in_(UNDER_WAY)).distinct()
         with self._database.reading() as connection:
             return list(connection.scalars(query))
 
     def cancel_refused(self, owner: str, reason: str, now: int) -> int:
-        """Cancel all batches of `owner` that are under way, with `reason` as their error; gives how many."""
+        """Cancel all active batches of `owner` with `reason` as their error. Returns their count."""
         errors = as_json((LineError("owner_refused", reason),))
         values = {"status": BatchStatus.CANCELLING.value, "cancelling_at": now, "errors": errors}
         chosen = batches.c.owner == owner, batches.c.status.in_(UNDER_WAY)
@@ -215,10 +207,9 @@ class Ledger:
         self, id: str, runner: str, now: float, seconds: float, status: BatchStatus | None = None
     ) -> int | None:
         """
-        A new epoch; None if another's lease is live or the batch has ended.
+        A new epoch; None if another lease is live, the batch has ended, or its status is not `status`.
 
-        With `status` also if the batch has another status by now: what was to be done is done. Raises
-        BatchNotFound.
+        Raises BatchNotFound.
         """
         with self._database.writing() as connection:
             batch = fetch_batch(connection, id)
@@ -227,7 +218,7 @@ class Ledger:
             return self._leased(connection, batch, runner, now + seconds)
 
     def take(self, id: str, runner: str, now: float, seconds: float) -> int | None:
-        """The same, from whoever holds it: nothing that comes from them counts any more."""
+        """A new epoch, taken from the current holder: its later writes fail. None if the batch has ended."""
         with self._database.writing() as connection:
             batch = fetch_batch(connection, id)
             return None if batch.status.ended else self._leased(connection, batch, runner, now + seconds)
@@ -237,10 +228,10 @@ class Ledger:
 
     def renew(self, id: str, epoch: int, now: float, seconds: float, in_window: bool = False) -> BatchRecord:
         """
-        The batch as it is now, leased for so long again. Raises StaleLease.
+        Renew the lease and return the batch. Raises StaleLease.
 
-        A lease that was released, or that ended with the work, stays free. With `in_window` the lease ends so
-        many seconds after the batch's window at the latest.
+        A released lease stays free. With `in_window` the lease ends `seconds` after the batch's window at the
+        latest.
         """
         with self._database.writing() as connection:
             batch = fetch_held_batch(connection, id, epoch)
@@ -250,7 +241,7 @@ class Ledger:
             return change_batch(connection, batch, leased_until=until)
 
     def release(self, id: str, epoch: int) -> None:
-        """Let another have it at once; nothing happens if another has it."""
+        """Release the lease at once, unless another holder has it."""
         with self._database.writing() as connection:
             batch = fetch_batch(connection, id)
             if batch.epoch == epoch:
@@ -260,7 +251,7 @@ class Ledger:
         self, now: float, status: BatchStatus, limit: int = 100, without: Collection[str] = ()
     ) -> list[BatchRecord]:
         """
-        Batches of that status on which nobody works and that are not overdue: each owner's oldest first.
+        Unleased batches of this status that are not overdue, each owner's oldest first.
 
         `without`: ids to leave out.
         """
@@ -269,7 +260,7 @@ class Ledger:
             return free_batches(connection, now, [status], limit, without, *more)
 
     def overdue(self, now: float, limit: int = 100, without: Collection[str] = ()) -> list[BatchRecord]:
-        """The same of batches whose window has passed before all of their lines had a result."""
+        """Unleased batches whose window has passed before every line had a result."""
         with self._database.reading() as connection:
             return free_batches(connection, now, EXPIRING, limit, without, batches.c.expires_at <= now)
 
@@ -286,9 +277,9 @@ class Ledger:
         errors: Sequence[LineError] = (),
     ) -> BatchRecord:
         """
-        The input was read: in_progress with so many lines, or failed because of `errors`.
+        End the validation: in_progress with `total` lines, or failed because of `errors`.
 
-        The lease ends with it. A batch that was cancelled meanwhile stays so. Raises StaleLease.
+        The lease ends. A cancelled batch stays cancelled. Raises StaleLease.
         """
         with self._database.writing() as connection:
             batch = fetch_held_batch(connection, id, epoch)
@@ -314,9 +305,9 @@ class Ledger:
 
     def record(self, id: str, epoch: int, new_results: Iterable[LineResult], now: int) -> RecordOutcome:
         """
-        Keep results, all or none; of a line that has one already the first stands.
+        Keep results, all or none; the first result of a line stays.
 
-        Raises StaleLease: none of them was kept.
+        Raises StaleLease, in which case none is kept.
         """
         first: dict[int, LineResult] = {}
         for result in new_results:
@@ -339,34 +330,21 @@ class Ledger:
 
     def done(self, id: str, after: int = 0, limit: int = 10_000) -> list[tuple[int, int]]:
         """
-        The lines that have a result, as at most `limit` ranges (first, last) in order, after line `after`.
+        Lines with a result after line `after`, as at most `limit` sorted ranges (first, last).
 
-        Go on after the last range's end; none are left when the list is empty. Raises BatchNotFound.
+        Continue after the last range until the list is empty. Raises BatchNotFound.
         """
         with self._database.reading() as connection:
             batch = fetch_batch(connection, id, lock=False)
-            rows = connection.execute(
-                text(
-                    "SELECT MIN(line), MAX(line) FROM"
-                    " (SELECT line, line - ROW_NUMBER() OVER (ORDER BY line) AS island FROM results"
-                    " WHERE batch = :batch AND line > :after) AS lines"
-                    " GROUP BY island ORDER BY 1 LIMIT :limit"
-                ),
-                {"batch": batch.seq, "after": after, "limit": limit},
-            )
-            return [(first, last) for first, last in rows]
+            return result_ranges(connection, batch.seq, after, limit)
 
     def counts(self, id: str) -> tuple[int, int]:
-        """Results of completed and of failed lines, counted one by one: what the batch's columns must say."""
-        good = func.count().filter(results.c.status.between(200, 299))
+        """Results of completed and failed lines, counted one by one; the batch's columns must agree."""
         with self._database.reading() as connection:
-            batch = fetch_batch(connection, id, lock=False)
-            query = select(func.count(), good).where(results.c.batch == batch.seq)
-            every, completed = connection.execute(query).one()
-        return int(completed), int(every) - int(completed)
+            return count_results(connection, fetch_batch(connection, id, lock=False).seq)
 
     def results(self, batch: BatchRecord, after: int = 0, limit: int = 500) -> list[LineResult]:
-        """Results in the order of lines, those after line `after`."""
+        """Results after line `after`, in the order of lines."""
         query = select(results.c.line, results.c.status, results.c.body, results.c.request_id)
         query = query.where(results.c.batch == batch.seq, results.c.line > after)
         with self._database.reading() as connection:
@@ -387,10 +365,10 @@ class Ledger:
         expired: bool = False,
     ) -> BatchRecord:
         """
-        End the batch with these files, whose bytes are in their place.
+        End the batch with these files, whose bytes are stored.
 
-        A finalizing batch is completed, a cancelling one cancelled, and with `expired` any is expired. Raises
-        StaleLease, also if it has ended before: the files that it has then are not these.
+        A finalizing batch becomes completed, a cancelling one cancelled, and with `expired` any becomes
+        expired. Raises StaleLease, also if it has ended before.
         """
         with self._database.writing() as connection:
             batch = fetch_held_batch(connection, id, epoch)
@@ -409,10 +387,9 @@ class Ledger:
 
     def forget(self, now: int, kept_s: int, limit: int = 5000) -> int:
         """
-        Remove what ended batches need no more: their results, which stand in their files, and batches that
-        ended, for want of a better date by their window, longer ago than `kept_s`.
+        Remove results of ended batches, and batches whose window ended more than `kept_s` ago.
 
-        Returns how many rows went; call again until it is 0.
+        Returns the count of removed rows; call again until it is 0.
         """
         ended = select(batches.c.seq).where(batches.c.status.in_([one.value for one in ENDED]))
         with self._database.writing() as connection:

@@ -1,8 +1,8 @@
 """
-The output and error files of a batch: its results in the order of its lines, each on one.
+The output and error files of a batch: one result per line, in the order of the input.
 
-Results and lines go past side by side, so that neither is held whole. A line's name in the files is the
-`custom_id` that stands in the input; what has no result because its time ran out is said to be so.
+Results and input lines are read side by side, so that neither is held as a whole. Each row has the
+`custom_id` of its input line. A line without a result gets an error if the batch expired.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _json = msgspec.json.Encoder()
 
 
 class NamedLine(msgspec.Struct):
-    """What is read of an input line."""
+    """The name of an input line."""
 
     custom_id: str
 
@@ -40,7 +40,7 @@ class _TokenDetails(msgspec.Struct):
 
 
 class _UsageFields(msgspec.Struct):
-    """A usage of chat, completions and embeddings, or of responses."""
+    """Usage of chat, completions and embeddings, or of responses."""
 
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
@@ -63,7 +63,7 @@ _usage_decoder = msgspec.json.Decoder(_ReplyWithUsage)
 
 @dataclass(slots=True)
 class BatchUsage:
-    """Tokens of all completed lines together."""
+    """Tokens of all completed lines."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -72,7 +72,7 @@ class BatchUsage:
     total_tokens: int = 0
 
     def add(self, body: bytes) -> None:
-        """Those of one answer; one that says nothing of them adds nothing."""
+        """Add the usage of one reply, if it has any."""
         try:
             usage = _usage_decoder.decode(body).usage
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -93,7 +93,7 @@ class BatchUsage:
 
 @dataclass(slots=True)
 class FileDigest:
-    """What went into one file."""
+    """Size, lines and hash of a file."""
 
     size: int = 0
     lines: int = 0
@@ -109,9 +109,9 @@ def rows(
     batch: str, numbered: Iterable[tuple[int, bytes]], results: Iterator[LineResult], expired: bool
 ) -> Iterator[tuple[LineResult, bytes]]:
     """
-    Each result and its row, in the order of the input's lines.
+    Each result and its row, in the order of input lines.
 
-    Lines without a result are left out, or are errors of their own if their time has `expired`.
+    Lines without a result are left out, or become errors if the batch has `expired`.
     """
     result = next(results, None)
     for number, text in numbered:
@@ -141,7 +141,7 @@ def _row(batch: str, result: LineResult, custom_id: str) -> bytes:
 
 
 def _one_line(body: bytes) -> bytes:
-    """JSON as it is, unless it has line ends; what is no JSON becomes a string."""
+    """JSON on one line; invalid JSON becomes a string."""
     try:
         return msgspec.json.format(body, indent=-1) if b"\n" in body or b"\r" in body else _checked(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -154,11 +154,11 @@ def _checked(body: bytes) -> bytes:
 
 
 WRITE_BYTES = 256 * 1024
-"""Bytes that are written at once."""
+"""Bytes per write."""
 
 
 class OutputFile:
-    """A file that is there once it has a row."""
+    """A file that is created with its first row."""
 
     def __init__(self, storage: Storage, batch: BatchRecord, kind: str, expires_at: int, now: int) -> None:
         self._storage = storage
@@ -179,7 +179,7 @@ class OutputFile:
             self._write()
 
     def finished(self) -> NewFile | None:
-        """The file in its place; None if it would be empty."""
+        """The stored file; None if it would be empty."""
         if not self._digest.lines:
             return None
         self._write().commit()
@@ -195,11 +195,7 @@ class OutputFile:
         )
 
     def drop(self) -> None:
-        """
-        Nobody will ask for it.
-
-        What is in its place already may have a row, for all that is known; if not, it is swept up later.
-        """
+        """Remove the file, unless it was committed. A committed file without a row is swept later."""
         with suppress(BatonError):
             if self._writer is not None and not self._committed:
                 self._writer.abort()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote
 
@@ -42,21 +43,35 @@ def routes(
     body_s: float,
     clock: Callable[[], float] = time.time,
 ) -> APIRouter:
-    """`body_s` is how long a client may send nothing while it sends a body."""
+    """`body_s` is the maximum time in seconds without a byte of the body."""
     api = APIRouter()
+    context = _Context(storage, owner_of, clock, body_s)
+    _add_files(api, context)
+    _add_batches(api, context, controller, models_of)
+    return api
 
-    def owner(request: Request) -> str:
-        return owner_of(request.scope).hex()
 
-    def now() -> int:
-        return int(clock())
+@dataclass(frozen=True, slots=True)
+class _Context:
+    storage: Storage
+    owner_of: Callable[[Scope], bytes]
+    clock: Callable[[], float]
+    body_s: float
 
-    # --- Files ---
+    def owner(self, request: Request) -> str:
+        return self.owner_of(request.scope).hex()
+
+    def now(self) -> int:
+        return int(self.clock())
+
+
+def _add_files(api: APIRouter, context: _Context) -> None:
+    storage, owner, now = context.storage, context.owner, context.now
 
     @api.post(FILES)
     async def new_file(request: Request) -> Response:
         try:
-            stored = await upload.receive(storage, request, owner(request), now(), body_s)
+            stored = await upload.receive(storage, request, owner(request), now(), context.body_s)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(api_objects.render_file(stored))
@@ -91,11 +106,18 @@ def routes(
         await storage.run(partial(storage.files.delete, owner(request), id, now()))
         return JSONResponse(api_objects.render_deleted(id))
 
-    # --- Batches ---
+
+def _add_batches(
+    api: APIRouter,
+    context: _Context,
+    controller: BatchController,
+    models_of: Callable[[Scope], frozenset[str] | None],
+) -> None:
+    storage, owner, now = context.storage, context.owner, context.now
 
     @api.post(BATCHES)
     async def new_batch(request: Request) -> Response:
-        query = api_objects.parse_new_batch(await _body(request, body_s))
+        query = api_objects.parse_new_batch(await _body(request, context.body_s))
         models = models_of(request.scope)
         record = await storage.run(partial(_create, storage, owner(request), query, now(), models))
         controller.wake()
@@ -118,8 +140,6 @@ def routes(
         record = await storage.run(partial(storage.ledger.request_cancel, owner(request), id, now()))
         controller.wake()
         return JSONResponse(api_objects.render_batch(record))
-
-    return api
 
 
 def _create(

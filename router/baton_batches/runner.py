@@ -1,10 +1,9 @@
 """
-The runner: it sends the lines of one batch through the router and posts what comes of them.
+The batch runner: sends the lines of one batch through the router and records their results.
 
-It owns nothing. Which lines are to be done it asks for slice by slice, what is done it posts in groups, and
-when it dies another one goes on where the rows in the ledger end: lines that were under way are sent again,
-and the first result of a line stands. So it may be killed at any moment, and its memory is the same for ten
-lines and for a million.
+It has no state of its own: it fetches lines slice by slice and posts results in groups. If it dies, another
+runner continues from the ledger; lines in flight are sent again, and the first result of a line stays. So it
+may be killed at any time, and its memory does not depend on the size of the batch.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from baton_batches.window import SendWindow
 from baton_batches.wire import ResultReceipt, RunnerLease, RunnerOrder, RunnerProgress
 
 HEARTBEAT_S = 1.0
-"""Seconds between two heartbeats at most: a cancellation is to be heard soon."""
+"""Maximum seconds between heartbeats, so that a cancellation is noticed soon."""
 
 HELD_BYTES = 32 * 1024 * 1024
-"""Bytes of lines that are held here, waiting or under way, before more are asked for."""
+"""Bytes of waiting and in-flight lines above which no more are fetched."""
 
 MAX_REJECTION_BACKOFF = 2
-"""Refusals after which the wait for the next try grows no more: it was not the line's fault."""
+"""Rejections after which the backoff stops growing: a rejection is not the line's fault."""
 
 
 class BatchRunner:
-    """One run of one batch, from its lease to its end."""
+    """One run of one batch, from lease to end."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class BatchRunner:
         rng: random.Random,
         max_in_flight: int | None = None,
     ) -> None:
-        """`max_in_flight`: lines under way at once, at most, whatever the router would allow."""
+        """`max_in_flight`: maximum lines in flight, whatever the router allows."""
         self._batch = batch
         self._gateway = gateway
         self._lease = lease
@@ -57,27 +56,27 @@ class BatchRunner:
         self._waiting = PendingLines()
         self._outbox = ResultOutbox(gateway.record)
         self._answered_at = -math.inf
-        """When a line last came back well."""
+        """When a line last succeeded."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._held = 0
         self._retried: Counter[str] = Counter()
-        """Lines that were tried again since the last heartbeat, by how they came back."""
+        """Retried lines since the last heartbeat, by outcome."""
         self._sends = itertools.count()
         self._stopping = False
         self._to_send = asyncio.Event()
         self._to_fetch = asyncio.Event()
-        """Something has changed that those may have waited for."""
+        """Set when something has changed."""
 
     def stop(self) -> None:
-        """Send nothing more, and break off what is under way; what is done is posted still."""
+        """Send nothing more and cancel lines in flight; finished results are still posted."""
         self._stopping = True
         self._wake()
 
     async def run(self) -> None:
         """
-        Return when every line has a result in the ledger, or when it was stopped.
+        Return when every line has a result in the ledger, or after `stop`.
 
-        Raises Dismissed or Refused when the router wants nothing more of it.
+        Raises LeaseLost or TokenRejected.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -200,7 +199,7 @@ class BatchRunner:
 
 
 async def _wait_for(news: asyncio.Event, seconds: float | None = None) -> None:
-    """Wait until something has changed, but not longer than that."""
+    """Wait until the event is set, for `seconds` at most, and clear it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await news.wait()

@@ -1,8 +1,8 @@
 """
-A runner's way to the router: the internal batch API, and the lines themselves on the OpenAI paths.
+A runner's connection to the router: the internal batch API, and batch lines on the OpenAI paths.
 
-What is asked of the internal API is asked until it is answered: a router that is away, starting or short of
-its database is one to wait for. A line is sent once; whether it is sent again is `retrying`'s to say.
+Calls of the internal API are repeated until the router answers; it may be restarting or without its database.
+A line is sent once; `retries` decides whether it is sent again.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from baton_http.upstream import Headers, Upstream, UpstreamLost
 
 CONNECT_S = 5.0
 REQUEST_TIMEOUT_S = 60.0
-"""Seconds for one answer of the internal API: it may wait for the database."""
+"""Seconds for one call of the internal API; it may wait for the database."""
 
 REPLY_LIMIT = 256 * 1024 * 1024
-"""Bytes of one line's answer."""
+"""Maximum bytes of one line's reply."""
 
 OK, NO_CONTENT, UNAUTHORIZED, NOT_FOUND, CONFLICT = 200, 204, 401, 404, 409
 
@@ -44,15 +44,15 @@ Read = TypeVar("Read")
 
 
 class LeaseLost(Exception):
-    """The batch is another's now, or nobody's: what this runner does counts no more."""
+    """Another runner has the batch, or it has ended: results of this runner no longer count."""
 
 
 class BatchMissing(LeaseLost):
-    """There is no such batch."""
+    """The batch does not exist."""
 
 
 class TokenRejected(Exception):
-    """The token is not good (any more)."""
+    """The token is invalid or has expired."""
 
 
 REJECTIONS: dict[int, type[Exception]] = {
@@ -64,15 +64,15 @@ REJECTIONS: dict[int, type[Exception]] = {
 
 @dataclass(frozen=True, slots=True)
 class LineReply:
-    """One try at a line."""
+    """The reply to one try of a line."""
 
     outcome: TryOutcome
     status: int = 0
     body: bytes = b""
     retry_s: float = 0.0
-    """What `Retry-After` said."""
+    """Value of `Retry-After`."""
     events: bool = False
-    """Whether it is a stream of events."""
+    """Whether it is an event stream."""
 
 
 class _ErrorCode(msgspec.Struct):
@@ -87,10 +87,10 @@ _failure = msgspec.json.Decoder(_ErrorBody).decode
 
 
 class RunnerGateway:
-    """One runner's, for one batch."""
+    """The gateway of one runner, for one batch."""
 
     def __init__(self, url: str, batch: str, token: str, rng: random.Random) -> None:
-        """Raises SetupError if `url` is no router's."""
+        """Raises SetupError if `url` is not a router's."""
         self._upstream = upstream_of(url)
         self._path = f"{wire.PATH}{batch}"
         self._token = token
@@ -102,7 +102,7 @@ class RunnerGateway:
     # --- The internal batch API: each raises Dismissed or Refused ---
 
     async def lease(self, runner: str) -> RunnerLease | None:
-        """The right to work; None if there is nothing (left) to run."""
+        """The lease; None if nothing is left to run."""
         body = await self._call("POST", "/lease", wire.encode(LeaseRequest(runner)))
         if not body:
             return None
@@ -151,7 +151,7 @@ class RunnerGateway:
     # --- Lines ---
 
     async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> LineReply:
-        """One try at a line. To cancel it closes its connection, which ends it at the worker too."""
+        """Try a line once. Cancellation closes its connection, which stops the worker too."""
         names = (headers.REQUEST_ID, request_id), (headers.CLASS, "batch")
         try:
             async with asyncio.timeout(seconds):
@@ -175,7 +175,7 @@ class RunnerGateway:
 
 
 def upstream_of(url: str) -> Upstream:
-    """Connections to a router. Raises SetupError if `url` is none's."""
+    """Connections to a router. Raises SetupError if `url` is invalid."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
         raise SetupError(f"{url!r} is no router's address; one looks like http://127.0.0.1:8080.")

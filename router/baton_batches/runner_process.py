@@ -31,31 +31,31 @@ from baton_batches.submission import BatchSubmission, SubmissionRejected
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
-"""Seconds that a runner which was told to end has to post what is done."""
+"""Seconds that a stopping runner has to post finished results."""
 
 
 class ExitStatus(enum.IntEnum):
-    """Exit statuses: which ends mean that another runner is to be started."""
+    """Exit statuses: which of them require another runner."""
 
     DONE = 0
     """Nothing is left to run."""
     REJECTED = 43
-    """The token is not good: to start again with the same one is of no use."""
+    """The token is invalid; a restart with it is useless."""
     LEASE_LOST = 75
     """Another runner has the batch."""
     TERMINATED = 76
-    """Somebody asked it to end before the batch was through."""
+    """It was asked to stop before the batch was done."""
 
 
 def run(url: str, batch: str, token: str, name: str = "", leashed: bool = False) -> ExitStatus:
-    """Run what is left of a batch. Raises SetupError if `url` is no router's."""
+    """Run what is left of a batch. Raises SetupError if `url` is not a router's."""
     rng = random.Random()
     gateway = RunnerGateway(url, batch, token, rng)
     return run_in_event_loop(_leashed(_run(gateway, batch, name or default_name(), rng), leashed))
 
 
 def run_in_event_loop(work: Coroutine[Any, Any, ExitStatus]) -> ExitStatus:
-    """The work, by the fastest event loop there is."""
+    """Run the coroutine in the fastest event loop available."""
     try:
         import uvloop
     except ModuleNotFoundError:  # not on Windows; asyncio's own loop does it more slowly
@@ -67,12 +67,12 @@ def run_in_event_loop(work: Coroutine[Any, Any, ExitStatus]) -> ExitStatus:
 
 
 def default_name() -> str:
-    """A name that no other runner has."""
+    """A unique name."""
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 async def _leashed(work: Coroutine[Any, Any, ExitStatus], leashed: bool) -> ExitStatus:
-    """The work, until the leash is let go of."""
+    """Run until the leash is released."""
     working = asyncio.ensure_future(work)
     if not leashed:
         return await working
@@ -105,7 +105,7 @@ async def _run(gateway: RunnerGateway, batch: str, name: str, rng: random.Random
 
 
 def stop_event() -> asyncio.Event:
-    """Set once somebody asks this process to end."""
+    """An event that is set when this process is asked to stop."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     return stop
@@ -120,9 +120,9 @@ async def run_lease(
     max_in_flight: int | None = None,
 ) -> ExitStatus:
     """
-    One lease's work, until the batch needs no runner or until `stop`. Raises Dismissed and Refused.
+    Work under one lease until the batch needs no runner, or until `stop`. Raises LeaseLost and TokenRejected.
 
-    `max_in_flight`: lines under way at once, at most.
+    `max_in_flight`: maximum lines in flight.
     """
     leasing = asyncio.ensure_future(gateway.lease(name))
     if not await finished_before_stop(leasing, stop):
@@ -151,7 +151,7 @@ async def run_lease(
 
 
 async def finished_before_stop(work: asyncio.Future[Any], stop: asyncio.Event) -> bool:
-    """Whether it is done before somebody asks this process to end; else it is broken off."""
+    """Whether `work` is done before `stop` is set; otherwise it is cancelled."""
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -161,25 +161,25 @@ async def finished_before_stop(work: asyncio.Future[Any], stop: asyncio.Event) -
 
 
 LEASE_RETRY_S = 2.0
-"""Seconds until the lease is asked for again while another has it."""
+"""Seconds between two attempts to get a lease that another runner has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What a Job's container is for."""
+    """Options of a Job's container."""
 
     router: str
     token: Path
-    """The file that Kubernetes keeps the pod's token in."""
+    """File with the pod's token, maintained by Kubernetes."""
     batch: str = ""
     submission: BatchSubmission | None = None
-    """What the batch is to be made of, if there is none yet."""
+    """The batch to create, if none exists."""
     max_in_flight: int | None = None
-    """Lines under way at once, at most; None: as many as the router allows."""
+    """Maximum lines in flight; None for the router's limit."""
 
 
 def run_job(work: JobOptions) -> ExitStatus:
-    """Until nothing is left to run. Raises SetupError for what can never be."""
+    """Run until nothing is left. Raises SetupError for invalid options."""
     if not work.batch and work.submission is None:
         raise SetupError("A runner needs --batch or --input-file.")
     return run_in_event_loop(_run_job(work, random.Random()))
@@ -201,7 +201,7 @@ async def _run_job(work: JobOptions, rng: random.Random) -> ExitStatus:
 
 
 async def _run_leases(work: JobOptions, batch: str, rng: random.Random, stop: asyncio.Event) -> ExitStatus:
-    """Lease after lease. Raises Refused and Missing."""
+    """Work lease after lease. Raises TokenRejected and BatchMissing."""
     name = default_name()
     while True:
         gateway = LeasedGateway(work.router, batch, _read(work.token), rng)
@@ -223,7 +223,7 @@ async def _run_leases(work: JobOptions, batch: str, rng: random.Random, stop: as
 
 
 class LeasedGateway(RunnerGateway):
-    """A way to the router that knows whether it was ever let in."""
+    """A gateway that remembers whether its token was ever accepted."""
 
     @property
     def leased(self) -> bool:

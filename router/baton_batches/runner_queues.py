@@ -28,26 +28,26 @@ NO_TRIES = LineTries()
 
 @dataclass(frozen=True, slots=True)
 class PendingLine:
-    """A line, and what it has been through."""
+    """A line and its tries."""
 
     line: InputLine
     tries: LineTries = NO_TRIES
     failed_at: float = -math.inf
-    """When the last try came back."""
+    """When the last try failed."""
 
 
 class PendingLines:
-    """What a runner holds of its batch's lines besides those under way."""
+    """A runner's lines that are not in flight."""
 
     def __init__(self) -> None:
         self.whole = False
-        """Whether the batch's last line has come."""
+        """Whether the last line of the batch has been fetched."""
         self._new: deque[PendingLine] = deque()
         self._later: list[tuple[float, int, PendingLine]] = []
         self._suspects: defaultdict[int, deque[PendingLine]] = defaultdict(deque)
-        """By the size of the group that each may be sent in."""
+        """By the group size that each may be sent in."""
         self._group = 0
-        """The size of the group that is under way; 0 if the lines under way are not suspects."""
+        """Size of the group in flight; 0 if lines in flight are not suspects."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -55,23 +55,23 @@ class PendingLines:
 
     @property
     def new(self) -> int:
-        """Lines that can be sent now and are no suspects."""
+        """Lines that can be sent now and are not suspects."""
         return len(self._new)
 
     def add(self, lines: Iterable[InputLine], last: bool) -> None:
-        """The next ones of the input; with `last` they are all."""
+        """Add the next lines of the input; `last` if they complete it."""
         self._new.extend(PendingLine(line) for line in lines)
         self.whole = last
 
     def again(self, pending: PendingLine, at: float) -> None:
-        """To be sent once more, not before that time."""
+        """Send a line again at `at` or later."""
         heapq.heappush(self._later, (at, next(self._numbers), pending))
 
     def next(self, now: float, under_way: int, full: bool = False) -> PendingLine | None:
         """
-        The line to send now beside so many others; None if there is none.
+        The line to send now, beside `under_way` others; None if there is none.
 
-        With `full` no more lines come before some of these are through.
+        `full`: no more lines are fetched before some of these are done.
         """
         while self._later and self._later[0][0] <= now:
             pending = heapq.heappop(self._later)[2]
@@ -90,22 +90,22 @@ class PendingLines:
         return None
 
     def due(self) -> float | None:
-        """When there is something to send again; None if that is not a matter of time."""
+        """When the next failed line can be sent; None if none waits."""
         return self._later[0][0] if self._later else None
 
 
 GROUP_RESULTS = 256
 GROUP_BYTES = 1024 * 1024
 GROUP_S = 0.2
-"""A group is posted when it has so many results, or bytes of them, or when its first has waited so long."""
+"""A group is posted when it has this many results or bytes, or its first result has waited this long."""
 
 FULL_RESULTS = 4096
 FULL_BYTES = 32 * 1024 * 1024
-"""Beyond this nothing should be sent that would bring more: the ledger is slow, or away."""
+"""Limits above which no more lines are sent: the ledger is slow or away."""
 
 
 class ResultOutbox:
-    """Results that are not in the ledger yet."""
+    """Results that are not yet in the ledger."""
 
     def __init__(self, post: Callable[[list[LineResult]], Awaitable[ResultReceipt]]) -> None:
         self._post = post
@@ -127,13 +127,13 @@ class ResultOutbox:
         self._news.set()
 
     async def emptied(self) -> None:
-        """Post what is there without waiting for more, and return when it is in the ledger."""
+        """Post all results at once, and return when they are in the ledger."""
         self._hurried = True
         self._news.set()
         await self._gone.wait()
 
     async def run(self, posted: Callable[[ResultReceipt], None]) -> None:
-        """Post what is put, until cancelled; `posted` hears of each group."""
+        """Post results until cancelled; `posted` is called for each group."""
         while True:
             if not self._results:
                 self._news.clear()
@@ -148,7 +148,7 @@ class ResultOutbox:
             posted(receipt)
 
     async def _gathered(self) -> None:
-        """A group is whole, or has waited long enough."""
+        """Wait until a group is complete or has waited long enough."""
         loop = asyncio.get_running_loop()
         until = loop.time() + GROUP_S
         while not self._hurried and len(self._results) < GROUP_RESULTS and self._bytes < GROUP_BYTES:

@@ -295,3 +295,24 @@ def finalize_if_done(connection: Connection, batch: BatchRecord, now: int) -> Ba
     return change_batch(
         connection, batch, status=BatchStatus.FINALIZING, finalizing_at=now, runner="", leased_until=0.0
     )
+
+
+def result_ranges(connection: Connection, seq: int, after: int, limit: int) -> list[tuple[int, int]]:
+    """The lines of a batch with a result, as sorted ranges (first, last) after line `after`."""
+    rows = connection.execute(
+        text(
+            "SELECT MIN(line), MAX(line) FROM"
+            " (SELECT line, line - ROW_NUMBER() OVER (ORDER BY line) AS island FROM results"
+            " WHERE batch = :batch AND line > :after) AS lines"
+            " GROUP BY island ORDER BY 1 LIMIT :limit"
+        ),
+        {"batch": seq, "after": after, "limit": limit},
+    )
+    return [(first, last) for first, last in rows]
+
+
+def count_results(connection: Connection, seq: int) -> tuple[int, int]:
+    """Results of completed and of failed lines."""
+    good = func.count().filter(results.c.status.between(200, 299))
+    every, completed = connection.execute(select(func.count(), good).where(results.c.batch == seq)).one()
+    return int(completed), int(every) - int(completed)

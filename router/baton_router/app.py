@@ -71,6 +71,7 @@ class RouterApp:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
+        self.started = int(time.time())
         self.draining = False
         """Set when the process is to end: /ready says so, and what comes all the same is served."""
         tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
@@ -175,6 +176,15 @@ class RouterApp:
         own = front_figures.export_families(self.metrics.registry)
         return front_figures.merged_text({"scheduler": own, **self.frontend_metrics()})
 
+    def models_of(self, scope: Scope) -> tuple[str, ...]:
+        """The names of the models that the tenant of a request may use."""
+        return tuple(filter(tenant_of(scope).may_use, self.workers.models()))
+
+    def check_ready(self) -> None:
+        """Raise NotReady if new requests should go elsewhere."""
+        if refusal := self.refusal():
+            raise NotReady(refusal, public="This service is not ready to take requests.")
+
     def refusal(self) -> str | None:
         """Why no new request should come here now; None if it may."""
         if self.draining:
@@ -197,7 +207,7 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
 
 
 def _fastapi_app(router: RouterApp) -> FastAPI:
-    """What is not hot."""
+    """The routes that are not hot paths."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -215,28 +225,32 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
             await router.tracing.close()
 
     app = FastAPI(title="Baton router", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    created = int(time.time())
+    _add_operations(app, router)
+    _add_models(app, router)
+    _add_responses(app, router)
+    app.include_router(
+        routes(
+            router.storage,
+            router.batch_controller,
+            owner_of=router.owner_of,
+            models_of=lambda scope: tenant_of(scope).models,
+            body_s=router.settings.body_s,
+        )
+    )
+    _add_error_handlers(app)
+    return app
 
-    def model(name: str) -> dict[str, Any]:
-        return service_info.model_card(router.workers, name, created)
 
-    def served(request: Request) -> tuple[str, ...]:
-        """The names of models that whoever asks may use."""
-        return tuple(filter(tenant_of(request.scope).may_use, router.workers.models()))
-
-    def ready() -> None:
-        if refusal := router.refusal():
-            raise NotReady(refusal, public="This service is not ready to take requests.")
-
+def _add_operations(app: FastAPI, router: RouterApp) -> None:
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
-        """The process lives; whether it can serve is /ready's to say."""
+        """The process is alive; `/ready` reports whether it can serve."""
         return Response(status_code=200)
 
     @app.get("/ready")
-    async def ready_now() -> Response:
-        ready()
+    async def ready() -> Response:
+        router.check_ready()
         return Response(status_code=200)
 
     @app.get("/metrics")
@@ -265,33 +279,42 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
 
     @app.get("/openapi.json")
     async def description(request: Request) -> JSONResponse:
-        models = served(request)
+        models = router.models_of(request.scope)
         return JSONResponse(openapi.document(models, "router", keyed=router.access.required))
+
+
+def _add_models(app: FastAPI, router: RouterApp) -> None:
+    def card(name: str) -> dict[str, Any]:
+        return service_info.model_card(router.workers, name, router.started)
 
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info(request: Request) -> JSONResponse:
-        ready()
-        return JSONResponse(service_info.model_info(router.workers, served(request)))
+        router.check_ready()
+        return JSONResponse(service_info.model_info(router.workers, router.models_of(request.scope)))
 
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> JSONResponse:
         now = time.monotonic()
-        return JSONResponse(service_info.server_info(router.settings, router.workers, created, now))
+        return JSONResponse(service_info.server_info(router.settings, router.workers, router.started, now))
 
     @app.get("/v1/models")
     async def models(request: Request) -> JSONResponse:
-        ready()
-        return JSONResponse({"object": "list", "data": [model(one) for one in served(request)]})
+        router.check_ready()
+        return JSONResponse(
+            {"object": "list", "data": [card(name) for name in router.models_of(request.scope)]}
+        )
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str, request: Request) -> JSONResponse:
-        ready()
-        if name not in served(request):
-            raise ModelNotFound(name, served(request))
-        return JSONResponse(model(name))
+        router.check_ready()
+        if name not in router.models_of(request.scope):
+            raise ModelNotFound(name, router.models_of(request.scope))
+        return JSONResponse(card(name))
 
+
+def _add_responses(app: FastAPI, router: RouterApp) -> None:
     @app.get("/v1/responses/{id}")
     async def response(id: str, request: Request) -> Response:
         owner = router.owner_of(request.scope)
@@ -310,16 +333,8 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
     async def cancel(id: str, request: Request) -> Response:
         response_store.cancel(router.responses, router.owner_of(request.scope), id)
 
-    app.include_router(
-        routes(
-            router.storage,
-            router.batch_controller,
-            owner_of=router.owner_of,
-            models_of=lambda scope: tenant_of(scope).models,
-            body_s=router.settings.body_s,
-        )
-    )
 
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BatonError)
     async def ours(request: Request, error: BatonError) -> JSONResponse:
         return _error_response(error_for(error, tenant_of(request.scope)))
@@ -337,8 +352,6 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         return _error_response(InternalError())  # starlette raises it again for the log
-
-    return app
 
 
 def _json_bytes(body: bytes) -> Response:
