@@ -1,14 +1,13 @@
 """
-API keys: who may use a server, told from the `Authorization` header.
+API keys: authentication of clients by the `Authorization` header.
 
-No key is kept. What settings and key files hold is read into SHA-256 digests at once, so that neither a
-repr nor a dump of the memory gives one away; keys should be long and random, because a digest of a short
-one can be searched for. A presented key is looked up by a digest that is keyed with a secret of this
-process: nobody outside can aim at a digest, so the time of a look-up tells nothing, with one key or a
-thousand.
+Only SHA-256 digests of keys are stored, so a repr or a memory dump does not disclose a key. Keys should be
+long and random, because the digest of a short key can be guessed. A presented key is looked up by a digest
+that is keyed with a secret of this process. So clients cannot choose digests, and the time of a lookup
+discloses no key.
 
-A key file is read again when it changes. One that cannot be read then leaves the keys as they were; one
-without keys takes them all back, and the server stays closed.
+A key file is read again when it changes. If it is unreadable, the previous keys stay valid. If it has no
+keys, all its keys are revoked, and the server rejects every request.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["LOOK_S", "NAME", "OPEN_PATHS", "KeyDigest", "KeyDigests", "Keys", "P
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
-"""What monitors ask for: never wants a key."""
+"""Paths for monitoring, which need no key."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -42,34 +41,34 @@ _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True, slots=True)
 class KeyDigest:
-    """One key, as it is kept."""
+    """The digest of a key."""
 
     sha256: bytes = field(repr=False)
     name: str = ""
-    """What the log calls the client; empty if nobody named it."""
+    """Name of the client in the log. Empty: unnamed."""
 
     @classmethod
     def of(cls, text: str, name: str = "") -> KeyDigest:
-        """`text` is a key or `sha256:<hex>`. Raises ValueError, which never repeats it."""
+        """Parse a key or `sha256:<hex>`. Raises ValueError, whose message does not contain the key."""
         if text.startswith("sha256:"):
-            hashed = _HASHED.fullmatch(text)
-            if hashed is None:
-                raise ValueError("after sha256: there must be 64 hexadecimal digits")
-            return cls(bytes.fromhex(hashed[1]), name)
+            match = _HASHED.fullmatch(text)
+            if match is None:
+                raise ValueError("expected 64 hexadecimal digits after sha256:")
+            return cls(bytes.fromhex(match[1]), name)
         if not text or not all("!" <= letter <= "~" for letter in text):
-            raise ValueError("a key has at least one character, all of them visible ASCII")
+            raise ValueError("expected a key of visible ASCII characters")
         return cls(hashlib.sha256(text.encode()).digest(), name)
 
     @property
     def text(self) -> str:
-        """What `of` reads as the same digest."""
+        """The text that `of` parses as this digest."""
         return f"sha256:{self.sha256.hex()}"
 
 
 def _read(value: object) -> tuple[KeyDigest, ...]:
     given = value.split(",") if isinstance(value, str) else value
     if not isinstance(given, list | tuple):
-        raise ValueError("keys are text")
+        raise ValueError("expected keys as text")
     return tuple(
         one if isinstance(one, KeyDigest) else KeyDigest.of(str(one).strip())
         for one in given
@@ -78,11 +77,11 @@ def _read(value: object) -> tuple[KeyDigest, ...]:
 
 
 KeyDigests = Annotated[tuple[KeyDigest, ...], NoDecode, BeforeValidator(_read)]
-"""A setting of keys, hashed as it is read; as one text they stand with commas between."""
+"""A setting of keys, separated by commas in text. They are hashed when they are read."""
 
 
 class Pepper:
-    """Digests of digests, under a secret of this process: what a table of keys is looked up by."""
+    """Digests of digests, keyed with a secret of this process, for lookups in a table of keys."""
 
     __slots__ = ("_secret",)
 
@@ -94,29 +93,29 @@ class Pepper:
 
 
 class Keys:
-    """The keys that are good now."""
+    """The valid keys."""
 
     def __init__(
         self, digests: Iterable[KeyDigest] = (), file: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises SetupError if `file` cannot be read, or has no key in it."""
+        """Read `file`. Raises SetupError if it is unreadable or has no keys."""
         self._pepper = Pepper()
         self._fixed = tuple(digests)
         self._file = WatchedFile(file, clock) if file else None
         listed = () if self._file is None else read_file(self._file.path)
         if self._file is not None and not listed:
             raise SetupError(
-                f"--api-key-file {self._file.path} has no key in it: nobody could use this server."
+                f"--api-key-file {self._file.path} has no keys, so it would reject every request. Add a key."
             )
         self._names = self._table(listed)
 
     @property
     def required(self) -> bool:
-        """Whether requests want a key at all; does not change, whatever becomes of the file."""
+        """Whether requests need a key. Does not change when the file does."""
         return bool(self._fixed) or self._file is not None
 
     def check(self, path: str, authorization: bytes) -> str:
-        """The name of the client who sends this header, perhaps empty. Raises Unauthorized."""
+        """Return the name of the client for this header, which may be empty. Raises Unauthorized."""
         if not self.required or path in OPEN_PATHS:
             return ""
         name = self.name(hashlib.sha256(bearer(authorization)).digest())
@@ -125,12 +124,12 @@ class Keys:
         return name
 
     def name(self, sha256: bytes) -> str | None:
-        """The name of the client whose key has this digest, perhaps empty; None if it is no key here."""
+        """Return the name of the client whose key has this digest. None: the key is unknown."""
         self._look()
         return self._names.get(self._pepper(sha256))
 
     def has_name(self, name: str) -> bool:
-        """Whether a key of this name is good now."""
+        """Return whether a key of this name is valid."""
         self._look()
         return name in self._names.values()
 
@@ -146,14 +145,14 @@ class Keys:
         try:
             listed = read_file(path)
         except SetupError as error:
-            log.error("%s The keys stay as they were.", error.message)
+            log.error("%s The previous keys stay valid.", error.message)
             return
         self._names = self._table(listed)
-        log.log(logging.INFO if listed else logging.WARNING, "%s was read again: %d keys", path, len(listed))
+        log.log(logging.INFO if listed else logging.WARNING, "Reloaded %s: %d keys", path, len(listed))
 
 
 def bearer(authorization: bytes) -> bytes:
-    """The key or token in the header. Raises Unauthorized if there is none."""
+    """Return the key or token of the header. Raises Unauthorized if it has none."""
     scheme, _, key = authorization.partition(b" ")
     key = key.strip()
     if scheme.lower() != b"bearer" or not key:
@@ -162,12 +161,12 @@ def bearer(authorization: bytes) -> bytes:
 
 
 def read_file(path: Path) -> tuple[KeyDigest, ...]:
-    """The keys of a file, line by line. Raises SetupError, which names the line and never repeats it."""
+    """Read the keys of a file. Raises SetupError with the line number, without the line's content."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise SetupError(f"--api-key-file {path} cannot be read: {reason}.") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SetupError(f"Cannot read --api-key-file {path}: {reason}.") from error
     return tuple(_lines(path, text))
 
 
@@ -181,8 +180,8 @@ def _lines(path: Path, text: str) -> Iterator[KeyDigest]:
             name, _, entry = (part.strip() for part in entry.partition(":"))
             if not NAME.fullmatch(name):
                 raise SetupError(
-                    f"--api-key-file {path}, line {number}: before the colon stands a name of at most 64 "
-                    "letters, digits and . _ @ -. A key with a colon in it needs a name before it."
+                    f"--api-key-file {path}, line {number}: invalid name before the colon. Expected at "
+                    "most 64 letters, digits and . _ @ -. A key that contains a colon needs a name."
                 )
         try:
             yield KeyDigest.of(entry, name)

@@ -1,8 +1,8 @@
 """
-What a worker says of a prompt with the first byte of its answer, in one header, for those who route.
+The report of a prompt: a header that the worker sends with the first byte of its response.
 
-Figures only: how much of the prompt was cached, what the rest took, and where. A router learns from them
-what a worker is like and corrects what it believed; clients see them too, and may wonder less.
+It has numbers only: how much of the prompt was cached, the times of the rest, and where it was computed. The
+router corrects its state of the worker with it. Clients can read it too.
 """
 
 from __future__ import annotations
@@ -14,76 +14,75 @@ from dataclasses import dataclass
 from typing import Self
 
 FIELD_LIMIT = 64
-"""Characters of one figure; a longer one is none of ours."""
+"""Maximum characters of a value. A longer value is invalid."""
 
 
 class Fallback(enum.StrEnum):
-    """Why a prompt did not come over whole from a prefill worker, and was computed where it was wanted."""
+    """Reasons for which a decode worker computed a prompt instead of a prefill worker."""
 
     UNREACHABLE = "unreachable"
     LOST = "lost"
-    """The connection ended, or nothing was heard over it for too long."""
+    """The connection ended, or the peer timed out."""
     BUSY = "busy"
-    """The prefill worker had no room for one more, or is draining."""
+    """The prefill worker is full or draining."""
     REJECTED = "rejected"
-    """The prefill worker computes no such prompt: it is too long for it, or asks for what it lacks."""
+    """The prefill worker cannot compute this prompt: it is too long, or needs a missing feature."""
     FAILED = "failed"
-    """The prefill worker broke over it, and said so."""
+    """The prefill worker reported a failure."""
     MISMATCH = "mismatch"
-    """What the prefill worker computed is not what was asked for."""
+    """The prefill worker computed another prompt than the requested one."""
     PROTOCOL = "protocol"
-    """The prefill worker said what the protocol forbids."""
+    """The prefill worker violated the protocol."""
     REFUSED = "refused"
-    """The two do not fit, or the ticket is not good."""
+    """The workers are incompatible, or the ticket is invalid."""
     TRANSPORT = "transport"
-    """A read ended in an error."""
+    """A read of blocks failed."""
     CHECKSUM = "checksum"
     """Blocks arrived damaged."""
     DEADLINE = "deadline"
     """A read, or the whole prompt, took too long."""
     CANCELLED = "cancelled"
     TRANSFER_FAILED = "transfer_failed"
-    """The decode worker failed while it asked for the prompt; its log has the exception."""
+    """The decode worker failed while it fetched the prompt. Its log has the exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReport:
-    """One prompt, whoever computed it."""
+    """The report of one prompt."""
 
     tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     cached: int
-    """Of those, how many were not computed."""
+    """Tokens that came from a cache."""
     held: int
-    """How many the generating worker held before it asked anybody."""
+    """Tokens that were in the decode worker's own cache."""
     queue_s: float
-    """From its arrival at the worker that computed it to the begin of the computation."""
+    """Seconds in the queue of the worker that computed the prompt."""
     compute_s: float
-    """From there to its first token."""
+    """Seconds from the start of computing to the first token."""
     transfer_s: float
-    """In which blocks were moved; mostly while others were computed."""
+    """Seconds of transferring blocks, which mostly overlaps with computing."""
     remote: bool
     """Whether a prefill worker computed it."""
     tail: str = ""
-    """The prompt's last full block, as `baton_api.kv_events` name it, in hex; empty if it has none."""
+    """Hex name of the prompt's last full block, as in `baton_api.kv_events`. Empty: no full block."""
     fallback: str = ""
-    """Why a prefill worker that was asked did not bring the prompt, mostly in a word of `Fallback`; empty if
-    it did, or nobody was asked."""
+    """Reason for which the requested prefill worker did not compute the prompt, mostly a value of
+    `Fallback`. Empty: it did, or none was requested."""
 
     def encode(self) -> str:
         """
-        >>> report = PromptReport(tokens=270, cached=240, held=0, queue_s=0.001, compute_s=0.12,
-        ...                       transfer_s=0.003, remote=True)
-        >>> report.encode()
+        >>> report = PromptReport(tokens=270, cached=240, held=0, queue_s=0.001, compute_s=0.12, ...
+        transfer_s=0.003, remote=True) >>> report.encode()
         'tokens=270;cached=240;held=0;queue_s=0.001000;compute_s=0.120000;transfer_s=0.003000;remote=1;tail=;fallback='
         """
         return ";".join(f"{name}={_shown(value)}" for name, value in dataclasses.asdict(self).items())
 
     @classmethod
     def decode(cls, text: str) -> Self | None:
-        """None for what is no report: an older worker's, or another server's header."""
+        """Parse a header. None: it is invalid, such as a header of another server."""
         plain = _PLAIN.fullmatch(text)
-        if plain is not None:  # as `encode` writes it: there are as many of them as requests
+        if plain is not None:  # the fast path, for the format of `encode`
             tokens, cached, held, queue_s, compute_s, transfer_s, remote, tail, fallback = plain.groups("")
             report = cls(
                 tokens=int(tokens),
@@ -133,7 +132,7 @@ def _shown(value: float | str) -> str:
 
 _LATER = ("tail", "fallback")
 _NAMES = tuple(field.name for field in dataclasses.fields(PromptReport) if field.name not in _LATER)
-"""What every report says; the others came later."""
+"""Required fields. The others were added later."""
 
 _PLAIN = re.compile(
     r"tokens=([0-9]{1,9});cached=([0-9]{1,9});held=([0-9]{1,9});"

@@ -1,7 +1,7 @@
 """
-The items of a conversation as `/v1/responses` takes and lists them: messages, calls, their outputs, thoughts.
+Items of a conversation on `/v1/responses`: messages, calls, outputs of calls, reasoning.
 
-Here they are only given their ids and put into pages; what they say is a worker's to judge.
+This module gives them ids and lists them in pages. Workers validate their content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PREFIXES = {
 
 def new_id(kind: str) -> str:
     """
-    An id for an item of this type.
+    Create an id for an item of this type.
 
     >>> new_id("message")[:4], len(new_id("reasoning"))
     ('msg_', 35)
@@ -38,14 +38,14 @@ def new_id(kind: str) -> str:
 
 
 def listed(value: str | Sequence[Any]) -> list[Any]:
-    """The `input` of a request as a list: text is a user's message."""
+    """Return the `input` of a request as a list. A string becomes a user message."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     return list(value)
 
 
 def named(items: Sequence[Any]) -> tuple[bytes, ...]:
-    """The items of an input that was found good as they are listed, each as JSON: whole, with an id."""
+    """Return the items of a valid input as JSON, completed for listing, each with an id."""
     return tuple(msgspec.json.encode(_named(item)) for item in items)
 
 
@@ -55,9 +55,9 @@ def _named(item: dict[str, Any]) -> dict[str, Any]:
         key: value for key, value in item.items() if value is not None and key not in ("id", "type")
     }
     if kind == "message" and isinstance(content := named.get("content"), str):
-        said = {"type": "output_text", "text": content, "annotations": []}
-        heard = {"type": "input_text", "text": content}
-        named["content"] = [said if named.get("role") == "assistant" else heard]
+        output = {"type": "output_text", "text": content, "annotations": []}
+        input = {"type": "input_text", "text": content}
+        named["content"] = [output if named.get("role") == "assistant" else input]
     return named
 
 
@@ -68,10 +68,9 @@ def _text(item: Mapping[str, Any], name: str, default: str) -> str:
 
 def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:
     """
-    The list object that `GET /v1/responses/{id}/input_items` answers with, as JSON.
+    Return the list object of `GET /v1/responses/{id}/input_items` as JSON.
 
-    `query` may have limit, order (desc unless asc) and after (an item's id). Raises
-    InvalidRequest.
+    `query` may have limit, order (default: desc) and after (an item's id). Raises InvalidRequest.
     """
     limit = _limit(query.get("limit", str(PAGE_DEFAULT)))
     order = query.get("order", "desc")

@@ -1,9 +1,8 @@
 """
-What a worker says beside a stream so that another one can go on with it, and what that one is told.
+The resume state of a stream, with which another worker continues it.
 
-Comments between the events carry it (https://html.spec.whatwg.org/multipage/server-sent-events.html), each
-behind the events that it speaks of: what came before it is complete. A router that asked for them takes
-them out again.
+SSE comments between the events carry it (https://html.spec.whatwg.org/multipage/server-sent-events.html),
+each after the events that it covers. A router that requested the comments removes them from the stream.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ TOKENS = b": baton-tokens "
 ENDED = b" ended"
 
 BODY = "baton_resume"
-"""The member of a request's body that holds a `Resumption`."""
+"""Field of a request's body with the `Resumption`."""
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """What an answer has from its first event to its last, whoever writes them."""
+    """The values that all events of a response share, on every worker."""
 
     id: str
     created: int
     seed: int
     cached_tokens: int
-    """Of the prompt, as the usage tells it."""
+    """Cached prompt tokens in the usage."""
 
 
 class Resumption(msgspec.Struct, frozen=True):
-    """An answer that broke off."""
+    """An interrupted response."""
 
     beginning: Beginning
     tokens: list[int]
-    """All that the client has the text of, from the first one on."""
+    """All output tokens whose text the client has."""
     ended: bool = False
-    """Whether the client has all but the end of the stream."""
+    """Whether only the end of the stream is missing."""
 
 
 def begin_line(beginning: Beginning) -> bytes:
-    """Stands before all events."""
+    """Return the comment before the first event."""
     return BEGINS + msgspec.json.encode(beginning) + b"\n\n"
 
 
@@ -54,15 +53,15 @@ def tokens_line(tokens: Sequence[int], *, ended: bool) -> bytes:
 
 
 def read_tokens(line: bytes) -> tuple[list[int], bool]:
-    """The tokens of a whole `tokens_line`, and whether the answer has ended. Raises ValueError."""
-    said = line.removeprefix(TOKENS).rstrip(b"\n")
-    ended = said.endswith(ENDED)
-    numbers = said.removesuffix(ENDED)
+    """Parse a `tokens_line` into tokens and whether the output has ended. Raises ValueError."""
+    content = line.removeprefix(TOKENS).rstrip(b"\n")
+    ended = content.endswith(ENDED)
+    numbers = content.removesuffix(ENDED)
     return [int(number) for number in numbers.split(b",")] if numbers else [], ended
 
 
 def with_resumption(body: bytes, resumption: Resumption) -> bytes:
-    """The request once more, for the worker that goes on: a JSON object with one more member."""
+    """Return the request body with the resumption, for the worker that continues it."""
     text = body.rstrip()
     comma = b"" if text[1:-1].strip() == b"" else b","
     member = msgspec.json.encode(BODY) + b":" + msgspec.json.encode(resumption)

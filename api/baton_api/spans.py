@@ -1,9 +1,9 @@
 """
-Where spans go: in each process that makes any a queue of bytes, and a thread that sends them by OTLP (HTTP).
+Export of spans over OTLP (HTTP): a queue of bytes and a sender thread per process.
 
-Whoever serves requests only appends to the queue; the thread wakes every second, or when much waits. A
-collector that is away costs no request anything: what finds no room is dropped, and what could not be sent is
-not tried again. Spans hold names and figures, never text.
+Request handlers only append to the queue. The thread wakes every second, or when the queue is long. An
+unavailable collector delays no request: spans that exceed the queue are dropped, and failed batches are not
+sent again. Spans have names and numbers, and no text of prompts or outputs.
 """
 
 from __future__ import annotations
@@ -25,53 +25,56 @@ from baton_api.errors import SetupError
 log = logging.getLogger(__name__)
 
 PATH = "/v1/traces"
-"""Where collectors take them."""
+"""Path of the collector for traces."""
 
-PATIENCE_S = 2.0
-"""For one batch of spans; a collector that is away must not hold up the end of the process."""
+SEND_TIMEOUT_S = 2.0
+"""Timeout of one batch, so that an unavailable collector does not delay the end of the process."""
 
 WAIT_S = 1.0
-"""Seconds that a span waits at most for others."""
+"""Maximum seconds that a span is queued."""
 
 BATCH = 512 * 1024
-"""Bytes that are sent at once, and the size at which they do not wait any longer."""
+"""Maximum bytes per batch. A queue of this size is sent immediately."""
 
-ROOM = 16 * BATCH
-"""Bytes that may wait."""
+QUEUE_LIMIT = 16 * BATCH
+"""Maximum bytes in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Where spans go, and what is said with them."""
+    """The collector, and the attributes of the resource."""
 
     endpoint: str
     headers: Mapping[str, str] = field(default_factory=dict)
     resource: Mapping[str, str] = field(default_factory=dict)
-    """What is said of whoever makes them, besides the service's name."""
+    """Attributes of the resource besides the service name."""
     certificate: str = ""
-    """A file of certificates by which to know it; empty for those of the system."""
+    """CA file for the collector. Empty: the CAs of the system."""
 
     @classmethod
     def of(cls, endpoint: str, environment: Mapping[str, str] = os.environ) -> Collector:
-        """The one at `endpoint`, with what OpenTelemetry's own variables say. Raises SetupError."""
+        """Return the collector at `endpoint`, with OpenTelemetry's environment variables. Raises
+        SetupError."""
         if urllib.parse.urlsplit(endpoint).scheme not in ("http", "https"):
-            raise SetupError(f"--tracing-endpoint {endpoint!r} is no URL: http://127.0.0.1:4318 is one.")
+            raise SetupError(
+                f"Invalid --tracing-endpoint {endpoint!r}. Expected a URL such as http://127.0.0.1:4318."
+            )
         endpoint = endpoint.rstrip("/")
         prefix = "OTEL_EXPORTER_OTLP_"
 
-        def said(name: str) -> str:
+        def variable(name: str) -> str:
             return environment.get(f"{prefix}TRACES_{name}") or environment.get(prefix + name, "")
 
         return cls(
             endpoint if endpoint.endswith(PATH) else endpoint + PATH,
-            _pairs(said("HEADERS")),
+            _pairs(variable("HEADERS")),
             _pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", "")),
-            said("CERTIFICATE"),
+            variable("CERTIFICATE"),
         )
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """`a=1,b=2`, with what is no letter as in a URL."""
+    """Parse `a=1,b=2`, with percent-encoding."""
     parts = (part.partition("=") for part in text.split(",") if "=" in part)
     return {
         urllib.parse.unquote(name.strip()): urllib.parse.unquote(value.strip()) for name, _, value in parts
@@ -79,7 +82,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 class Spans:
-    """The queue and its thread."""
+    """The queue and its sender thread."""
 
     def __init__(self, service: str, collector: Collector) -> None:
         self._collector = collector
@@ -97,9 +100,9 @@ class Spans:
         self._thread.start()
 
     def take(self, spans: bytes) -> None:
-        """Send these, some time soon."""
+        """Queue spans for sending."""
         with self._lock:
-            if self._size + len(spans) > ROOM:
+            if self._size + len(spans) > QUEUE_LIMIT:
                 self._dropped += 1
                 return
             self._waiting.append(spans)
@@ -108,10 +111,10 @@ class Spans:
             self._wake.set()
 
     def close(self) -> None:
-        """Send what was not sent yet, and wait for that; blocks for a few seconds at most."""
+        """Send the queue. Blocks for a few seconds at most."""
         self._ended = True
         self._wake.set()
-        self._thread.join(2 * PATIENCE_S)
+        self._thread.join(2 * SEND_TIMEOUT_S)
 
     def _context(self) -> ssl.SSLContext | None:
         if not self._collector.endpoint.startswith("https:"):
@@ -120,7 +123,7 @@ class Spans:
             return ssl.create_default_context(cafile=self._collector.certificate or None)
         except OSError as error:
             raise SetupError(
-                f"OTEL_EXPORTER_OTLP_CERTIFICATE {self._collector.certificate!r} cannot be read: {error}."
+                f"Cannot read OTEL_EXPORTER_OTLP_CERTIFICATE {self._collector.certificate!r}: {error}."
             ) from error
 
     def _run(self) -> None:
@@ -145,24 +148,24 @@ class Spans:
         return b"".join(pieces)
 
     def _send(self, body: bytes) -> None:
-        told = {"content-type": "application/x-protobuf", **self._collector.headers}
-        asked = urllib.request.Request(self._collector.endpoint, body, told)
+        headers = {"content-type": "application/x-protobuf", **self._collector.headers}
+        request = urllib.request.Request(self._collector.endpoint, body, headers)
         try:
-            with urllib.request.urlopen(asked, timeout=PATIENCE_S, context=self._tls):
+            with urllib.request.urlopen(request, timeout=SEND_TIMEOUT_S, context=self._tls):
                 pass
-        except (OSError, HTTPException) as error:  # of the network, of TLS, and any status that is no success
+        except (OSError, HTTPException) as error:  # network, TLS, and unsuccessful statuses
             if not self._away:
-                log.warning("Spans do not reach %s: %s", self._collector.endpoint, error)
+                log.warning("Cannot send spans to %s: %s", self._collector.endpoint, error)
             self._away = True
             return
         if self._away:
-            log.info("Spans reach %s again.", self._collector.endpoint)
+            log.info("Sending spans to %s works again.", self._collector.endpoint)
         self._away = False
         dropped, self._dropped = self._dropped, 0
         if dropped:
-            log.warning("Spans of %d requests were dropped: the collector does not keep up.", dropped)
+            log.warning("Dropped the spans of %d requests, because the collector is too slow.", dropped)
 
 
 def open_spans(service: str, endpoint: str) -> Spans:
-    """For those of `service`. Raises SetupError for what is no address."""
+    """Start the export of a service's spans. Raises SetupError if the endpoint is invalid."""
     return Spans(service, Collector.of(endpoint))

@@ -1,7 +1,7 @@
 """
-`traceparent`, by which one trace goes through many services: https://www.w3.org/TR/trace-context/
+`traceparent`, which carries one trace through many services: https://www.w3.org/TR/trace-context/
 
-What does not follow the standard is as if it was not there: a trace begins anew.
+A header that violates the standard is ignored, and a new trace begins.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ TRACESTATE = b"tracestate"
 HEADERS = frozenset({TRACEPARENT, TRACESTATE})
 
 STATE_LIMIT = 512
-"""Bytes of other services' state that are passed on."""
+"""Maximum bytes of `tracestate` to forward."""
 
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Where a request stands in its trace."""
+    """The position of a request in its trace."""
 
     trace: int
     span: int
@@ -31,26 +31,26 @@ class TraceContext:
 
     @property
     def parent(self) -> bytes:
-        """What `traceparent` says of it."""
+        """The value of `traceparent`."""
         return b"00-%032x-%016x-%02x" % (self.trace, self.span, self.sampled)
 
     @property
     def lines(self) -> bytes:
-        """The headers for whoever is asked next."""
-        told = b"%b: %b\r\n" % (TRACEPARENT, self.parent)
-        return told + b"%b: %b\r\n" % (TRACESTATE, self.state) if self.state else told
+        """The header lines for the next service."""
+        parent = b"%b: %b\r\n" % (TRACEPARENT, self.parent)
+        return parent + b"%b: %b\r\n" % (TRACESTATE, self.state) if self.state else parent
 
 
 def read(given: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """What the headers of a request say; None if that is nothing, or not well said."""
+    """Read the headers of a request. None: they have no valid `traceparent`."""
     parents = [value for name, value in given if name == TRACEPARENT]
-    found = _PARENT.fullmatch(parents[0].strip()) if len(parents) == 1 else None
-    if found is None or found[1] == b"ff" or (found[1] == b"00" and found[5]):
+    match = _PARENT.fullmatch(parents[0].strip()) if len(parents) == 1 else None
+    if match is None or match[1] == b"ff" or (match[1] == b"00" and match[5]):
         return None
-    trace, span = int(found[2], 16), int(found[3], 16)
+    trace, span = int(match[2], 16), int(match[3], 16)
     if not trace or not span:
         return None
     states = b",".join(value for name, value in given if name == TRACESTATE)
     return TraceContext(
-        trace, span, bool(int(found[4], 16) & 1), states if len(states) <= STATE_LIMIT else b""
+        trace, span, bool(int(match[4], 16) & 1), states if len(states) <= STATE_LIMIT else b""
     )

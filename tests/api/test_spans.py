@@ -9,7 +9,7 @@ import pytest
 
 from baton_api import otlp
 from baton_api.errors import SetupError
-from baton_api.spans import PATH, ROOM, Collector, Spans, open_spans
+from baton_api.spans import PATH, QUEUE_LIMIT, Collector, Spans, open_spans
 from tests.router import collector
 
 COLLECTORS = {
@@ -42,8 +42,8 @@ def test_a_collector_is(case: str) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "collector"])
-def test_what_is_no_address_is_refused(endpoint: str) -> None:
-    with pytest.raises(SetupError, match="no URL"):
+def test_open_spans_invalid_endpoint_is_rejected(endpoint: str) -> None:
+    with pytest.raises(SetupError, match="Expected a URL"):
         open_spans("baton-router", endpoint)
 
 
@@ -72,6 +72,6 @@ async def test_a_collector_that_is_away_is_told_of_once_and_blocks_nobody(
     with caplog.at_level(logging.INFO, "baton_api.spans"):
         spans = open_spans("baton-router", "http://127.0.0.1:9")
         for _ in range(3):
-            spans.take(span("lost", ROOM // 2))
+            spans.take(span("lost", QUEUE_LIMIT // 2))
         await asyncio.to_thread(spans.close)
-    assert len(caplog.messages) == 1 and "do not reach http://127.0.0.1:9" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "Cannot send spans to http://127.0.0.1:9" in caplog.messages[0]
