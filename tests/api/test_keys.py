@@ -134,7 +134,7 @@ def test_a_bad_line_is_named_by_its_number_and_not_repeated(file: Path, text: st
 
 
 def test_a_file_that_is_missing_binary_or_without_keys_is_no_way_to_start(file: Path) -> None:
-    with pytest.raises(SetupError, match="Cannot read --api-key-file .*: No such file"):
+    with pytest.raises(SetupError, match=r"Cannot read --api-key-file .*: No such file"):
         Keys((), str(file))
     file.write_text("# none yet\n")
     with pytest.raises(SetupError, match="has no keys"):

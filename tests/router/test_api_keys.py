@@ -97,7 +97,7 @@ async def test_keys_from_a_file_with_names_and_digests(tmp_path: Path) -> None:
 
 
 def test_a_key_file_that_is_not_there_is_no_way_to_start(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="cannot be read"):
+    with pytest.raises(SetupError, match="Cannot read"):
         create_app(RouterSettings(api_key_file=str(tmp_path / "none")))
 
 
