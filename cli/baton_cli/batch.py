@@ -1,9 +1,8 @@
 """
-`baton batch`: a file of requests, answered while nobody waits.
+The options of `baton batch`: submit, watch, list, cancel and download batches.
 
-What a person or a script needs of it: send a file, see how far it is, and have the answers. The exit status
-says how it ended: 0, all is well; 1, the batch failed, or the service did; 2, something has to be changed
-first; 3, it is through and some lines failed; 4, it was cancelled or its time ran out.
+Exit status: 0: success. 1: the batch or the service failed. 2: invalid usage. 3: the batch completed and some
+lines failed. 4: the batch was cancelled or expired.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from baton_api.errors import SetupError
 if TYPE_CHECKING:
     from baton_cli.batch_commands import Commands
 
-Url = Annotated[str, typer.Option(help="Where the service answers.")]
-Key = Annotated[str, typer.Option("--api-key", help="The service's API key.", envvar="BATON_API_KEY")]
-Output = Annotated[str, typer.Option(help="text, or json for scripts.", metavar="text|json")]
-Window = Annotated[
-    str, typer.Option(help="How long the batch may take: from 60s to 30d, such as 90m.", metavar="TIME")
-]
-Id = Annotated[str, typer.Argument(help="Of the batch: batch_...", metavar="BATCH")]
+Url = Annotated[str, typer.Option(help="URL of the service.")]
+Key = Annotated[str, typer.Option("--api-key", help="API key of the service.", envvar="BATON_API_KEY")]
+Output = Annotated[str, typer.Option(help="Output format.", metavar="text|json")]
+Window = Annotated[str, typer.Option(help="Completion window, 60s to 30d, such as 90m.", metavar="TIME")]
+Id = Annotated[str, typer.Argument(help="Id of the batch: batch_...", metavar="BATCH")]
 
 URL = "http://127.0.0.1:8080"
 DAY = "24h"
@@ -32,119 +29,123 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/r
 
 
 def submit(
-    file: Annotated[Path, typer.Argument(help="Requests as OpenAI's Batch API has them.", metavar="FILE")],
-    endpoint: Annotated[str, typer.Option(help="What all of them are for.")] = ENDPOINTS[0],
+    file: Annotated[
+        Path, typer.Argument(help="Requests in the format of OpenAI's Batch API.", metavar="FILE")
+    ],
+    endpoint: Annotated[str, typer.Option(help="Endpoint of all requests.")] = ENDPOINTS[0],
     completion_window: Window = DAY,
     metadata: Annotated[
-        list[str] | None, typer.Option(help="Kept with the batch; repeated for several.", metavar="KEY=VALUE")
+        list[str] | None, typer.Option(help="Metadata of the batch; repeatable.", metavar="KEY=VALUE")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Wait for the end, and show how far it is.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Wait for the end and show the progress.")] = False,
     url: Url = URL,
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
-    """Upload FILE and have its requests answered."""
+    """Upload FILE and start a batch."""
     if endpoint not in ENDPOINTS:
-        raise SetupError(f"--endpoint {endpoint!r} is none of {', '.join(ENDPOINTS)}.")
+        raise SetupError(f"Invalid --endpoint {endpoint!r}. Expected one of {', '.join(ENDPOINTS)}.")
     _service(url, api_key, output).submit(file, endpoint, completion_window, _pairs(metadata or []), watch)
 
 
 def watch(id: Id, url: Url = URL, api_key: Key = "", output: Output = "text") -> None:
-    """Wait for the end of BATCH and show how far it is; a connection that is lost meanwhile is made anew."""
+    """Wait for the end of BATCH and show its progress. Lost connections are restored."""
     _service(url, api_key, output).watch(id)
 
 
 def list_(
-    limit: Annotated[int, typer.Option(help="Most batches to show; 0: all.", min=0)] = 20,
+    limit: Annotated[int, typer.Option(help="Maximum number of batches to list. 0: all.", min=0)] = 20,
     url: Url = URL,
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
-    """Show batches, the newest first."""
+    """List batches, newest first."""
     _service(url, api_key, output).list_(limit)
 
 
 def cancel(id: Id, url: Url = URL, api_key: Key = "", output: Output = "text") -> None:
-    """Have BATCH start no more requests; what is answered already stays readable."""
+    """Cancel BATCH. Its results so far remain available."""
     _service(url, api_key, output).cancel(id)
 
 
 def download(
     id: Id,
     to: Annotated[
-        Path | None, typer.Option(help="Where to; BATCH_output.jsonl if not said.", metavar="FILE")
+        Path | None, typer.Option(help="Destination. Default: BATCH_output.jsonl.", metavar="FILE")
     ] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="The lines that failed, not the answers.")] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Download the errors instead of the results.")
+    ] = False,
     url: Url = URL,
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
-    """Fetch the answers of BATCH. What broke off, here or in an earlier call, goes on where it was."""
+    """Download the results of BATCH. An interrupted download is resumed."""
     _service(url, api_key, output).download(id, to, errors)
 
 
 def run(
-    router: Annotated[str, typer.Option(help="The router's address.", metavar="URL")],
-    batch: Annotated[str, typer.Option(help="Which batch.", metavar="BATCH")] = "",
+    router: Annotated[str, typer.Option(help="URL of the router.", metavar="URL")],
+    batch: Annotated[str, typer.Option(help="Id of the batch.", metavar="BATCH")] = "",
     token: Annotated[
-        str, typer.Option(help="The router's word for it.", envvar="BATON_BATCH_TOKEN", hidden=True)
+        str, typer.Option(help="Token of the router.", envvar="BATON_BATCH_TOKEN", hidden=True)
     ] = "",
     runner: Annotated[str, typer.Option(hidden=True)] = "",
     leash: Annotated[bool, typer.Option("--leash", hidden=True)] = False,
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            help="In a pod: the file with its token, in place of BATON_BATCH_TOKEN.", metavar="FILE"
-        ),
+        typer.Option(help="File with the token, in a pod; replaces BATON_BATCH_TOKEN.", metavar="FILE"),
     ] = None,
     input_file: Annotated[
         str,
-        typer.Option(help="In a pod: the file of which a batch is made, in place of --batch.", metavar="ID"),
+        typer.Option(help="Id of the input file of a new batch, in a pod; replaces --batch.", metavar="ID"),
     ] = "",
-    endpoint: Annotated[str, typer.Option(help="What the requests of --input-file are for.")] = ENDPOINTS[0],
+    endpoint: Annotated[str, typer.Option(help="Endpoint of the requests in --input-file.")] = ENDPOINTS[0],
     completion_window: Window = DAY,
-    batch_job: Annotated[
-        str, typer.Option(help="In a pod: the BatchJob, by which its batch is known.", metavar="NAME/UID")
-    ] = "",
+    batch_job: Annotated[str, typer.Option(help="BatchJob of the batch, in a pod.", metavar="NAME/UID")] = "",
     concurrency: Annotated[
-        int | None, typer.Option(help="Most requests at once; as many as help if not said.", min=1)
+        int | None, typer.Option(help="Maximum number of requests in flight. Default: adaptive.", min=1)
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", hidden=True)] = "",
     log_format: Annotated[
-        str, typer.Option(help="How the log is written.", metavar="auto|text|json", envvar="BATON_LOG_FORMAT")
+        str, typer.Option(help="Log format.", metavar="auto|text|json", envvar="BATON_LOG_FORMAT")
     ] = "auto",
 ) -> None:
-    """Work through BATCH for a router, who starts this by itself, or as a Job of Kubernetes."""
+    """Process BATCH. Routers start this command themselves; Kubernetes Jobs run it too."""
     from baton_api import logs
     from baton_batches.runner_process import JobOptions, run, run_job
     from baton_batches.submission import BatchSubmission
 
     logs.begin(logs.read_format(log_format), runner or "runner")
     if token_file is not None:
-        asked = (router, api_key, input_file, endpoint, batch_job, completion_window)
-        made = BatchSubmission(*asked) if input_file else None
+        arguments = (router, api_key, input_file, endpoint, batch_job, completion_window)
+        submission = BatchSubmission(*arguments) if input_file else None
         work = JobOptions(
-            router=router, token=token_file, batch=batch, submission=made, max_in_flight=concurrency
+            router=router, token=token_file, batch=batch, submission=submission, max_in_flight=concurrency
         )
         raise typer.Exit(run_job(work))
     if not token or not batch:
-        raise SetupError("A runner needs --batch and the router's token: set BATON_BATCH_TOKEN.")
+        raise SetupError("A runner needs --batch and a token of the router in BATON_BATCH_TOKEN.")
     raise typer.Exit(run(router, batch, token, runner, leash))
 
 
 def reassign(
-    owner: Annotated[str, typer.Argument(help="tenant:NAME, key:NAME or sha256:HEX.", metavar="FROM")],
-    other: Annotated[str, typer.Argument(help="The same for the new owner.", metavar="TO")],
+    owner: Annotated[
+        str, typer.Argument(help="Current owner: tenant:NAME, key:NAME or sha256:HEX.", metavar="FROM")
+    ],
+    other: Annotated[str, typer.Argument(help="New owner, in the same form.", metavar="TO")],
     database: Annotated[
         str,
-        typer.Option(help="The router's --database, if it has one.", envvar="BATON_ROUTER_DATABASE"),
+        typer.Option(help="The --database of the router, if set.", envvar="BATON_ROUTER_DATABASE"),
     ] = "",
     state: Annotated[
-        str, typer.Option(help="The router's --state, if it has one.", envvar="BATON_ROUTER_STATE")
+        str, typer.Option(help="The --state of the router, if set.", envvar="BATON_ROUTER_STATE")
     ] = "",
-    port: Annotated[int, typer.Option(help="The router's --port: it names the default state folder.")] = 8080,
+    port: Annotated[
+        int, typer.Option(help="The --port of the router, which determines its default --state.")
+    ] = 8080,
 ) -> None:
-    """Give the files and batches of one owner to another, in the database of a router."""
+    """Transfer the files and batches of one owner to another, in the database of a router."""
     from baton_batches.settings import BatchSettings
     from baton_batches.storage import Storage
     from baton_router.tenants.access import parse_owner
@@ -152,7 +153,7 @@ def reassign(
     storage = Storage(BatchSettings.model_validate({"database": database, "state": state}), port)
     try:
         if not storage.in_use:
-            raise SetupError("There is no such database. Give the router's --database, --state or --port.")
+            raise SetupError("The database does not exist. Set --database, --state or --port of the router.")
         files, batches = storage.ledger.reassign(parse_owner(owner).hex(), parse_owner(other).hex())
     finally:
         storage.close()
@@ -160,8 +161,8 @@ def reassign(
 
 
 def add_to(app: typer.Typer) -> None:
-    """`baton batch` and its commands."""
-    commands = typer.Typer(no_args_is_help=True, help="Have a file of requests answered while nobody waits.")
+    """Add the commands to `baton`."""
+    commands = typer.Typer(no_args_is_help=True, help="Process a file of requests asynchronously.")
     for command in (submit, watch, list_, cancel, download, run, reassign):
         commands.command(command.__name__.rstrip("_"))(command)
     app.add_typer(commands, name="batch")
@@ -171,9 +172,11 @@ def _service(url: str, api_key: str, output: str) -> Commands:
     try:
         from baton_cli.batch_commands import Commands
     except ModuleNotFoundError as error:
-        raise SetupError("`baton batch` needs one package more: pip install 'baton[chat]'.") from error
+        raise SetupError(
+            f"The package {error.name} is missing. Install it: pip install 'baton[chat]'."
+        ) from error
     if output not in ("text", "json"):
-        raise SetupError(f"--output {output!r} is neither text nor json.")
+        raise SetupError(f"Invalid --output {output!r}. Expected text or json.")
     return Commands(url, api_key, as_json=output == "json")
 
 
@@ -182,6 +185,6 @@ def _pairs(given: list[str]) -> dict[str, str]:
     for one in given:
         key, equals, value = one.partition("=")
         if not key or not equals:
-            raise SetupError(f"--metadata {one!r} is not of the form KEY=VALUE.")
+            raise SetupError(f"Invalid --metadata {one!r}. Expected KEY=VALUE.")
         pairs[key] = value
     return pairs

@@ -1,4 +1,4 @@
-"""What the commands of `baton batch` do, besides running one."""
+"""The commands of `baton batch`, and their output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILED, SOME_FAILED, CUT_SHORT = 1, 3, 4
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """The commands for one service."""
+    """The commands of `baton batch` for one service."""
 
     url: str
     api_key: str
@@ -54,7 +54,7 @@ class Commands:
             if not watched:
                 display.result(batch, batch["id"])
                 return
-            display.note(f"{batch['id']} (Ctrl-C leaves it running; `baton batch watch` comes back to it)")
+            display.note(f"{batch['id']} (Ctrl-C does not cancel it; `baton batch watch` shows it again)")
             _watch(service, display, batch)
 
     def watch(self, id: str) -> None:
@@ -78,13 +78,13 @@ class Commands:
             if file_id is None:
                 raise SetupError(_nothing(batch, errors))
             size = service.file(file_id)["bytes"]
-            place = to or Path(f"{id}_{kind}.jsonl")
-            # Named after the file, so that what another one left behind is never gone on with.
-            part = place.with_name(f"{place.name}.{file_id}.part")
-            with display.bytes(f"downloading {place.name}") as bar:
+            target = to or Path(f"{id}_{kind}.jsonl")
+            # The name contains the id of the file, so that the download of another file is not resumed.
+            part = target.with_name(f"{target.name}.{file_id}.part")
+            with display.bytes(f"downloading {target.name}") as bar:
                 service.download(file_id, size, part, bar.moved)
-            part.replace(place)
-            display.result({"path": str(place), "bytes": size, "file_id": file_id}, str(place))
+            part.replace(target)
+            display.result({"path": str(target), "bytes": size, "file_id": file_id}, str(target))
 
     @contextmanager
     def _open(self) -> Iterator[tuple[BatchService, BatchDisplay]]:
@@ -97,7 +97,7 @@ class Commands:
 
 
 def _watch(service: BatchService, display: BatchDisplay, batch: Shown) -> None:
-    """Until its end; leaves with the status that says how that was."""
+    """Wait for the end of a batch. Exits with a status other than 0 unless it succeeded."""
     with display.lines(batch["status"]) as bar:
         while batch["status"] not in ENDED:
             counts = batch["request_counts"]
@@ -111,7 +111,7 @@ def _watch(service: BatchService, display: BatchDisplay, batch: Shown) -> None:
 
 
 def exit_status(batch: Shown) -> int:
-    """Of a command that waited for the batch's end."""
+    """Return the exit status for an ended batch."""
     match batch["status"]:
         case "completed":
             return SOME_FAILED if batch["request_counts"]["failed"] else 0
@@ -124,24 +124,24 @@ def exit_status(batch: Shown) -> int:
 def _nothing(batch: Shown, errors: bool) -> str:
     id, status = batch["id"], batch["status"]
     if status not in ENDED:
-        return f"{id} is {status}: its files come with its end. `baton batch watch {id}` waits for that."
+        return f"{id} is {status} and has no files yet. Wait for its end: baton batch watch {id}."
     if errors:
-        return f"{id} is {status} and no line of it failed."
+        return f"{id} is {status} and has no errors."
     if batch["error_file_id"]:
-        return f"{id} is {status} and no line of it was answered; --errors fetches why."
-    return f"{id} is {status} and has no answers."
+        return f"{id} is {status} and has no results. Download its errors with --errors."
+    return f"{id} is {status} and has no results."
 
 
 Shown = dict[str, Any]
 
 WIDE = 200
-"""Columns of what is written to a file or a pipe: nothing is cut off there."""
+"""Columns of output to a file or a pipe."""
 
 TIMES = ("completed_at", "failed_at", "expired_at", "cancelled_at")
 
 
 class BatchDisplay:
-    """Bars go to standard error, and only to a terminal; results go to standard output, as text or JSON."""
+    """Shows progress bars on standard error, in a terminal only, and results on standard output."""
 
     def __init__(self, as_json: bool, console: Console | None = None, errors: Console | None = None) -> None:
         self.as_json = as_json
@@ -153,14 +153,14 @@ class BatchDisplay:
 
     @contextmanager
     def bytes(self, label: str) -> Iterator[Bar]:
-        """Show how much of a file has passed."""
+        """Show the progress of an upload or download."""
         columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with self._bar(label, columns) as bar:
             yield bar
 
     @contextmanager
     def lines(self, label: str) -> Iterator[Bar]:
-        """Show how many lines of a batch are done."""
+        """Show the progress of a batch in lines."""
         columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with self._bar(label, columns) as bar:
             yield bar
@@ -174,20 +174,20 @@ class BatchDisplay:
             yield Bar(bars, label)
 
     def lost(self, reason: str) -> None:
-        """The service does not answer, or does again if there is no reason why not."""
+        """Report that the service does not answer. An empty reason means that it does again."""
         if reason and not self._trouble and self._errors.is_terminal:
-            self._errors.print(Text(f"No answer ({reason}). Trying again.", style="yellow"))
+            self._errors.print(Text(f"No answer ({reason}). Retrying.", style="yellow"))
         elif self._trouble and not reason and self._errors.is_terminal:
             self._errors.print(Text("The service answers again.", style="green"))
         self._trouble = reason
 
     def note(self, text: str) -> None:
-        """Something for a person who watches."""
+        """Print a hint, in a terminal only."""
         if not self.as_json and self._errors.is_terminal:
             self._errors.print(Text(text, style="dim"))
 
     def result(self, value: object, text: str) -> None:
-        """What the command was for."""
+        """Print the result of a command."""
         if self.as_json:
             sys.stdout.write(json.dumps(value) + "\n")
         else:
@@ -209,7 +209,7 @@ class BatchDisplay:
 
 
 class Bar:
-    """One bar."""
+    """A progress bar."""
 
     def __init__(self, bars: Progress, label: str) -> None:
         self._bars = bars
@@ -223,11 +223,11 @@ class Bar:
 
 
 def summary(batch: Shown) -> str:
-    """How it ended, in one line."""
+    """Return the result of a batch in one line."""
     counts = batch["request_counts"]
     parts = [f"{batch['id']}: {batch['status']}"]
     if counts["total"]:
-        parts.append(f"{counts['completed']} of {counts['total']} answered, {counts['failed']} failed")
+        parts.append(f"{counts['completed']} of {counts['total']} completed, {counts['failed']} failed")
     end = next((batch[name] for name in TIMES if batch.get(name)), None)
     if end is not None:
         parts.append(f"{end - batch['created_at']} s")

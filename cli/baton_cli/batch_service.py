@@ -1,8 +1,8 @@
 """
-The batch half of a service's API, asked with patience: a connection that is lost is made anew.
+A client of the Files and Batches API that retries lost connections.
 
-What only asks is asked again and again. What changes something is not sent twice unless that changes nothing:
-after a lost answer to the creation of a batch, its file tells whether there is one.
+Reads are retried without limit. A write is retried only if that is safe: after a lost response to the
+creation of a batch, the client looks for a batch with the same input file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from baton_api.errors import NotReady, SetupError
 
 Shown = dict[str, Any]
 Moved = Callable[[int, int], None]
-"""Hears how many bytes of how many have passed."""
+"""Receives the progress: bytes done, and bytes in total."""
 
-PATIENCE_S = 60.0
-LONGEST_WAIT_S = 10.0
+TIMEOUT_S = 60.0
+MAX_DELAY_S = 10.0
 
 UPLOADS = 5
-"""Times that an upload is begun."""
+"""Attempts of an upload."""
 
 PAGE = 100
 TOO_MANY, SERVER_ERRORS = 429, 500
@@ -33,7 +33,7 @@ PARTIAL, UNSATISFIABLE = 206, 416
 
 
 class BatchService:
-    """One service. Raises SetupError for what somebody has to change, and NotReady if the service fails."""
+    """One service. Raises SetupError for errors of the user, and NotReady for errors of the service."""
 
     def __init__(
         self,
@@ -42,24 +42,24 @@ class BatchService:
         lost: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`lost` hears why an answer did not come, each time before another attempt; empty once one came."""
+        """`lost` receives the reason of each retry, and an empty string after a success."""
         self._url = url.rstrip("/")
         self._lost = lost
         self._sleep = sleep
         self._client = httpx.Client(
             base_url=f"{self._url}/v1",
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=PATIENCE_S,
-            trust_env=False,  # a proxy that is set for the web is not on the way to a service of one's own
+            timeout=TIMEOUT_S,
+            trust_env=False,  # proxies of the environment are for the web, not for the user's own service
         )
-        self._met = False
-        """Whether the service has ever answered: before that, the address is rather wrong than away."""
+        self._has_answered = False
+        """Until the first answer, a connection error means a wrong address."""
 
     def close(self) -> None:
         self._client.close()
 
     def upload(self, path: Path, moved: Moved) -> Shown:
-        """The file, as a batch's input."""
+        """Upload the input file of a batch."""
         for _ in self._attempts(UPLOADS):
             with _opened(path) as file:
                 parts = {"file": (path.name, _Counted(file, path.stat().st_size, moved), "application/jsonl")}
@@ -69,43 +69,43 @@ class BatchService:
         raise AssertionError
 
     def create(self, file: str, endpoint: str, metadata: dict[str, str], window: str = "24h") -> Shown:
-        """A batch of that file, which has none yet."""
-        asked: Shown = {"input_file_id": file, "endpoint": endpoint, "completion_window": window}
+        """Create the batch of an input file."""
+        body: Shown = {"input_file_id": file, "endpoint": endpoint, "completion_window": window}
         if metadata:
-            asked["metadata"] = metadata
+            body["metadata"] = metadata
         for _ in self._attempts():
-            answer = self._once("POST", "/batches", json=asked)
+            answer = self._once("POST", "/batches", json=body)
             if answer is not None:
                 return _body(answer)
             for batch in self.batches(PAGE):
-                if batch["input_file_id"] == file:  # it was the answer that was lost
+                if batch["input_file_id"] == file:  # only the response was lost
                     return batch
         raise AssertionError
 
     def batch(self, id: str) -> Shown:
-        return _body(self._asked("GET", f"/batches/{id}"))
+        return _body(self._request("GET", f"/batches/{id}"))
 
     def cancel(self, id: str) -> Shown:
-        return _body(self._asked("POST", f"/batches/{id}/cancel"))  # the second time changes nothing
+        return _body(self._request("POST", f"/batches/{id}/cancel"))  # idempotent
 
     def batches(self, limit: int) -> Iterator[Shown]:
-        """The newest ones; all with limit 0."""
-        found, after = 0, ""
+        """Yield the newest batches. 0: all."""
+        count, after = 0, ""
         while True:
-            wanted = min(PAGE, limit - found) if limit else PAGE
+            wanted = min(PAGE, limit - count) if limit else PAGE
             where = {"limit": wanted, "after": after} if after else {"limit": wanted}
-            page = _body(self._asked("GET", "/batches", params=where))
+            page = _body(self._request("GET", "/batches", params=where))
             yield from page["data"]
-            found += len(page["data"])
-            if not page["has_more"] or not page["data"] or (limit and found >= limit):
+            count += len(page["data"])
+            if not page["has_more"] or not page["data"] or (limit and count >= limit):
                 return
             after = page["last_id"]
 
     def file(self, id: str) -> Shown:
-        return _body(self._asked("GET", f"/files/{id}"))
+        return _body(self._request("GET", f"/files/{id}"))
 
     def download(self, id: str, size: int, to: Path, moved: Moved) -> None:
-        """The file's bytes after those that are in `to` already."""
+        """Download a file. Resumes after the bytes that `to` contains."""
         for _ in self._attempts():
             if self._download_once(id, size, to, moved):
                 return
@@ -134,11 +134,11 @@ class BatchService:
             self._away(error)
             return False
         except OSError as error:
-            raise SetupError(f"{to} cannot be written: {error.strerror}.") from error
+            raise SetupError(f"Cannot write {to}: {error.strerror}.") from error
 
-    # --- One attempt, and many ---
+    # --- Retries ---
 
-    def _asked(self, method: str, path: str, **more: Any) -> httpx.Response:
+    def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
         for _ in self._attempts():
             answer = self._once(method, path, **more)
             if answer is not None:
@@ -146,17 +146,17 @@ class BatchService:
         raise AssertionError
 
     def _attempts(self, most: int | None = None) -> Iterator[int]:
-        """Numbers of attempts, with growing pauses between them. Raises NotReady after the last one."""
+        """Yield attempts with growing delays. Raises NotReady after the last one."""
         number = 0
         while most is None or number < most:
             if number:
-                self._sleep(min(LONGEST_WAIT_S, 0.25 * 2 ** min(number, 16)))
+                self._sleep(min(MAX_DELAY_S, 0.25 * 2 ** min(number, 16)))
             yield number
             number += 1
-        raise NotReady(f"{self._url} cannot be reached: given up after {most} attempts.")
+        raise NotReady(f"{self._url} did not answer after {most} attempts.")
 
     def _once(self, method: str, path: str, **more: Any) -> httpx.Response | None:
-        """None if it is worth another attempt."""
+        """Send a request once. Returns None if it should be retried."""
         try:
             answer = self._client.request(method, path, **more)
         except httpx.TransportError as error:
@@ -165,34 +165,34 @@ class BatchService:
         return answer if self._judge(answer) else None
 
     def _judge(self, answer: httpx.Response) -> bool:
-        """Whether it is good; False if another attempt may bring a better one."""
-        self._met = True
+        """Return whether a response is a success. False: retry. Raises for permanent errors."""
+        self._has_answered = True
         if answer.is_success:
             self._lost("")
             return True
-        status, said = answer.status_code, _message(answer)
+        status, message = answer.status_code, _message(answer)
         if status == TOO_MANY and answer.headers.get(headers.SHOULD_RETRY) != "false":
-            self._lost(said)
+            self._lost(message)
             return False
         if status in (502, 503, 504):
-            self._lost(said)
+            self._lost(message)
             return False
         if status >= SERVER_ERRORS:
-            raise NotReady(said)
-        raise SetupError(said)
+            raise NotReady(message)
+        raise SetupError(message)
 
     def _away(self, error: httpx.TransportError) -> None:
         reason = str(error) or type(error).__name__
-        if not self._met:
+        if not self._has_answered:
             raise SetupError(
-                f"No service answers on {self._url} ({reason}). Start one with `baton up`, or give its "
+                f"No service answers on {self._url} ({reason}). Start one with `baton up`, or set its "
                 "address with --url."
             ) from error
         self._lost(reason)
 
 
 class _Counted:
-    """A file that tells how much of it was read."""
+    """A file that reports the progress of reads."""
 
     def __init__(self, file: BinaryIO, size: int, moved: Moved) -> None:
         self._file = file
@@ -218,22 +218,24 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise SetupError(f"{path} cannot be read: {error.strerror}.") from error
+        raise SetupError(f"Cannot read {path}: {error.strerror}.") from error
 
 
 def _body(answer: httpx.Response) -> Shown:
     try:
         shown = answer.json()
     except ValueError as error:
-        raise SetupError(f"{answer.request.url} does not answer as OpenAI's API does.") from error
+        raise SetupError(
+            f"{answer.request.url} is not an OpenAI-compatible API: it returned no JSON."
+        ) from error
     assert isinstance(shown, dict)
     return shown
 
 
 def _message(answer: httpx.Response) -> str:
-    """What went wrong, in the service's own words."""
+    """Return the error message of the service."""
     try:
-        said = answer.json()["error"]["message"]
+        message = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        said = answer.text[:500]
-    return f"{said} (HTTP {answer.status_code})"
+        message = answer.text[:500]
+    return f"{message} (HTTP {answer.status_code})"

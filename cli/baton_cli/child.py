@@ -1,8 +1,8 @@
 """
-One process under supervision: how it is started, what it announces, how it is made to end.
+A supervised process: start, announcements and end.
 
-It runs in a process group of its own, so that a Ctrl-C in the terminal reaches the supervisor alone, and
-asks the kernel to be killed with its supervisor, so that nothing is left behind however that one ends.
+It runs in its own process group, so that Ctrl-C in a terminal reaches the supervisor only. The kernel
+kills it when the supervisor dies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINE_LIMIT = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is run: the arguments after `baton`, and what they are called in the log."""
+    """The arguments after `baton`, and the name of the process in logs."""
 
     name: str
     role: str
@@ -38,9 +38,9 @@ class Command:
     arguments: tuple[str, ...]
     """Without ports."""
     port: int = 0
-    """Of the first start; 0 takes a free one, which later starts take again."""
+    """Port of the first start; 0 takes a free one. Restarts keep the port."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Secrets, and nothing that could be a flag."""
+    """Secrets and other values that must not be flags."""
 
 
 class Child:
@@ -55,9 +55,9 @@ class Child:
         return self._process.pid
 
     async def ended(self) -> int:
-        """Its exit status, once it has ended and its last words were passed on."""
+        """Wait for the end and return the exit status, after the last log lines were passed on."""
         status = await self._process.wait()
-        # A grandchild may hold the pipes open; it is not waited for.
+        # Do not wait for a grandchild that keeps the pipes open.
         await asyncio.wait(self._readers, timeout=1.0)
         for reader in self._readers:
             reader.cancel()
@@ -65,12 +65,12 @@ class Child:
         return status
 
     def terminate(self) -> None:
-        """Ask it to finish what it does and end."""
+        """Ask the process to drain and exit."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it and all that it started, at once."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -81,7 +81,7 @@ async def start(
     announced: Callable[[Announcement], None],
     logged: Callable[[str], None],
 ) -> Child:
-    """Start `baton` with these arguments; both callbacks come on the event loop, in order."""
+    """Start `baton`. Both callbacks run on the event loop, in order."""
     reading, writing = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -118,7 +118,7 @@ async def start(
 
 
 def die_with_parent() -> None:
-    """Called in the child: be killed as soon as the process that started this one is gone. Linux only."""
+    """Have the kernel kill this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

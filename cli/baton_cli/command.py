@@ -1,9 +1,8 @@
 """
-Commands of Typer's that know the flags of other servers.
+Parse the command line: aliases of other servers' flags, unknown flags, and shell completion.
 
-Before the arguments are read, `--max_num_seqs` becomes `--max-running`, and a flag that the command does
-not have is refused in one sentence: with what to use instead, or with what it resembles. So help shows
-each setting by one name.
+Aliases such as `--max_num_seqs` are translated before Typer parses the arguments, so help shows each setting
+under one name. An unknown flag is rejected with an alternative or a similar flag.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from baton_api.errors import SetupError
 from baton_cli import peers
 
 HIDDEN = "--announce-fd"
-"""Not for people."""
+"""For the supervisor of `baton up`."""
 
 
 class ServerCommand(TyperCommand):
-    """Starts a server, whose users may come from another one."""
+    """A command that starts a server."""
 
     aliases: ClassVar[Mapping[str, str]]
-    """Others' flags and ours."""
+    """Flags of other servers, and Baton's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises SetupError for a flag that is none."""
+        """Parse the arguments. Raises SetupError for an unknown flag."""
         valued = {"--help": False}
         for parameter in self.params:
             for flag in (*parameter.opts, *parameter.secondary_opts):
@@ -54,14 +53,14 @@ class OperatorCommand(ServerCommand):
 
 
 OF: Mapping[str, type[ServerCommand]] = {"router": RouterCommand, "operator": OperatorCommand}
-"""Those that start no worker."""
+"""Commands other than those of workers."""
 
 
 def translate(
     args: list[str], valued: Mapping[str, bool], aliases: Mapping[str, str], command: str
 ) -> Iterator[str]:
     """
-    `args` in our own words. `valued` are our flags and whether each takes a value.
+    Translate aliases. `valued` are Baton's flags and whether each takes a value.
 
     >>> list(translate(["m", "--Num_seqs", "-8"], {"--max": True}, {"--Num-seqs": "--max"}, "serve"))
     ['m', '--max', '-8']
@@ -72,13 +71,13 @@ def translate(
         if not flag.startswith("-") or flag in ("-", "--"):
             yield argument
             if flag == "--":
-                break  # what follows are no flags
+                break  # the rest are arguments
             continue
         name = flag.replace("_", "-")
         name = aliases.get(name, name)
         if name not in valued:
-            known = [one for one in (*valued, *aliases) if one.startswith("--") and one != HIDDEN]
-            raise SetupError(peers.refusal(flag, known, command))
+            flags = [one for one in (*valued, *aliases) if one.startswith("--") and one != HIDDEN]
+            raise SetupError(peers.refusal(flag, flags, command))
         yield name + equals + value
         if valued[name] and not equals:
             yield from itertools.islice(rest, 1)
@@ -90,16 +89,16 @@ VARIABLE = "_BATON_COMPLETE"
 
 
 def script(shell: str) -> str:
-    """To be sourced by the shell. Raises SetupError for another one."""
+    """Return the completion script of a shell. Raises SetupError for an unsupported shell."""
     if shell not in SHELLS:
-        raise SetupError(f"{shell!r} is none of {', '.join(SHELLS)}.")
+        raise SetupError(f"Unsupported shell {shell!r}. Expected one of {', '.join(SHELLS)}.")
     return get_completion_script(prog_name="baton", complete_var=VARIABLE, shell=shell)
 
 
 def words(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What was typed after `baton`, if a shell wants to know how it may go on."""
+    """Return the words after `baton` while a shell requests completions."""
     if VARIABLE not in environment:
         return []
-    completion_init()  # Typer does it by itself only where it adds options of its own
+    completion_init()  # Typer calls it only if it adds its own completion options
     typed = environment.get("_TYPER_COMPLETE_ARGS") or environment.get("COMP_WORDS", "")
     return typed.split()[1:]

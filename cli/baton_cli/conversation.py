@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation with a service in the terminal, answer by answer as it is generated."""
+"""`baton chat`: a streaming conversation with a service in the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton_api.errors import SetupError
 
 
 class Conversation:
-    """All that was said so far, and the service that goes on with it."""
+    """The messages of a conversation, and the service that continues it."""
 
     def __init__(self, client: AsyncOpenAI, model: str, system: str = "") -> None:
         self._client = client
@@ -27,10 +27,9 @@ class Conversation:
 
     async def say(self, text: str) -> AsyncGenerator[str, None]:
         """
-        The answer, piece by piece.
+        Yield the response in pieces.
 
-        What came of an answer that is stopped stays in the conversation; a question that got no answer
-        at all does not.
+        A partial response stays in the conversation. A message without any response is removed.
         """
         question: ChatCompletionMessageParam = {"role": "user", "content": text}
         answer = ""
@@ -53,13 +52,13 @@ class Conversation:
 
 
 def chat(url: str, model: str, system: str, api_key: str) -> None:
-    """Talk until Ctrl-D."""
+    """Chat until Ctrl-D."""
     console = Console()
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    # asyncio's own handler would cancel the whole conversation; it leaves one that is not Python's alone.
+    # The handler of asyncio would cancel the whole conversation. It does not replace a custom handler.
     signal.signal(signal.SIGINT, interrupt)
     asyncio.run(converse(console, lambda: console.input("[bold cyan]>[/] "), url, model, system, api_key))
 
@@ -67,20 +66,20 @@ def chat(url: str, model: str, system: str, api_key: str) -> None:
 async def converse(
     console: Console, read: Callable[[], str], url: str, model: str, system: str, api_key: str
 ) -> None:
-    """Answer what `read` gives until it raises EOFError. Raises SetupError if no service answers."""
+    """Answer the lines of `read` until EOFError. Raises SetupError if the service does not answer."""
     async with AsyncOpenAI(
         base_url=f"{url.rstrip('/')}/v1",
         api_key=api_key or "none",
         max_retries=0,
-        # A proxy that is set for the web is not on the way to a service of one's own.
+        # Proxies of the environment are for the web, not for the user's own service.
         http_client=DefaultAsyncHttpxClient(trust_env=False),
     ) as client:
         model = model or await _first_model(client, url)
         conversation = Conversation(client, model, system)
-        console.print(f"[dim]{model} on {url}. Ctrl-C stops an answer, Ctrl-D ends.[/]")
+        console.print(f"[dim]{model} on {url}. Ctrl-C stops a response, Ctrl-D exits.[/]")
         while True:
             try:
-                # Reading blocks, and nothing else is going on; Ctrl-C here discards the line.
+                # Reading may block, because no task runs meanwhile. Ctrl-C discards the line.
                 text = read().strip()
             except EOFError:
                 console.print()
@@ -111,7 +110,7 @@ async def _answer(console: Console, conversation: Conversation, text: str) -> No
 
 @contextlib.contextmanager
 def _on_interrupt(call: Callable[[], object]) -> Iterator[None]:
-    """Have Ctrl-C do this, and then what it did before."""
+    """Call a function on Ctrl-C, and restore the handler at the end."""
     loop = asyncio.get_running_loop()
     before = signal.getsignal(signal.SIGINT)
     loop.add_signal_handler(signal.SIGINT, call)
@@ -128,6 +127,6 @@ async def _first_model(client: AsyncOpenAI, url: str) -> str:
     except (APIStatusError, APIConnectionError) as error:
         raise SetupError(
             f"No service answers on {url} ({error.message.rstrip('.')}). Start one with "
-            "`baton up`, or give its address with --url."
+            "`baton up`, or set its address with --url."
         ) from error
     return models.data[0].id

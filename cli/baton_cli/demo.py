@@ -1,9 +1,9 @@
 """
-Two questions to a running service, and where the work for each was done.
+Send two requests to a service, and show where their prompts were computed.
 
-Both share a long system prompt. For the first, the prefill worker computes all of it and the blocks come
-over by NIXL; for the second, the shared part is in the caches already and only the rest is computed and
-moved. Every figure is read from the answer's usage or from the decode workers' own records.
+Both share a long system prompt. The prefill worker computes the first prompt, and NIXL transfers its
+KV blocks. For the second one, the shared prefix is cached; only the rest is computed and transferred. The
+numbers come from the usage of the responses and from the records of the decode workers.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ QUESTIONS = (
     "What does the museum show in its five rooms?",
     f"{NOTEBOOK} Write a list of these rivers.",
 )
-"""The second is long enough that a decode worker has the new part of its prompt computed too."""
+"""The second one is long enough for a prefill worker to compute its new part."""
 
 MAX_TOKENS = 96
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client sees of one answer."""
+    """A response as the client sees it."""
 
     id: str
     tokens: int
@@ -63,13 +63,13 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first token."""
+        """Generation speed after the first token."""
         seconds = self.total_s - self.ttft_s
         return (self.tokens - 1) / seconds if seconds > 0 else 0.0
 
 
 async def show(console: Console, service: Service, model: str) -> None:
-    """Ask, stream the answers, and draw the picture."""
+    """Send the requests, stream the responses, and print the table."""
     console.print(
         f"\n[bold]{model}[/] answers on {service.url}/v1: one router, one prefill, one decode worker."
     )
@@ -90,7 +90,7 @@ async def show(console: Console, service: Service, model: str) -> None:
 
 
 async def ask(console: Console, client: AsyncOpenAI, model: str, question: str) -> Answer:
-    """Stream one answer to the console."""
+    """Stream a response to the console."""
     began = time.monotonic()
     first = None
     answer_id, usage = "", None
@@ -124,7 +124,7 @@ async def ask(console: Console, client: AsyncOpenAI, model: str, question: str) 
 
 
 async def record_of(workers: Mapping[str, str], answer_id: str, api_key: str = "") -> Mapping[str, Any]:
-    """What the worker that gave this answer knows of it; `workers` are URLs by name."""
+    """Return the record of the worker that answered. `workers` are URLs by name."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
         for name, url in workers.items():
@@ -136,7 +136,7 @@ async def record_of(workers: Mapping[str, str], answer_id: str, api_key: str = "
 
 
 def picture(rows: list[tuple[Answer, Mapping[str, Any]]]) -> Table:
-    """One column per question, from the prompt to the last token."""
+    """Return a table with one column per request."""
     table = Table(title="What happened", title_style="bold", show_lines=False)
     table.add_column("")
     for number in range(len(rows)):
@@ -182,11 +182,11 @@ def _speed(relay: Mapping[str, Any] | None) -> str:
 
 
 def invite(console: Console, service: Service, model: str) -> None:
-    """How to go on by hand."""
+    """Print commands to try."""
     console.print(
         Text(
             f"""
-It stays up until Ctrl-C. Try it:
+The service runs until Ctrl-C. Try it:
 
   curl {service.url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'

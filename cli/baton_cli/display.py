@@ -1,4 +1,4 @@
-"""What a terminal shows while processes start and run: bars for what loads, logs with a name in front."""
+"""The terminal output of running processes: progress bars, and logs with the name of the process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ NAME_WIDTH = 10
 
 
 class Display(Watcher):
-    """One console for all processes."""
+    """The console that all processes share."""
 
     def __init__(self, console: Console, *, logs: bool = True) -> None:
-        """Without `logs`, lines are not shown; a bar still is, if the console is a terminal."""
+        """Without `logs`, only progress bars are shown, and only in a terminal."""
         self.console = console
         self._logs = logs
         self._colours: dict[str, str] = {}
         self._bars: Progress | None = None
         self._tasks: dict[tuple[str, str], TaskID] = {}
 
-    def said(self, name: str, line: str) -> None:
+    def logged(self, name: str, line: str) -> None:
         if self._logs:
             self._line(name, line)
 
@@ -58,12 +58,12 @@ class Display(Watcher):
             return
         colour = self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
         prefix = Text(f"{name:<{NAME_WIDTH}} ", style=colour)
-        # A log line is not markup, and wraps where the terminal wraps.
+        # Log lines contain no markup, and the terminal wraps them.
         self.console.print(prefix + Text(line), soft_wrap=True)
 
     @contextmanager
     def bars(self) -> Iterator[None]:
-        """Show what loads until this is left; nothing of it stays on the screen."""
+        """Show progress bars, and remove them at the end."""
         if not self.console.is_terminal:
             yield
             return
@@ -83,7 +83,7 @@ class Display(Watcher):
 
 
 class Bar:
-    """One process's own loading as a bar of a display: the engine's `Progress`."""
+    """The progress bar of one process: implements the engine's `Progress`."""
 
     def __init__(self, display: Display, name: str) -> None:
         self._display = display

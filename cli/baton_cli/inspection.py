@@ -1,7 +1,7 @@
 """
-`baton top`, `status`, `doctor` and `bench`: how a service is, how its machine is, and how much it serves.
+The options of `baton top`, `status`, `doctor`, `bench` and `completion`.
 
-What each option means stands here; what is done is imported when a command runs.
+Their implementations are imported when a command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import typer
 
 from baton_api.errors import SetupError
 
-Url = Annotated[str, typer.Option(help="Where the router answers.")]
-Key = Annotated[str, typer.Option("--api-key", help="The service's API key.", envvar="BATON_API_KEY")]
-Output = Annotated[str, typer.Option(help="text, or json for scripts.", metavar="text|json")]
+Url = Annotated[str, typer.Option(help="URL of the router.")]
+Key = Annotated[str, typer.Option("--api-key", help="API key of the service.", envvar="BATON_API_KEY")]
+Output = Annotated[str, typer.Option(help="Output format.", metavar="text|json")]
 Kubeconfig = Annotated[
     str,
-    typer.Option(help="The cluster's, which is looked at then. kubectl's own if not said.", metavar="FILE"),
+    typer.Option(help="kubeconfig file of the cluster. Default: that of kubectl.", metavar="FILE"),
 ]
 
 URL = "http://127.0.0.1:8080"
@@ -28,12 +28,12 @@ URL = "http://127.0.0.1:8080"
 
 def top(
     url: Url = URL,
-    interval: Annotated[float, typer.Option(help="Seconds from one look to the next.", min=0.1)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look twice, print once, and end.")] = False,
+    interval: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
-    """Show what each worker does now: requests, tokens, KV cache, transfers, times to the first token."""
+    """Show live requests, tokens, KV cache usage, transfers and latency of each worker."""
     as_json = _as_json(output)
     with _needing("chat"):
         from baton_cli.top.command import top
@@ -42,18 +42,20 @@ def top(
 
 def status(
     name: Annotated[
-        str, typer.Argument(help="An InferenceService; all of the namespace if empty.", metavar="[NAME]")
+        str,
+        typer.Argument(help="Name of an InferenceService. Default: all of the namespace.", metavar="[NAME]"),
     ] = "",
     url: Url = URL,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Services of a cluster, instead of --url; as NAME does.")
+        bool,
+        typer.Option("--cluster", help="Check the services of a cluster instead of --url. NAME implies it."),
     ] = False,
     kubeconfig: Kubeconfig = "",
-    namespace: Annotated[str, typer.Option(help="Of the InferenceService.")] = "default",
+    namespace: Annotated[str, typer.Option(help="Namespace of the InferenceService.")] = "default",
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
-    """Say whether a service answers, what is wrong with it, and the way out; 1 if something is wrong."""
+    """Report whether a service is healthy, and how to fix problems. Exit status 1: a problem was found."""
     as_json = _as_json(output)
     with _needing("chat"):
         from baton_cli.status import command
@@ -67,25 +69,23 @@ def doctor(
     url: Annotated[
         list[str] | None,
         typer.Option(
-            help="A router or worker whose clock is compared, with those of its workers; repeated.",
+            help="URL of a router or worker whose clock to compare, with those of its workers. Repeatable.",
             show_default=False,
         ),
     ] = None,
     port: Annotated[
         list[int] | None,
-        typer.Option(
-            help="A port that is wanted here; repeated. 8080 and 8000 if not said.", show_default=False
-        ),
+        typer.Option(help="Port that must be free; repeatable. Default: 8080 and 8000.", show_default=False),
     ] = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Look at the cluster too: rights, custom resources.")
+        bool, typer.Option("--cluster", help="Also check permissions and custom resources of the cluster.")
     ] = False,
     kubeconfig: Kubeconfig = "",
-    namespace: Annotated[str, typer.Option(help="In which services are to run.")] = "default",
+    namespace: Annotated[str, typer.Option(help="Namespace in which services will run.")] = "default",
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
-    """Find what on this machine, or in a cluster, keeps Baton from running well; 1 if something does."""
+    """Check this machine, and optionally a cluster, for problems. Exit status 1: an error was found."""
     as_json = _as_json(output)
     with _needing("chat"):
         from baton_cli.doctor.command import doctor
@@ -95,69 +95,89 @@ def doctor(
         Port(8080, "router"),
         Port(8000, "worker"),
     ]
-    asked = kubeconfig if cluster or kubeconfig else None
-    doctor(url or [], api_key, wanted, asked, namespace, as_json)
+    account = kubeconfig if cluster or kubeconfig else None
+    doctor(url or [], api_key, wanted, account, namespace, as_json)
 
 
 def bench(
     start: Annotated[
         str,
-        typer.Argument(help="A model to be started here and measured, instead of --url.", metavar="[MODEL]"),
+        typer.Argument(
+            help="Model to start on this machine and measure, instead of --url.", metavar="[MODEL]"
+        ),
     ] = "",
     url: Url = URL,
-    model: Annotated[str, typer.Option(help="Which model; the first one served if empty.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model name. Default: the first one that the service lists.")
+    ] = "",
     concurrency: Annotated[
-        str, typer.Option(help="Clients that ask again once they were answered, one load each.")
+        str, typer.Option(help="Closed loop: numbers of concurrent clients, one load level each.")
     ] = "1,4,16",
     rate: Annotated[
-        str, typer.Option(help="Instead: requests a second that come by chance.", metavar="X,X...")
+        str,
+        typer.Option(
+            help="Open loop instead: requests per second with Poisson arrivals, one load level each.",
+            metavar="X,X...",
+        ),
     ] = "",
     trace: Annotated[
-        Path | None, typer.Option(help="Instead: requests of a Mooncake trace.", metavar="FILE")
+        Path | None, typer.Option(help="Replay a Mooncake trace instead.", metavar="FILE")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Of the trace, from its beginning.", min=0.001)] = 5.0,
-    speed: Annotated[float, typer.Option(help="How much faster than it was.", min=0.001)] = 1.0,
-    requests: Annotated[int, typer.Option(help="Of each load.", min=1)] = 40,
-    prompt_tokens: Annotated[int, typer.Option(help="Of a request, about.", min=1)] = 256,
-    output_tokens: Annotated[int, typer.Option(help="Of an answer.", min=1)] = 64,
-    shared_tokens: Annotated[int, typer.Option(help="Of a prompt, how many its group shares.", min=0)] = 0,
-    groups: Annotated[int, typer.Option(help="Of requests that share the beginning.", min=1)] = 1,
-    spread: Annotated[float, typer.Option(help="By what share lengths differ.", min=0, max=1)] = 0.0,
+    minutes: Annotated[
+        float, typer.Option(help="Minutes of the trace to replay, from its beginning.", min=0.001)
+    ] = 5.0,
+    speed: Annotated[
+        float, typer.Option(help="Speed of the replay, relative to the trace.", min=0.001)
+    ] = 1.0,
+    requests: Annotated[int, typer.Option(help="Requests per load level.", min=1)] = 40,
+    prompt_tokens: Annotated[int, typer.Option(help="Approximate prompt tokens per request.", min=1)] = 256,
+    output_tokens: Annotated[int, typer.Option(help="Output tokens per request.", min=1)] = 64,
+    shared_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens that all requests of a group share.", min=0)
+    ] = 0,
+    groups: Annotated[int, typer.Option(help="Groups of requests with a shared prefix.", min=1)] = 1,
+    spread: Annotated[
+        float, typer.Option(help="Relative variation of prompt and output lengths (0-1).", min=0, max=1)
+    ] = 0.0,
     ttft_ms: Annotated[
-        float | None, typer.Option(help="Objective: to the first token at most.", show_default=False)
+        float | None,
+        typer.Option(help="Objective: maximum time to first token in milliseconds.", show_default=False),
     ] = None,
     tpot_ms: Annotated[
-        float | None, typer.Option(help="Objective: each token after it at most.", show_default=False)
+        float | None,
+        typer.Option(help="Objective: maximum time per output token in milliseconds.", show_default=False),
     ] = None,
     total_ms: Annotated[
-        float | None, typer.Option(help="Objective: the whole answer at most.", show_default=False)
+        float | None,
+        typer.Option(help="Objective: maximum request duration in milliseconds.", show_default=False),
     ] = None,
     find: Annotated[
         Path | None,
         typer.Option(
-            help="Instead: measure what a model takes, and write it here as a profile.",
+            help="Measure the performance of the model instead, and write a profile to FILE.",
             metavar="FILE",
             show_default=False,
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Of each measurement of --find.", min=1)] = 3,
-    warm_up: Annotated[int, typer.Option(help="Requests before the first load.", min=0)] = 4,
-    timeout_s: Annotated[float, typer.Option(help="For one answer.", min=0.1)] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of all chance.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Repetitions of each measurement of --find.", min=1)] = 3,
+    warm_up: Annotated[int, typer.Option(help="Warm-up requests before the first load level.", min=0)] = 4,
+    timeout_s: Annotated[float, typer.Option(help="Timeout per request in seconds.", min=0.1)] = 600.0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     save: Annotated[
-        Path | None, typer.Option(help="Keep the figures as JSON.", metavar="FILE", show_default=False)
+        Path | None,
+        typer.Option(help="Write the results to FILE as JSON.", metavar="FILE", show_default=False),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Draw them: .svg, .png or .pdf.", metavar="FILE", show_default=False),
+        typer.Option(help="Write charts to FILE: .svg, .png or .pdf.", metavar="FILE", show_default=False),
     ] = None,
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
-    """Measure how much a service serves, and how soon; any OpenAI-compatible one. 3 if requests failed."""
+    """Measure throughput and latency of an OpenAI-compatible service. Exit status 3: requests failed."""
     as_json = _as_json(output)
     if rate and trace:
-        raise SetupError("Either --rate or --trace, not both.")
+        raise SetupError("--rate and --trace exclude each other. Set only one of them.")
     with _needing("chat"):
         from baton_cli.bench.command import BenchPlan, BenchTarget, bench
         from baton_cli.bench.profile_command import find as find_profile
@@ -186,23 +206,23 @@ def bench(
 
 
 def completion(
-    shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", metavar="SHELL")],
+    shell: Annotated[str, typer.Argument(help="Shell: bash, zsh or fish.", metavar="SHELL")],
 ) -> None:
-    """Print what makes SHELL complete baton's commands and flags: `source <(baton completion bash)`."""
+    """Print the completion script for SHELL. Usage: `source <(baton completion bash)`."""
     from baton_cli import command
 
     typer.echo(command.script(shell))
 
 
 def add_to(app: typer.Typer) -> None:
-    """All of them."""
+    """Add the commands to `baton`."""
     for command in (top, status, doctor, bench, completion):
         app.command(command.__name__)(command)
 
 
 def _as_json(output: str) -> bool:
     if output not in ("text", "json"):
-        raise SetupError(f"--output {output!r} is neither text nor json.")
+        raise SetupError(f"Invalid --output {output!r}. Expected text or json.")
     return output == "json"
 
 
@@ -212,18 +232,20 @@ def _numbers(text: str, flag: str) -> list[float]:
     [1.0, 2.5]
     """
     try:
-        found = [float(one) for one in text.split(",") if one.strip()]
+        numbers = [float(one) for one in text.split(",") if one.strip()]
     except ValueError:
-        found = [0.0]
-    if any(one <= 0 for one in found):
-        raise SetupError(f"{flag} {text!r} is no list of numbers above 0; one looks like 1,4,16.")
-    return found
+        numbers = [0.0]
+    if any(one <= 0 for one in numbers):
+        raise SetupError(f"Invalid {flag} {text!r}. Expected numbers above 0, such as 1,4,16.")
+    return numbers
 
 
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
-    """Packages that not every image has. Raises SetupError."""
+    """Raise SetupError if a package is missing, with the extra that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise SetupError(f"This needs {error.name}: pip install 'baton[{extra}]'.") from error
+        raise SetupError(
+            f"The package {error.name} is missing. Install it: pip install 'baton[{extra}]'."
+        ) from error

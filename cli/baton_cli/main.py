@@ -1,9 +1,8 @@
 """
-`baton`: which command does what, and with which options.
+`baton`: the commands and their options.
 
-Nothing heavy is imported before a command runs, and only the named command's options are made from its
-settings, so that help is there at once. A person's mistake ends with status 2 and one line that names the
-way out; what broke by itself ends with status 1.
+Only the named command builds its options and imports its implementation, so that `--help` is fast. Errors
+of usage exit with status 2 and one line that names the solution; other errors exit with status 1.
 """
 
 from __future__ import annotations
@@ -24,25 +23,23 @@ SETUP_FAILED = 2
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A Hugging Face folder, a .gguf file, a hub id, or smollm2, the default.",
+        help="Hugging Face folder, .gguf file, Hugging Face Hub id, or smollm2 (default).",
         metavar="MODEL",
         show_default=False,
     ),
 ]
 ModelFlag = Annotated[
     str | None,
-    typer.Option(
-        "--model-path", help="The same as MODEL. Also --model.", metavar="MODEL", show_default=False
-    ),
+    typer.Option("--model-path", help="Same as MODEL. Alias: --model.", metavar="MODEL", show_default=False),
 ]
 AnnounceFd = Annotated[int | None, typer.Option("--announce-fd", hidden=True)]
-Url = Annotated[str, typer.Option(help="Where the service answers.")]
+Url = Annotated[str, typer.Option(help="URL of the service.")]
 
 
 def serve(
     model: Model = None, model_path: ModelFlag = None, announce_fd: AnnounceFd = None, **given: Any
 ) -> None:
-    """Serve MODEL by one process that computes prompts and generates (role both)."""
+    """Start a worker that computes prompts and generates tokens, without a router (role both)."""
     from baton_cli import processes
 
     processes.worker("both", _given(given, model, model_path), announce_fd)
@@ -51,7 +48,7 @@ def serve(
 def prefill(
     model: Model = None, model_path: ModelFlag = None, announce_fd: AnnounceFd = None, **given: Any
 ) -> None:
-    """Start a prefill worker: it computes prompts for decode workers."""
+    """Start a prefill worker, which computes prompts for decode workers."""
     from baton_cli import processes
 
     processes.worker("prefill", _given(given, model, model_path), announce_fd)
@@ -60,21 +57,21 @@ def prefill(
 def decode(
     model: Model = None, model_path: ModelFlag = None, announce_fd: AnnounceFd = None, **given: Any
 ) -> None:
-    """Start a decode worker: it has prompts computed elsewhere, and generates."""
+    """Start a decode worker, which generates tokens and gets prompts from prefill workers."""
     from baton_cli import processes
 
     processes.worker("decode", _given(given, model, model_path), announce_fd)
 
 
 def router(announce_fd: AnnounceFd = None, **given: Any) -> None:
-    """Start a router before workers that run already."""
+    """Start a router for running workers."""
     from baton_cli import processes
 
     processes.router(given, announce_fd)
 
 
 def operator(announce_fd: AnnounceFd = None, **given: Any) -> None:
-    """Run InferenceServices in a Kubernetes cluster."""
+    """Start the Kubernetes operator, which manages InferenceServices."""
     from baton_cli import processes
 
     processes.operator(given, announce_fd)
@@ -83,24 +80,26 @@ def operator(announce_fd: AnnounceFd = None, **given: Any) -> None:
 def up(
     model: Model = None,
     model_path: ModelFlag = None,
-    prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
-    decode: Annotated[int, typer.Option(help="Decode workers.", min=1)] = 1,
+    prefill: Annotated[int, typer.Option(help="Number of prefill workers.", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="Number of decode workers.", min=1)] = 1,
     **given: Any,
 ) -> None:
-    """Start router, prefill workers and decode workers on this machine; Ctrl-C ends them."""
+    """Start a router, prefill workers and decode workers on this machine. Ctrl-C stops them."""
     from baton_cli import up as local
 
-    front = {name: given.pop(name) for name in LOCAL_ROUTER_FIELDS if name in given}
-    local.up(prefill, decode, front, _given(given, model, model_path))
+    router = {name: given.pop(name) for name in LOCAL_ROUTER_FIELDS if name in given}
+    local.up(prefill, decode, router, _given(given, model, model_path))
 
 
 def chat(
     url: Url = "http://127.0.0.1:8080",
-    model: Annotated[str, typer.Option(help="Which model; the first one served if empty.")] = "",
-    system: Annotated[str, typer.Option(help="A system message.")] = "",
-    api_key: Annotated[str, typer.Option(help="The service's API key.", envvar="BATON_API_KEY")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model name. Default: the first one that the service lists.")
+    ] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    api_key: Annotated[str, typer.Option(help="API key of the service.", envvar="BATON_API_KEY")] = "",
 ) -> None:
-    """Talk to a service in the terminal: Ctrl-C stops an answer, Ctrl-D ends."""
+    """Chat with a service in the terminal. Ctrl-C stops a response, Ctrl-D exits."""
     from baton_cli import conversation
 
     conversation.chat(url, model, system, api_key)
@@ -109,10 +108,10 @@ def chat(
 def demo(
     model: Model = None,
     model_path: ModelFlag = None,
-    verbose: Annotated[bool, typer.Option(help="Show the processes' logs.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Show the logs of the processes.")] = False,
     **given: Any,
 ) -> None:
-    """Start everything, ask two questions, and show what happened to their prompts."""
+    """Start a service, send two requests, and show where their prompts were computed."""
     from baton_cli import up as local
 
     local.demo(verbose, _given(given, model, model_path))
@@ -124,17 +123,17 @@ def fetch(
         typer.Argument(help="hf://ORGANISATION/NAME, s3://BUCKET/PATH, gs://BUCKET/PATH, builtin://smollm2."),
     ],
     folder: Annotated[
-        str, typer.Argument(help="Where its files are to lie. Several may fetch into it at once.")
+        str, typer.Argument(help="Destination folder. Several processes may fetch into it at once.")
     ],
-    revision: Annotated[str, typer.Option(help="Branch, tag or commit; the newest commit if empty.")] = "",
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit. Default: the newest commit.")] = "",
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only files whose names match, such as *.safetensors; repeatable.", show_default=False
+            help="Pattern of file names to fetch, such as *.safetensors; repeatable.", show_default=False
         ),
     ] = None,
 ) -> None:
-    """Fetch a model's files into a folder, unless they are there already."""
+    """Download the files of a model into a folder, unless they exist."""
     from baton_cli import processes
 
     processes.fetch(uri, folder, revision, allow or [])
@@ -148,15 +147,17 @@ def version() -> None:
 
 
 def _given(given: dict[str, Any], model: str | None, model_path: str | None) -> dict[str, Any]:
-    """What was said on the command line: the environment and the defaults fill in the rest."""
+    """Return the settings of the command line, with the model."""
     if model is not None and model_path is not None:
-        raise SetupError(f"Which model: {model} or {model_path}? Give it once, as MODEL or by --model-path.")
+        raise SetupError(
+            f"Two models are given: {model} and {model_path}. Give one, as MODEL or by --model-path."
+        )
     chosen = model if model is not None else model_path
     return given if chosen is None else given | {"model": chosen}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The way in."""
+    """Run a command."""
     _take_interrupts()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -170,24 +171,24 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _take_interrupts() -> None:
-    """Let SIGINT end the command even if it was started with the signal ignored, as a script's `&` does."""
+    """Handle SIGINT even if the parent ignores it, as a shell does for commands started with `&`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def complain(error: BatonError) -> None:
-    """One line, red in a terminal."""
+    """Print an error, red in a terminal."""
     typer.secho(error.message, fg=typer.colors.RED, err=True)
 
 
 def create_app(arguments: list[str]) -> typer.Typer:
-    """The commands; the one that `arguments` name has its options."""
+    """Return the commands. Only the one that `arguments` name has its options."""
     app = typer.Typer(
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
-        help="Serves large language models with prefill and decode on separate workers.",
+        help="Serve large language models with prefill and decode on separate workers.",
     )
     typed = arguments or command.words()
     named = next((argument for argument in typed if not argument.startswith("-")), "")
@@ -207,42 +208,44 @@ SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "
 """Commands whose options are settings."""
 
 LOCAL_ROUTER_FIELDS = frozenset({"host", "port", "dashboard", "api_key", "api_key_file", "allowed_origins"})
-"""Settings that `up` gives to its router."""
+"""Settings that `up` passes to its router."""
 
 WORKER_FIELDS = frozenset({"role", "name", "control_host", "control_port", "ticket_secret"})
-"""Settings of single workers, which `up` and `demo` choose themselves."""
+"""Settings that `up` and `demo` set for each worker."""
 
 
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    match command.__name__:
+def _with_options(function: Callable[..., None]) -> Callable[..., None]:
+    match function.__name__:
         case "serve" | "prefill" | "decode":
             from baton_cli.options import with_options
             from baton_engine.settings import WorkerSettings
 
-            return with_options(WorkerSettings, without={"model", "role"})(command)
+            return with_options(WorkerSettings, without={"model", "role"})(function)
         case "up" | "demo":
             from baton_cli.options import with_options
             from baton_cli.up import LocalRouterSettings
             from baton_engine.settings import WorkerSettings
 
             every = with_options(WorkerSettings, without={"model"} | WORKER_FIELDS | LOCAL_ROUTER_FIELDS)(
-                command
+                function
             )
             return (
-                with_options(LocalRouterSettings, only=LOCAL_ROUTER_FIELDS)(every) if command is up else every
+                with_options(LocalRouterSettings, only=LOCAL_ROUTER_FIELDS)(every)
+                if function is up
+                else every
             )
         case "router":
             from baton_cli.options import with_options
             from baton_router.settings import RouterSettings
 
-            return with_options(RouterSettings)(command)
+            return with_options(RouterSettings)(function)
         case "operator":
             from baton_cli.options import with_options
             from baton_operator.settings import OperatorSettings
 
-            return with_options(OperatorSettings)(command)
+            return with_options(OperatorSettings)(function)
         case name:
-            raise AssertionError(f"{name} starts no server")
+            raise AssertionError(f"{name} is not a server")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """
-The flags of SGLang, vLLM and their routers, for whoever comes with a launch line from there.
+The flags of SGLang, vLLM and their routers.
 
-A flag that means what one of our settings means is another name for it. One that means nothing here is
-refused with what to use instead, or why nothing is needed: a flag that is taken and ignored would have
-somebody wait for what never comes. Names are those of SGLang 0.5, sglang-router 0.3 and vLLM 0.33.
+A flag with the meaning of a setting is an alias of it. Other flags are rejected with an alternative or a
+reason: ignoring them silently would hide a missing feature. Names are those of SGLang 0.5, sglang-router 0.3
+and vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -52,40 +52,40 @@ ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "WorkerSettings": WORKER_ALIASES,
     "RouterSettings": ROUTER_ALIASES,
 }
-"""By the settings' class: the field, and what others call it."""
+"""By settings class: the field and its aliases."""
 
 NOTES = {
-    "model": "The argument MODEL may be given by a flag too.",
-    "memory_share": "Of what was free at start; vLLM takes its share of the whole device.",
+    "model": "Same as the argument MODEL.",
+    "memory_share": "Fraction of the memory that is free at startup. In vLLM: of the whole device.",
     "kv_cache_tokens": "Rounded up to whole blocks of 16 tokens.",
-    "chunk_tokens": "Bounds all tokens of one pass. There is no -1: a large number computes prompts whole.",
-    "cache_report": "On already, as OpenAI has it; --no-cache-report turns it off.",
-    "stream_include_usage": "A request may still say no.",
-    "log_requests": "Without text: --log-requests-level 2 adds it.",
-    "seed": "Draws the seeds of requests that have none.",
-    "control_port": "Of a prefill worker.",
-    "decode": "Repeated, one URL at a time; --prefill names prefill workers.",
-    "max_body": "Bytes.",
+    "chunk_tokens": "Limits all tokens of a forward pass. -1 is not supported: use a large number instead.",
+    "cache_report": "Enabled by default; disable it with --no-cache-report.",
+    "stream_include_usage": "Requests can override it.",
+    "log_requests": "Logs no text unless --log-requests-level is 2.",
+    "seed": "Determines the seeds of requests without one.",
+    "control_port": "Prefill workers only.",
+    "decode": "One URL per flag, repeatable. Use --prefill for prefill workers.",
+    "max_body": "Bytes, or a size with a unit.",
 }
 
 
 def aliases(settings: type, field: str) -> tuple[str, ...]:
-    """What others call a field of `settings`."""
+    """Return the aliases of a setting."""
     return ALIASES.get(settings.__name__, {}).get(field, ())
 
 
 def flags(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """From what others call a flag to what it is called here."""
+    """Return a mapping of aliases to Baton's flags."""
     own = {other: "--" + field.replace("_", "-") for field, others in table.items() for other in others}
     return own | {"--model": "--model-path"}
 
 
-def refusal(flag: str, known: Collection[str], command: str) -> str:
-    """What to tell whoever gave `flag`, which is none of the `known` ones."""
+def refusal(flag: str, flags: Collection[str], command: str) -> str:
+    """Return the error message for a flag that a command does not have."""
     spelled = flag.replace("_", "-")
     for one in REFUSALS:
         if one.covers(spelled):
-            return f"{flag} is no flag of Baton: {one.reason}."
-    close = difflib.get_close_matches(spelled, known, n=2)
+            return f"Baton does not support {flag}: {one.reason}."
+    close = difflib.get_close_matches(spelled, flags, n=2)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"`baton {command}` has no flag {flag[:60]}.{hint} `baton {command} --help` shows all."
+    return f"`baton {command}` has no flag {flag[:60]}.{hint} `baton {command} --help` lists all flags."

@@ -1,4 +1,4 @@
-"""One process in the foreground: a worker of any role, or a router."""
+"""Run one process in the foreground: a worker, a router, the operator or a download."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton_cli.options import read_settings
 
 
 def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None:
-    """Serve until a signal says to stop."""
+    """Run a worker until a signal stops it."""
     from baton_engine.settings import WorkerSettings
 
     announce = _begin(announce_fd)
@@ -47,7 +47,7 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
 
 
 def fetch(uri: str, folder: str, revision: str, patterns: Sequence[str]) -> None:
-    """Bring a model's files into a folder."""
+    """Download the files of a model into a folder."""
     from baton_engine.model import fetching
 
     display = Display(Console(stderr=True))
@@ -57,12 +57,12 @@ def fetch(uri: str, folder: str, revision: str, patterns: Sequence[str]) -> None
         fetched = fetching.fetch(source, Path(folder), Bar(display, "fetch"), pinned)
     if path := os.environ.get(RESULT_FILE):
         Path(path).write_text(fetched.revision)
-    done = "Fetched" if fetched.anew else "There already:"
+    done = "Fetched" if fetched.anew else "Already fetched:"
     print(f"{done} {uri} at {fetched.revision} in {folder}")
 
 
 def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
-    """Route until a signal says to stop."""
+    """Run a router until a signal stops it."""
     from urllib.parse import urlsplit
 
     from baton_router import main
@@ -80,9 +80,8 @@ def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
         logs.begin(settings.log_format, "router")
         if not settings.decode and not settings.asks_for_workers:
             raise SetupError(
-                "A router needs workers to send requests to: give at least one --decode URL, such as "
-                "--decode http://127.0.0.1:8000, or say who lists them with --decode-dns or "
-                "--kubernetes-selector."
+                "No workers are configured. Set at least one --decode URL, such as --decode "
+                "http://127.0.0.1:8000, or discover workers by --decode-dns or --kubernetes-selector."
             )
         main.run(settings, listening)
     except SetupError as error:
@@ -91,7 +90,7 @@ def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
 
 
 def operator(given: Mapping[str, Any], announce_fd: int | None) -> None:
-    """Operate until a signal says to stop."""
+    """Run the operator until a signal stops it."""
     from urllib.parse import urlsplit
 
     from baton_operator import main
@@ -114,10 +113,10 @@ def operator(given: Mapping[str, Any], announce_fd: int | None) -> None:
 
 
 def _begin(announce_fd: int | None) -> Announcer:
-    """Signals, and the tie to the supervisor."""
+    """Set up signals and the connection to the supervisor."""
     if announce_fd is not None:
         die_with_parent()
-        os.set_inheritable(announce_fd, False)  # nobody else holds the pipe open
-    # Before a worker is ready there is nothing to drain, and loading cannot be interrupted any other way.
+        os.set_inheritable(announce_fd, False)  # keep the pipe out of child processes
+    # Before a worker is ready there is nothing to drain, and loading blocks the event loop.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return Announcer(announce_fd)

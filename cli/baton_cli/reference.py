@@ -150,29 +150,27 @@ def peer_flags() -> Iterator[str]:
 ERRORS = f"""\
 # Errors
 
-Written by `make fix` from `baton_api.errors`; change the docstrings there.
+Generated from `baton_api.errors` by `make fix`. Do not edit.
 
-Every error is JSON in the form of OpenAI's, in an answer of its own or as an event of a stream that had
-begun:
+Every error is JSON in OpenAI's format: the body of a response, or an event of a stream that has begun.
 
 ```json
 {{"error": {{"message": "...", "type": "invalid_request_error", "param": "n", "code": "invalid_type"}}}}
 ```
 
-All four are always there; `param` and `code` may be null. A message has at most {MESSAGE_LIMIT:,} characters.
-Answers with `Retry-After` say a whole number of seconds up to {RETRY_LIMIT_S}, drawn anew for each client and
-spread over {RETRY_SPREAD_S} seconds, so that those who are refused together do not come back together.
+All four fields exist; `param` and `code` may be null. A message has at most {MESSAGE_LIMIT:,} characters.
+`Retry-After` is a whole number of seconds up to {RETRY_LIMIT_S}. It is spread randomly over {RETRY_SPREAD_S}
+seconds, so that clients rejected together do not retry together.
 """
 
 LIMITS = """\
 # Limits of a request
 
-Written by `make fix` from `baton_api.limits`; change the table there.
+Generated from `baton_api.limits` by `make fix`. Do not edit.
 
-What lies beyond a limit is refused before anything is computed, with the status and code of its row, and
-with the field as `param`. Fields that no row names are bounded by the body. Besides, numbers must be finite
-and within double precision, strings must be whole Unicode (no lone surrogates), and of a member that is
-given twice the last one counts.
+A request beyond a limit is rejected before any computation, with the status and code of the row and the
+field as `param`. The size of the body limits all other fields. Numbers must be finite and within double
+precision; strings must be valid Unicode without lone surrogates. Of duplicate members the last one counts.
 """
 
 
@@ -190,7 +188,7 @@ def _classes() -> Iterator[str]:
     yield "| class | status | type | code | param | meaning | what to do |"
     yield "|---|---|---|---|---|---|---|"
     for error in descendants(BatonError):
-        meaning, advice = told(error)
+        meaning, advice = explained(error)
         code = "see below" if error is InvalidRequest else _shown(error, "code")
         param = "the field" if issubclass(error, InvalidRequest) else _shown(error, "param")
         cells = (error.__name__, str(error.status), f"`{error.type}`", code, param, meaning, advice)
@@ -200,7 +198,7 @@ def _classes() -> Iterator[str]:
 
 def _codes() -> Iterator[str]:
     yield "## Codes of InvalidRequest\n"
-    yield "Without a code, fields contradict one another, or the body is no JSON object.\n"
+    yield "Errors without a code: fields contradict each other, or the body is not a JSON object.\n"
     yield "| code | meaning |"
     yield "|---|---|"
     for code, meaning in CODES.items():
@@ -209,15 +207,15 @@ def _codes() -> Iterator[str]:
 
 
 def descendants(root: type[BatonError]) -> Iterator[type[BatonError]]:
-    """All errors below `root` that the tree has, in its order."""
+    """Yield the subclasses of an error, depth first."""
     for child in root.__subclasses__():
         if child.__module__.startswith("baton_api.errors"):
             yield child
             yield from descendants(child)
 
 
-def told(error: type[BatonError]) -> tuple[str, str]:
-    """What the error's docstring says that it means, and what to do."""
+def explained(error: type[BatonError]) -> tuple[str, str]:
+    """Return the meaning of an error and the advice, from its docstring."""
     meaning, _, advice = inspect.cleandoc(error.__doc__ or "").partition("\n\n")
     return " ".join(meaning.split()), " ".join(advice.split())
 
@@ -230,22 +228,22 @@ def _shown(error: type[BatonError], name: str) -> str:
 METRICS = """\
 # Metrics
 
-Written by `make fix` from `baton_api.metrics`; change the contract there.
+Generated from `baton_api.metrics` by `make fix`. Do not edit.
 
-All are at `GET /metrics`, of workers and routers at the port of their API and of the operator at that of its
-health, without a key. Times are in seconds. A router of several processes adds the label `process` to each
-series. [Observability](../guides/observability.md) says what to look at first.
+Processes expose metrics at `GET /metrics` without a key: workers and routers on their API port, the operator
+on its health port. Times are in seconds. A router with several processes adds the label `process`.
+[Observability](../guides/observability.md) names the metrics to start with.
 """
 
 PARTS = {
     "Every process": "baton_build_",
     "Workers": "baton_worker_",
     "Routers": "baton_router_",
-    "Batches, at the router": "baton_batch",
-    "The operator": "baton_operator_",
-    "The autoscaler, at the operator": "baton_autoscaler_",
+    "Batches": "baton_batch",
+    "Operator": "baton_operator_",
+    "Autoscaler": "baton_autoscaler_",
 }
-"""Headings, and how the names of their metrics begin."""
+"""Sections, and the prefix of their metrics."""
 
 
 def metrics_page() -> str:
@@ -263,7 +261,8 @@ def _part(title: str, begins: str) -> Iterator[str]:
 def _entry(metric: Metric) -> Iterator[str]:
     yield f"### `{metric.name}`\n"
     yield f"{metric.help}\n"
-    yield f"A {metric.kind}, in {metric.unit}.\n" if metric.unit != "yes or no" else "A gauge, 0 or 1.\n"
+    unit = "0 or 1" if metric.unit == "yes or no" else metric.unit
+    yield f"Type: {metric.kind}. Unit: {unit}.\n"
     for label in metric.by:
         yield f"- `{label.name}`: {_values(label)}."
     if metric.by:

@@ -1,10 +1,8 @@
 """
-The captured screens of the docs, drawn by the commands' own code from figures of real runs.
+Render the screenshots of the documentation from recorded `--output json` of real runs.
 
     python -m baton_cli.screens           writes docs/screens/*.svg
-    python -m baton_cli.screens --check   fails if one is not what would be written
-
-The figures lie beside them, as `--output json` printed them.
+    python -m baton_cli.screens --check   fails if one differs from what would be written
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "screens"
 WIDTH = 132
 
 ELSEWHERE = re.compile(r"\s*@font-face \{.*?\}\n|<!--.*?-->\s*", re.DOTALL)
-"""Rich's picture fetches a font from another place and says where Rich is; a reader's own font will do."""
+"""Rich's SVG loads a web font and contains a comment. Both are removed."""
 
 
 def _top(console: Console, data: Any) -> None:
@@ -52,11 +50,11 @@ SCREENS: Mapping[str, tuple[str, Callable[[Console, Any], None]]] = {
     "bench": ("baton bench", _bench),
     "doctor": ("baton doctor", _doctor),
 }
-"""By the name of their files: the command and what draws it."""
+"""By file name: the command, and the function that renders it."""
 
 
 def drawn(name: str) -> str:
-    """The picture, as SVG that fetches nothing."""
+    """Return a self-contained SVG."""
     title, draw = SCREENS[name]
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
@@ -75,9 +73,7 @@ def main() -> None:
         elif not check:
             path.write_text(text)
     if stale:
-        raise SystemExit(
-            f"{', '.join(stale)}: not as the commands show it now. Run python -m baton_cli.screens."
-        )
+        raise SystemExit(f"{', '.join(stale)}: out of date. Run python -m baton_cli.screens.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """
-Keeps a few processes of Baton running until somebody says stop.
+Run several Baton processes: start, restart and stop them in order.
 
-Each is a `Member`: started, started again at the same ports when it ends unasked (`restarts` decides when),
-and ended in order. The members know nothing of one another; who needs whose address waits for it.
+Each is a `Member`. One that was ready is restarted on the same ports when it ends, with a growing delay. One
+that was never ready is not restarted, because that would hide its error.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ KILL_AFTER_S = 10.0
 Value = TypeVar("Value")
 
 LAST_WORDS = 30
-"""Lines of a process's log that are kept to be shown if its start fails."""
+"""Log lines of a process to show if its start fails."""
 
 
 class Member:
-    """One supervised process over all its starts."""
+    """A supervised process, over all restarts."""
 
     def __init__(self, command: Command, watcher: Watcher) -> None:
         self.command = command
         self.url = ""
-        """Of its HTTP server; the same for every start."""
+        """URL of its HTTP server; restarts keep it."""
         self.last_words: deque[str] = deque(maxlen=LAST_WORDS)
         self.starts = 0
         self._watcher = watcher
@@ -79,15 +79,15 @@ class Member:
             delay = self._history.delay_s
             if delay is None:
                 self._watcher.failed(self.name, list(self.last_words))
-                raise SetupError(self._refusal or f"{self.name} ended at its start ({describe(status)}).")
-            self._watcher.said(
-                self.name, f"{self.name} ended ({describe(status)}); it is started again in {delay:g} s"
+                raise SetupError(self._refusal or f"{self.name} ended during its start ({describe(status)}).")
+            self._watcher.logged(
+                self.name, f"{self.name} ended ({describe(status)}); restarting in {delay:g} s"
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
     async def stop(self, seconds: float) -> None:
-        """Ask it to end, and kill it if it has not after `seconds`."""
+        """Stop the process, and kill it after `seconds`."""
         self._stopping.set()
         current = self._child
         if current is None:
@@ -96,11 +96,11 @@ class Member:
         try:
             await asyncio.wait_for(current.ended(), seconds)
         except TimeoutError:
-            self._watcher.said(self.name, f"{self.name} did not end within {seconds:g} s and is killed")
+            self._watcher.logged(self.name, f"{self.name} did not stop within {seconds:g} s and is killed")
             current.kill()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._stopping.set()
         if self._child is not None:
             self._child.kill()
@@ -109,7 +109,7 @@ class Member:
         self.starts += 1
         started = await child.start(self.arguments, self.command.environment, self._announced, self._logged)
         self._child = started
-        if self._stopping.is_set():  # asked to end while it was being started
+        if self._stopping.is_set():  # stopped during the start
             started.terminate()
         try:
             return await started.ended()
@@ -134,24 +134,24 @@ class Member:
 
     def _logged(self, line: str) -> None:
         self.last_words.append(line)
-        self._watcher.said(self.name, line)
+        self._watcher.logged(self.name, line)
 
 
 class Watcher:
-    """What a command line does with what the processes say. This one does nothing."""
+    """Receives logs and progress of the processes. This one ignores them."""
 
-    def said(self, name: str, line: str) -> None:
-        """A line of the log."""
+    def logged(self, name: str, line: str) -> None:
+        """Receive a log line."""
 
     def loading(self, name: str, progress: Loading) -> None:
-        """How far the start is."""
+        """Receive the progress of a start."""
 
     def failed(self, name: str, last_words: list[str]) -> None:
-        """It ended before it was ever ready, and this is what it said last."""
+        """Receive the last log lines of a process that ended before it was ready."""
 
 
 class Supervisor:
-    """The members of one `baton up`."""
+    """The processes of one `baton up`."""
 
     def __init__(self, watcher: Watcher, drain_s: float) -> None:
         self.members: list[Member] = []
@@ -161,7 +161,7 @@ class Supervisor:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add(self, command: Command) -> Member:
-        """Start one more."""
+        """Start a process."""
         member = Member(command, self._watcher)
         self.members.append(member)
         task = asyncio.create_task(member.run(), name=command.name)
@@ -170,7 +170,7 @@ class Supervisor:
         return member
 
     async def unless_failed(self, waiting_for: Coroutine[Any, Any, Value]) -> Value:
-        """Wait for something, or raise what made a member give up."""
+        """Wait for a result, or raise the error of a failed process."""
         waiting = asyncio.ensure_future(waiting_for)
         try:
             await asyncio.wait((waiting, self._failed), return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +181,7 @@ class Supervisor:
             waiting.cancel()
 
     async def close(self) -> None:
-        """End all in order: the router, then who generates, then who computes prompts."""
+        """Stop the router, then decode workers, then prefill workers."""
         for step in end_order([member.command.role for member in self.members]):
             await asyncio.gather(
                 *(self.members[position].stop(self._drain_s + KILL_AFTER_S) for position in step)
@@ -190,10 +190,10 @@ class Supervisor:
         if not self._failed.done():
             self._failed.cancel()
         elif not self._failed.cancelled():
-            self._failed.exception()  # it was raised where somebody waited, or came during the end
+            self._failed.exception()  # it was raised by `unless_failed`, or came during the end
 
     def kill(self) -> None:
-        """End all at once; `close` then has nothing to wait for."""
+        """Kill all processes."""
         for member in self.members:
             member.kill()
 
@@ -206,16 +206,16 @@ class Supervisor:
 
 
 class Interrupted(Exception):
-    """A signal asked for the end."""
+    """A signal stopped the service."""
 
 
 @contextlib.asynccontextmanager
 async def supervise(watcher: Watcher, drain_s: float) -> AsyncIterator[Supervisor]:
     """
-    A supervisor whose members have all ended when this is left, whatever happened.
+    Yield a supervisor, and stop all its processes at the end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the body with Interrupted; a second one ends all processes at once. SIGHUP
-    stays ignored where it was, as under nohup.
+    Ctrl-C, SIGTERM and SIGHUP end the body with Interrupted; a second signal kills all processes. SIGHUP
+    stays ignored under nohup.
     """
     supervisor = Supervisor(watcher, drain_s)
     with _signals(supervisor) as interrupted:
@@ -226,7 +226,7 @@ async def supervise(watcher: Watcher, drain_s: float) -> AsyncIterator[Superviso
                 raise
             raise Interrupted from None
         except SetupError:
-            supervisor.kill()  # nothing runs yet that would be worth a drain
+            supervisor.kill()  # no request runs yet
             raise
         finally:
             try:
@@ -249,7 +249,7 @@ def _signals(supervisor: Supervisor) -> Iterator[asyncio.Event]:
             body.cancel()
 
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to outlive its terminal
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # not under nohup
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, signalled)
@@ -261,7 +261,7 @@ def _signals(supervisor: Supervisor) -> Iterator[asyncio.Event]:
 
 
 def describe(status: int) -> str:
-    """An exit status in words, as asyncio gives it: negative for a signal."""
+    """Return an exit status of asyncio in words. Negative values are signals."""
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
 
@@ -269,18 +269,18 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 
 CALM_S = 60.0
-"""Seconds of being ready after which earlier crashes no longer count."""
+"""Time of being ready after which earlier crashes no longer count."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What is known of one process, over all its starts."""
+    """The restart history of a process."""
 
     was_ready: bool = False
     ready_at: float | None = None
-    """Since when the present start is ready."""
+    """Monotonic time at which the current start became ready."""
     crashes: int = 0
-    """In a row, without a calm time between."""
+    """Consecutive crashes."""
 
     def ready(self, now: float) -> History:
         return replace(self, was_ready=True, ready_at=now)
@@ -291,23 +291,23 @@ class History:
 
     @property
     def delay_s(self) -> float | None:
-        """Seconds until the next start after an end; None: do not start it again."""
+        """Delay of the next start in seconds. None: do not restart."""
         if not self.was_ready:
             return None
         return float(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(self.crashes - 1, 16)))
 
 
 def threads_each(cores: int, workers: int) -> int:
-    """Compute threads per worker so that all workers together fit the cores."""
+    """Return the threads per worker, so that all workers together fit the cores."""
     return max(1, cores // max(1, workers))
 
 
 def end_order(roles: Sequence[str]) -> list[list[int]]:
     """
-    Positions of processes in the order in which they are asked to end, those of one step together.
+    Return the positions of processes by step of the shutdown.
 
-    The router first, so that nothing new comes in; decode workers before the prefill workers that
-    their waiting requests still need.
+    The router stops first, so that no new requests arrive. Decode workers stop before the prefill workers
+    that their queued requests need.
 
     >>> end_order(["prefill", "decode", "router", "decode"])
     [[2], [1, 3], [0]]

@@ -1,8 +1,8 @@
 """
-`baton up`: a router, prefill workers and decode workers on one machine, as one service.
+`baton up` and `baton demo`: a router, prefill workers and decode workers on one machine.
 
-The model is fetched once, before anything starts. Workers start in parallel and take free ports; the
-router starts when they are ready, so that its first look finds them. It is up when an answer came through.
+The model is fetched once. Workers start in parallel on free ports; the router starts when they are ready.
+The service is up when it has answered a request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings
 
 FIRST_ANSWER_S = 60.0
-"""Seconds that the first request may take once all processes are ready."""
+"""Timeout of the first request, after all processes are ready."""
 
 RETRY_S = 0.1
 BLOCK_TOKENS = 16
@@ -43,38 +43,38 @@ BY_ENVIRONMENT = {
     *("port", "api_key", "api_key_file", "worker_api_key", "ticket_secret"),
     *("state", "database", "batch_secret"),
 }
-"""Settings of the router that are no flags of its command: secrets, and the port, which may change."""
+"""Router settings that are passed by environment: secrets, and the port, which may change."""
 
 
 FOR_ALL = ("log_format", "tracing_endpoint")
-"""Settings of workers that the router gets too."""
+"""Worker settings that the router shares."""
 
 
 class LocalRouterSettings(RouterSettings):
-    """The router of one machine."""
+    """Settings of a router on one machine. The dashboard is enabled by default."""
 
     page: bool = True
-    """Show a page at `/`: the workers and what they do, the last requests as timelines, and a place to talk
-    to the model. What it shows wants a key where keys are wanted."""
+    """Serve a dashboard at `/`: workers, timelines of recent requests, and a chat. Its data require an API
+    key where keys are required."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to run."""
+    """The processes to start."""
 
     model: str
-    """A path: it has been fetched."""
+    """Path of the fetched model."""
     names: tuple[str, ...]
-    """What clients may call the model; the first one stands in answers."""
+    """Model names that requests may use. Responses contain the first one."""
     prefill: int = 1
     decode: int = 1
     router: RouterSettings = field(default_factory=LocalRouterSettings)
     worker: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `WorkerSettings` that were asked for."""
+    """Fields of `WorkerSettings` from the command line."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
-    """Signs tickets, so that only this router's requests are computed."""
+    """Signs tickets, so that workers accept only requests of this router."""
     own_key: str = field(default_factory=lambda: secrets.token_hex(32))
-    """If clients need a key: the one between router and workers, which also lets the first request in."""
+    """The key between router and workers, and of the first request, if clients need a key."""
 
     @property
     def name(self) -> str:
@@ -86,11 +86,11 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """What this service's own requests carry; empty if it is open to all."""
+        """The key of this command's own requests. Empty if the service requires no key."""
         return self.own_key if self.router.api_key or self.router.api_key_file else ""
 
     def worker_commands(self, cores: int) -> list[Command]:
-        """One command per worker, with as many threads as its share of the cores."""
+        """Return one command per worker. Each gets an equal share of the cores."""
         flags = {"threads": threads_each(cores, len(self.roles)), **self.worker}
         counts = dict.fromkeys(Role, 0)
         commands = []
@@ -138,13 +138,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What answers."""
+    """A running service."""
 
     supervisor: Supervisor
     router: Member
     workers: tuple[Member, ...]
     api_key: str
-    """One that router and workers take; empty if they want none."""
+    """Key that router and workers accept. Empty if they require no key."""
 
     @property
     def url(self) -> str:
@@ -157,14 +157,14 @@ class Service:
 @contextlib.asynccontextmanager
 async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
     """
-    A service that has answered; when this is left, it is drained and nothing of it is left.
+    Start a service that has answered a request. Drain and stop it at the end.
 
     Raises SetupError if a process cannot start.
     """
     drain_s = WorkerSettings(**plan.worker).drain_s
     async with contextlib.AsyncExitStack() as stack:
         state = plan.router.state
-        if not state and plan.router.port == 0:  # a router that is started again must find what it kept
+        if not state and plan.router.port == 0:  # a restarted router must find its state
             state = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         supervisor = await stack.enter_async_context(supervise(watcher, drain_s))
         workers = [supervisor.add(command) for command in plan.worker_commands(machine.usable_cores())]
@@ -184,12 +184,12 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
 
 
 async def answered(service: Service, plan: Plan) -> None:
-    """Wait until a real request has passed. Raises SetupError if none does."""
-    # Long enough that a decode worker asks a prefill worker for it, and connects to it on the way.
+    """Wait until a request succeeds. Raises SetupError if none does."""
+    # Long enough for a prefill worker, so that the decode worker connects to it.
     length = WorkerSettings(**plan.worker).local_prefill_tokens + 2 * BLOCK_TOKENS
     body = {"model": plan.name, "prompt": [0] * length, "max_tokens": 1}
     key = plan.key
-    said = "nothing"
+    outcome = "no response"
     async with httpx.AsyncClient(
         headers={"authorization": f"Bearer {key}"} if key else {}, trust_env=False, timeout=FIRST_ANSWER_S
     ) as client:
@@ -200,17 +200,19 @@ async def answered(service: Service, plan: Plan) -> None:
                         answer = await client.post(f"{service.url}/v1/completions", json=body)
                         if answer.is_success:
                             return
-                        said = f"{answer.status_code} {answer.text[:500]}"
+                        outcome = f"{answer.status_code} {answer.text[:500]}"
                         if answer.status_code == httpx.codes.BAD_REQUEST:
                             body["prompt"] = [0]  # the model's context is shorter than that
                     except httpx.TransportError as error:
-                        said = str(error) or type(error).__name__
-                    await asyncio.sleep(RETRY_S)  # the router has not looked at all workers yet
-    raise SetupError(f"All processes are ready, but the first request was answered with {said}.")
+                        outcome = str(error) or type(error).__name__
+                    await asyncio.sleep(RETRY_S)  # the router has not checked all workers yet
+    raise SetupError(f"All processes are ready, but the first request failed: {outcome}.")
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:
     """
+    Return settings as flags.
+
     >>> _flags({"max_running": 8, "decode": ["http://a", "http://b"], "cache_report": False})
     ['--max-running=8', '--decode=http://a', '--decode=http://b', '--no-cache-report']
     """
@@ -228,19 +230,19 @@ def _flags(values: Mapping[str, Any]) -> list[str]:
 Use = Callable[[Service], Awaitable[None]]
 
 KV_EVENTS = "tcp://127.0.0.1:0"
-"""Where workers tell the router what they hold: each at a port of its own."""
+"""Every worker publishes KV events on a free port."""
 
 
-def up(prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Run until a signal says to stop."""
+def up(prefill: int, decode: int, router: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Run a service until a signal stops it."""
     display = Display(Console(stderr=True))
-    plan = make_plan(display, prefill, decode, front, given)
+    plan = make_plan(display, prefill, decode, router, given)
 
     async def use(service: Service) -> None:
         display.console.print(
             f"\n[bold green]Ready:[/] {plan.name} on {service.url}/v1 "
-            f"({prefill} prefill, {decode} decode). Ctrl-C ends it.\n"
-            + (f"[bold]See it:[/] {service.url}/\n" if plan.router.dashboard else "")
+            f"({prefill} prefill, {decode} decode). Ctrl-C stops it.\n"
+            + (f"[bold]Dashboard:[/] {service.url}/\n" if plan.router.dashboard else "")
         )
         warning = exposure.without_a_key(plan.router.host, plan.router.port, bool(plan.key))
         if warning:
@@ -251,11 +253,11 @@ def up(prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, 
 
 
 def demo(verbose: bool, given: Mapping[str, Any]) -> None:
-    """Ask two questions and show what happened; in a terminal, stay up afterwards."""
+    """Send two requests and show where they were computed. In a terminal, keep the service running."""
     from baton_cli import demo
 
     display = Display(Console(), logs=verbose)
-    # The questions are short: the decode worker would be as quick alone, and there would be nothing to see.
+    # The prompts are short: with the default the decode worker would compute them itself.
     plan = make_plan(display, 1, 1, {"port": 0, "local_prefill_max_tokens": 0}, given)
 
     async def use(service: Service) -> None:
@@ -268,23 +270,23 @@ def demo(verbose: bool, given: Mapping[str, Any]) -> None:
 
 
 def make_plan(
-    display: Display, prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, Any]
+    display: Display, prefill: int, decode: int, router: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Plan:
-    """What is to run, the model fetched. Raises SetupError."""
+    """Fetch the model and return the plan. Raises SetupError."""
     from baton_engine.model.resolve import resolve, served_names
 
-    router = read_settings(LocalRouterSettings, front)
+    router_settings = read_settings(LocalRouterSettings, router)
     worker = read_settings(WorkerSettings, given)
     if worker.transfer == "loopback" and prefill:
         raise SetupError(
-            "--transfer loopback moves blocks within one process only, and these are several. Leave it at "
-            "nixl, or use `baton serve`."
+            "--transfer loopback works within one process only, and `baton up` starts several. Use nixl, or "
+            "`baton serve`."
         )
-    # Each worker counts what is free when it starts; they start together and share it.
+    # Each worker measures the free memory at its start. They start together, so they share it.
     share = {"memory_share": worker.memory_share / (prefill + decode)} if worker.memory_share else {}
-    # The router is on this machine and wants no tokens; nobody else on it is to read them.
-    told = {} if "kv_events" in worker.model_fields_set else {"kv_events": KV_EVENTS, "kv_tokens": False}
-    # The processes write to pipes; what decides is where this one writes.
+    # The router needs no token ids, and other local users must not read them.
+    kv_events = {} if "kv_events" in worker.model_fields_set else {"kv_events": KV_EVENTS, "kv_tokens": False}
+    # The processes write to pipes, so the format depends on the output of this process.
     plain = "text" if display.console.is_terminal else "json"
     logged = {"log_format": plain if worker.log_format == "auto" else worker.log_format}
     with display.bars():
@@ -294,13 +296,13 @@ def make_plan(
         names=served_names(worker.served_model_name, checkpoint, worker.model),
         prefill=prefill,
         decode=decode,
-        router=router,
-        worker={name: value for name, value in given.items() if name != "model"} | share | told | logged,
+        router=router_settings,
+        worker={name: value for name, value in given.items() if name != "model"} | share | kv_events | logged,
     )
 
 
 def run(display: Display, plan: Plan, use: Use) -> None:
-    """Hold the service open while `use` runs. A signal is a clean end."""
+    """Run a service while `use` runs. A signal ends it cleanly."""
     logging.basicConfig(level=logging.WARNING)
 
     async def hold() -> None:

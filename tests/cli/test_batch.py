@@ -74,7 +74,7 @@ def test_with_watch_it_ends_when_the_batch_does(
     batches.polls = [end("completed", 5, completed_at=107)]
     assert baton(batches, "submit", requests(tmp_path), "--watch") == 0
     printed = capsys.readouterr()
-    assert printed.out == "batch_0: completed; 5 of 5 answered, 0 failed; 7 s\n"
+    assert printed.out == "batch_0: completed; 5 of 5 completed, 0 failed; 7 s\n"
     assert printed.err == ""  # no bar where nobody looks
 
 
@@ -160,10 +160,10 @@ def test_a_later_call_goes_on_with_what_an_earlier_one_left(batches: FakeBatches
 @pytest.mark.parametrize(
     ("batch", "flags", "told"),
     [
-        (end("in_progress", 1), [], "is in_progress: its files come with its end"),
-        (end("completed", 1, output_file_id="f"), ["--errors"], "no line of it failed"),
-        (end("completed", 0, 1, error_file_id="f"), [], "--errors fetches why"),
-        (end("failed"), [], "has no answers"),
+        (end("in_progress", 1), [], "is in_progress and has no files yet"),
+        (end("completed", 1, output_file_id="f"), ["--errors"], "has no errors"),
+        (end("completed", 0, 1, error_file_id="f"), [], "Download its errors with --errors"),
+        (end("failed"), [], "has no results"),
     ],
 )
 def test_why_there_is_nothing_to_download(
@@ -217,7 +217,7 @@ def test_a_person_who_watches_hears_of_it_once(batches: FakeBatches) -> None:
     display = BatchDisplay(False, errors=Console(file=written, force_terminal=True, width=100))
     for reason in ("refused", "refused", "", "", "reset", ""):
         display.lost(reason)
-    assert written.getvalue().count("Trying again.") == written.getvalue().count("answers again.") == 2
+    assert written.getvalue().count("Retrying.") == written.getvalue().count("answers again.") == 2
 
 
 def test_a_service_that_was_never_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,10 +233,10 @@ def test_a_service_that_was_never_there_is_named(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["submit", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
-        (["submit", "x", "--endpoint", "/v1/foo"], "--endpoint '/v1/foo' is none of"),
-        (["submit", "x", "--metadata", "a"], "--metadata 'a' is not of the form KEY=VALUE"),
-        (["list", "--output", "xml"], "--output 'xml' is neither text nor json"),
+        (["submit", "nowhere.jsonl"], "Cannot read nowhere.jsonl"),
+        (["submit", "x", "--endpoint", "/v1/foo"], "Invalid --endpoint '/v1/foo'"),
+        (["submit", "x", "--metadata", "a"], "Invalid --metadata 'a'. Expected KEY=VALUE"),
+        (["list", "--output", "xml"], "Invalid --output 'xml'"),
         (["watch", "batch_x"], "No such thing. (HTTP 404)"),
     ],
 )
@@ -254,7 +254,7 @@ def test_a_runner_without_a_token_says_so(
     with pytest.raises(SystemExit) as ended:
         main(["batch", "run", "--router", "http://127.0.0.1:9", "--batch", "batch_1"])
     assert ended.value.code == 2
-    assert "set BATON_BATCH_TOKEN" in capsys.readouterr().err
+    assert "BATON_BATCH_TOKEN" in capsys.readouterr().err
 
 
 def test_only_a_router_can_be_run_for() -> None:

@@ -55,7 +55,7 @@ async def test_rights_resources_and_services_are_found(api: RealKubernetes, tmp_
     admin = kubeconfig(api, tmp_path, "token-of-the-admin")
     nobody = kubeconfig(api, tmp_path, "token-of-the-router")
 
-    before = await asyncio.to_thread(clusters.look, admin, "default")
+    before = await asyncio.to_thread(clusters.inspect, admin, "default")
     assert not before.trouble and not before.denied
     assert (
         before.crds is not None
@@ -71,18 +71,18 @@ async def test_rights_resources_and_services_are_found(api: RealKubernetes, tmp_
         await api.post(CRDS, definition)
     await answers(api, SERVICES)
 
-    after = await asyncio.to_thread(clusters.look, admin, "default")
+    after = await asyncio.to_thread(clusters.inspect, admin, "default")
     assert after.crds is not None
     missing = {crd.name: crd.missing for crd in after.crds if crd.missing}
     assert missing == {f"inferenceservices.{GROUP}": ("spec.suspend",)}
-    refused = await asyncio.to_thread(clusters.look, nobody, "default")
+    refused = await asyncio.to_thread(clusters.inspect, nobody, "default")
     assert "create inferenceservices in default" in refused.denied and refused.crds is None
 
     spec = {"model": {"uri": "builtin://smollm2"}, "decode": {"replicas": 1}}
     body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "InferenceService", "spec": spec}
     await api.post(SERVICES, {**body, "metadata": {"name": "chat"}})
     (found,) = await status.services("chat", admin, "default")
-    assert not found.serving and "has seen generation 0 of 1" in found.troubles[0].what
+    assert not found.serving and "has reconciled generation 0 of 1" in found.troubles[0].what
     with pytest.raises(SetupError, match="no InferenceService other in default"):
         await status.services("other", admin, "default")
     with pytest.raises(SetupError, match="The cluster refuses"):
@@ -99,7 +99,7 @@ def test_a_cluster_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
         "users": [{"name": "it", "user": {"token": "x"}}],
     }
     (tmp_path / "config").write_text(yaml.safe_dump(text))
-    assert clusters.look(str(tmp_path / "config"), "default").trouble
+    assert clusters.inspect(str(tmp_path / "config"), "default").trouble
     with pytest.raises(SetupError, match="There is no kubeconfig file"):
         clusters.account(str(tmp_path / "none"), {})
     assert clusters.account("", {"HOME": str(tmp_path / "nowhere")}) == ""

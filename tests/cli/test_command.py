@@ -51,5 +51,5 @@ def test_each_shell_has_a_script(shell: str) -> None:
 
 
 def test_another_shell_is_refused() -> None:
-    with pytest.raises(SetupError, match="'tcsh' is none of bash, zsh, fish"):
+    with pytest.raises(SetupError, match=r"Unsupported shell 'tcsh'\. Expected one of bash, zsh, fish"):
         script("tcsh")

@@ -55,4 +55,4 @@ def test_workers_of_several_processes_cannot_use_the_loopback(capsys: pytest.Cap
     with pytest.raises(SystemExit) as ended:
         main(["up", "--transfer", "loopback"])
     assert ended.value.code == 2
-    assert "--transfer loopback moves blocks within one process only" in capsys.readouterr().err
+    assert "--transfer loopback works within one process only" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_a_service_answers_outlives_its_workers_and_leaves_nothing(tiny: Path) -
         before = up.children()
         before["prefill"].kill()
         assert up.ask("Another prompt, as long as the first one was, so that it is asked for.").is_success
-        up.await_line("prefill-0 ended (killed by signal 9); it is started again in 0.5 s", END_S)
+        up.await_line("prefill-0 ended (killed by signal 9); restarting in 0.5 s", END_S)
         await_true(lambda: _is_ready(workers["prefill"]), START_S, "the prefill worker is back")
         assert up.children()["prefill"].pid != before["prefill"].pid
 

@@ -265,7 +265,7 @@ def test_a_hubs_model_is_fetched_at_one_commit_and_then_needs_no_hub(tmp_path: P
     assert unknown.returncode == 2 and "The hub has no model 'org/other'" in unknown.stderr
     assert newer.returncode == 2 and "no revision 'v9'" in newer.stderr
     again = run(*command, home=tmp_path / "home", HF_HUB_OFFLINE="1")
-    assert again.stdout == f"There already: hf://org/tiny at {COMMIT} in {folder}\n", again.stderr
+    assert again.stdout == f"Already fetched: hf://org/tiny at {COMMIT} in {folder}\n", again.stderr
 
 
 @pytest.mark.processes

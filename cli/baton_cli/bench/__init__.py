@@ -1,7 +1,6 @@
 """
-`baton bench`: how much a service serves, and how soon, measured as its clients see it.
+`baton bench`: throughput and latency of a service, as its clients see them.
 
-Any OpenAI-compatible server can be measured. What is asked and when is decided before the first request; what
-came back is noted with its times and read when all is over, so that the measuring itself costs little. How
-much it costs is measured too.
+It measures any OpenAI-compatible server. Requests are generated before a load begins, and responses are
+parsed after its end, so the client costs little CPU time. That cost is measured too.
 """

@@ -1,4 +1,4 @@
-"""`baton bench`: loads one after the other, a table of what they came to, a file and a picture."""
+"""`baton bench`: run load levels, and report the results as a table, JSON and charts."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from baton_cli.bench.report import Level, Objective, Spread, level
 from baton_cli.bench.session import Session, open_session, target
 
 SOME_FAILED = 3
-"""The exit status if requests failed: as of `baton batch`."""
+"""Exit status if requests failed, as of `baton batch`."""
 
 WIDE = 200
 
 Say = Callable[[str], object]
-"""Is told what is being done."""
+"""Receives progress messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTarget:
-    """What is measured."""
+    """The service to measure."""
 
     url: str
     api_key: str
     model: str
-    """As the service calls it; its first one if empty."""
+    """Model name. Empty: the first one that the service lists."""
     started: str = ""
-    """A model for which a service is started on this machine, instead of `url`."""
+    """Model to start on this machine, instead of `url`."""
 
     @property
     def shown(self) -> str:
-        return f"a pair of workers started here for {self.started}" if self.started else self.url
+        return f"a local prefill and decode worker of {self.started}" if self.started else self.url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """What is to be measured: by clients, by rates, or by a trace."""
+    """The load levels: clients, rates, or a trace."""
 
     shape: Shape
     objective: Objective
@@ -70,11 +70,11 @@ class BenchPlan:
 
     @property
     def objectives(self) -> Objectives:
-        """For a profile: what is not said is as usual."""
-        usual, shape, said = Objectives(), self.shape, self.objective
+        """The objectives of a profile. Unset values keep their defaults."""
+        default, shape, objective = Objectives(), self.shape, self.objective
         return Objectives(
-            ttft_s=usual.ttft_s if said.ttft_s is None else said.ttft_s,
-            itl_s=usual.itl_s if said.tpot_s is None else said.tpot_s,
+            ttft_s=default.ttft_s if objective.ttft_s is None else objective.ttft_s,
+            itl_s=default.itl_s if objective.tpot_s is None else objective.tpot_s,
             prompt_tokens=shape.prompt,
             output_tokens=shape.output,
             cached_share=min(1.0, shape.shared / shape.prompt),
@@ -82,13 +82,15 @@ class BenchPlan:
 
     @property
     def axis(self) -> str:
-        return "times the trace's speed" if self.trace else "requests per second" if self.rates else "clients"
+        if self.trace:
+            return "speed relative to the trace"
+        return "requests per second" if self.rates else "clients"
 
 
 def bench(
     where: BenchTarget, wanted: BenchPlan, save: Path | None, drawn: Path | None, as_json: bool
 ) -> None:
-    """Measure, show, keep; ends with `SOME_FAILED` if a request failed."""
+    """Run all levels and report them. Exits with `SOME_FAILED` if a request failed."""
     if drawn is not None:
         report.check(drawn)
     console = Console()
@@ -110,8 +112,8 @@ def bench(
 
 
 async def _measure(where: BenchTarget, wanted: BenchPlan, say: Say) -> tuple[str, list[Level]]:
-    say("starting" if where.started else f"asking {where.url} for its model")
-    async with target(where.started, where.url, where.api_key, apart=False) as (url, key):
+    say("starting" if where.started else f"reading the model of {where.url}")
+    async with target(where.started, where.url, where.api_key, disaggregated=False) as (url, key):
         endpoint = Endpoint(url, key, wanted.timeout_s)
         try:
             session = await open_session(endpoint, where.model, wanted.seed)
@@ -142,7 +144,7 @@ async def _levels(session: Session, wanted: BenchPlan, say: Say) -> AsyncIterato
 
 
 def as_data(url: str, model: str, wanted: BenchPlan, levels: Sequence[Level]) -> dict[str, Any]:
-    """What a script gets, and what is kept."""
+    """Return the results as JSON data."""
     return {
         "format": 1,
         "made": time.time(),
@@ -159,21 +161,21 @@ def as_data(url: str, model: str, wanted: BenchPlan, levels: Sequence[Level]) ->
 
 
 def show(console: Console, url: str, model: str, wanted: BenchPlan, levels: Sequence[Level]) -> None:
-    """A line for each load, and what is to be said of the client and of errors."""
+    """Print one line per level, with errors and warnings about the client."""
     console.print(Text.assemble((model, "bold"), f" at {url}: {_shaped(wanted)}\n"))
     console.print(table(levels))
     for one in levels:
         if one.errors:
             kinds = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
-            console.print(Text(f"\n{one.load}: {kinds}. The first said: {one.example}", style="red"))
+            console.print(Text(f"\n{one.load}: {kinds}. First error: {one.example}", style="red"))
         if one.client_is_bottleneck:
             console.print(Text(f"\n{one.load}: {blamed(one)}", style="yellow"))
 
 
 def table(levels: Sequence[Level]) -> Table:
-    """A line for each load; times in milliseconds."""
-    made = Table(box=None, pad_edge=False, header_style="dim")
-    made.add_column("load", no_wrap=True)
+    """Return a table with one line per level. Times are in milliseconds."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("load", no_wrap=True)
     for name in (
         "requests/s",
         "tokens/s",
@@ -183,16 +185,16 @@ def table(levels: Sequence[Level]) -> Table:
         "per token p50",
         "p95",
         "p99 ms",
-        "whole p50",
+        "total p50",
         "p99 ms",
         "cached",
         "failed",
         "good",
         "good/s",
     ):
-        made.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for one in levels:
-        made.add_row(
+        table.add_row(
             one.load,
             f"{one.requests_per_s:.2f}",
             f"{one.output_tokens_per_s:.1f}",
@@ -204,15 +206,15 @@ def table(levels: Sequence[Level]) -> Table:
             f"{100 * one.good_share:.0f} %",
             f"{one.goodput_per_s:.2f}",
         )
-    return made
+    return table
 
 
 def blamed(one: Level) -> str:
-    """Why a load's figures are about the client."""
+    """Explain why the client limited a level."""
     return (
-        f"the client itself was busy ({100 * one.client.cpu_share:.0f} % of a core, its loop "
-        f"{1e3 * one.client.lag_p99_s:.0f} ms late at worst, requests {1e3 * one.client.late_p99_s:.0f} ms): "
-        "these times are too long. Ask from another machine, or with fewer clients."
+        f"the client was the bottleneck ({100 * one.client.cpu_share:.0f} % of a core, event loop lag "
+        f"{1e3 * one.client.lag_p99_s:.0f} ms, requests {1e3 * one.client.late_p99_s:.0f} ms late), so these "
+        "times are too long. Run the client on another machine, or use fewer clients."
     )
 
 
@@ -227,11 +229,11 @@ def _shaped(wanted: BenchPlan) -> str:
         return f"{wanted.trace.name}, {wanted.minutes:g} minutes"
     shape = wanted.shape
     shared = f", {shape.shared} of them shared by {shape.groups} groups" if shape.shared else ""
-    return f"{shape.prompt} tokens in{shared}, {shape.output} out"
+    return f"{shape.prompt} prompt tokens{shared}, {shape.output} output tokens"
 
 
 def _save(path: Path, data: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(data, indent=1) + "\n")
     except OSError as error:
-        raise SetupError(f"The figures cannot be written to {path}: {error.strerror}.") from error
+        raise SetupError(f"Cannot write the results to {path}: {error.strerror}.") from error

@@ -1,8 +1,8 @@
 """
-One connection to a server, for one request after the other: bytes out, bytes in, and when they came.
+A minimal HTTP/1.1 client that records the arrival time of every part of a response.
 
-Nothing is parsed but HTTP itself. What arrives is acknowledged at once (TCP_QUICKACK) where the system can:
-a server that waits for that would otherwise be charged for the client's patience.
+It parses HTTP only. Data are acknowledged immediately (TCP_QUICKACK) where possible; otherwise a server that
+waits for acknowledgements would seem slower than it is.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ BROKEN = "connection lost"
 
 @dataclass(slots=True)
 class Answer:
-    """Of one request."""
+    """The response to one request."""
 
     sent: float
-    """By `time.perf_counter`, as all times here."""
+    """Time of sending, by `time.perf_counter` like all times here."""
     status: int = 0
-    """0 if there was none."""
+    """0 without a response."""
     headers: dict[str, str] = field(default_factory=dict)
     """Names in lower case."""
     arrivals: list[tuple[float, bytes]] = field(default_factory=list)
     ended: float = 0.0
     failure: str = ""
-    """Why it is not whole."""
+    """Why the response is incomplete. Empty if it is complete."""
 
     @property
     def body(self) -> bytes:
@@ -47,16 +47,16 @@ class Answer:
 
     @property
     def first(self) -> float:
-        """When the first byte of the body came."""
+        """Arrival time of the first byte of the body."""
         return self.arrivals[0][0] if self.arrivals else self.ended
 
 
 class Connection(asyncio.Protocol):
-    """Made by `create_connection`; asked by one at a time."""
+    """A connection for one request at a time, created by `create_connection`."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
-        """Set with the first byte of the body of the request under way, or when there will be none."""
+        """Set at the first byte of the body, or at the end of the response."""
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -66,17 +66,17 @@ class Connection(asyncio.Protocol):
 
     @property
     def answer(self) -> Answer:
-        """The last request's, as far as it has come."""
-        assert self._answer is not None, "nothing was asked yet"
+        """The response of the last request, as received so far."""
+        assert self._answer is not None, "no request was sent"
         return self._answer
 
     @property
     def usable(self) -> bool:
-        """Whether another request may follow."""
+        """Whether another request can be sent."""
         return self._keeps and self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, request: bytes, timeout_s: float | None = None) -> Answer:
-        """Whatever came until the end, the loss of the connection, or the time is over."""
+        """Send a request. Returns at the end of the response, a lost connection or the timeout."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._keeps = False
@@ -101,10 +101,10 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # --- asyncio's and httptools' side ---
+    # --- Callbacks of asyncio and httptools ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has other classes
         self._socket = transport.get_extra_info("socket")
 
     def data_received(self, data: bytes) -> None:
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(f"no HTTP: {error}")
+            self._end(f"invalid HTTP: {error}")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._answer is not None
@@ -152,13 +152,13 @@ CONNECT_S = 10.0
 
 
 class Endpoint:
-    """Belongs to one event loop."""
+    """A server, and a pool of connections to it. Belongs to one event loop."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float | None = None) -> None:
-        """Raises SetupError for what is no address."""
+        """Parse the address. Raises SetupError if it is invalid."""
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SetupError(f"{url!r} is no address of a server; one looks like http://127.0.0.1:8080.")
+            raise SetupError(f"Invalid address {url!r}. Expected a URL such as http://127.0.0.1:8080.")
         self.url = parts.geturl()
         self._host, self._path = parts.hostname, parts.path
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -169,27 +169,27 @@ class Endpoint:
         self._idle: list[Connection] = []
 
     async def get(self, path: str) -> Any:
-        """An object of JSON. Raises SetupError."""
+        """Return the JSON of a response. Raises SetupError."""
         answer = await self._ask(f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode())
         if answer.failure or answer.status != 200:
             raise SetupError(f"{self.url}{path}: {answer.failure or explained(answer)}")
         try:
             return json.loads(answer.body)
         except ValueError as error:
-            raise SetupError(f"{self.url}{path} answers with no JSON.") from error
+            raise SetupError(f"{self.url}{path} returned invalid JSON.") from error
 
     async def post(self, path: str, body: Mapping[str, Any], headers: str = "") -> Answer:
-        """Whatever came of it; `headers` are lines that end in CRLF."""
+        """Send a POST request and return the response. `headers` are lines that end in CRLF."""
         return await self._ask(self.request(path, body, headers))
 
     def request(self, path: str, body: Mapping[str, Any], headers: str = "") -> bytes:
-        """The bytes of one."""
+        """Return the bytes of a POST request."""
         text = json.dumps(body).encode()
         head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}{headers}content-type: application/json\r\n"
         return f"{head}content-length: {len(text)}\r\n\r\n".encode() + text
 
     async def connect(self) -> Connection:
-        """An idle connection, or a new one. Raises OSError."""
+        """Return an idle connection or a new one. Raises OSError."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
@@ -218,9 +218,9 @@ class Endpoint:
 
 
 def explained(answer: Answer) -> str:
-    """What a server that refuses says."""
+    """Return the error message of a response."""
     try:
-        said = json.loads(answer.body)["error"]["message"]
+        message = json.loads(answer.body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        said = answer.body[:200].decode(errors="replace")
-    return f"status {answer.status}: {said}"
+        message = answer.body[:200].decode(errors="replace")
+    return f"status {answer.status}: {message}"

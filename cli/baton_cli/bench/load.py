@@ -1,9 +1,8 @@
 """
-When requests are sent: a closed loop, an open one, or a trace.
+Send requests in a closed loop, in an open loop, or by a trace.
 
-In a closed loop so many clients each ask again once they were answered; that finds how much a server serves.
-In an open one requests come by chance at a rate, answered or not; that is how people come, and what waits
-then waits truly.
+In a closed loop each client sends its next request after a response; that measures maximum throughput. In an
+open loop requests arrive at random times at a given rate, so queueing is realistic.
 """
 
 from __future__ import annotations
@@ -19,50 +18,50 @@ from baton_cli.bench.outcomes import Outcome
 from baton_cli.bench.prompts import BenchRequest
 
 Send = Callable[[BenchRequest, float, float], Awaitable[Outcome]]
-"""Asks one request; when it was due and how late it is goes into the outcome."""
+"""Sends a request, given its scheduled start and its delay."""
 
-LOOK_S = 0.02
-"""From one look at the event loop's lag to the next."""
+LAG_INTERVAL_S = 0.02
+"""Interval of the measurements of the event loop's lag."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCost:
-    """What the measuring itself took."""
+    """The cost of the client itself."""
 
     cpu_share: float
-    """Of one core."""
+    """Ratio of one core."""
     lag_p99_s: float
-    """How late the event loop came to what was due."""
+    """Lag of the event loop."""
     late_p99_s: float
-    """How late requests were sent."""
+    """Delay of requests."""
 
     CPU_LIMIT = 0.8
     LATE_LIMIT_S = 0.05
 
     @property
     def is_bottleneck(self) -> bool:
-        """Whether the figures are about the client rather than the server."""
+        """Whether the client limited the results."""
         return self.cpu_share > self.CPU_LIMIT or max(self.lag_p99_s, self.late_p99_s) > self.LATE_LIMIT_S
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A load that is over."""
+    """The outcomes of a load."""
 
     seconds: float
-    """From the first request to the last answer."""
+    """From the first request to the last response."""
     outcomes: list[Outcome]
     client: ClientCost
 
 
 async def closed(requests: Iterable[BenchRequest], clients: int, send: Send) -> LoadResult:
-    """Each of `clients` takes the next request once its last one is answered."""
+    """Run a closed loop."""
     waiting = iter(requests)
 
     async def client(began: float) -> list[Outcome]:
         done = []
-        for asked in waiting:
-            done.append(await send(asked, time.perf_counter() - began, 0.0))
+        for request in waiting:
+            done.append(await send(request, time.perf_counter() - began, 0.0))
         return done
 
     async def play(began: float) -> list[Outcome]:
@@ -73,26 +72,26 @@ async def closed(requests: Iterable[BenchRequest], clients: int, send: Send) -> 
 
 
 async def open_(arrivals: Iterable[tuple[float, BenchRequest]], send: Send) -> LoadResult:
-    """Each request at its second, whatever became of the others."""
+    """Run an open loop: send each request at its time, independent of the others."""
 
     async def play(began: float) -> list[Outcome]:
         running: list[asyncio.Task[Outcome]] = []
         async with asyncio.TaskGroup() as group:
-            for due_s, asked in arrivals:
+            for due_s, request in arrivals:
                 await asyncio.sleep(max(0.0, began + due_s - time.perf_counter()))
                 late_s = time.perf_counter() - began - due_s
-                running.append(group.create_task(_sent(send, asked, due_s, late_s)))
+                running.append(group.create_task(_sent(send, request, due_s, late_s)))
         return [one.result() for one in running]
 
     return await _watched(play)
 
 
-async def _sent(send: Send, asked: BenchRequest, due_s: float, late_s: float) -> Outcome:
-    return await send(asked, due_s, late_s)
+async def _sent(send: Send, request: BenchRequest, due_s: float, late_s: float) -> Outcome:
+    return await send(request, due_s, late_s)
 
 
 def poisson(rng: random.Random, per_s: float) -> Iterator[float]:
-    """Seconds at which people come who know nothing of each other, without end."""
+    """Yield the times of a Poisson process, without end."""
     at_s = 0.0
     while True:
         at_s += rng.expovariate(per_s)
@@ -115,8 +114,8 @@ async def _watched(play: Callable[[float], Awaitable[list[Outcome]]]) -> LoadRes
 
 async def _watch(lags: list[float]) -> None:
     while True:
-        due = time.perf_counter() + LOOK_S
-        await asyncio.sleep(LOOK_S)
+        due = time.perf_counter() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
         lags.append(time.perf_counter() - due)
 
 

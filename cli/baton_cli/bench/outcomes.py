@@ -1,7 +1,7 @@
 """
-What became of one request, read from what arrived when all is over.
+Parse the response of a request after the load has ended.
 
-An answer counts only if it is whole: a stream that ends without `[DONE]` was cut, whatever its status.
+Only complete responses count: a stream without `[DONE]` was cut, whatever its status.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from baton_cli.bench.connection import Answer, explained
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Times in seconds; those of a request that failed say nothing."""
+    """The result of a request. The times of a failed request are not valid."""
 
     due_s: float
-    """Since the load began: when it was to be sent."""
+    """Scheduled start, from the start of the load."""
     late_s: float
-    """How much later it was sent."""
+    """Delay of the actual start."""
     ttft_s: float = 0.0
     total_s: float = 0.0
     gaps_s: tuple[float, ...] = ()
-    """From one arrival of text to the next."""
+    """Times between arrivals of text."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
-    """Of what kind; empty if all is well."""
+    """Kind of the error. Empty after a success."""
     message: str = ""
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first; 0 if there was one only."""
+        """Time per output token after the first one; 0 for a single token."""
         return (self.total_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 def read(answer: Answer, due_s: float, late_s: float) -> Outcome:
-    """Tokens are counted by the server's own usage, or by arrivals where it has none."""
+    """Parse a response. Token counts come from `usage`, or else from the number of arrivals."""
     error, message = failure(answer)
     if error:
         return Outcome(due_s=due_s, late_s=late_s, error=error, message=message[:300])
@@ -55,10 +55,10 @@ def read(answer: Answer, due_s: float, late_s: float) -> Outcome:
             continue
         chunk = json.loads(data)
         if "error" in chunk:
-            said = str((chunk["error"] or {}).get("message", ""))
-            return Outcome(due_s=due_s, late_s=late_s, error="error in the stream", message=said[:300])
+            message = str((chunk["error"] or {}).get("message", ""))
+            return Outcome(due_s=due_s, late_s=late_s, error="error in the stream", message=message[:300])
         usage = chunk.get("usage") or usage
-        if any(map(_says, chunk.get("choices") or ())):
+        if any(map(_has_text, chunk.get("choices") or ())):
             times.append(moment)
             last = moment
     if not done:
@@ -77,7 +77,7 @@ def read(answer: Answer, due_s: float, late_s: float) -> Outcome:
 
 
 def failure(answer: Answer) -> tuple[str, str]:
-    """Kind and words; empty for an answer that can be read."""
+    """Return kind and message of an error. Empty for a response that can be parsed."""
     if answer.failure.startswith("no connection"):
         return "no connection", answer.failure
     if answer.failure.startswith("no end"):
@@ -90,7 +90,7 @@ def failure(answer: Answer) -> tuple[str, str]:
 
 
 def events(answer: Answer) -> Iterator[tuple[float, bytes]]:
-    """What the `data:` lines of a stream say, and when each was there to its end."""
+    """Yield the `data:` lines of a stream with their arrival times."""
     rest = b""
     for moment, part in answer.arrivals:
         *lines, rest = (rest + part).split(b"\n")
@@ -99,8 +99,8 @@ def events(answer: Answer) -> Iterator[tuple[float, bytes]]:
                 yield moment, line[5:].strip()
 
 
-def _says(choice: dict[str, Any]) -> bool:
-    """Whether it brings anything of the answer; its first chunk may just say who speaks."""
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Return whether a chunk has text or tool calls. The first one may contain only the role."""
     delta = choice.get("delta") or {}
-    said = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
-    return bool(said or delta.get("tool_calls"))
+    text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+    return bool(text or delta.get("tool_calls"))

@@ -1,4 +1,4 @@
-"""`baton bench --find`: a profile of a model on the machines of a service, as a file and in words."""
+"""`baton bench --find`: measure a model on the machines of a service, and write a profile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton_cli.top.snapshot import ServiceReader
 
 
 def find(where: BenchTarget, wanted: BenchPlan, path: Path, repeats: int, as_json: bool) -> None:
-    """Measure what a model takes, and write it down as a profile."""
+    """Measure the performance of a model, and write a profile."""
     console = Console()
     with Console(stderr=True).status("") as status:
         profile = asyncio.run(_find(where, wanted, repeats, status.update))
@@ -35,41 +35,42 @@ def find(where: BenchTarget, wanted: BenchPlan, path: Path, repeats: int, as_jso
 
 
 async def _find(where: BenchTarget, wanted: BenchPlan, repeats: int, say: Say) -> Profile:
-    say("starting" if where.started else f"asking {where.url} for its workers")
-    async with target(where.started, where.url, where.api_key, apart=True) as (url, key):
+    say("starting" if where.started else f"reading the workers of {where.url}")
+    async with target(where.started, where.url, where.api_key, disaggregated=True) as (url, key):
         reader, endpoint = ServiceReader(url, key), Endpoint(url, key, wanted.timeout_s)
         try:
-            room = DecodeCapacity.of(await asyncio.to_thread(reader.look))
+            capacity = DecodeCapacity.of(await asyncio.to_thread(reader.read))
             session = await open_session(endpoint, where.model, wanted.seed)
-            return await Profiler(session, room, repeats, say).find(wanted.objectives)
+            return await Profiler(session, capacity, repeats, say).find(wanted.objectives)
         finally:
             endpoint.close()
             reader.close()
 
 
 def described(profile: Profile) -> Iterator[str]:
-    """What the lines say in figures that people know."""
-    asked, found = profile.objectives, profile.capacity
+    """Describe a profile by prefill, step and transfer times, and by capacity."""
+    objectives, capacity = profile.objectives, profile.capacity
     for length in sorted(
-        {one.tokens for one in profile.points if one.what == "transfer"} or {asked.prompt_tokens}
+        {one.tokens for one in profile.points if one.what == "transfer"} or {objectives.prompt_tokens}
     ):
-        yield f"a prompt of {length} tokens: {1e3 * profile.prefill.seconds(length, length):.4g} ms"
+        yield f"prefill of {length} tokens: {1e3 * profile.prefill.seconds(length, length):.4g} ms"
     for streams in sorted({one.streams for one in profile.points if one.what == "step"}):
-        seconds = profile.step.seconds(streams, streams * asked.prompt_tokens)
+        seconds = profile.step.seconds(streams, streams * objectives.prompt_tokens)
         yield (
-            f"a step of {streams} streams of {asked.prompt_tokens} tokens: {1e3 * seconds:.4g} ms, "
-            f"{streams / seconds if seconds else 0:.0f} tokens/s"
+            f"decode step of {streams} streams with {objectives.prompt_tokens} tokens: {1e3 * seconds:.4g} "
+            f"ms, {streams / seconds if seconds else 0:.0f} tokens/s"
         )
-    moved = profile.transfer.seconds(asked.prompt_tokens)
-    yield f"moving {asked.prompt_tokens} tokens: {1e3 * moved:.4g} ms"
+    moved = profile.transfer.seconds(objectives.prompt_tokens)
+    yield f"transfer of {objectives.prompt_tokens} tokens: {1e3 * moved:.4g} ms"
     yield (
-        f"within {1e3 * asked.ttft_s:g} ms to the first token and {1e3 * asked.itl_s:g} ms for each, "
-        f"{asked.prompt_tokens} in ({100 * asked.cached_share:.0f} % cached), {asked.output_tokens} out:"
+        f"capacity with a time to first token of {1e3 * objectives.ttft_s:g} ms and "
+        f"{1e3 * objectives.itl_s:g} ms per token, {objectives.prompt_tokens} in "
+        f"({100 * objectives.cached_share:.0f} % cached), {objectives.output_tokens} out:"
     )
-    yield f"  a prefill worker computes {found.prefill_tokens_per_s:.0f} tokens/s"
-    yield f"  a decode worker makes {found.decode_tokens_per_s:.0f} tokens/s, {found.decode_streams} streams"
+    yield f"  prefill worker: {capacity.prefill_tokens_per_s:.0f} tokens/s"
+    yield f"  decode worker: {capacity.decode_tokens_per_s:.0f} tokens/s, {capacity.decode_streams} streams"
     yield (
-        f"  {found.prefill_per_decode:.2g} prefill workers for each decode worker"
-        if found.prefill_per_decode
-        else "  these objectives cannot be kept on this machine"
+        f"  {capacity.prefill_per_decode:.2g} prefill workers per decode worker"
+        if capacity.prefill_per_decode
+        else "  this machine cannot meet these objectives"
     )

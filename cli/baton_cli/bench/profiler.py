@@ -1,8 +1,8 @@
 """
-Lines through measurements, none of whose coefficients is negative.
+Measure a model on the machines of a Baton service: prefill, decode steps and transfers.
 
-More tokens never take less time, whatever noise says. Each measurement counts by its relative error: a
-millisecond is much of a short prompt and nothing of a long one.
+Requests pass through the router, whose responses contain the times of each phase (`server-timing`). Lines
+are fitted to the measurements. The service must be otherwise idle.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from baton_cli.top.snapshot import Snapshot
 
 def fit(inputs: Sequence[Sequence[float]], outcomes: Sequence[float]) -> list[float]:
     """
-    Coefficients for the columns of `inputs`; all 0 without measurements. Outcomes are above 0.
+    Fit non-negative coefficients to measurements, and return them; all 0 without measurements.
 
-    There are few columns, so every choice of them is tried, and of those without a negative coefficient the
-    one with the least error taken.
+    The relative error is minimized, so that short prompts count as much as long ones. There are few columns,
+    so every subset is tried. Outcomes are above 0.
 
     >>> [round(one, 6) for one in fit([(1, 1), (1, 2), (1, 4)], [3.0, 5.0, 9.0])]
     [1.0, 2.0]
@@ -43,11 +43,11 @@ def fit(inputs: Sequence[Sequence[float]], outcomes: Sequence[float]) -> list[fl
     best, least = [0.0] * width, float(len(rows))
     for count in range(1, width + 1):
         for chosen in itertools.combinations(range(width), count):
-            found = _least_squares([[row[column] for column in chosen] for row in rows])
-            if found is None or min(found) < 0:
+            solution = _least_squares([[row[column] for column in chosen] for row in rows])
+            if solution is None or min(solution) < 0:
                 continue
             whole = [0.0] * width
-            for column, value in zip(chosen, found, strict=True):
+            for column, value in zip(chosen, solution, strict=True):
                 whole[column] = value
             error = sum((sum(c * x for c, x in zip(whole, row, strict=True)) - 1) ** 2 for row in rows)
             if error < least * (1 - 1e-9):
@@ -56,7 +56,7 @@ def fit(inputs: Sequence[Sequence[float]], outcomes: Sequence[float]) -> list[fl
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """Of rows whose outcome is 1 each; None if their columns depend on one another."""
+    """Solve for outcomes of 1. Returns None if the columns are linearly dependent."""
     width = len(rows[0])
     matrix = [
         [sum(row[i] * row[j] for row in rows) for j in range(width)] + [sum(row[i] for row in rows)]
@@ -80,44 +80,44 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
 
 
 LENGTHS = (64, 256, 1024, 4096)
-"""Tokens of prompts."""
+"""Measured prompt lengths in tokens."""
 
 AT_ONCE = (1, 4)
-"""Prompts that are sent together."""
+"""Numbers of prompts sent at once."""
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (64, 1024)
 ANSWER_TOKENS = 32
 LEAST_STEPS = 8
-"""In which all streams generate, for a measurement."""
+"""Minimum number of steps in which all streams generate."""
 
 LONGEST_ANSWER = 256
-"""Streams whose tokens do not overlap are asked for twice as many, up to this."""
+"""Output length is doubled up to this limit until all streams overlap."""
 
 USED_SHARE = 0.7
-"""Of the KV cache, at most: beyond it requests would wait for room."""
+"""Maximum fraction of the KV cache that a measurement uses, so that no request is queued."""
 
 DEFAULT_STREAMS = 64
-"""That a worker runs at a time, if it does not say."""
+"""Running streams of a worker that does not report its limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCapacity:
-    """What one decode worker has room for."""
+    """The capacity of one decode worker."""
 
     kv_tokens: int
     context: int
-    """Tokens of prompt and answer together."""
+    """Prompt and output tokens of a stream together."""
     streams: int
 
     @classmethod
-    def of(cls, look: Snapshot) -> DecodeCapacity:
-        """Raises SetupError if there is no worker that is ready."""
-        decodes = [one for one in look.workers if one["role"] != Role.PREFILL and one["load"]]
+    def of(cls, snapshot: Snapshot) -> DecodeCapacity:
+        """Read the capacity. Raises SetupError if no decode worker is ready."""
+        decodes = [one for one in snapshot.workers if one["role"] != Role.PREFILL and one["load"]]
         if not decodes:
-            raise SetupError("No decode worker is ready, so that nothing can be measured.")
+            raise SetupError("Cannot measure: no decode worker is ready.")
         load = decodes[0]["load"]
-        own = look.exposed.get(decodes[0]["worker"])
+        own = snapshot.exposed.get(decodes[0]["worker"])
         limit = own.total(metrics.WORKER_RUNNING_LIMIT) if own else None
         return cls(
             load["total_blocks"] * load["block_size"],
@@ -135,7 +135,7 @@ class DecodeCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the router says that a prompt took, in seconds."""
+    """Times of a prompt as the router reports them."""
 
     prefill_s: float
     transfer_s: float
@@ -143,6 +143,8 @@ class Timing:
     @classmethod
     def of(cls, answer: Answer) -> Timing:
         """
+        Parse `server-timing`.
+
         >>> answer = Answer(0.0, headers={"server-timing": "queue;dur=0.5, prefill;dur=14.0"})
         >>> Timing.of(answer)
         Timing(prefill_s=0.014, transfer_s=0.0)
@@ -153,22 +155,22 @@ class Timing:
 
 
 class Profiler:
-    """Measures one service. `say` is told what is being done."""
+    """Measures one service. `say` receives progress messages."""
 
     def __init__(
-        self, session: Session, room: DecodeCapacity, repeats: int, say: Callable[[str], object]
+        self, session: Session, capacity: DecodeCapacity, repeats: int, say: Callable[[str], object]
     ) -> None:
         self._session = session
-        self._room = room
+        self._capacity = capacity
         self._repeats = repeats
         self._say = say
 
     async def find(self, objectives: Objectives) -> Profile:
-        """Raises SetupError if a request fails."""
+        """Run all measurements. Raises SetupError if a request fails."""
         points = [point async for point in self._prompts()]
         points += [point async for point in self._steps()]
-        prefill, step, transfer = drawn(points)
-        room = self._room
+        prefill, step, transfer = fitted(points)
+        capacity = self._capacity
         return Profile(
             model=self._session.model,
             machine=machine(),
@@ -177,17 +179,19 @@ class Profiler:
             prefill=prefill,
             step=step,
             transfer=transfer,
-            kv_tokens=room.kv_tokens,
-            max_streams=room.streams,
+            kv_tokens=capacity.kv_tokens,
+            max_streams=capacity.streams,
             objectives=objectives,
-            capacity=profiles.capacity(prefill, step, transfer, room.kv_tokens, room.streams, objectives),
+            capacity=profiles.capacity(
+                prefill, step, transfer, capacity.kv_tokens, capacity.streams, objectives
+            ),
             points=tuple(points),
         )
 
     async def _prompts(self) -> AsyncIterator[Point]:
-        """Of each length, alone and together; what was moved between workers comes along."""
+        """Measure prefill of each length, alone and concurrently, and transfers."""
         for length, count in itertools.product(LENGTHS, AT_ONCE):
-            if not self._room.holds(count, length + ANSWER_TOKENS):
+            if not self._capacity.holds(count, length + ANSWER_TOKENS):
                 continue
             self._say(f"prompts of {length} tokens, {count} at once")
             rounds = [await self._round(length, count) for _ in range(self._repeats + 1)][1:]
@@ -199,19 +203,19 @@ class Profiler:
                 yield Point(what="transfer", tokens=tokens, streams=1, seconds=moved)
 
     async def _round(self, length: int, count: int) -> tuple[int, float, float]:
-        """Tokens of one prompt, seconds until all were computed, and seconds of the last one's transfer."""
-        asked = [BenchRequest(self._text(length), 1) for _ in range(count)]
+        """Return the tokens of a prompt, the time of all prompts, and the transfer time of the last one."""
+        requests = [BenchRequest(self._text(length), 1) for _ in range(count)]
         began = time.perf_counter()
-        answers = await asyncio.gather(*map(self._ask, asked))
+        answers = await asyncio.gather(*map(self._ask, requests))
         timings = [Timing.of(answer) for answer, _ in answers]
         together = max(answer.sent + outcome.ttft_s for answer, outcome in answers) - began
-        alone = timings[0].prefill_s or answers[0][1].ttft_s
+        single = timings[0].prefill_s or answers[0][1].ttft_s
         tokens = round(statistics.mean(outcome.prompt_tokens for _, outcome in answers))
-        return tokens, alone if count == 1 else together, timings[-1].transfer_s
+        return tokens, single if count == 1 else together, timings[-1].transfer_s
 
     async def _steps(self) -> AsyncIterator[Point]:
         for context, count in itertools.product(CONTEXTS, STREAMS):
-            if not self._room.holds(count, context + LONGEST_ANSWER):
+            if not self._capacity.holds(count, context + LONGEST_ANSWER):
                 continue
             self._say(f"{count} streams with {context} tokens each")
             rounds = [one for _ in range(self._repeats) if (one := await self._stream(context, count))]
@@ -221,9 +225,9 @@ class Profiler:
                 yield Point(what="step", tokens=tokens, streams=count, seconds=seconds)
 
     async def _stream(self, context: int, count: int) -> tuple[int, float] | None:
-        """Tokens of a stream's context and seconds of a step; None if streams would not overlap."""
+        """Return the context of a stream in tokens and the time of a step. None if streams do not overlap."""
         texts = [self._text(context) for _ in range(count)]
-        # Once for the caches: then all generate at about the same time.
+        # Fill the prefix caches first, so that all streams begin to generate at about the same time.
         await asyncio.gather(*(self._ask(BenchRequest(text, 1)) for text in texts))
         length = ANSWER_TOKENS
         while length <= LONGEST_ANSWER:
@@ -235,13 +239,11 @@ class Profiler:
             length *= 2
         return None
 
-    async def _ask(self, asked: BenchRequest) -> tuple[Answer, Outcome]:
-        answer = await self._session.ask(asked)
+    async def _ask(self, request: BenchRequest) -> tuple[Answer, Outcome]:
+        answer = await self._session.ask(request)
         outcome = read(answer, 0.0, 0.0)
         if outcome.error:
-            raise SetupError(
-                f"A request failed ({outcome.error}), so that nothing can be measured: {outcome.message}"
-            )
+            raise SetupError(f"Cannot measure: a request failed ({outcome.error}): {outcome.message}")
         return answer, outcome
 
     def _text(self, tokens: int) -> str:
@@ -250,8 +252,8 @@ class Profiler:
         return prompts.text(self._session.rng.getrandbits(48), words)
 
 
-def drawn(points: Sequence[Point]) -> tuple[PrefillLine, StepLine, TransferLine]:
-    """Lines through the points."""
+def fitted(points: Sequence[Point]) -> tuple[PrefillLine, StepLine, TransferLine]:
+    """Fit lines to the measured points."""
     of = {what: [one for one in points if one.what == what] for what in ("prefill", "step", "transfer")}
     prefill = (
         fit(
@@ -280,9 +282,9 @@ def drawn(points: Sequence[Point]) -> tuple[PrefillLine, StepLine, TransferLine]
 
 def step_s(streams: Sequence[tuple[float, Outcome]]) -> float | None:
     """
-    From one token to the next while all streams generate; each stream with the time at which it was sent.
+    Return the time of a decode step while all streams generate, given each stream with its start.
 
-    Several tokens may arrive together, so they are counted over the whole time. None if that is too short.
+    Several tokens may arrive together, so tokens are counted over the whole period. None if it is too short.
     """
     begin = max(sent + one.ttft_s for sent, one in streams)
     end = min(sent + one.total_s for sent, one in streams)
@@ -296,7 +298,7 @@ def step_s(streams: Sequence[tuple[float, Outcome]]) -> float | None:
 
 
 def machine() -> str:
-    """The processor, in the words of the system."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

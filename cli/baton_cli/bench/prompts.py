@@ -1,8 +1,8 @@
 """
-Prompts of so many tokens, for a server whose tokenizer nobody here has.
+Generate prompts of a given number of tokens without the tokenizer of the server.
 
-A prompt is words by chance, so that no two share anything but the prefix that they are meant to share. How
-many tokens a word has, and what a chat's template adds, the server's own usage tells once.
+Prompts are random words, so two of them share only their intended prefix. Tokens per word and the overhead of
+the chat template are measured once, from the `usage` of two responses.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ WORDS = [
 # fmt: on
 
 PREFIX_SEED = 1_000_003
-"""Keeps what prefixes and traces' blocks are made of apart from what requests are made of."""
+"""Separates the seeds of prefixes and trace blocks from those of requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What requests are like, in tokens."""
+    """The shape of requests, in tokens."""
 
     prompt: int
     output: int
     shared: int = 0
-    """Of a prompt, how many its group shares."""
+    """Tokens of the prefix that a group shares."""
     groups: int = 1
-    """How many different beginnings there are."""
+    """Number of different prefixes."""
     spread: float = 0.0
-    """By what share lengths differ from the middle at most: 0 to 1."""
+    """Relative variation of lengths (0-1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,16 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """From tokens to words, for one server and model."""
+    """Converts tokens to words, for one server and model."""
 
     tokens_per_word: float = 1.3
     template: float = 0.0
-    """Tokens that a prompt has besides its words."""
+    """Tokens of a prompt in addition to its words."""
 
     @classmethod
     def learn(cls, few: tuple[int, int], many: tuple[int, int]) -> Measure:
         """
-        From two prompts: how many words, and how many tokens the server counted.
+        Learn from two prompts: words, and tokens as the server counted them.
 
         >>> Measure.learn((10, 25), (110, 175))
         Measure(tokens_per_word=1.5, template=10.0)
@@ -74,17 +74,17 @@ class Measure:
         return cls(each, few[1] - each * few[0])
 
     def words(self, tokens: float) -> int:
-        """At least 1."""
+        """Return the words for a number of tokens; at least 1."""
         return max(1, round(tokens / self.tokens_per_word))
 
 
 def text(seed: int, words: int) -> str:
-    """The same for the same seed, and shares nothing with that of another."""
+    """Return random words. Texts of different seeds share no prefix."""
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
 class Prompts:
-    """Requests one after the other; all chance comes from `rng`."""
+    """An endless iterator of requests. All randomness comes from `rng`."""
 
     def __init__(self, shape: Shape, measure: Measure, rng: random.Random) -> None:
         self._shape = shape
@@ -111,28 +111,34 @@ class Prompts:
 
 
 def of_blocks(blocks: tuple[int, ...], each: int, tokens: int, measure: Measure) -> str:
-    """A prompt of `tokens`, each block of `each` tokens a text of its own; it ends within the last one."""
+    """Return a prompt of blocks with `each` tokens, cut to `tokens`."""
     whole = " ".join(text(PREFIX_SEED + (1 << 32) + one, measure.words(each)) for one in blocks)
     return " ".join(whole.split(" ")[: measure.words(max(1.0, tokens - measure.template))])
 
 
 BLOCK_TOKENS = 512
+"""Tokens of a block of a trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request."""
+    """One request of a trace."""
 
     at_s: float
-    """Since the trace began."""
+    """Time since the start of the trace."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
-    """The ids of its beginning, 512 tokens each."""
+    """Ids of the blocks of its prompt, 512 tokens each."""
 
 
 def rows(path: Path, minutes: float) -> Iterator[Row]:
-    """Those of the first `minutes`. Raises SetupError."""
+    """
+    Yield the requests in the first minutes of a trace in Mooncake's format. Raises SetupError.
+
+    A line has `timestamp` (milliseconds), `input_length`, `output_length` (tokens) and `hash_ids`.
+    Each id stands for 512 tokens; prompts with the same first ids share a prefix.
+    """
     try:
         with path.open() as lines:
             for number, line in enumerate(lines, 1):
@@ -141,7 +147,7 @@ def rows(path: Path, minutes: float) -> Iterator[Row]:
                     return
                 yield row
     except OSError as error:
-        raise SetupError(f"The trace {path} cannot be read: {error.strerror}.") from error
+        raise SetupError(f"Cannot read the trace {path}: {error.strerror}.") from error
 
 
 def _row(line: str, where: str) -> Row:
@@ -151,5 +157,5 @@ def _row(line: str, where: str) -> Row:
         return Row(given["timestamp"] / 1e3, int(given["input_length"]), int(given["output_length"]), blocks)
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(
-            f"{where} is no line of a Mooncake trace: timestamp, input_length, output_length, hash_ids."
+            f"{where} is not in Mooncake's format. Expected timestamp, input_length, output_length, hash_ids."
         ) from error

@@ -1,4 +1,4 @@
-"""From outcomes to figures: percentiles, throughput, errors by kind, and what share kept the objectives."""
+"""Aggregate outcomes: percentiles, throughput, errors, goodput; and draw charts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARES = (0.5, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Seconds that a good answer takes at most; None is any."""
+    """Maximum times of a good response in seconds. None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -35,7 +35,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one quantity, in seconds."""
+    """The distribution of a duration, in seconds."""
 
     mean: float
     p50: float
@@ -46,7 +46,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        """None of nothing."""
+        """Aggregate values. Returns None without values."""
         ordered = sorted(values)
         if not ordered:
             return None
@@ -56,44 +56,44 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """What one load came to."""
+    """The results of one load level."""
 
     load: str
-    """Such as `8 clients`, `2 requests/s`."""
+    """Such as `8 clients` or `2 requests/s`."""
     value: float
-    """Clients, requests a second, or times a trace's own speed."""
+    """Clients, requests per second, or speed relative to the trace."""
     seconds: float
     requests: int
     failed: int
     errors: Mapping[str, int]
-    """By kind, how many."""
+    """Number of errors by kind."""
     example: str
-    """What the first of them said."""
+    """The message of the first error."""
     requests_per_s: float
-    """Answered whole."""
+    """Complete responses only."""
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     prompt_tokens: float
-    """Of a request, on average."""
+    """Mean per request."""
     output_tokens: float
     cached_share: float
-    """Of the prompts' tokens."""
+    """Ratio of prompt tokens from a prefix cache."""
     ttft: Spread | None
     tpot: Spread | None
-    """Of each request, the mean time per token after the first."""
+    """Mean time per token after the first one, per request."""
     gap: Spread | None
-    """Between two arrivals of text."""
+    """Time between arrivals of text."""
     total: Spread | None
     good_share: float
-    """Of all requests, those that kept the objectives."""
+    """Ratio of requests that met the objectives."""
     goodput_per_s: float
-    """Requests a second that kept them."""
+    """Requests per second that met the objectives."""
     client: ClientCost
     client_is_bottleneck: bool
 
 
 def level(load: str, value: float, played: LoadResult, objective: Objective) -> Level:
-    """All figures of one load."""
+    """Aggregate the outcomes of one load level."""
     outcomes, seconds = played.outcomes, played.seconds
     whole = [one for one in outcomes if not one.error]
     failed = [one for one in outcomes if one.error]
@@ -127,7 +127,7 @@ def level(load: str, value: float, played: LoadResult, objective: Objective) -> 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
     """
-    Between the two values that lie nearest; `ordered` is not empty.
+    Interpolate linearly between the nearest values. `ordered` is not empty.
 
     >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5)
     2.5
@@ -139,42 +139,42 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 FORMATS = (".svg", ".png", ".pdf")
-COLOURS = ("#1b6ca8", "#e08e0b", "#b3312c")
+COLORS = ("#1b6ca8", "#e08e0b", "#b3312c")
 WIDTH, HEIGHT = 10.0, 6.0
 
 
 def check(path: Path) -> None:
-    """Before anything is measured. Raises SetupError."""
+    """Check that charts can be written. Raises SetupError."""
     if path.suffix not in FORMATS:
-        raise SetupError(f"--picture {path}: the name of a picture ends in {', '.join(FORMATS)}.")
+        raise SetupError(f"Invalid --picture {path}. Expected a file name that ends in {', '.join(FORMATS)}.")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise SetupError("--picture needs one package more: pip install 'baton[pictures]'.") from error
+        raise SetupError("--picture needs Matplotlib. Install it: pip install 'baton[pictures]'.") from error
 
 
 def draw(levels: Sequence[Level], title: str, axis: str, path: Path) -> None:
-    """Throughput and the times to the first token, per token and in all, over the load."""
+    """Draw throughput and latency over the load levels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     figure.suptitle(title)
     throughput, ttft, tpot, total = figure.subplots(2, 2).flat
     loads = [one.value for one in levels]
-    throughput.plot(loads, [one.output_tokens_per_s for one in levels], "o-", color=COLOURS[0])
-    throughput.set_title("tokens generated per second")
+    throughput.plot(loads, [one.output_tokens_per_s for one in levels], "o-", color=COLORS[0])
+    throughput.set_title("generated tokens per second")
     good = throughput.twinx()
-    good.plot(loads, [100 * one.good_share for one in levels], "s--", color=COLOURS[1])
-    good.set_ylabel("% of requests within objectives", color=COLOURS[1])
+    good.plot(loads, [100 * one.good_share for one in levels], "s--", color=COLORS[1])
+    good.set_ylabel("% of requests within objectives", color=COLORS[1])
     good.set_ylim(0, 105)
     for axes, name, spreads in (
         (ttft, "time to first token, ms", [one.ttft for one in levels]),
         (tpot, "time per token, ms", [one.tpot for one in levels]),
-        (total, "whole answer, ms", [one.total for one in levels]),
+        (total, "request duration, ms", [one.total for one in levels]),
     ):
         axes.set_title(name)
-        for share, colour in zip(("p50", "p95", "p99"), COLOURS, strict=True):
-            axes.plot(loads, [_milliseconds(one, share) for one in spreads], "o-", color=colour, label=share)
+        for share, color in zip(("p50", "p95", "p99"), COLORS, strict=True):
+            axes.plot(loads, [_milliseconds(one, share) for one in spreads], "o-", color=color, label=share)
         axes.legend()
     for axes in (throughput, ttft, tpot, total):
         axes.set_xlabel(axis)

@@ -1,8 +1,8 @@
 """
-One server under measurement: what it calls its model, how its tokens count, and each load put on it.
+A server under measurement: its model, its tokens per word, and the loads.
 
-The first requests are not measured. They show whether the server takes `ignore_eos`, which keeps answers as
-long as they are meant to be, and how many tokens a word is.
+The first requests are not measured. They detect whether the server accepts `ignore_eos`, which fixes the
+length of responses, and measure the tokens per word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.prompts import BenchRequest, Measure, Prompts, Shape
 
 PROBE_WORDS = (8, 40)
-"""Of the two prompts from which the tokens of a word are learned."""
+"""Words of the two prompts that measure the tokens per word."""
 
 PROBE_TOKENS = 2
 PATH = "/v1/chat/completions"
@@ -33,7 +33,7 @@ PATH = "/v1/chat/completions"
 
 @dataclass(slots=True)
 class Session:
-    """Made by `open_session`."""
+    """A measured server. Create it by `open_session`."""
 
     endpoint: Endpoint
     model: str
@@ -45,39 +45,39 @@ class Session:
         return await load.closed(self._some(shape, requests), clients, self.send)
 
     async def open(self, shape: Shape, per_s: float, requests: int) -> LoadResult:
-        """Requests come by chance, `per_s` a second on average."""
+        """Run an open loop with Poisson arrivals, `per_s` per second on average."""
         times = load.poisson(self.rng, per_s)
         return await load.open_(zip(times, self._some(shape, requests), strict=False), self.send)
 
     async def trace(self, path: Path, minutes: float, speed: float) -> LoadResult:
-        """Raises SetupError if there is nothing in it."""
-        found = list(prompts.rows(path, minutes))
-        if not found:
-            raise SetupError(f"The first {minutes:g} minutes of {path} hold no request.")
+        """Replay a trace. Raises SetupError if it has no requests."""
+        rows = list(prompts.rows(path, minutes))
+        if not rows:
+            raise SetupError(f"The first {minutes:g} minutes of {path} contain no request.")
 
         def arrivals() -> Iterator[tuple[float, BenchRequest]]:
-            for row in found:
+            for row in rows:
                 text = prompts.of_blocks(row.blocks, prompts.BLOCK_TOKENS, row.prompt_tokens, self.measure)
-                yield (row.at_s - found[0].at_s) / speed, BenchRequest(text, row.output_tokens)
+                yield (row.at_s - rows[0].at_s) / speed, BenchRequest(text, row.output_tokens)
 
         return await load.open_(arrivals(), self.send)
 
-    async def send(self, asked: BenchRequest, due_s: float, late_s: float) -> Outcome:
-        """One request, and what became of it."""
-        return read(await self.ask(asked), due_s, late_s)
+    async def send(self, request: BenchRequest, due_s: float, late_s: float) -> Outcome:
+        """Send a request and return its outcome."""
+        return read(await self.ask(request), due_s, late_s)
 
-    async def ask(self, asked: BenchRequest) -> Answer:
-        """The same as it came."""
-        return await self.endpoint.post(PATH, self._body(asked))
+    async def ask(self, request: BenchRequest) -> Answer:
+        """Send a request and return the response."""
+        return await self.endpoint.post(PATH, self._body(request))
 
     def _some(self, shape: Shape, count: int) -> Iterator[BenchRequest]:
         return itertools.islice(Prompts(shape, self.measure, self.rng), count)
 
-    def _body(self, asked: BenchRequest) -> dict[str, Any]:
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": "user", "content": asked.prompt}],
-            "max_tokens": asked.output,
+            "messages": [{"role": "user", "content": request.prompt}],
+            "max_tokens": request.output,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -86,21 +86,21 @@ class Session:
 
 
 async def open_session(endpoint: Endpoint, model: str, seed: int) -> Session:
-    """Raises SetupError if the server does not answer two requests."""
+    """Send two requests and return a session. Raises SetupError if one fails."""
     if not model:
         listed = (await endpoint.get("/v1/models")).get("data") or []
         if not listed:
-            raise SetupError(f"{endpoint.url} serves no model. Name one with --model.")
+            raise SetupError(f"{endpoint.url} lists no model. Set one with --model.")
         model = str(listed[0]["id"])
     session = Session(endpoint, model, Measure(), True, random.Random(seed))
     few = await _probe(session, PROBE_WORDS[0])
-    if few.error == "status 400":  # a server that takes no field that OpenAI has not
+    if few.error == "status 400":  # the server rejects fields that OpenAI does not have
         session.ignore_eos = False
         few = await _probe(session, PROBE_WORDS[0])
     many = await _probe(session, PROBE_WORDS[1]) if not few.error else few
     for one in (few, many):
         if one.error:
-            raise SetupError(f"{endpoint.url} does not answer a first request: {one.error}. {one.message}")
+            raise SetupError(f"The first request to {endpoint.url} failed: {one.error}. {one.message}")
     if few.prompt_tokens and many.prompt_tokens > few.prompt_tokens:
         session.measure = Measure.learn(
             (PROBE_WORDS[0], few.prompt_tokens), (PROBE_WORDS[1], many.prompt_tokens)
@@ -115,12 +115,13 @@ async def _probe(session: Session, words: int) -> Outcome:
 
 
 @contextlib.asynccontextmanager
-async def target(model: str, url: str, api_key: str, *, apart: bool) -> AsyncIterator[tuple[str, str]]:
+async def target(
+    model: str, url: str, api_key: str, *, disaggregated: bool
+) -> AsyncIterator[tuple[str, str]]:
     """
-    `url` and its key; or, with a `model`, those of a router with a prefill and a decode worker that are
-    started for it on this machine.
+    Yield URL and key of the service. With a `model`, start a service of one prefill and one decode worker.
 
-    `apart`: then a decode worker computes no prompt itself. Raises SetupError if they cannot start.
+    With `disaggregated`, the decode worker computes no prompts. Raises SetupError if the start fails.
     """
     if not model:
         yield url, api_key
@@ -130,7 +131,7 @@ async def target(model: str, url: str, api_key: str, *, apart: bool) -> AsyncIte
     from baton_cli.up import open_service
 
     display = Display(Console(stderr=True), logs=False)
-    front = {"port": 0, "dashboard": False} | ({"local_prefill_max_tokens": 0} if apart else {})
-    plan = up.make_plan(display, 1, 1, front, {"model": model})
+    router = {"port": 0, "dashboard": False} | ({"local_prefill_max_tokens": 0} if disaggregated else {})
+    plan = up.make_plan(display, 1, 1, router, {"model": model})
     async with open_service(plan, display) as service:
         yield service.url, service.api_key

@@ -1,6 +1,6 @@
 """
-`baton doctor`: what on this machine would keep Baton from running well, and what to do about it.
+`baton doctor`: find problems of this machine or a cluster, with their solutions.
 
-What there is to know is gathered first, into one `Machine`; what follows from it are pure functions. So every
-check is tested on machines that nobody has.
+Probes and self-tests fill a `Machine` first. Checks are pure functions of it, so tests can check machines
+with any problem.
 """

@@ -1,4 +1,4 @@
-"""What a cluster allows this account, and whether it knows our kinds of objects as this version does."""
+"""Check the permissions of an account in a cluster, and the cluster's custom resource definitions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ NEEDED = (
     ("", "pods", ("list",)),
     ("", "events", ("list",)),
 )
-"""What somebody who runs services has to be allowed: group, resource, verbs."""
+"""Permissions that users of services need: group, resource, verbs."""
 
 TIMEOUT_S = 60.0
 FORBIDDEN, NOT_FOUND = 403, 404
 
 
-def look(kubeconfig: str, namespace: str) -> Cluster:
-    """Raises SetupError if there is no account."""
-    return asyncio.run(_look(kubeconfig, namespace))
+def inspect(kubeconfig: str, namespace: str) -> Cluster:
+    """Inspect a cluster. Raises SetupError without an account."""
+    return asyncio.run(_inspect(kubeconfig, namespace))
 
 
-async def _look(kubeconfig: str, namespace: str) -> Cluster:
+async def _inspect(kubeconfig: str, namespace: str) -> Cluster:
     from aiohttp import ClientError
     from kubernetes.aio.client.exceptions import ApiException
 
@@ -50,14 +50,15 @@ async def _denied(client: Any, namespace: str) -> Any:
     api = AuthorizationV1Api(client)
     for group, resource, verbs in NEEDED:
         for verb in verbs:
-            asked = {"group": group, "resource": resource, "verb": verb, "namespace": namespace}
-            answer = await api.create_self_subject_access_review({"spec": {"resourceAttributes": asked}})
-            if not answer.status.allowed:
+            attributes = {"group": group, "resource": resource, "verb": verb, "namespace": namespace}
+            spec = {"resourceAttributes": attributes}
+            review = await api.create_self_subject_access_review({"spec": spec})
+            if not review.status.allowed:
                 yield f"{verb} {resource} in {namespace}"
 
 
 async def _allowed_crds(client: Any) -> tuple[Crd, ...] | None:
-    """None if this account may not see definitions: users of a namespace mostly may not."""
+    """Return None if the account may not read definitions, as users of a namespace usually may not."""
     from kubernetes.aio.client.exceptions import ApiException
 
     try:
@@ -79,32 +80,32 @@ async def _crds(client: Any) -> Any:
         definition = resource.definition
         name = definition["metadata"]["name"]
         try:
-            there = client.sanitize_for_serialization(await api.read_custom_resource_definition(name))
+            installed = client.sanitize_for_serialization(await api.read_custom_resource_definition(name))
         except ApiException as error:
             if error.status == NOT_FOUND:
                 yield Crd(name, ())
                 continue
             raise
-        yield compare(definition, there)
+        yield compare(definition, installed)
 
 
 def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Crd:
-    """A definition as this version has it, and as a cluster has it."""
+    """Compare the definition of this version with that of the cluster."""
     served = {one["name"]: one for one in theirs["spec"]["versions"] if one["served"]}
     missing: list[str] = []
     for version in ours["spec"]["versions"]:
-        there = served.get(version["name"])
-        if there is None:
+        installed = served.get(version["name"])
+        if installed is None:
             missing.append(f"version {version['name']}")
             continue
-        have = set(fields(there["schema"]["openAPIV3Schema"]))
+        have = set(fields(installed["schema"]["openAPIV3Schema"]))
         missing += [one for one in fields(version["schema"]["openAPIV3Schema"]) if one not in have]
     return Crd(ours["metadata"]["name"], tuple(served), tuple(missing))
 
 
 def fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """
-    Every field of a schema, by its path.
+    Yield the paths of all fields of a schema.
 
     >>> list(fields({"properties": {"a": {"items": {"properties": {"b": {}}}}}}))
     ['a', 'a[].b']
@@ -120,9 +121,9 @@ def fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 def account(kubeconfig: str, environment: Mapping[str, str]) -> str:
     """
-    Which kubeconfig file is meant: the one given, or kubectl's own.
+    Return the kubeconfig file: the given one, or that of kubectl.
 
-    Raises SetupError for one that is not there.
+    Raises SetupError if it does not exist.
     """
     from pathlib import Path
 
@@ -131,5 +132,5 @@ def account(kubeconfig: str, environment: Mapping[str, str]) -> str:
     if path.exists():
         return str(path)
     if named:
-        raise SetupError(f"There is no kubeconfig file {named}. Name another one with --kubeconfig.")
-    return ""  # the pod's own account
+        raise SetupError(f"The kubeconfig file {named} does not exist. Set another one with --kubeconfig.")
+    return ""  # the ServiceAccount of the pod

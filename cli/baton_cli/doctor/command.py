@@ -1,4 +1,4 @@
-"""What a person or a script sees of the findings, and the status that they end with."""
+"""Run all checks, and print the findings as text or JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from baton_cli.doctor import environment, limits, probes, selftests, transport
 from baton_cli.doctor.machine import Finding, Level, Machine, Port
 
 FOUND = 1
-"""The exit status if a finding is an error."""
+"""Exit status if a finding is an error."""
 
 SIGNS = {Level.GOOD: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.ERROR: "✗"}
-COLOURS = {Level.GOOD: "green", Level.NOTE: "dim", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+COLORS = {Level.GOOD: "green", Level.NOTE: "dim", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 
 WIDE = 200
-"""Columns of what is written to a file or a pipe."""
+"""Columns of output to a file or a pipe."""
 
 
 def doctor(
@@ -36,15 +36,15 @@ def doctor(
     namespace: str,
     as_json: bool,
 ) -> None:
-    """Look, say what was found, and end with a status that tells. No `kubeconfig`, no cluster."""
+    """Check the machine, and the cluster if `kubeconfig` is set. Exit with `FOUND` if there is an error."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDE
-    there = None
+    cluster = None
     if kubeconfig is not None:
-        there = clusters.look(clusters.account(kubeconfig, os.environ), namespace)
-    with Console(stderr=True).status("Trying out kernels and NIXL"):
-        machine = probes.gather(selftests.run(), ports, urls, api_key, there)
+        cluster = clusters.inspect(clusters.account(kubeconfig, os.environ), namespace)
+    with Console(stderr=True).status("Testing kernels and NIXL"):
+        machine = probes.gather(selftests.run(), ports, urls, api_key, cluster)
     findings = examine(machine)
     if as_json:
         sys.stdout.write(json.dumps(as_data(machine, findings), indent=1) + "\n")
@@ -65,7 +65,7 @@ def as_data(machine: Machine, findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def show(console: Console, machine: str, findings: Sequence[Finding]) -> None:
-    """The good ones in a line each, the others with what to do."""
+    """Print one line per good finding, and the solution of every other one."""
     console.print(Text.assemble(("Baton ", "bold"), f"on {machine}\n"))
     table = Table.grid(padding=(0, 2))
     table.add_column(width=1)
@@ -73,17 +73,17 @@ def show(console: Console, machine: str, findings: Sequence[Finding]) -> None:
     table.add_column(overflow="fold")
     for finding in findings:
         table.add_row(
-            Text(SIGNS[finding.level], style=COLOURS[finding.level]), Text(finding.check), described(finding)
+            Text(SIGNS[finding.level], style=COLORS[finding.level]), Text(finding.check), described(finding)
         )
     console.print(table)
     console.print(Text(f"\n{summary(findings)}", style="bold"))
 
 
 def described(finding: Finding) -> Text:
-    """Measured value, limit, consequence and way out."""
-    text = Text(finding.measured, style=COLOURS[finding.level] if finding.way_out else "")
+    """Return the measured value, the requirement, the consequence and the solution."""
+    text = Text(finding.measured, style=COLORS[finding.level] if finding.way_out else "")
     if finding.limit:
-        text.append(f"; wanted: {finding.limit}", style="default not bold")
+        text.append(f"; required: {finding.limit}", style="default not bold")
     if finding.why:
         text.append(f"\n{finding.why}" if finding.way_out else f". {finding.why}", style="dim not bold")
     if finding.way_out:
@@ -95,7 +95,7 @@ def summary(findings: Sequence[Finding]) -> str:
     errors = sum(finding.level is Level.ERROR for finding in findings)
     warnings = sum(finding.level is Level.WARNING for finding in findings)
     if not errors and not warnings:
-        return "Nothing stands in the way."
+        return "No problems found."
     return f"{_count(errors, 'error')}, {_count(warnings, 'warning')}."
 
 
@@ -124,5 +124,5 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Everything that there is to say of it."""
+    """Return the findings of all checks."""
     return [finding for check in CHECKS for finding in check(machine)]

@@ -1,4 +1,4 @@
-"""What is around the process: ports, clocks, folders, and a cluster."""
+"""Checks of ports, clocks, folders and a cluster."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 SPACE_LEAST, SPACE_WANTED = 256 * 1024**2, 4 * 1024**3
 
 OURS = re.compile(r"baton_cli|(^|[/ ])baton( |$)")
-"""In the command line of a process of Baton."""
+"""Matches the command line of a Baton process."""
 
 CLOCK_WANTED_S = 5.0
-"""Beyond it, spans and the age of KV events make no sense; beyond `CLOCK_SKEW_S` tickets are refused."""
+"""Beyond this difference spans and KV event lag are wrong. Beyond `CLOCK_SKEW_S` tickets are rejected."""
 
 
 def ports(machine: Machine) -> Iterator[Finding]:
@@ -24,17 +24,15 @@ def ports(machine: Machine) -> Iterator[Finding]:
         yield good("ports", ", ".join(f"{port.number} ({port.what})" for port in machine.ports) + " are free")
     for port in taken:
         if OURS.search(port.holder):
-            yield note(
-                "ports", f"{port.number}: {port.holder}", f"A Baton runs here already, as {port.what}."
-            )
+            yield note("ports", f"{port.number}: {port.holder}", f"A Baton {port.what} already runs here.")
             continue
         yield Finding(
             "ports",
             Level.ERROR,
             f"{port.number} is taken by {port.holder}",
-            "a free port",
-            f"The {port.what} cannot listen where it does by default.",
-            "End that program, or give another --port (0 takes a free one).",
+            limit="a free port",
+            why=f"The {port.what} cannot listen on its default port.",
+            way_out="Stop that program, or set another --port (0 takes a free one).",
         )
 
 
@@ -43,19 +41,19 @@ def clock(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "clock",
             Level.WARNING,
-            "not synchronised",
-            "synchronised by NTP",
-            f"Tickets of a machine whose clock is {CLOCK_SKEW_S:g} s behind or before are refused.",
-            "Start chrony or systemd-timesyncd: timedatectl set-ntp true.",
+            "not synchronized",
+            limit="synchronized by NTP",
+            why=f"Workers reject tickets of a machine whose clock differs by more than {CLOCK_SKEW_S:g} s.",
+            way_out="Start chrony or systemd-timesyncd: timedatectl set-ntp true.",
         )
     for url, reason in machine.unreachable.items():
         yield Finding(
             "clock",
             Level.ERROR,
             f"{url} does not answer: {reason}",
-            "an answer",
-            "Neither its clock nor anything else of it can be compared.",
-            "Start it, or give its address with --url.",
+            limit="an answer",
+            why="Its clock cannot be compared.",
+            way_out="Start it, or set its address with --url.",
         )
     for url, seconds in machine.clock_apart.items():
         if abs(seconds) <= CLOCK_WANTED_S:
@@ -66,58 +64,62 @@ def clock(machine: Machine) -> Iterator[Finding]:
             "clock",
             Level.ERROR if abs(seconds) > CLOCK_SKEW_S else Level.WARNING,
             f"{url} is {abs(seconds):.0f} s {side} this machine",
-            f"{CLOCK_WANTED_S:g} s",
-            f"Beyond {CLOCK_SKEW_S:g} s tickets are refused, and prompts are computed where they are used.",
-            "Synchronise both clocks by NTP: timedatectl set-ntp true.",
+            limit=f"{CLOCK_WANTED_S:g} s",
+            why=f"Beyond {CLOCK_SKEW_S:g} s workers reject tickets, and decode workers compute all prompts.",
+            way_out="Synchronize both clocks by NTP: timedatectl set-ntp true.",
         )
     if machine.clock_synchronised is not False and not machine.clock_apart and not machine.unreachable:
-        yield good("clock", "synchronised" if machine.clock_synchronised else "the kernel does not say")
+        yield good("clock", "synchronized" if machine.clock_synchronised else "the kernel does not report it")
 
 
 def places(machine: Machine) -> Iterator[Finding]:
-    for place in machine.places:
-        where = f"{place.what}, {place.path}"
-        way_out = f"Set {place.setting} to a folder with room." if place.setting else "Make room there."
-        if place.trouble:
+    for folder in machine.places:
+        where = f"{folder.what}, {folder.path}"
+        way_out = (
+            f"Set {folder.setting} to a folder with free space." if folder.setting else "Free space there."
+        )
+        if folder.trouble:
             yield Finding(
                 "disk",
                 Level.ERROR,
-                f"{where}: {place.trouble}",
-                "a folder that can be written",
-                "What would be kept there cannot be.",
-                way_out,
+                f"{where}: {folder.trouble}",
+                limit="a writable folder",
+                why="Baton cannot store files there.",
+                way_out=way_out,
             )
-        elif place.free >= SPACE_WANTED:
-            yield good("disk", f"{where}: {show_size(place.free)} free")
+        elif folder.free >= SPACE_WANTED:
+            yield good("disk", f"{where}: {show_size(folder.free)} free")
         else:
             yield Finding(
                 "disk",
-                Level.ERROR if place.free < SPACE_LEAST else Level.WARNING,
-                f"{where}: {show_size(place.free)} free",
-                show_size(SPACE_WANTED),
-                "A model may not fit.",
-                way_out,
+                Level.ERROR if folder.free < SPACE_LEAST else Level.WARNING,
+                f"{where}: {show_size(folder.free)} free",
+                limit=show_size(SPACE_WANTED),
+                why="A model may not fit.",
+                way_out=way_out,
             )
 
 
 def cluster(machine: Machine) -> Iterator[Finding]:
-    there = machine.cluster
-    if there is None:
+    cluster = machine.cluster
+    if cluster is None:
         return
-    if there.trouble:
+    if cluster.trouble:
         yield Finding(
             "cluster",
             Level.ERROR,
-            f"{there.server}: {there.trouble}",
-            "an answer",
-            "Nothing can be said of the cluster.",
-            "Check --kubeconfig and your login: kubectl version.",
+            f"{cluster.server}: {cluster.trouble}",
+            limit="an answer",
+            why="The cluster cannot be inspected.",
+            way_out="Check --kubeconfig and your login: kubectl version.",
         )
         return
-    crds = there.crds or ()
-    if there.crds is None:
+    crds = cluster.crds or ()
+    if cluster.crds is None:
         yield note(
-            "custom resources", "unknown", "This account may not read definitions; an administrator may."
+            "custom resources",
+            "unknown",
+            "This account may not read definitions. An administrator can check them.",
         )
     for crd in crds:
         if not crd.versions:
@@ -125,9 +127,9 @@ def cluster(machine: Machine) -> Iterator[Finding]:
                 "custom resources",
                 Level.ERROR,
                 f"{crd.name} is not installed",
-                "installed",
-                "The cluster does not know what it is.",
-                "helm install baton charts/baton, or kubectl apply -f crds/.",
+                limit="installed",
+                why="The cluster rejects objects of this kind.",
+                way_out="Install it: helm install baton charts/baton, or kubectl apply -f crds/.",
             )
         elif crd.missing:
             shown = ", ".join(crd.missing[:3]) + (
@@ -137,18 +139,20 @@ def cluster(machine: Machine) -> Iterator[Finding]:
                 "custom resources",
                 Level.ERROR,
                 f"{crd.name} ({', '.join(crd.versions)}) lacks {shown}",
-                "this version's definition",
-                "The API server drops or refuses what it does not know.",
-                "helm upgrade baton charts/baton, or kubectl apply -f crds/.",
+                limit="the definition of this version",
+                why="The API server drops or rejects unknown fields.",
+                way_out="Upgrade it: helm upgrade baton charts/baton, or kubectl apply -f crds/.",
             )
-    if there.denied:
+    if cluster.denied:
         yield Finding(
-            "rights",
+            "permissions",
             Level.ERROR,
-            f"this account may not {', '.join(there.denied)}",
-            "these rights",
-            "Services cannot be made or looked at by this account.",
-            "Have somebody bind it to a role that may: the chart aggregates them to edit and view.",
+            f"this account may not {', '.join(cluster.denied)}",
+            limit="these permissions",
+            why="This account cannot manage services.",
+            way_out="Bind the account to a role with them. The chart adds them to the roles edit and view.",
         )
-    if not there.denied and crds and all(crd.versions and not crd.missing for crd in crds):
-        yield good("cluster", f"{there.server}: {len(crds)} custom resources of this version, all rights")
+    if not cluster.denied and crds and all(crd.versions and not crd.missing for crd in crds):
+        yield good(
+            "cluster", f"{cluster.server}: {len(crds)} custom resources of this version, all permissions"
+        )

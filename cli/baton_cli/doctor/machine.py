@@ -1,4 +1,4 @@
-"""All that the checks know of a machine: values, gathered once (`gathering`, `trials`, `cluster`)."""
+"""The inputs of the checks, which `probes`, `selftests` and `cluster` collect, and their findings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A file system, in bytes."""
+    """The size of a file system in bytes."""
 
     total: int
     free: int
@@ -24,37 +24,37 @@ class DataFolder:
     free: int
     """Bytes."""
     trouble: str = ""
-    """Why nothing can be written there; empty if it can."""
+    """Why the folder is not writable. Empty if it is."""
     setting: str = ""
-    """The variable that names another one."""
+    """The variable that sets another folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
-    """As the kernel lists it."""
+    """An RDMA device of the kernel."""
 
     name: str
     ports: Mapping[int, str]
-    """Each port's state, such as ACTIVE or DOWN."""
+    """The state of each port, such as ACTIVE or DOWN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A TCP port of 127.0.0.1 that a process of Baton takes unless told otherwise."""
+    """A TCP port of 127.0.0.1 that a Baton process uses by default."""
 
     number: int
     what: str
     holder: str = ""
-    """Who listens there: a command line, or `another program`; empty if nobody does."""
+    """The command line of the listening process, or `another program`. Empty if the port is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A package that Baton's own metadata has something to say of."""
+    """A package that Baton's metadata names."""
 
     name: str
     version: str
-    """Empty if it is not installed."""
+    """Empty if the package is not installed."""
     wanted: str
     """Such as `>=0.20`."""
     fits: bool
@@ -62,107 +62,107 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """Something that was tried out in a process of its own."""
+    """The result of a self-test, which runs in its own process."""
 
     means: str
-    """What it found to work with, such as a compiler; empty if it was not to be had."""
+    """The means that the test used, such as a compiler. Empty if it is missing."""
     trouble: str = ""
-    """Empty if it works."""
+    """The error. Empty if the test passed."""
     installed: bool = True
-    """Whether the packages are there that it takes."""
+    """Whether the required packages are installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crd:
-    """A custom resource as a cluster has it."""
+    """A custom resource definition of a cluster."""
 
     name: str
     versions: tuple[str, ...]
-    """That are served; none if the resource is not installed."""
+    """Served versions. Empty if the resource is not installed."""
     missing: tuple[str, ...] = ()
-    """Fields that this version of Baton has and the cluster's definition has not."""
+    """Fields of this version of Baton that the cluster's definition lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What this account may do and what the cluster has."""
+    """The permissions of an account and the custom resources of a cluster."""
 
     server: str
     trouble: str = ""
-    """Why nothing is known of it."""
+    """Why the cluster could not be inspected."""
     denied: tuple[str, ...] = ()
-    """What a user of Baton has to be allowed and this account is not, such as `create inferenceservices`."""
+    """Missing permissions, such as `create inferenceservices`."""
     crds: tuple[Crd, ...] | None = ()
-    """None if this account may not see them."""
+    """None if the account may not read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Limits are None where there is none."""
+    """The properties of a machine. A limit of None means unlimited."""
 
     name: str
     environment: Mapping[str, str]
     """Variables that Baton, UCX or NIXL read."""
     known: frozenset[str]
-    """Variables of Baton's."""
+    """Names of all variables of Baton."""
     shm: Space | None
     """/dev/shm."""
     memory: int | None
-    """Bytes that a process could still take."""
+    """Available memory in bytes."""
     open_files: int | None
-    """That a process may have at most: the hard limit, to which a router raises its own."""
+    """The hard limit per process. A router raises its soft limit to it."""
     processes: int | None
-    """And threads of this user, or of this container, whichever are fewer."""
+    """The limit of processes and threads of this user or container."""
     locked: int | None
-    """Bytes that a process may lock into memory."""
+    """Bytes that a process may lock in memory."""
     rdma: tuple[RdmaDevice, ...] = ()
     verbs: str = ""
-    """Why /dev/infiniband cannot be used; empty if it can."""
+    """Why /dev/infiniband is not usable. Empty if it is."""
     interfaces: frozenset[str] = frozenset()
-    """Of the network."""
+    """Network interfaces."""
     copies: SelfTest
-    """Of memory from one process to another that is not its child."""
+    """Reading the memory of a process that is not a child."""
     kernels: SelfTest
-    """Compiled for this processor."""
+    """The native kernels, compiled for this processor."""
     nixl: SelfTest
     packages: tuple[Installed, ...] = ()
     ports: tuple[Port, ...] = ()
     places: tuple[DataFolder, ...] = ()
     clock_synchronised: bool | None
-    """None if the kernel does not say."""
+    """None if the kernel does not report it."""
     clock_apart: Mapping[str, float] = field(default_factory=dict)
-    """By URL of a router or worker, seconds that its clock is ahead of this machine's."""
+    """By URL of a router or worker: how far its clock is ahead of this machine's, in seconds."""
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    """By URL, why it did not answer."""
+    """By URL: why the server did not answer."""
     cluster: Cluster | None = None
-    """None if nobody asked about one."""
+    """None if no cluster was inspected."""
 
 
 class Level(enum.StrEnum):
     GOOD = "good"
     NOTE = "note"
-    """Worth knowing; nothing has to be done."""
+    """Information; no action is needed."""
     WARNING = "warning"
-    """It works, and slowly, or not for much."""
+    """Baton works, but slowly or with little capacity."""
     ERROR = "error"
-    """Something will not work."""
+    """Baton does not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of a check."""
 
     check: str
-    """In a word or two, such as `open files`."""
+    """A short name, such as `open files`."""
     level: Level
     measured: str
-    """What was found, with its unit."""
+    """The measured value with its unit."""
     limit: str = ""
-    """What it should be."""
+    """The required value."""
     why: str = ""
-    """What it leads to; a sentence."""
+    """The consequence, as a sentence."""
     way_out: str = ""
-    """What to do; a sentence. Empty only for what is good, or a note."""
+    """The solution, as a sentence. Empty for good findings and notes."""
 
 
 def good(check: str, measured: str) -> Finding:

@@ -1,7 +1,7 @@
 """
-What the system says of itself: limits, devices, ports, folders, clock.
+Read the properties of this machine: limits, devices, ports, folders, clock.
 
-Whatever it does not say is left out; nothing here fails because a machine is unusual.
+Probes do not fail on an unusual machine; they omit the values that the system does not report.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ INTERFACES = Path("/sys/class/net")
 PIDS = (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max"))
 
 READ = ("BATON_", "UCX_", "NIXL_")
-"""Beginnings of variables that somebody here reads."""
+"""Prefixes of variables that Baton and its libraries read."""
 
 BESIDES = frozenset({"BATON_BUNDLED", "BATON_CACHE", "BATON_KERNELS", "BATON_BATCH_TOKEN"})
-"""Variables that are no settings."""
+"""Variables that do not belong to a settings class."""
 
 LISTENING = "0A"
 STA_UNSYNC = 0x40
 TIMEX_BYTES = 256
 STATUS_AT = 40 if sys.maxsize > 2**32 else 20
-"""Where struct timex has its status, behind an unsigned int and four longs."""
+"""Offset of the status in struct timex, after an unsigned int and four longs."""
 
 ANSWER_S = 5.0
 
 
 def gather(
-    trials: SelfTests, ports: Sequence[Port], urls: Sequence[str], api_key: str, cluster: Cluster | None
+    tests: SelfTests, ports: Sequence[Port], urls: Sequence[str], api_key: str, cluster: Cluster | None
 ) -> Machine:
-    """All of it, some of which takes seconds."""
+    """Run all probes. Some take seconds."""
     apart, unreachable = compare_clocks(urls, api_key)
     return Machine(
         name=socket.gethostname(),
@@ -67,9 +67,9 @@ def gather(
         rdma=tuple(rdma_devices()),
         verbs=verbs_trouble(),
         interfaces=frozenset(os.listdir(INTERFACES)) if INTERFACES.is_dir() else frozenset(),
-        copies=trials.copies,
-        kernels=trials.kernels,
-        nixl=trials.nixl,
+        copies=tests.copies,
+        kernels=tests.kernels,
+        nixl=tests.nixl,
         packages=tuple(packages()),
         ports=tuple(map(held, ports)),
         places=tuple(places(os.environ)),
@@ -82,19 +82,19 @@ def gather(
 
 def space(path: Path) -> Space | None:
     try:
-        found = shutil.disk_usage(path)
+        usage = shutil.disk_usage(path)
     except OSError:
         return None
-    return Space(found.total, found.free)
+    return Space(usage.total, usage.free)
 
 
 def processes() -> int | None:
-    """What this user may have, or this container."""
-    known = [_limit(resource.RLIMIT_NPROC, hard=False)] if os.geteuid() else []  # root has no limit
+    """Return the limit of processes of this user or container."""
+    limits = [_limit(resource.RLIMIT_NPROC, hard=False)] if os.geteuid() else []  # root has no limit
     for path in PIDS:
         text = _read(path)
-        known.append(int(text) if text.isdecimal() else None)
-    return min((one for one in known if one is not None), default=None)
+        limits.append(int(text) if text.isdecimal() else None)
+    return min((one for one in limits if one is not None), default=None)
 
 
 def rdma_devices() -> Iterator[RdmaDevice]:
@@ -113,11 +113,11 @@ def verbs_trouble() -> str:
     if not devices:
         return f"no {VERBS}/uverbs*"
     closed = [str(one) for one in devices if not os.access(one, os.R_OK | os.W_OK)]
-    return f"{closed[0]} is not for this user" if len(closed) == len(devices) else ""
+    return f"this user may not open {closed[0]}" if len(closed) == len(devices) else ""
 
 
 def packages() -> Iterator[Installed]:
-    """What Baton's own metadata asks for, of what is installed; a part that is left out is no mistake."""
+    """Yield the packages that Baton's metadata requires. Optional packages may be missing."""
     for text in importlib.metadata.requires("baton") or ():
         wanted = Requirement(text)
         needed = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
@@ -131,11 +131,11 @@ def packages() -> Iterator[Installed]:
 
 
 def held(port: Port) -> Port:
-    """Who has it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return the port with the process that uses it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind(("127.0.0.1", port.number))
+            probe.bind(("127.0.0.1", port.number))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return Port(port.number, port.what, listener(port.number) or "another program")
@@ -144,7 +144,7 @@ def held(port: Port) -> Port:
 
 
 def listener(number: int) -> str:
-    """The command that listens at a port of this machine, if this user may see it."""
+    """Return the command that listens on a port, if this user may see it."""
     wanted = set()
     for table in ("tcp", "tcp6"):
         for line in _read(Path("/proc/net") / table).splitlines()[1:]:
@@ -155,32 +155,32 @@ def listener(number: int) -> str:
         try:
             if any(os.readlink(one) in wanted for one in (process / "fd").iterdir()):
                 return (process / "cmdline").read_text().replace("\0", " ").strip()[:120]
-        except OSError:  # it has ended meanwhile, or is another user's
+        except OSError:  # it ended meanwhile, or belongs to another user
             continue
     return ""
 
 
 def places(environment: Mapping[str, str]) -> Iterator[DataFolder]:
-    """Where Baton and the hub's library keep files."""
+    """Yield the folders of Baton and of the Hugging Face Hub client."""
     home = Path(environment.get("HOME", "/"))
     hub = environment.get("HF_HOME") or str(
         Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "huggingface"
     )
     for what, path, setting in (
         ("cache", cache_folder(environment), "BATON_CACHE"),
-        ("models of the hub", Path(hub).expanduser(), "HF_HOME"),
+        ("Hugging Face models", Path(hub).expanduser(), "HF_HOME"),
         ("temporary files", Path(tempfile.gettempdir()), "TMPDIR"),
     ):
-        there = path
-        while not there.exists():  # it is made at first use, within what there is
-            there = there.parent
-        found = space(there)
-        trouble = "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not for this user to write to"
-        yield DataFolder(what, str(path), found.free if found else 0, trouble or _refuses(there), setting)
+        existing = path
+        while not existing.exists():  # the folder is created at first use
+            existing = existing.parent
+        size = space(existing)
+        trouble = "" if os.access(existing, os.W_OK | os.X_OK) else f"this user may not write to {existing}"
+        yield DataFolder(what, str(path), size.free if size else 0, trouble or _refuses(existing), setting)
 
 
 def _refuses(folder: Path) -> str:
-    """A read-only file system lets root `access` everything."""
+    """Return why a folder is not writable. `access` allows root everything, even read-only file systems."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
@@ -189,7 +189,7 @@ def _refuses(folder: Path) -> str:
 
 
 def clock_synchronised() -> bool | None:
-    """As the kernel was told by whoever keeps the time; None if it does not say."""
+    """Return whether the kernel's clock is synchronized. None if the kernel does not report it."""
     state = ctypes.create_string_buffer(TIMEX_BYTES)
     try:
         done = ctypes.CDLL(None, use_errno=True).adjtimex(state)
@@ -202,16 +202,16 @@ def clock_synchronised() -> bool | None:
 
 
 def compare_clocks(urls: Sequence[str], api_key: str) -> tuple[dict[str, float], dict[str, str]]:
-    """How far the clocks of servers are ahead, to a second, by their answers' dates, and who gave none."""
+    """Return how far the clocks of servers are ahead in seconds, and the servers that did not answer."""
     apart: dict[str, float] = {}
     silent: dict[str, str] = {}
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(trust_env=False, timeout=ANSWER_S, headers=headers) as client:
         for url in _with_workers(client, urls):
             try:
-                asked = time.time()
+                started = time.time()
                 date = client.get(f"{url}/health").headers.get("date", "")
-                now = (asked + time.time()) / 2
+                now = (started + time.time()) / 2
             except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 silent[url] = str(error) or type(error).__name__
                 continue
@@ -222,14 +222,14 @@ def compare_clocks(urls: Sequence[str], api_key: str) -> tuple[dict[str, float],
 
 
 def _with_workers(client: httpx.Client, urls: Sequence[str]) -> Iterator[str]:
-    """A router's own, and those of its workers that it tells of."""
+    """Yield each URL, followed by the workers if it is a router."""
     for url in map(_plain, urls):
         yield url
         try:
             listed = client.get(f"{url}/workers").json()["data"]
             yield from (f"http://{one['worker']}" for one in listed)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
-            continue  # it is no router, or does not answer, which is found in a moment
+            continue  # not a router, or no answer, which the caller notices
 
 
 def _plain(url: str) -> str:
@@ -237,7 +237,7 @@ def _plain(url: str) -> str:
 
 
 def known_variables() -> frozenset[str]:
-    """Those of all settings."""
+    """Return the variables of all settings classes."""
     from pydantic_settings import BaseSettings
 
     from baton_engine.settings import WorkerSettings

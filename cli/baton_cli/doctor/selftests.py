@@ -1,7 +1,7 @@
 """
-What can only be found out by trying: copies between processes, the native kernels, NIXL.
+Self-tests of copies between processes, the native kernels and NIXL.
 
-Each runs in a process of its own, since what does not fit a machine may end the process that tries it.
+Each runs in its own process, because a failure may crash it.
 
     python -m baton_cli.doctor.selftests kernels|nixl       prints one JSON object
 """
@@ -47,7 +47,7 @@ print("" if done == size else os.strerror(ctypes.get_errno()))
 
 @dataclass(frozen=True, slots=True)
 class SelfTests:
-    """Their outcomes."""
+    """The results of all self-tests."""
 
     copies: SelfTest
     kernels: SelfTest
@@ -55,18 +55,18 @@ class SelfTests:
 
 
 def run() -> SelfTests:
-    """All at once."""
+    """Run all self-tests at once."""
     with ThreadPoolExecutor() as pool:
         kernels, nixl, copies = pool.submit(apart, "kernels"), pool.submit(apart, "nixl"), pool.submit(copy)
         return SelfTests(copies.result(), kernels.result(), nixl.result())
 
 
 def copy() -> SelfTest:
-    """Whether one process may read the memory of another that is not its child: so are workers."""
+    """Test whether a process may read the memory of another one that is not its child, as workers do."""
     try:
         return SelfTest("process_vm_readv", _copied())
     except (OSError, ValueError) as error:
-        return SelfTest("process_vm_readv", f"it cannot be tried: {error}")
+        return SelfTest("process_vm_readv", f"the test failed to start: {error}")
 
 
 def _copied() -> str:
@@ -85,12 +85,12 @@ def _copied() -> str:
         owner.communicate()
     reason = done.stdout.strip() if not done.returncode else f"status {done.returncode}"
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    told = f" (kernel.yama.ptrace_scope is {scope.read_text().strip()})" if scope.exists() else ""
-    return f"{reason}{told}" if reason else ""
+    setting = f" (kernel.yama.ptrace_scope is {scope.read_text().strip()})" if scope.exists() else ""
+    return f"{reason}{setting}" if reason else ""
 
 
 def apart(what: str) -> SelfTest:
-    """One of the others, in a process of its own."""
+    """Run a self-test in its own process."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "baton_cli.doctor.selftests", what],
@@ -100,16 +100,16 @@ def apart(what: str) -> SelfTest:
             timeout=SELF_TEST_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return SelfTest("", f"it is not done after {SELF_TEST_TIMEOUT_S:g} s")
+        return SelfTest("", f"the test did not finish within {SELF_TEST_TIMEOUT_S:g} s")
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
-        words = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        words = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return SelfTest("", f"status {done.returncode}: {words[:300]}")
     return SelfTest(**json.loads(last))
 
 
 def kernels() -> SelfTest:
-    """Built if need be; the library has passed its own test."""
+    """Load the native kernels, and compile them if necessary. The library tests itself."""
     try:
         from baton_engine.ops.native import library
     except ModuleNotFoundError:
@@ -119,13 +119,11 @@ def kernels() -> SelfTest:
     except library.Unavailable as error:
         return SelfTest("", str(error))
     tiles = "amx_bf16" in library.instructions()
-    return SelfTest(
-        f"compiled for this processor, which has {'AMX' if tiles else 'no AMX'}; their own test passes"
-    )
+    return SelfTest(f"compiled for this processor with {'AMX' if tiles else 'no AMX'}; self-test passed")
 
 
 def nixl() -> SelfTest:
-    """An agent as a worker has it."""
+    """Create a NIXL agent as a worker does."""
     try:
         from baton_engine.transfer import nixl as means
     except ModuleNotFoundError:
@@ -144,4 +142,4 @@ if __name__ == "__main__":
         json.dumps({"means": outcome.means, "trouble": outcome.trouble, "installed": outcome.installed}),
         flush=True,
     )
-    os._exit(0)  # NIXL's own end may take seconds, or crash
+    os._exit(0)  # NIXL's shutdown may take seconds, or crash

@@ -1,4 +1,4 @@
-"""By what KV blocks can move: RDMA, copies between processes, TCP, and NIXL above them."""
+"""Checks of KV transports: RDMA, copies between processes, NIXL, network devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton_api.setting_types import show_size
 from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 
 LOCKED_LEAST = 1024**3
-"""RDMA pins the whole KV cache, which is rarely smaller."""
+"""RDMA locks the whole KV cache, which is rarely smaller."""
 
 
 def rdma(machine: Machine) -> Iterator[Finding]:
@@ -16,7 +16,7 @@ def rdma(machine: Machine) -> Iterator[Finding]:
         yield note(
             "RDMA",
             "no device",
-            "KV blocks go over shared memory on one machine, and over TCP between machines.",
+            "KV transfers use shared memory on one machine, and TCP between machines.",
         )
         return
     names = ", ".join(device.name for device in machine.rdma)
@@ -25,10 +25,11 @@ def rdma(machine: Machine) -> Iterator[Finding]:
             "RDMA",
             Level.ERROR,
             f"{names}: {machine.verbs}",
-            "a readable and writable /dev/infiniband/uverbs*",
-            "There are devices and this process cannot use them, so that blocks go over TCP.",
-            "Load ib_uverbs, or give the container the devices: docker run --device=/dev/infiniband; in a "
-            "pod, a resource of the RDMA device plugin (spec.decode.resources.rdma).",
+            limit="a readable and writable /dev/infiniband/uverbs*",
+            why="This process cannot use the devices, so KV transfers use TCP.",
+            way_out="Load ib_uverbs, or pass the devices to the container: docker run "
+            "--device=/dev/infiniband; in a pod, a resource of the RDMA device plugin "
+            "(spec.decode.resources.rdma).",
         )
     down = [
         f"{device.name}:{port} is {state}"
@@ -42,9 +43,10 @@ def rdma(machine: Machine) -> Iterator[Finding]:
             "RDMA ports",
             Level.WARNING if active else Level.ERROR,
             ", ".join(down) or f"{names}: no port",
-            "ACTIVE",
-            "Blocks do not go over a port that is down.",
-            "Look at cable and subnet manager (ibstat, rdma link), or name others by UCX_NET_DEVICES.",
+            limit="ACTIVE",
+            why="KV transfers cannot use a port that is down.",
+            way_out="Check cable and subnet manager (ibstat, rdma link), or set UCX_NET_DEVICES to other "
+            "devices.",
         )
     if not machine.verbs and active:
         yield good("RDMA", names)
@@ -56,16 +58,16 @@ def locked_memory(machine: Machine) -> Iterator[Finding]:
     if limit is None or limit >= LOCKED_LEAST:
         yield good("locked memory", measured)
     elif not machine.rdma:
-        yield note("locked memory", measured, "Only RDMA pins memory, and there is no device here.")
+        yield note("locked memory", measured, "Only RDMA locks memory, and this machine has no RDMA device.")
     else:
         yield Finding(
             "locked memory",
             Level.ERROR,
             measured,
-            "no limit",
-            "RDMA pins the whole KV cache; what is beyond the limit cannot be registered.",
-            "Raise it: ulimit -l unlimited, LimitMEMLOCK=infinity of the systemd unit (containerd's, for "
-            "containers), docker run --ulimit memlock=-1.",
+            limit="no limit",
+            why="RDMA locks the whole KV cache. Memory beyond the limit cannot be registered.",
+            way_out="Raise it: ulimit -l unlimited, LimitMEMLOCK=infinity of the systemd unit "
+            "(containerd's, for containers), docker run --ulimit memlock=-1.",
         )
 
 
@@ -77,17 +79,19 @@ def copies(machine: Machine) -> Iterator[Finding]:
         "memory of other processes",
         Level.WARNING,
         machine.copies.trouble,
-        "process_vm_readv between processes",
-        "Workers of one machine hand over KV blocks by TCP, which is several times slower.",
-        "sysctl kernel.yama.ptrace_scope=0, a seccomp profile that allows process_vm_readv, or docker run "
-        "--cap-add=SYS_PTRACE.",
+        limit="process_vm_readv between processes",
+        why="KV transfers on one machine use TCP, which is several times slower.",
+        way_out="Run sysctl kernel.yama.ptrace_scope=0, use a seccomp profile that allows process_vm_readv, "
+        "or docker run --cap-add=SYS_PTRACE.",
     )
 
 
 def nixl(machine: Machine) -> Iterator[Finding]:
     if not machine.nixl.installed:
         yield note(
-            "NIXL", "not installed", "This machine can route and operate, but not be a worker of a pair."
+            "NIXL",
+            "not installed",
+            "This machine can run routers and the operator, but no prefill or decode worker.",
         )
     elif not machine.nixl.trouble:
         yield good("NIXL", machine.nixl.means)
@@ -96,21 +100,21 @@ def nixl(machine: Machine) -> Iterator[Finding]:
             "NIXL",
             Level.ERROR,
             machine.nixl.trouble,
-            "an agent with the UCX backend",
-            "No KV blocks can be handed over.",
-            "Install it anew (pip install --force-reinstall 'baton[nixl]'), and unset NIXL_PLUGIN_DIR, "
-            "UCX_TLS and UCX_NET_DEVICES unless they are meant.",
+            limit="an agent with the UCX backend",
+            why="Workers cannot transfer KV blocks.",
+            way_out="Reinstall it (pip install --force-reinstall 'baton[nixl]'). Unset NIXL_PLUGIN_DIR, "
+            "UCX_TLS and UCX_NET_DEVICES unless you need them.",
         )
 
 
 def network(machine: Machine) -> Iterator[Finding]:
-    """What UCX was told to use has to be there: it does not start otherwise."""
+    """Check that the devices of UCX_NET_DEVICES exist. Otherwise UCX does not start."""
     named = machine.environment.get("UCX_NET_DEVICES", "")
     if named in ("", "all"):
-        yield good("network", "UCX takes what there is")
+        yield good("network", "UCX uses all devices")
         return
-    there = set(machine.interfaces) | {device.name for device in machine.rdma}
-    missing = [one for one in named.split(",") if one.partition(":")[0] not in there]
+    existing = set(machine.interfaces) | {device.name for device in machine.rdma}
+    missing = [one for one in named.split(",") if one.partition(":")[0] not in existing]
     if not missing:
         yield good("network", f"UCX_NET_DEVICES={named}")
         return
@@ -118,7 +122,7 @@ def network(machine: Machine) -> Iterator[Finding]:
         "network",
         Level.ERROR,
         f"UCX_NET_DEVICES names {', '.join(missing)}",
-        f"some of {', '.join(sorted(there))}",
-        "UCX starts without any device, and workers do not reach each other.",
-        "Name devices that there are, or unset UCX_NET_DEVICES.",
+        limit=f"some of {', '.join(sorted(existing))}",
+        why="UCX starts without a device, and workers cannot reach each other.",
+        way_out="Set existing devices, or unset UCX_NET_DEVICES.",
     )

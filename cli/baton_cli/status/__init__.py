@@ -1,6 +1,6 @@
 """
-`baton status`: whether a service answers, what of it is there, and what to do where something is not.
+`baton status`: the health of a service, its parts, and solutions for its problems.
 
-A service on this machine is asked at its router; one in a cluster is read from its InferenceService. Both
-become a `ServiceStatus`, by pure functions.
+The status of a local service comes from its router, that of a service in a cluster from its
+InferenceService. Pure functions turn both into a `ServiceStatus`.
 """

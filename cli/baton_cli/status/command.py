@@ -1,4 +1,4 @@
-"""Ask, and show how a service stands."""
+"""`baton status`: read the status of services, and print it."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from baton_cli.status.report import ServiceStatus
 from baton_cli.top.snapshot import ANSWER_S, ServiceReader
 
 WRONG = 1
-"""The exit status if a service is not well."""
+"""Exit status if a service has problems."""
 
 WIDE = 200
 CLUSTER_S = 60.0
 
 
 def of_url(url: str, api_key: str, as_json: bool) -> None:
-    """The service behind a router. Raises SetupError if there is none."""
+    """Print the status of the service behind a router. Raises SetupError if it does not answer."""
     reader = ServiceReader(url, api_key)
     try:
-        look = reader.look()
+        snapshot = reader.read()
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         answer = httpx.get(f"{reader.url}/server_info", headers=headers, trust_env=False, timeout=ANSWER_S)
         info = answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
-        raise SetupError(f"{url} does not say how it is: {error}.") from error
+        raise SetupError(f"{url} returned no status: {error}.") from error
     finally:
         reader.close()
-    _end([report.status_of_router(reader.url, info, look.workers)], as_json)
+    _end([report.status_of_router(reader.url, info, snapshot.workers)], as_json)
 
 
 def of_services(name: str, kubeconfig: str, namespace: str, as_json: bool) -> None:
-    """An InferenceService, or all of a namespace. Raises SetupError if there is none of that name."""
+    """Print the status of InferenceServices. Raises SetupError if the named one does not exist."""
     _end(asyncio.run(services(name, account(kubeconfig, os.environ), namespace)), as_json)
 
 
@@ -59,7 +59,9 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[ServiceSt
         from baton_operator.cluster import api_server
         from baton_operator.crd import GROUP, VERSION
     except ModuleNotFoundError as error:
-        raise SetupError(f"This needs {error.name}: pip install 'baton[operator]'.") from error
+        raise SetupError(
+            f"The package {error.name} is missing. Install it: pip install 'baton[operator]'."
+        ) from error
     try:
         async with asyncio.timeout(CLUSTER_S), await api_server.connect(kubeconfig) as client:
             custom = CustomObjectsApi(client)
@@ -69,19 +71,20 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[ServiceSt
             chosen = [one for one in listed["items"] if name in ("", one["metadata"]["name"])]
             if name and not chosen:
                 raise SetupError(
-                    f"There is no InferenceService {name} in {namespace}. Name another --namespace, or see "
-                    "which there are: kubectl get bsvc -A."
+                    f"The InferenceService {name} does not exist in {namespace}. Set another --namespace, "
+                    "or list all: kubectl get bsvc -A."
                 )
-            found = []
+            statuses = []
             for service in chosen:
                 selector = f"{labels.SERVICE}={service['metadata']['name']}"
                 pods = await CoreV1Api(client).list_namespaced_pod(namespace, label_selector=selector)
                 plain: list[Any] = client.sanitize_for_serialization(pods.items)
-                found.append(report.status_of_service(service, plain))
-            return found
+                statuses.append(report.status_of_service(service, plain))
+            return statuses
     except ApiException as error:
         raise SetupError(
-            f"The cluster refuses ({error.status} {error.reason}): `baton doctor --cluster` says why."
+            f"The cluster rejected the request ({error.status} {error.reason}). `baton doctor --cluster` "
+            "shows missing permissions."
         ) from error
     except (ClientError, OSError) as error:  # a timeout is one
         raise SetupError(f"The cluster does not answer: {str(error) or 'no answer in time'}.") from error
@@ -97,13 +100,13 @@ def _end(standings: Sequence[ServiceStatus], as_json: bool) -> None:
         for one in standings:
             show(console, one)
         if not standings:
-            console.print("There is no service.")
+            console.print("No services found.")
     if not all(one.well for one in standings):
         raise typer.Exit(WRONG)
 
 
 def show(console: Console, one: ServiceStatus) -> None:
-    """A head, a line for each part, and what is wrong with the way out."""
+    """Print a summary, one line per part, and the problems with their solutions."""
     sign, colour = ("✓", "green") if one.well else ("!", "yellow") if one.serving else ("✗", "bold red")
     console.print(Text.assemble((f"{sign} ", colour), (one.name, "bold"), f"  {one.url}\n  {one.summary}\n"))
     table = Table.grid(padding=(0, 2))

@@ -1,4 +1,4 @@
-"""What there is to say of a service, wherever it runs."""
+"""The status of a service, as its router or the API server reports it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from baton_api.workers import Role
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that the service is made of, or a statement about it."""
+    """A part of the service, or one of its conditions."""
 
     kind: str
-    """Such as `decode worker`, `generation`, `condition`."""
+    """Such as `decode worker`, `revision` or `condition`."""
     name: str
     state: str
     well: bool | None
-    """None: neither good nor bad."""
+    """None: neither healthy nor broken."""
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something that is wrong."""
+    """A problem and its solution."""
 
     what: str
     way_out: str
@@ -32,20 +32,20 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """One service."""
+    """The status of one service."""
 
     name: str
     serving: bool
     """Whether requests are answered."""
     summary: str
-    """How it is, in a sentence."""
+    """The status in one sentence."""
     url: str = ""
     parts: tuple[Part, ...] = ()
     troubles: tuple[Trouble, ...] = ()
 
     @property
     def well(self) -> bool:
-        """Whether requests are answered and nothing is wrong."""
+        """Whether requests are answered and there are no problems."""
         return self.serving and not self.troubles
 
 
@@ -53,16 +53,16 @@ WELL = frozenset({"ready", "on_trial", "full"})
 PASSING = frozenset({"starting", "draining"})
 
 WORKER_REMEDIES = {
-    "down": "See that its process runs, and that the router reaches its address: curl http://{worker}/health.",
-    "not_ready": "Its log says what it waits for: http://{worker}/ready.",
-    "ejected": "Its log says why requests fail on it; it is tried again by itself.",
+    "down": "Check that its process runs and that the router can reach it: curl http://{worker}/health.",
+    "not_ready": "Its log and http://{worker}/ready show what it waits for.",
+    "ejected": "Its log shows why requests fail. The router tries it again by itself.",
 }
 
 
 def status_of_router(
     url: str, info: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]
 ) -> ServiceStatus:
-    """`info` is what `GET /server_info` says, `workers` what `GET /workers` does."""
+    """Return the status by the responses of `GET /server_info` and `GET /workers`."""
     refusal = "" if info["status"] == "ready" else str(info["status"])
     models = ", ".join(one["id"] for one in info["models"]) or "no model"
     parts = tuple(map(_part, workers))
@@ -75,17 +75,19 @@ def status_of_router(
         for one in workers
         if one["state"] in WORKER_REMEDIES
     ]
-    asked_for = {one["role"] for one in workers}
+    configured = {one["role"] for one in workers}
     able = {one["role"] for one in workers if one["state"] in WELL}
-    if Role.PREFILL in asked_for and Role.PREFILL not in able:
+    if Role.PREFILL in configured and Role.PREFILL not in able:
         troubles.append(
             Trouble(
-                "No prefill worker takes requests, so that decode workers compute all prompts themselves.",
-                "Start one, or mend those that are there; the router finds it by itself.",
+                "No prefill worker is available, so decode workers compute all prompts.",
+                "Start a prefill worker, or repair the existing ones. The router discovers them by itself.",
             )
         )
     if refusal:
-        way_out = "Start a worker, or mend those that are there." if workers else "Give the router workers."
+        way_out = (
+            "Start a worker, or repair the existing ones." if workers else "Configure workers for the router."
+        )
         troubles.insert(0, Trouble(refusal, way_out))
     return ServiceStatus(
         name=models,
@@ -99,14 +101,14 @@ def status_of_router(
 
 def _part(row: Mapping[str, Any]) -> Part:
     load = row["load"] or {}
-    said = [f"{load.get('running', 0)} running, {load.get('queued', 0)} waiting"] if load else []
+    details = [f"{load.get('running', 0)} running, {load.get('queued', 0)} queued"] if load else []
     if row["revision"]:
-        said.append(f"generation {row['revision']}")
+        details.append(f"revision {row['revision']}")
     if row["reason"]:
-        said.append(row["reason"])
+        details.append(row["reason"])
     state = row["state"]
     well = True if state in WELL else None if state in PASSING else False
-    return Part(f"{row['role']} worker", row["worker"], state, well, "; ".join(said))
+    return Part(f"{row['role']} worker", row["worker"], state, well, "; ".join(details))
 
 
 GOOD = frozenset(
@@ -118,37 +120,37 @@ GOOD = frozenset(
 """Conditions that should be true."""
 
 BAD = frozenset({"Degraded", "Failed", "ScalingLimited"})
-"""Conditions that should not."""
+"""Conditions that should be false."""
 
 ROLES = ("prefill", "decode", "router")
 
 INTENDED = frozenset({"Suspended", "ScaledToZero"})
-"""Reasons for not being ready that somebody wanted."""
+"""Intended reasons for not being ready."""
 
 CONDITION_REMEDIES = {
-    "Suspended": 'Let it run: kubectl patch bsvc {name} --type=merge -p \'{{"spec": {{"suspend": false}}}}\'',
-    "Invalid": "Change the spec as the message says, and apply it again.",
-    "ModelMissing": "See how far fetching is: kubectl get jobs,pods -l baton.dev/service={name}.",
-    "RolledBack": "Correct the spec: the previous revision serves now.",
-    "ApiMissing": "Install what it names in the cluster, or take the field out of the spec.",
+    "Suspended": 'Resume it: kubectl patch bsvc {name} --type=merge -p \'{{"spec": {{"suspend": false}}}}\'',
+    "Invalid": "Correct the spec as the message says, and apply it again.",
+    "ModelMissing": "Check the download: kubectl get jobs,pods -l baton.dev/service={name}.",
+    "RolledBack": "Correct the spec. The previous revision serves requests.",
+    "ApiMissing": "Install the API that the message names, or remove the field from the spec.",
 }
 LOOK = (
-    "Look at its pods and events: kubectl describe pods -l baton.dev/service={name}; "
+    "Check its pods and events: kubectl describe pods -l baton.dev/service={name}; "
     "kubectl events --for bsvc/{name}."
 )
 
 POD_REMEDIES = {
     "ImagePullBackOff": "Check the image's name and spec.security.imagePullSecrets.",
     "ErrImagePull": "Check the image's name and spec.security.imagePullSecrets.",
-    "CrashLoopBackOff": "Read what it said last: kubectl logs {pod} --previous.",
-    "OOMKilled": "Give the role more memory, or say less with spec.engine.kvCache.",
-    "Unschedulable": "Free or add what the message names, or ask for less in the role's resources.",
-    "CreateContainerConfigError": "Make the Secret or ConfigMap that the message names.",
+    "CrashLoopBackOff": "Read its last log lines: kubectl logs {pod} --previous.",
+    "OOMKilled": "Give the role more memory, or reduce spec.engine.kvCache.",
+    "Unschedulable": "Free or add the resources that the message names, or request less for the role.",
+    "CreateContainerConfigError": "Create the Secret or ConfigMap that the message names.",
 }
 
 
 def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> ServiceStatus:
-    """`pods` are those of the service."""
+    """Return the status of an InferenceService with its pods."""
     name = service["metadata"]["name"]
     status = service.get("status") or {}
     conditions = {one["type"]: one for one in status.get("conditions") or ()}
@@ -156,12 +158,12 @@ def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, An
     troubles = list(_troubles(name, service, status, conditions))
     for pod in pods:
         troubles += _of_pod(pod)
-    parts = (*_roles(status), *_generations(status), *map(_condition, conditions.values()))
-    said = f"{ready['reason']}: {ready['message']}" if ready else "The operator has not looked at it yet."
+    parts = (*_roles(status), *_revisions(status), *map(_condition, conditions.values()))
+    summary = f"{ready['reason']}: {ready['message']}" if ready else "The operator has not reconciled it yet."
     return ServiceStatus(
         name=f"{service['metadata'].get('namespace', '')}/{name}",
         serving=ready is not None and ready["status"] == "True",
-        summary=said,
+        summary=summary,
         url=status.get("url") or "",
         parts=parts,
         troubles=tuple(troubles),
@@ -174,8 +176,8 @@ def _troubles(
     generation = service["metadata"].get("generation", 0)
     if not conditions or status.get("observedGeneration", 0) < generation:
         yield Trouble(
-            f"The operator has seen generation {status.get('observedGeneration', 0)} of {generation}.",
-            "See that an operator runs: kubectl get pods -A -l app.kubernetes.io/name=baton.",
+            f"The operator has reconciled generation {status.get('observedGeneration', 0)} of {generation}.",
+            "Check that an operator runs: kubectl get pods -A -l app.kubernetes.io/name=baton.",
         )
     for condition in conditions.values():
         kind, reason = condition["type"], condition["reason"]
@@ -183,11 +185,11 @@ def _troubles(
         if kind not in GOOD | BAD or not wrong or reason in INTENDED:
             continue
         if kind == "Available":
-            continue  # Ready says the same, with what to do
+            continue  # Ready reports the same with a solution
         if kind == "Ready" and any(
             conditions.get(other, {}).get("status") == "False" for other in GOOD - {"Ready", "Available"}
         ):
-            continue  # what is missing says so itself
+            continue  # the other condition names the cause
         yield Trouble(
             f"{kind} is {condition['status']} ({reason}). {condition['message']}".rstrip(),
             CONDITION_REMEDIES.get(reason, LOOK).format(name=name),
@@ -209,33 +211,33 @@ def _of_pod(pod: Mapping[str, Any]) -> Iterator[Trouble]:
 
 
 def _pod_trouble(pod: str, reason: str, message: str) -> Trouble:
-    said = f": {message[:300].rstrip('.')}" if message else ""
-    return Trouble(f"The pod {pod} is not well ({reason}){said}.", POD_REMEDIES[reason].format(pod=pod))
+    detail = f": {message[:300].rstrip('.')}" if message else ""
+    return Trouble(f"The pod {pod} has a problem ({reason}){detail}.", POD_REMEDIES[reason].format(pod=pod))
 
 
 def _roles(status: Mapping[str, Any]) -> Iterator[Part]:
     for role in ROLES:
-        there = status.get(role)
-        if there is not None:
-            ready, desired = there.get("ready", 0), there.get("desired", 0)
+        replicas = status.get(role)
+        if replicas is not None:
+            ready, desired = replicas.get("ready", 0), replicas.get("desired", 0)
             what = "routers" if role == "router" else f"{role} workers"
             yield Part(
-                "role", what, f"{ready} of {desired} ready", ready >= desired, there.get("message", "")
+                "role", what, f"{ready} of {desired} ready", ready >= desired, replicas.get("message", "")
             )
 
 
-def _generations(status: Mapping[str, Any]) -> Iterator[Part]:
+def _revisions(status: Mapping[str, Any]) -> Iterator[Part]:
     for one in status.get("revisions") or ():
-        said = f"{one.get('weight', 0)} % of the requests, {one.get('prefillReady', 0)} prefill and "
-        said += f"{one.get('decodeReady', 0)} decode workers ready"
+        detail = f"{one.get('weight', 0)} % of requests, {one.get('prefillReady', 0)} prefill and "
+        detail += f"{one.get('decodeReady', 0)} decode workers ready"
         if one.get("message"):
-            said += f"; {one['message']}"
+            detail += f"; {one['message']}"
         well = {"Serving": True, "Failed": False}.get(one["phase"])
-        yield Part("generation", one["name"], one["phase"], well, said)
+        yield Part("revision", one["name"], one["phase"], well, detail)
 
 
 def _condition(condition: Mapping[str, Any]) -> Part:
     kind, status = condition["type"], condition["status"]
     well = status == "True" if kind in GOOD else status != "True" if kind in BAD else None
-    said = ": ".join(filter(None, (condition["reason"], condition["message"])))
-    return Part("condition", kind, status, well, said)
+    detail = ": ".join(filter(None, (condition["reason"], condition["message"])))
+    return Part("condition", kind, status, well, detail)

@@ -1,4 +1,4 @@
-"""The screen of `baton top`, and how long it stays."""
+"""`baton top`: read snapshots periodically, and print or draw the rates."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from rich.table import Table
 from rich.text import Text
 
 from baton_api.setting_types import show_size
-from baton_cli.top.snapshot import ServiceRates, ServiceReader, Snapshot, WorkerRates, figures
+from baton_cli.top.snapshot import ServiceRates, ServiceReader, Snapshot, WorkerRates, rates
 
 WINDOW_S = 30.0
-"""Over which rates and percentiles are taken while it runs."""
+"""Window of rates and percentiles."""
 
 WIDE = 200
-"""Columns of what is written to a file or a pipe."""
+"""Columns of output to a file or a pipe."""
 
 BUSY, FULL = 0.8, 0.95
-"""Shares of the KV cache from which it is yellow and red."""
+"""KV cache usage that is shown in yellow and in red."""
 
 
 def top(url: str, api_key: str, interval_s: float, once: bool, as_json: bool) -> None:
     """
-    Until Ctrl-C, or two looks if it is to be shown `once` or nobody watches.
+    Refresh until Ctrl-C. With `once`, or without a terminal, print once.
 
-    JSON is one object a look, on a line of its own.
+    JSON output has one object per line.
     """
     console = Console()
     reader = ServiceReader(url, api_key)
     try:
         if once or not (as_json or console.is_terminal):
-            before = reader.look()
+            before = reader.read()
             time.sleep(interval_s)
-            _print(console, figures(before, reader.look(), since_start=True), reader.url, as_json)
+            _print(console, rates(before, reader.read(), since_start=True), reader.url, as_json)
         else:
             _follow(console, reader, interval_s, as_json)
     except KeyboardInterrupt:
@@ -48,14 +48,14 @@ def top(url: str, api_key: str, interval_s: float, once: bool, as_json: bool) ->
 
 
 def _follow(console: Console, reader: ServiceReader, interval_s: float, as_json: bool) -> None:
-    looks: deque[Snapshot] = deque([reader.look()])
+    snapshots: deque[Snapshot] = deque([reader.read()])
     with Live(console=console, screen=not as_json and console.is_terminal, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
-            looks.append(reader.look())
-            while len(looks) > 2 and looks[-1].at_s - looks[1].at_s >= WINDOW_S:
-                looks.popleft()
-            now = figures(looks[0], looks[-1])
+            snapshots.append(reader.read())
+            while len(snapshots) > 2 and snapshots[-1].at_s - snapshots[1].at_s >= WINDOW_S:
+                snapshots.popleft()
+            now = rates(snapshots[0], snapshots[-1])
             if as_json:
                 _print(console, now, reader.url, as_json)
             else:
@@ -73,21 +73,21 @@ def _print(console: Console, now: ServiceRates, url: str, as_json: bool) -> None
 
 
 def screen(now: ServiceRates, url: str) -> RenderableType:
-    """All of it."""
+    """Return the whole screen."""
     ready = sum(one.state == "ready" for one in now.workers)
     head = Text.assemble(
         (", ".join(now.models) or "no model", "bold"),
         f" at {url}; {ready} of {len(now.workers)} workers ready\n",
         ("requests ", "dim"),
-        f"{_number(now.requests_per_s)}/s, {_count(now.in_flight)} running, {_count(now.waiting)} waiting",
+        f"{_number(now.requests_per_s)}/s, {_count(now.in_flight)} running, {_count(now.waiting)} queued",
         (f", {_number(now.failed_per_s)}/s failed", "bold red") if now.failed_per_s else "",
         ("   tokens ", "dim"),
         f"{_number(now.generated_tokens_per_s)}/s",
         ("   cached ", "dim"),
         _percent(now.cache_hit),
-        ("\nfirst token ", "dim"),
+        ("\ntime to first token ", "dim"),
         _times(now.ttft_s),
-        ("   each token ", "dim"),
+        ("   per token ", "dim"),
         _times(now.itl_s),
         ("   (p50 p95 p99)\n", "dim"),
     )
@@ -126,7 +126,7 @@ def _row(one: WorkerRates) -> list[Text]:
 
 def _bar(share: float | None) -> Text:
     """
-    Ten places, and the figure.
+    Return a bar of ten characters with the percentage.
 
     >>> _bar(0.25).plain
     '██▌        25 %'

@@ -1,8 +1,8 @@
 """
-What one process exposes at one moment, and what follows from two such moments.
+Parse the metrics of a process, and compute increases and percentiles between two moments.
 
-Series of the same name are added up over the labels that nobody asks for: those of a router's processes, for
-example. Percentiles are read from histograms as Prometheus reads them, evenly within a bucket.
+Series of one name are summed over the labels that a query does not name, such as `process`. Percentiles are
+interpolated linearly within a bucket, as in Prometheus.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ class Exposed:
     """The samples of one process."""
 
     samples: Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
-    """By name: labels and value."""
+    """Labels and values, by name."""
 
     @classmethod
     def parse(cls, text: str) -> Exposed:
-        """Raises ValueError for what is no Prometheus text."""
-        found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        """Parse the Prometheus text format. Raises ValueError."""
+        samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                found.setdefault(sample.name, []).append((sample.labels, sample.value))
-        return cls(found)
+                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return cls(samples)
 
     def total(self, metric: Metric, **labels: str) -> float | None:
-        """The sum over all series with these labels; None if there is none."""
+        """Return the sum of all series with these labels. None if the metric does not exist."""
         values = [value for _, value in self._series(metric.name, labels)]
         return sum(values) if values else None
 
     def buckets(self, metric: Metric, **labels: str) -> dict[float, float]:
-        """Of a histogram: by upper bound, how many observations were at most that."""
-        found: dict[float, float] = {}
+        """Return the buckets of a histogram: upper bound and cumulative count."""
+        buckets: dict[float, float] = {}
         for given, value in self._series(f"{metric.name}_bucket", labels):
             bound = float(given["le"])
-            found[bound] = found.get(bound, 0.0) + value
-        return found
+            buckets[bound] = buckets.get(bound, 0.0) + value
+        return buckets
 
     def _series(self, name: str, labels: Mapping[str, str]) -> Iterator[tuple[Mapping[str, str], float]]:
         for given, value in self.samples.get(name, ()):
@@ -52,14 +52,14 @@ class Exposed:
 
 
 NOTHING = Exposed({})
-"""Of a process that is not reached."""
+"""The metrics of a process that does not answer."""
 
 
 def gained(before: Exposed, now: Exposed, metric: Metric, **labels: str) -> float | None:
     """
-    By how much a counter has grown; None if it is not exposed.
+    Return the increase of a counter. None if the metric does not exist.
 
-    One that is smaller than before was started anew, and has grown from 0.
+    A counter that is smaller than before was reset, and counts from 0.
     """
     later = now.total(metric, **labels)
     if later is None:
@@ -71,10 +71,10 @@ def gained(before: Exposed, now: Exposed, metric: Metric, **labels: str) -> floa
 def percentiles(
     before: Exposed, now: Exposed, metric: Metric, shares: Sequence[float], **labels: str
 ) -> tuple[float, ...] | None:
-    """What was observed between the two; None if nothing was."""
+    """Return percentiles of the observations between two moments. None without observations."""
     later, earlier = now.buckets(metric, **labels), before.buckets(metric, **labels)
     if any(later.get(bound, 0.0) < count for bound, count in earlier.items()):
-        earlier = {}  # started anew
+        earlier = {}  # the process restarted
     grown = {bound: count - earlier.get(bound, 0.0) for bound, count in sorted(later.items())}
     if not grown or not max(grown.values()):
         return None
@@ -83,17 +83,17 @@ def percentiles(
 
 def quantile(buckets: Mapping[float, float], share: float) -> float:
     """
-    Below which `share` of the observations are; in the last bucket, its lower bound.
+    Return a quantile of cumulative buckets. In the last bucket it is the lower bound.
 
     >>> quantile({1.0: 10, 2.0: 20, math.inf: 20}, 0.75)
     1.5
     """
-    wanted = share * max(buckets.values())
+    rank = share * max(buckets.values())
     lower, below = 0.0, 0.0
     for bound, count in sorted(buckets.items()):
-        if count >= wanted:
+        if count >= rank:
             if math.isinf(bound) or count == below:
                 return lower
-            return lower + (bound - lower) * (wanted - below) / (count - below)
+            return lower + (bound - lower) * (rank - below) / (count - below)
         lower, below = bound, count
     return lower

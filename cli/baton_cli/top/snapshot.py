@@ -1,4 +1,4 @@
-"""Two looks at a service, and the figures that they give: for each worker, and for the whole."""
+"""Snapshots of the metrics of a service, and the rates between two of them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ SHARES = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was said at one moment."""
+    """The metrics of a service at one moment."""
 
     at_s: float
-    """By a clock that does not go back."""
+    """Monotonic time in seconds."""
     workers: Sequence[Mapping[str, Any]]
-    """As `GET /workers` shows them."""
+    """The rows of `GET /workers`."""
     router: Exposed
     exposed: Mapping[str, Exposed]
-    """By worker; those that could not be asked are left out."""
+    """Metrics by worker, without those that did not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRates:
-    """None is what is not known."""
+    """The metrics of one worker. None means unknown."""
 
     worker: str
     role: str
@@ -41,13 +41,13 @@ class WorkerRates:
     reason: str
     running: int | None
     waiting: int | None
-    """In the worker's own queue, or for a prefill worker."""
+    """Queued in the worker, or waiting for a prefill worker."""
     prompt_tokens_per_s: float | None
     generated_tokens_per_s: float | None
     kv_usage: float | None
-    """Share of the blocks that a new request cannot have."""
+    """Ratio of KV blocks that a new request cannot use."""
     cache_hit: float | None
-    """Share of the tokens that were looked for in its prefix cache and were there."""
+    """Ratio of prompt tokens found in the prefix cache."""
     transfer_bytes_per_s: float | None
     """Pulled from prefill workers."""
     ttft_s: tuple[float, ...] | None
@@ -56,26 +56,26 @@ class WorkerRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceRates:
-    """As the router sees it."""
+    """The metrics of a service."""
 
     models: tuple[str, ...]
     in_flight: int | None
     waiting: int | None
-    """In the router."""
+    """Queued in the router."""
     requests_per_s: float | None
     failed_per_s: float | None
-    """Of them, those answered with 500 or more."""
+    """Requests that ended with a 5xx status."""
     generated_tokens_per_s: float | None
     cache_hit: float | None
     ttft_s: tuple[float, ...] | None
     itl_s: tuple[float, ...] | None
     seconds: float
-    """Over which rates and percentiles were taken."""
+    """Length of the window."""
     workers: tuple[WorkerRates, ...]
 
 
-def figures(before: Snapshot, now: Snapshot, since_start: bool = False) -> ServiceRates:
-    """`since_start`: percentiles and shares of all that the processes have seen."""
+def rates(before: Snapshot, now: Snapshot, since_start: bool = False) -> ServiceRates:
+    """Compute rates. With `since_start`, percentiles and ratios cover the lifetime of the processes."""
     seconds = max(1e-9, now.at_s - before.at_s)
     earlier = Exposed({}) if since_start else before.router
     codes = {labels["code"] for labels, _ in now.router.samples.get(metrics.ROUTER_REQUESTS.name, ())}
@@ -107,14 +107,14 @@ def figures(before: Snapshot, now: Snapshot, since_start: bool = False) -> Servi
 def _worker(
     row: Mapping[str, Any], before: Snapshot, now: Snapshot, seconds: float, since_start: bool
 ) -> WorkerRates:
-    """From its own metrics, or from what the router knows of its load."""
+    """Compute the rates of a worker by its own metrics, or by its load as the router knows it."""
     name, load = row["worker"], row["load"] or {}
     own, earlier = now.exposed.get(name, Exposed({})), before.exposed.get(name, Exposed({}))
     beginning = Exposed({}) if since_start else earlier
     total, free = load.get("total_blocks", 0), load.get("free_blocks", 0)
     usage = own.total(metrics.WORKER_KV_USAGE)
     waiting = [own.total(one) for one in (metrics.WORKER_QUEUED, metrics.WORKER_FETCHING)]
-    known = [one for one in waiting if one is not None]
+    queued = [one for one in waiting if one is not None]
     return WorkerRates(
         worker=name,
         role=row["role"],
@@ -122,7 +122,7 @@ def _worker(
         state=row["state"],
         reason=row["reason"] or "",
         running=_whole(_either(own.total(metrics.WORKER_RUNNING), load.get("running"))),
-        waiting=_whole(sum(known) if known else load.get("queued")),
+        waiting=_whole(sum(queued) if queued else load.get("queued")),
         prompt_tokens_per_s=own.total(metrics.WORKER_PROMPT_RATE),
         generated_tokens_per_s=own.total(metrics.WORKER_GENERATION_RATE),
         kv_usage=_either(usage, 1 - free / total if total else None),
@@ -156,7 +156,7 @@ AT_ONCE = 32
 
 
 class ServiceReader:
-    """Keeps its connections from look to look."""
+    """Reads snapshots of a service. Connections are reused."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -164,17 +164,17 @@ class ServiceReader:
         limits = httpx.Limits(max_keepalive_connections=AT_ONCE * 4)
         self._router = httpx.Client(headers=headers, trust_env=False, timeout=ANSWER_S, limits=limits)
         self._workers = httpx.Client(trust_env=False, timeout=ANSWER_S, limits=limits)
-        """Without the key: metrics are for all, and a worker's address may be anybody's by now."""
+        """Sends no key: metrics are public, and a worker's address may belong to another process by now."""
         self._pool = ThreadPoolExecutor(AT_ONCE)
 
-    def look(self) -> Snapshot:
-        """Raises SetupError if the router gives no answer, or none to make sense of."""
+    def read(self) -> Snapshot:
+        """Read a snapshot. Raises SetupError if the router does not answer, or is not a Baton router."""
         rows = self._rows()
         at_s = time.monotonic()
         router = self._pool.submit(self._read, self._router, self.url)
-        asked = {row["worker"]: self._pool.submit(self._read, self._workers, _url(row)) for row in rows}
-        found = {name: answer.result() for name, answer in asked.items()}
-        exposed = {name: one for name, one in found.items() if one is not None}
+        pending = {row["worker"]: self._pool.submit(self._read, self._workers, _url(row)) for row in rows}
+        results = {name: future.result() for name, future in pending.items()}
+        exposed = {name: one for name, one in results.items() if one is not None}
         return Snapshot(at_s, rows, router.result() or Exposed({}), exposed)
 
     def close(self) -> None:
@@ -183,26 +183,26 @@ class ServiceReader:
         self._workers.close()
 
     def _rows(self) -> list[dict[str, Any]]:
-        way_out = "Give the address of a Baton router with --url."
+        solution = "Set the address of a Baton router with --url."
         try:
             answer = self._router.get(f"{self.url}/workers")
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             reason = str(error) or type(error).__name__
-            raise SetupError(f"{self.url} does not answer: {reason}. {way_out}") from error
+            raise SetupError(f"{self.url} does not answer: {reason}. {solution}") from error
         if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise SetupError(
-                f"{self.url} wants an API key that is allowed to: give it with --api-key or BATON_API_KEY."
+                f"{self.url} requires an API key with permission: set --api-key or BATON_API_KEY."
             )
         try:
             rows: list[dict[str, Any]] = answer.raise_for_status().json()["data"]
         except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
             raise SetupError(
-                f"{self.url} lists no workers (status {answer.status_code}). {way_out}"
+                f"{self.url} returned no list of workers (status {answer.status_code}). {solution}"
             ) from error
         return rows
 
     def _read(self, client: httpx.Client, url: str) -> Exposed | None:
-        """None for who does not answer: a worker in a cluster, seen from outside."""
+        """Return metrics, or None without an answer, such as from a worker in a cluster."""
         try:
             return Exposed.parse(client.get(f"{url}/metrics").raise_for_status().text)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):

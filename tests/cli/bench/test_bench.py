@@ -16,7 +16,7 @@ from baton_cli.bench import load, prompts
 from baton_cli.bench.connection import BROKEN, Answer, Endpoint
 from baton_cli.bench.load import ClientCost, LoadResult
 from baton_cli.bench.outcomes import Outcome, read
-from baton_cli.bench.profiler import drawn, fit, step_s
+from baton_cli.bench.profiler import fit, fitted, step_s
 from baton_cli.bench.prompts import BenchRequest, Measure, Prompts, Shape
 from baton_cli.bench.report import Objective, level
 
@@ -117,11 +117,11 @@ def test_lines_are_drawn_through_each_kind_of_points() -> None:
         *(Point(what="step", tokens=100, streams=s, seconds=0.005 + 1e-3 * s) for s in (1, 2, 4)),
         *(Point(what="transfer", tokens=t, streams=1, seconds=0.001 + 1e-6 * t) for t in (100, 800)),
     ]
-    prefill, step, transfer = drawn(points)
+    prefill, step, transfer = fitted(points)
     assert prefill.seconds(300, 300) == pytest.approx(0.04, rel=0.02)
     assert step.seconds(3, 300) == pytest.approx(0.008, rel=0.02)
     assert transfer.seconds(500) == pytest.approx(0.0015, rel=0.02)
-    assert drawn([])[2].seconds(100) == 0
+    assert fitted([])[2].seconds(100) == 0
 
 
 def test_steps_are_counted_while_all_streams_generate() -> None:
@@ -155,9 +155,9 @@ def test_a_trace_is_read_to_its_minute_and_refused_line_by_line(tmp_path: Path) 
     assert len(text.split()) == 700
     assert prompts.of_blocks((1, 3), 512, 700, measure).split()[:512] == text.split()[:512]
     path.write_text("{}\n")
-    with pytest.raises(SetupError, match="line 1 is no line of a Mooncake trace"):
+    with pytest.raises(SetupError, match="line 1 is not in Mooncake's format"):
         list(prompts.rows(path, 1.0))
-    with pytest.raises(SetupError, match="cannot be read"):
+    with pytest.raises(SetupError, match="Cannot read the trace"):
         list(prompts.rows(tmp_path / "none", 1.0))
 
 
@@ -202,7 +202,7 @@ def test_people_come_at_the_rate_that_was_asked_for() -> None:
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://x", "http://"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(SetupError, match="is no address"):
+    with pytest.raises(SetupError, match="Invalid address"):
         Endpoint(url)
 
 

@@ -88,7 +88,7 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
         Level.ERROR,
         "8080 is taken by nginx",
     ),
-    ("no time server", but(clock_synchronised=False), "clock", Level.WARNING, "not synchronised"),
+    ("no time server", but(clock_synchronised=False), "clock", Level.WARNING, "not synchronized"),
     ("a clock ahead", but(clock_apart={"http://r": 90.0}), "clock", Level.ERROR, "90 s ahead of"),
     ("a clock behind", but(clock_apart={"http://r": -20.0}), "clock", Level.WARNING, "20 s behind"),
     (
@@ -118,7 +118,7 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
     (
         "no rights",
         but(cluster=Cluster("https://c", denied=("list pods in x",))),
-        "rights",
+        "permissions",
         Level.ERROR,
         "may not list pods in x",
     ),

@@ -79,13 +79,13 @@ def test_a_service_of_a_cluster_is_shown_with_its_roles_generations_and_conditio
     assert found.well and found.name == "models/chat"
     kinds = [(part.kind, part.state, part.well) for part in found.parts]
     assert ("role", "2 of 2 ready", True) in kinds
-    assert ("generation", "Serving", True) in kinds and ("generation", "Failed", False) in kinds
+    assert ("revision", "Serving", True) in kinds and ("revision", "Failed", False) in kinds
     assert ("condition", "True", True) in kinds
 
 
 TROUBLES: list[tuple[str, dict[str, Any], list[Any], list[str]]] = [
-    ("nobody looked", service(seen=0), [], ["has seen generation 0 of 3"]),
-    ("an older one was seen", service(SERVING, seen=2), [], ["has seen generation 2 of 3"]),
+    ("nobody looked", service(seen=0), [], ["has reconciled generation 0 of 3"]),
+    ("an older one was seen", service(SERVING, seen=2), [], ["has reconciled generation 2 of 3"]),
     (
         "no worker",
         service(condition("Ready", "False", "NoDecode"), condition("DecodeReady", "False", "NoneReady")),

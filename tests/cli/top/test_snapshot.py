@@ -12,7 +12,7 @@ from rich.console import Console
 from baton_api import metrics
 from baton_cli.top.command import screen
 from baton_cli.top.series import Exposed, gained, percentiles, quantile
-from baton_cli.top.snapshot import Snapshot, figures
+from baton_cli.top.snapshot import Snapshot, rates
 
 LOAD = {"running": 3, "queued": 1, "total_blocks": 100, "free_blocks": 75}
 
@@ -71,7 +71,7 @@ def test_percentiles_are_of_what_came_between() -> None:
 
 
 def test_a_worker_that_cannot_be_asked_is_shown_by_its_load() -> None:
-    (worker,) = figures(look(0.0), look(2.0)).workers
+    (worker,) = rates(look(0.0), look(2.0)).workers
     assert (worker.running, worker.waiting, worker.kv_usage) == (3, 1, 0.25)
     assert worker.generated_tokens_per_s is None and worker.ttft_s is None
 
@@ -100,7 +100,7 @@ def test_what_workers_and_router_say_becomes_figures() -> None:
         for good, bad in ((10, 0), (30, 2))
     ]
     rows = [row("a:1"), row("b:1", "prefill", state="down", reason="no answer")]
-    found = figures(look(0.0, router[0], {"a:1": own[0]}, rows), look(2.0, router[1], {"a:1": own[1]}, rows))
+    found = rates(look(0.0, router[0], {"a:1": own[0]}, rows), look(2.0, router[1], {"a:1": own[1]}, rows))
     assert (found.requests_per_s, found.failed_per_s) == (11.0, 1.0)
     assert (found.in_flight, found.waiting, found.generated_tokens_per_s) == (7, 4, 640.0)
     assert [one.role for one in found.workers] == ["prefill", "decode"]
