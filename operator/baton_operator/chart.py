@@ -1,8 +1,8 @@
 """
-What the Helm chart has of the operator, generated: `python -m baton_operator.chart [--check]`.
+Generated files of the Helm chart: `python -m baton_operator.chart [--check]`.
 
-Its copies of the custom resources, and the rules of its Roles with the reason of each. Helm can neither
-read `crds/` nor ask Python.
+They are copies of the CustomResourceDefinitions, and the rules of the Roles with their reasons. Helm can
+read neither `crds/` nor Python.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("charts/baton"))
     given = parser.parse_args(arguments)
     texts = {given.folder / name: text for name, text in generated().items()}
-    there = set((given.folder / "files/crds").glob("*.yaml"))
-    if status := generated_files.settle(texts, there, check=given.check):
+    existing = set((given.folder / "files/crds").glob("*.yaml"))
+    if status := generated_files.settle(texts, existing, check=given.check):
         sys.exit(status)
 
 

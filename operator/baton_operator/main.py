@@ -101,7 +101,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
 
     async def work() -> None:
         tasks.extend(map(asyncio.create_task, (leadership.keep(), events.run())))
-        await leadership.alone()
+        await leadership.wait_until_alone()
         await _served(free)
         tasks.extend(reflectors.run())
         health.led = True

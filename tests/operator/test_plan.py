@@ -421,7 +421,7 @@ def test_plan_unknown_rollback_names_the_known_revisions(revisions: int) -> None
         cluster.settle()
         names.append(cluster.service["status"]["currentRevision"])
     cluster.change(changed(PAIR, "rollout.rollbackTo", "00000000"))
-    with pytest.raises(ValueError, match=rf": {', '.join(sorted(names)) or 'none'}\)\.$"):
+    with pytest.raises(ValueError, match=rf": {', '.join(sorted(names)) or 'none'}\.$"):
         cluster.plan()
 
 

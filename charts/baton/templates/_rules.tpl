@@ -45,7 +45,7 @@
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [rolebindings]
   verbs: [list, watch, create, patch, delete]
-# Generations and weights of services.
+# Store revisions and weights of services.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [list, watch, create, patch, delete]

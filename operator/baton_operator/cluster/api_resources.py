@@ -115,7 +115,7 @@ WATCHED = (
         RBAC_API, "RoleBinding", "rolebindings", ALL_VERBS, "Bind the Roles of routers.", pruned=True
     ),
     ApiResource(
-        "v1", "ConfigMap", "configmaps", ALL_VERBS, "Generations and weights of services.", pruned=True
+        "v1", "ConfigMap", "configmaps", ALL_VERBS, "Store revisions and weights of services.", pruned=True
     ),
     ApiResource(
         "v1",

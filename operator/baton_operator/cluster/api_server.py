@@ -150,11 +150,11 @@ class ApiServer:
     ) -> list[Manifest]:
         """Return the objects of a kind that match the selectors; empty `namespace`: all. Raises
         ApiException."""
-        found: list[Manifest] = []
+        objects: list[Manifest] = []
         async for items, _ in self.pages(api, kind, namespace, selector, field):
             # Items of a list lack apiVersion and kind.
-            found += [{"apiVersion": api, "kind": kind, **item} for item in items]
-        return found
+            objects += [{"apiVersion": api, "kind": kind, **item} for item in items]
+        return objects
 
     async def get(self, api: str, kind: str, namespace: str, name: str) -> Manifest | None:
         """Return the object, or None if it does not exist. Raises ApiException."""
@@ -169,7 +169,7 @@ class ApiServer:
         """
         Apply the manifest by server-side apply; for an object of `ours`, override other field managers.
 
-        An object of somebody else with this name stays unchanged. Raises ApiException, 409 for such an
+        A foreign object with this name stays unchanged. Raises ApiException, 409 for such an
         object.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": str(ours).lower()}
@@ -196,7 +196,7 @@ class ApiServer:
 
     async def delete(self, manifest: Manifest) -> None:
         """
-        Delete exactly this object (by UID) with its dependents. A missing object is no error.
+        Delete exactly this object (by UID) with its dependents. Ignores a missing object.
 
         Raises ApiException, 409 if another object has the name now.
         """
@@ -218,7 +218,7 @@ class ApiServer:
         """
         Merge into the status of the object. None removes a field.
 
-        A missing or recreated object is no error. Raises ApiException.
+        Ignores a missing or recreated object. Raises ApiException.
         """
         metadata = {"uid": manifest["metadata"]["uid"]}
         body = {"metadata": metadata, "status": status}

@@ -1,9 +1,9 @@
 """
-What the operator knows of the cluster: all watched objects, in memory. Reconcilers read from here.
+The cache: all watched objects in memory. Reconcilers read from it.
 
-Each kind has a store, which a reflector keeps up to date. The answers of the operator's own writes go into
-the store at once, so that a reconciler never sees a state from before its last write. Versions decide which
-of two states is newer: Kubernetes defines that resource versions of one kind are comparable numbers.
+Each kind has a store, which a reflector keeps current. Responses to the operator's own writes go into the
+store immediately, so a reconciler never sees a state from before its last write. Versions decide which of
+two states is newer: in Kubernetes, resource versions of one kind are comparable numbers.
 
 Objects are kept as JSON and parsed at each read. That takes a fifth of the memory of parsed objects, and a
 reader may change what it gets. Fields that nothing reads are dropped.

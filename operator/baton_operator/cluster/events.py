@@ -72,9 +72,9 @@ class EventPoster:
     async def _post(self, about: Manifest, transition: Transition, when: float) -> None:
         fact = transition.fact
         key = (about["metadata"]["uid"], fact.type, fact.status, fact.reason)
-        known = self._posted.pop(key, None)
-        if known is not None and when - known.first < AGGREGATE_S:
-            again = replace(known, count=known.count + 1)
+        posted = self._posted.pop(key, None)
+        if posted is not None and when - posted.first < AGGREGATE_S:
+            again = replace(posted, count=posted.count + 1)
             if await self._update_count(about, again, event(about, transition, again, when)):
                 self._remember(key, again)
                 return

@@ -1,8 +1,8 @@
 """
 The state of one InferenceService in the cluster, and the reader that takes it from the cache.
 
-Every object of a service carries the name of the service as a label. RoleScalers may belong to anybody and
-name the service in their spec.
+Every object of a service carries the name of the service as a label. RoleScalers may lack the label; their
+spec names the service.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class ClusterReader:
     def _gateways(self, service: Manifest) -> dict[exposure.GatewayName, Manifest]:
         """Return the existing Gateways of the HTTPRoute that the operator may read."""
         wanted = exposure.gateways(service)
-        found = {name: self._cache.get("Gateway", *name) for name in wanted}
-        return {name: one for name, one in found.items() if one is not None}
+        gateways = {name: self._cache.get("Gateway", *name) for name in wanted}
+        return {name: one for name, one in gateways.items() if one is not None}
 
     async def _rollout_health(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, RolloutHealth]:
         uid = service["metadata"]["uid"]

@@ -81,7 +81,7 @@ def decide(
     """
     Return the decision for a BatchJob. Raises ValueError if its spec is invalid.
 
-    `job`: the Job with its name, even if somebody else created it. `service`: its InferenceService. `now`:
+    `job`: the Job with its name, whatever created it. `service`: its InferenceService. `now`:
     Unix seconds.
     """
     status = batch_job.get("status", {})

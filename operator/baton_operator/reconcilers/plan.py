@@ -151,9 +151,9 @@ def _target_revision(
     try:
         return revision_history.wanted_revision(cluster, spec, stored, images.worker, now)
     except KeyError as error:
-        there = ", ".join(sorted(stored)) or "none"
+        existing = ", ".join(sorted(stored)) or "none"
         raise ValueError(
-            f"Invalid spec.rollout.rollbackTo: {error.args[0]}. Stored revisions: {there}."
+            f"Invalid spec.rollout.rollbackTo: {error.args[0]}. Stored revisions: {existing}."
         ) from error
 
 
@@ -180,12 +180,14 @@ def _retained_revisions(
     wanted: str,
 ) -> dict[str, Revision]:
     """Return the revisions to keep: existing and target ones, and the newest of the others."""
-    there = {one.revision for one in seen if one.exists or one.weight or revision_plans[one.revision].weight}
-    there |= {wanted} | {
+    existing = {
+        one.revision for one in seen if one.exists or one.weight or revision_plans[one.revision].weight
+    }
+    existing |= {wanted} | {
         name for name, revision_plan in revision_plans.items() if any(revision_plan.replicas.values())
     }
-    past = sorted(revisions.keys() - there, key=lambda name: revisions[name].created, reverse=True)
-    chosen = there | set(past[: spec.rollout.revision_history_limit])
+    past = sorted(revisions.keys() - existing, key=lambda name: revisions[name].created, reverse=True)
+    chosen = existing | set(past[: spec.rollout.revision_history_limit])
     return {name: one for name, one in revisions.items() if name in chosen}
 
 
@@ -237,22 +239,22 @@ def _service_objects(cluster: ClusterState, state: ServiceState, images: Operato
 
 def _mutual_tls(state: ServiceState) -> MutualTls | None:
     """Return the certificate of routers: that of the spec, or of an existing revision."""
-    there = {one.revision for one in state.seen if one.exists}
-    old = [one.blueprint.mutual_tls for name, one in state.revisions.items() if name in there]
+    existing = {one.revision for one in state.seen if one.exists}
+    old = [one.blueprint.mutual_tls for name, one in state.revisions.items() if name in existing]
     return next((one for one in (state.spec.security.mutual_tls, *old) if one is not None), None)
 
 
 def _revision_objects(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
     """Return the objects of existing revisions, and the ConfigMaps of the others."""
     owner = cluster.owner
-    there = {one.revision: one.exists for one in state.seen}
+    existing = {one.revision: one.exists for one in state.seen}
     desired = []
     for name, revision in state.revisions.items():
         desired.append(revision_history.revision_config_map(cluster, revision, state.models[name].proof))
         if commit := state.models[name].pin:
             desired.append(revision_history.model_pin(owner, revision, commit))
         revision_plan = state.revision_plans[name]
-        if not there[name] and not any(revision_plan.replicas.values()):
+        if not existing[name] and not any(revision_plan.replicas.values()):
             continue
         if state.spec.security.network_policy:
             desired.append(network.workers(owner, revision, state.spec.security.metrics_namespace or ""))
@@ -271,9 +273,9 @@ def _objects_to_create(cluster: ClusterState, state: ServiceState) -> list[Manif
     claim = ModelFiles(owner.name, spec.model, "").persistent_volume_claim(owner)
     if claim is not None:
         desired.append(claim)
-    there = cluster.find("v1", "PersistentVolumeClaim", files.claim)
-    if files.job_needed and not state.model.present and (there or not files.makes_claim):
-        uid = there["metadata"].get("uid", "") if there else ""
+    existing = cluster.find("v1", "PersistentVolumeClaim", files.claim)
+    if files.job_needed and not state.model.present and (existing or not files.makes_claim):
+        uid = existing["metadata"].get("uid", "") if existing else ""
         blueprint = state.target.blueprint
         job = files.job(
             owner,
@@ -293,10 +295,10 @@ def _grown_claim(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
     """Return the claim of the model if its size grew. Its storage class may reject that."""
     owner = cluster.owner
     desired = ModelFiles(owner.name, state.spec.model, "").persistent_volume_claim(owner)
-    there = cluster.find(*key(desired)) if desired is not None else None
-    if desired is None or there is None or there.get("status", {}).get("phase") != "Bound":
+    existing = cluster.find(*key(desired)) if desired is not None else None
+    if desired is None or existing is None or existing.get("status", {}).get("phase") != "Bound":
         return []  # Kubernetes resizes only bound claims
-    sizes = [one["spec"]["resources"]["requests"]["storage"] for one in (there, desired)]
+    sizes = [one["spec"]["resources"]["requests"]["storage"] for one in (existing, desired)]
     if amount(sizes[1]) <= amount(sizes[0]):
         return []
     return [{**desired, "spec": {"resources": {"requests": {"storage": sizes[1]}}}}]
@@ -304,9 +306,9 @@ def _grown_claim(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
 
 def _current(state: ServiceState, name: RoleName, otherwise: int) -> int:
     """Return the current number of workers of a role."""
-    there = sum(one.roles[name].replicas for one in state.seen if name in one.roles)
+    existing = sum(one.roles[name].replicas for one in state.seen if name in one.roles)
     role = role_scalers.roles(state.spec)[name]
-    return role_scalers.scaled(role, there or otherwise)
+    return role_scalers.scaled(role, existing or otherwise)
 
 
 def _objects_to_prune(cluster: ClusterState, state: ServiceState, desired: Sequence[Manifest]) -> list[Key]:
@@ -314,10 +316,10 @@ def _objects_to_prune(cluster: ClusterState, state: ServiceState, desired: Seque
     wanted = {key(one) for one in desired}
     alive = {pod.revision for pod in cluster.pods if not pod.finished}
     gone = [
-        there
-        for there, manifest in sorted(cluster.objects.items())
-        if there not in wanted
-        and there[1] in PRUNED
+        existing
+        for existing, manifest in sorted(cluster.objects.items())
+        if existing not in wanted
+        and existing[1] in PRUNED
         and manifest["metadata"].get("labels", {}).get(labels.REVISION) not in alive
     ]
     job = ("batch/v1", "Job", workers.files(cluster.owner, state.target).job_name)

@@ -1,9 +1,9 @@
 """
 The desired number of workers of one role: a pure function of policy, memory, sample and time.
 
-Three inputs count: the need of the forecast demand at the time when a new worker is ready, overload now
-(full workers or late responses), and whether one worker less would suffice. A rise has to last for half a
-minute and a fall for five minutes. Without data a role never shrinks.
+Three inputs count: the need of the demand forecast for the time when a new worker is ready, present
+overload, and whether one worker less would suffice. Full workers or late responses are overload. A rise has
+to last for half a minute and a fall for five minutes. Without data a role never shrinks.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def _without_metrics(
 ) -> DecisionAndMemory:
     """Without metrics, keep the replicas; after a while use the fallback of the spec."""
     since = now if memory.blind_since is None else memory.blind_since
-    # Recorded as need of the current replicas, so no worker is removed for a whole window afterwards.
+    # Recorded as need of the current replicas, so no worker is removed for a whole window after it.
     windows = memory.windows.with_one(
         now, sample.replicas, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
     )

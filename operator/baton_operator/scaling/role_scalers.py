@@ -1,7 +1,7 @@
 """
 The desired number of workers per role: from the spec, or from its RoleScaler within the bounds of the spec.
 
-The operator creates each RoleScaler once, with the current number of workers. Afterwards only an
+The operator creates each RoleScaler once, with the current number of workers. After that, only an
 autoscaler, its own or an external one, writes the replicas. Only the operator writes the replicas of
 Deployments.
 """

@@ -37,7 +37,7 @@ HALF = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ServiceMetrics:
-    """The result of one query, or why there is none."""
+    """The result of one query, or the reason why it is missing."""
 
     values: Mapping[str, float]
     lost: str = ""

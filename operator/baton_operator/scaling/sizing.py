@@ -2,8 +2,8 @@
 The size of one worker of each role, from a profile and the forecast lengths of requests.
 
 A profile gives the time of a prompt of any length, and of a step with any batch and context. One forecast
-sizes both roles at each decision and tells which limit each of them reaches first. Measurements correct the
-profile by one factor per role: the measured speed divided by the speed of the profile.
+sizes both roles at each decision and names the limit that each of them reaches first. Measurements correct
+the profile by one factor per role: the measured speed divided by the speed of the profile.
 """
 
 from __future__ import annotations
@@ -185,13 +185,13 @@ REREAD_S = 300.0
 async def read_profile(api: ApiServer, namespace: str, source: ProfileSource) -> profiles.Profile:
     """Return the profile in a ConfigMap. Raises SetupError and ApiException."""
     where = f"metadata.name={source.config_map_name}"
-    found = await api.list("v1", "ConfigMap", namespace, field=where)
-    if not found:
+    config_maps = await api.list("v1", "ConfigMap", namespace, field=where)
+    if not config_maps:
         raise SetupError(
             f"The ConfigMap {source.config_map_name} does not exist. Create it from a profile: "
             f"`kubectl create configmap {source.config_map_name} --from-file={source.key}`."
         )
-    text = found[0].get("data", {}).get(source.key)
+    text = config_maps[0].get("data", {}).get(source.key)
     if text is None:
         raise SetupError(f"The ConfigMap {source.config_map_name} has no key {source.key}.")
     return profiles.parse(text)
