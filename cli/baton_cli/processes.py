@@ -52,7 +52,7 @@ def fetch(uri: str, folder: str, revision: str, patterns: Sequence[str]) -> None
 
     display = Display(Console(stderr=True))
     with display.bars():
-        source = fetching.Source(uri, revision, tuple(patterns))
+        source = fetching.ModelSource(uri, revision, tuple(patterns))
         pinned = os.environ.get(PINNED_REVISION, "")
         fetched = fetching.fetch(source, Path(folder), Bar(display, "fetch"), pinned)
     if path := os.environ.get(RESULT_FILE):

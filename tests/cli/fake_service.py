@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from baton_engine.api.http import Drain, HttpServer
+from baton_engine.api.http import HttpServer, RequestDrain
 
 
 @dataclass
@@ -81,7 +81,7 @@ async def serving(service: FakeService) -> AsyncIterator[FakeService]:
             Route("/debug/requests", service.records),
         ]
     )
-    async with HttpServer(app, "127.0.0.1", 0, Drain()) as server:
+    async with HttpServer(app, "127.0.0.1", 0, RequestDrain()) as server:
         service.url = f"http://{server.address}"
         yield service
 

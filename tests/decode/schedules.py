@@ -222,7 +222,7 @@ class Schedule:
     def do_decode(self, actions: list[decode.Action]) -> None:
         for action in actions:
             match action:
-                case decode.SendMessage(message):
+                case decode.SendToPrefill(message):
                     if self.connected:
                         self.to_prefill.append(message)
                 case decode.ReadBlocks(number, remote, local):
@@ -245,7 +245,7 @@ class Schedule:
             match action:
                 case prefill.SubmitPrompt():
                     self.submits += 1
-                case prefill.SendMessage(message):
+                case prefill.SendToDecode(message):
                     if self.connected:
                         self.to_decode.append(message)
                 case prefill.ComputeChecksums():

@@ -25,14 +25,14 @@ from baton_api.messages import (
 from baton_api.sampling import SamplingParams
 from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.requests import Request
-from baton_engine.transfer.control import Connection
+from baton_engine.transfer.control import ControlConnection
 from tests.decode.pair import QUICK, Side, ask, eventually, fake_side, tokens
 from tests.engine.fake_model import FakeModel
 
 PROMPT = list(range(30))
 EXPECTED = FakeModel().greedy(PROMPT, 4)
 
-Script = Callable[[Connection, Side], Awaitable[None]]
+Script = Callable[[ControlConnection, Side], Awaitable[None]]
 
 
 def welcome(side: Side, **changes: object) -> Welcome:
@@ -42,55 +42,55 @@ def welcome(side: Side, **changes: object) -> Welcome:
     return changed
 
 
-async def hang_up(connection: Connection, side: Side) -> None:
+async def hang_up(connection: ControlConnection, side: Side) -> None:
     pass
 
 
-async def say_nothing(connection: Connection, side: Side) -> None:
+async def say_nothing(connection: ControlConnection, side: Side) -> None:
     await connection.receive()
     await asyncio.Event().wait()
 
 
-async def talk_nonsense(connection: Connection, side: Side) -> None:
+async def talk_nonsense(connection: ControlConnection, side: Side) -> None:
     connection._writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20)
     await asyncio.Event().wait()
 
 
-async def announce_a_huge_frame(connection: Connection, side: Side) -> None:
+async def announce_a_huge_frame(connection: ControlConnection, side: Side) -> None:
     connection._writer.write(b"\xff" * 100)
     await asyncio.Event().wait()
 
 
-async def answer_something_else(connection: Connection, side: Side) -> None:
+async def answer_something_else(connection: ControlConnection, side: Side) -> None:
     connection.send(Ping(number=1))
     connection.send(Failed(session="r", epoch=1, reason="", retry=False))
     await asyncio.Event().wait()
 
 
-async def refuse(connection: Connection, side: Side) -> None:
+async def refuse(connection: ControlConnection, side: Side) -> None:
     await connection.receive()
     connection.send(Refuse(reason="not you"))
 
 
-async def welcome_another_version(connection: Connection, side: Side) -> None:
+async def welcome_another_version(connection: ControlConnection, side: Side) -> None:
     connection.send(welcome(side, protocol=PROTOCOL + 1))
 
 
-async def welcome_another_digest(connection: Connection, side: Side) -> None:
+async def welcome_another_digest(connection: ControlConnection, side: Side) -> None:
     connection.send(welcome(side, digest="0" * 32))
 
 
-async def welcome_with_other_blocks(connection: Connection, side: Side) -> None:
+async def welcome_with_other_blocks(connection: ControlConnection, side: Side) -> None:
     pool = msgspec.structs.replace(side.transfer.pool, block_bytes=17)
     connection.send(welcome(side, pool=pool))
 
 
-async def welcome_with_bad_metadata(connection: Connection, side: Side) -> None:
+async def welcome_with_bad_metadata(connection: ControlConnection, side: Side) -> None:
     connection.send(welcome(side, agent=b"junk"))
     await asyncio.Event().wait()
 
 
-async def greet(connection: Connection, side: Side) -> Prefill:
+async def greet(connection: ControlConnection, side: Side) -> Prefill:
     """Do it right as far as the first prompt."""
     assert isinstance(await connection.receive(), Hello)
     connection.send(welcome(side))
@@ -100,29 +100,29 @@ async def greet(connection: Connection, side: Side) -> Prefill:
     return asked
 
 
-async def vanish_after_the_question(connection: Connection, side: Side) -> None:
+async def vanish_after_the_question(connection: ControlConnection, side: Side) -> None:
     await greet(connection, side)
 
 
-async def fall_silent_after_the_question(connection: Connection, side: Side) -> None:
+async def fall_silent_after_the_question(connection: ControlConnection, side: Side) -> None:
     assert isinstance(await connection.receive(), Hello)
     connection.send(welcome(side))  # and no heartbeat, as a stopped process has none
     await asyncio.Event().wait()
 
 
-async def announce_blocks_that_are_none(connection: Connection, side: Side) -> None:
+async def announce_blocks_that_are_none(connection: ControlConnection, side: Side) -> None:
     asked = await greet(connection, side)
     connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[10**6], checksums=[0]))
     await asyncio.Event().wait()
 
 
-async def announce_with_a_wrong_checksum(connection: Connection, side: Side) -> None:
+async def announce_with_a_wrong_checksum(connection: ControlConnection, side: Side) -> None:
     asked = await greet(connection, side)
     connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
     await asyncio.Event().wait()
 
 
-async def commit_to_another_prompt(connection: Connection, side: Side) -> None:
+async def commit_to_another_prompt(connection: ControlConnection, side: Side) -> None:
     asked = await greet(connection, side)
     connection.send(
         Commit(
@@ -137,7 +137,7 @@ async def commit_to_another_prompt(connection: Connection, side: Side) -> None:
     await asyncio.Event().wait()
 
 
-async def say_what_only_decode_workers_say(connection: Connection, side: Side) -> None:
+async def say_what_only_decode_workers_say(connection: ControlConnection, side: Side) -> None:
     asked = await greet(connection, side)
     connection.send(asked)
     await asyncio.Event().wait()
@@ -175,7 +175,7 @@ async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, PrefillWo
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
-        connection = Connection(reader, writer, QUICK)
+        connection = ControlConnection(reader, writer, QUICK)
         # asyncio's streams take a handler that ends as cancelled for a broken one.
         with contextlib.suppress(asyncio.CancelledError):
             await script(connection, bad)
@@ -241,7 +241,7 @@ async def test_a_connection_that_dies_before_anything_came_is_made_again_once() 
         assert len(calls) == 2
 
 
-async def vanish_in_mid_read(connection: Connection, side: Side) -> None:
+async def vanish_in_mid_read(connection: ControlConnection, side: Side) -> None:
     asked = await greet(connection, side)
     connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
 

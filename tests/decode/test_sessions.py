@@ -18,7 +18,7 @@ from baton_decode.sessions import (
     DecodeState,
     ReadBlocks,
     ReportResult,
-    SendMessage,
+    SendToPrefill,
     SessionSpec,
     VerifyChecksums,
 )
@@ -84,8 +84,8 @@ def reported(actions: list[Action]) -> FetchResult:
     return report.fetched
 
 
-ABORT = SendMessage(Abort(session="r", epoch=2))
-DONE = SendMessage(Done(session="r", epoch=2))
+ABORT = SendToPrefill(Abort(session="r", epoch=2))
+DONE = SendToPrefill(Done(session="r", epoch=2))
 
 
 def test_session_reads_chunks_and_ends_with_commit() -> None:
@@ -117,7 +117,7 @@ def test_begin_asks_for_the_prompt_with_all_it_depends_on() -> None:
         sampling=SamplingParams(seed=5).first_token(), salt="tenant", ticket="ticket-1",
         request_id="request-1", trace="00-trace", deadline_s=7.5,
     )  # fmt: skip
-    assert made.begin("request-1", "ticket-1", 7.5) == [SendMessage(expected)]
+    assert made.begin("request-1", "ticket-1", 7.5) == [SendToPrefill(expected)]
     assert made.reason is None
 
 

@@ -8,17 +8,24 @@ from typing import Any
 import pytest
 
 from baton_api.errors import SetupError
-from baton_engine.kv.cache import BLOCK_SIZE, LEAST_BLOCKS, MOST_BLOCKS, RESERVED_BLOCKS, Memory, cache_blocks
+from baton_engine.kv.cache import (
+    BLOCK_SIZE,
+    LEAST_BLOCKS,
+    MOST_BLOCKS,
+    RESERVED_BLOCKS,
+    MemoryBudget,
+    cache_blocks,
+)
 from baton_engine.settings import WorkerSettings
 
 BLOCK = 1000
 CONTEXT = 1 << 22
 """Tokens: so long that it bounds nothing."""
-GPU = Memory(at_start=100_000, weights=30_000, free=65_000, gpu=True)
-CPU = Memory(at_start=100_000, weights=30_000, free=65_000, gpu=False)
+GPU = MemoryBudget(at_start=100_000, weights=30_000, free=65_000, gpu=True)
+CPU = MemoryBudget(at_start=100_000, weights=30_000, free=65_000, gpu=False)
 
 
-def blocks(memory: Memory = CPU, **asked: Any) -> int:
+def blocks(memory: MemoryBudget = CPU, **asked: Any) -> int:
     return cache_blocks(WorkerSettings.model_validate(asked), memory, BLOCK, CONTEXT)
 
 
@@ -53,7 +60,9 @@ def blocks(memory: Memory = CPU, **asked: Any) -> int:
         "nothing asked on a GPU: nine tenths of what is free",
     ],
 )
-def test_what_is_asked_for_is_what_there_is(memory: Memory, asked: dict[str, Any], expected: int) -> None:
+def test_what_is_asked_for_is_what_there_is(
+    memory: MemoryBudget, asked: dict[str, Any], expected: int
+) -> None:
     assert blocks(memory, **asked) == expected
 
 
@@ -63,7 +72,7 @@ def test_what_is_asked_for_is_what_there_is(memory: Memory, asked: dict[str, Any
         (CPU, {"kv_cache_memory": 9000, "memory_share": 0.5}, ("--kv-cache-memory", "one of them")),
         (CPU, {"memory_share": 0.3}, ("weights alone take 30.0 kB", "--memory-share above 0.32")),
         (
-            Memory(at_start=20_000, weights=30_000, free=9_000, gpu=True),
+            MemoryBudget(at_start=20_000, weights=30_000, free=9_000, gpu=True),
             {"memory_share": 0.9},
             ("would have 0 B", "a smaller model"),
         ),
@@ -71,7 +80,7 @@ def test_what_is_asked_for_is_what_there_is(memory: Memory, asked: dict[str, Any
         (CPU, {"kv_cache_tokens": 16_000}, ("--kv-cache-tokens asks for 1.00 MB", "are free here")),
         (CPU, {"kv_cache_memory": 66_000}, ("--kv-cache-memory asks for 66.0 kB", "65.0 kB are free")),
         (
-            Memory(at_start=None, weights=1, free=None, gpu=False),
+            MemoryBudget(at_start=None, weights=1, free=None, gpu=False),
             {"memory_share": 0.5},
             ("does not tell", "--kv-cache-memory"),
         ),
@@ -87,7 +96,7 @@ def test_what_is_asked_for_is_what_there_is(memory: Memory, asked: dict[str, Any
     ],
 )
 def test_what_there_is_no_room_for_is_refused_with_numbers_and_a_way_out(
-    memory: Memory, asked: dict[str, Any], parts: tuple[str, ...]
+    memory: MemoryBudget, asked: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(SetupError) as caught:
         blocks(memory, **asked)
@@ -96,7 +105,7 @@ def test_what_there_is_no_room_for_is_refused_with_numbers_and_a_way_out(
 
 
 def test_a_tiny_model_does_not_get_millions_of_blocks_unless_asked() -> None:
-    vast = Memory(at_start=10**9, weights=0, free=10**9, gpu=True)
+    vast = MemoryBudget(at_start=10**9, weights=0, free=10**9, gpu=True)
     assert blocks(vast, memory_share=0.9) == blocks(vast) == MOST_BLOCKS
     assert blocks(vast, kv_cache_memory=900_000_000) == 900_000
 
@@ -106,7 +115,7 @@ def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
     for _ in range(2000):
         start = random_number.randrange(1, 200_000)
         weights = random_number.randrange(0, 100_000)
-        memory = Memory(
+        memory = MemoryBudget(
             at_start=start, weights=weights, free=max(0, start - weights), gpu=random_number.random() < 0.5
         )
         share = random_number.choice((0.0, random_number.random()))
@@ -131,9 +140,9 @@ def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
 )
 def test_cache_blocks_by_default_are_bounded_by_context(context: int, expected: int) -> None:
     """A small model on a large machine takes what its requests can use, not a tenth of the memory."""
-    memory = Memory(at_start=50_000_000, weights=1, free=40_000_000, gpu=False)
+    memory = MemoryBudget(at_start=50_000_000, weights=1, free=40_000_000, gpu=False)
     found = cache_blocks(WorkerSettings(), memory, BLOCK, context)
     assert (found - RESERVED_BLOCKS) * BLOCK_SIZE == expected
     assert cache_blocks(WorkerSettings(memory_share=0.5), memory, BLOCK, context) == 24_999
-    vast = Memory(at_start=200_000_000, weights=1, free=200_000_000, gpu=True)
+    vast = MemoryBudget(at_start=200_000_000, weights=1, free=200_000_000, gpu=True)
     assert cache_blocks(WorkerSettings(), vast, BLOCK, context) == MOST_BLOCKS

@@ -14,19 +14,19 @@ from baton_api.errors import TransferFailed
 from baton_api.messages import Done, Ping, Pong, Prefill
 from baton_api.sampling import SamplingParams
 from baton_engine.transfer import control
-from baton_engine.transfer.control import Connection, Pace, dial, join_address, split_address
+from baton_engine.transfer.control import ControlConnection, Pace, dial, join_address, split_address
 
 QUICK = Pace(tick_s=0.04, silent_ticks=5, connect_s=1.0, handshake_s=0.5, close_s=0.2)
 
 
 @contextlib.asynccontextmanager
-async def open_ends() -> AsyncIterator[tuple[Connection, Connection]]:
+async def open_ends() -> AsyncIterator[tuple[ControlConnection, ControlConnection]]:
     """Both ends of one connection, without heartbeats."""
-    accepted: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+    accepted: asyncio.Future[ControlConnection] = asyncio.get_running_loop().create_future()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pong = Pong(number=0, queued_tokens=17)
-        accepted.set_result(Connection(reader, writer, QUICK, lambda number: pong))
+        accepted.set_result(ControlConnection(reader, writer, QUICK, lambda number: pong))
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -40,7 +40,7 @@ async def open_ends() -> AsyncIterator[tuple[Connection, Connection]]:
         server.close()
 
 
-async def end_of(connection: Connection) -> str:
+async def end_of(connection: ControlConnection) -> str:
     with pytest.raises(TransferFailed) as told:
         async with asyncio.timeout(60):
             async for _ in connection.messages():

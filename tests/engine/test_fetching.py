@@ -19,7 +19,7 @@ from baton_api.announcements import PINNED_REVISION, RESULT_FILE
 from baton_api.errors import SetupError
 from baton_engine.model import buckets, builtin, fetching
 from baton_engine.model.builtin import SMOLLM2
-from baton_engine.model.fetching import MARKER, Download, Source, fetch
+from baton_engine.model.fetching import MARKER, Download, ModelSource, fetch
 from baton_engine.model.progress import SILENT
 from tests.batches.s3_server import KEYS, S3Server
 from tests.engine.hub import COMMIT, serving
@@ -117,7 +117,7 @@ def store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 class TestS3:
     def test_a_real_server_is_read_once(self, store: S3Server, tmp_path: Path) -> None:
         filled(store.bucket / "models" / "tiny")
-        source = Source("s3://bucket/models/tiny")
+        source = ModelSource("s3://bucket/models/tiny")
         first = fetch(source, tmp_path / "a")
         assert first.anew and files(tmp_path / "a") == NEEDED
         assert all((tmp_path / "a" / name).read_bytes() == FILES[name] for name in NEEDED)
@@ -132,18 +132,18 @@ class TestS3:
     ) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
         with pytest.raises(SetupError, match=r"s3://bucket/a could not be read.*AWS_ACCESS_KEY_ID"):
-            fetch(Source("s3://bucket/a"), tmp_path / "a")
+            fetch(ModelSource("s3://bucket/a"), tmp_path / "a")
 
 
 class TestOnce:
-    SOURCE = Source("builtin://smollm2")
+    SOURCE = ModelSource("builtin://smollm2")
 
     def test_a_marker_says_what_is_there(self, tmp_path: Path) -> None:
         mark(tmp_path, self.SOURCE, "abc")
         assert fetch(self.SOURCE, tmp_path) == Download("abc", anew=False)
 
     def test_another_model_is_not_mixed_in(self, tmp_path: Path) -> None:
-        mark(tmp_path, Source("hf://a/b", "v1", ("*.json",)), "abc")
+        mark(tmp_path, ModelSource("hf://a/b", "v1", ("*.json",)), "abc")
         with pytest.raises(SetupError, match=r"holds hf://a/b v1 \*\.json: fetch builtin://smollm2 into"):
             fetch(self.SOURCE, tmp_path)
 
@@ -168,7 +168,7 @@ class TestOnce:
     def test_who_comes_second_waits_for_the_first(self, tmp_path: Path) -> None:
         waiting, found = Waiting(), list[Download]()
         second = threading.Thread(target=lambda: found.append(fetch(self.SOURCE, tmp_path, waiting)))
-        with fetching._alone(tmp_path, SILENT):
+        with fetching._locked(tmp_path, SILENT):
             second.start()
             assert waiting.began.wait(30)
             mark(tmp_path, self.SOURCE, "of the first")
@@ -178,16 +178,16 @@ class TestOnce:
     @pytest.mark.parametrize(
         ("source", "message"),
         [
-            (Source("ftp://a/b"), "'ftp://a/b' cannot be fetched. What can: hf://"),
-            (Source("hf://"), "'hf://' cannot be fetched"),
-            (Source("a/b"), "'a/b' cannot be fetched"),
-            (Source("builtin://other"), "cannot be fetched.*builtin://smollm2"),
-            (Source("s3://a/b", "v1"), "has no revisions"),
-            (Source("s3:///"), "s3:/// could not be read"),
+            (ModelSource("ftp://a/b"), "'ftp://a/b' cannot be fetched. What can: hf://"),
+            (ModelSource("hf://"), "'hf://' cannot be fetched"),
+            (ModelSource("a/b"), "'a/b' cannot be fetched"),
+            (ModelSource("builtin://other"), "cannot be fetched.*builtin://smollm2"),
+            (ModelSource("s3://a/b", "v1"), "has no revisions"),
+            (ModelSource("s3:///"), "s3:/// could not be read"),
         ],
-        ids=lambda value: value.uri if isinstance(value, Source) else "",
+        ids=lambda value: value.uri if isinstance(value, ModelSource) else "",
     )
-    def test_what_cannot_be_fetched_is_told(self, tmp_path: Path, source: Source, message: str) -> None:
+    def test_what_cannot_be_fetched_is_told(self, tmp_path: Path, source: ModelSource, message: str) -> None:
         with pytest.raises(SetupError, match=message):
             fetch(source, tmp_path)
         assert not (tmp_path / MARKER).exists()
@@ -213,7 +213,7 @@ class Waiting:
     def done(self) -> None: ...
 
 
-def mark(folder: Path, source: Source, resolved: str) -> None:
+def mark(folder: Path, source: ModelSource, resolved: str) -> None:
     """As a fetch that is done leaves it."""
     fetching._mark(source, resolved, folder)
 

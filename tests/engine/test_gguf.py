@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton_api.errors import SetupError
-from baton_engine.api.chat.template.prompt import Conversation
+from baton_engine.api.chat.template.prompt import TemplateInput
 from baton_engine.api.chat.template.templates import templates_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
@@ -87,7 +87,7 @@ def test_the_tokenizer_of_a_file_is_the_folders(tmp_path: Path) -> None:
     text = "<|bos|>The naïve baton 🎉 1234\n\n<|end|>"
     assert ours.encode(text) == theirs.encode(text)
     assert theirs.decode(theirs.encode(text), skip_special_tokens=False) == text
-    talk = Conversation(messages=[{"role": "user", "content": text}])
+    talk = TemplateInput(messages=[{"role": "user", "content": text}])
     assert templates_of(ours).render(talk) == templates_of(theirs).render(talk)
     assert (ours.eos_ids, ours.bos_id) == (theirs.eos_ids, theirs.bos_id)
 

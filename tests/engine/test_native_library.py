@@ -134,11 +134,11 @@ def test_kernels_compile_without_warnings(environment: dict[str, str], tmp_path:
     """For this processor and for each kind that images bring libraries for."""
     compiler = library.find_compiler(environment)
     strict = ("-O1", "-Wall", "-Wextra", "-Werror")
-    kinds: list[tuple[str, ...]] = [(library.NATIVE,)]
+    kinds: list[tuple[str, ...]] = [(library.NATIVE_FLAG,)]
     if platform.machine() in ("x86_64", "AMD64") and "ziglang" not in compiler:
         kinds += [target.flags for target in library.TARGETS]
     for number, flags in enumerate(kinds):
-        others = (flag for flag in library.FLAGS if flag != library.NATIVE)
+        others = (flag for flag in library.FLAGS if flag != library.NATIVE_FLAG)
         library.compile_to(tmp_path / f"{number}.so", compiler, (*flags, *others, *strict), environment)
 
 
@@ -168,7 +168,7 @@ def test_kernels_run_on_an_emulated_arm(tmp_path: Path, march: str) -> None:
     compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
     if not compiler or not emulator:
         pytest.skip("no aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, qemu-user)")
-    others = [f for f in library.FLAGS if f not in ("-shared", "-fPIC", library.NATIVE)]
+    others = [f for f in library.FLAGS if f not in ("-shared", "-fPIC", library.NATIVE_FLAG)]
     flags = [f"-march={march}", *others, "-O2", "-Wall", "-Wextra", "-Werror", "-static"]
     driver, program = Path(__file__).with_name("kernels_driver.c"), tmp_path / "driver"
     sources = ["-I", str(Path(library.__file__).parent), str(driver), "-lm"]
@@ -207,7 +207,7 @@ def test_a_processor_is_offered_what_it_promises_to_run(
     for target in library.TARGETS:
         (tmp_path / target.file).write_bytes(b"")
     (tmp_path / "kernels-avx2-of-other-sources.so").write_bytes(b"")
-    offered = [path.name for path in library.found(tmp_path, instructions)]
+    offered = [path.name for path in library.bundled(tmp_path, instructions)]
     assert offered == [target.file for name in names for target in library.TARGETS if target.name == name]
 
 

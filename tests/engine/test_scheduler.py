@@ -10,7 +10,7 @@ import pytest
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.scheduling.scheduler import YIELDS, Plan, Scheduler
+from baton_engine.scheduling.scheduler import YIELDS, Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from tests.engine.serving import Recipient, request_of
 
@@ -33,7 +33,7 @@ class Books:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self.scheduler.plan()
         self.retracted += [sequence.request.id for sequence in plan.retracted]
         for sequence in (*plan.outgrown, *plan.starved):
@@ -47,7 +47,7 @@ class Books:
         return plan
 
 
-def shape(plan: Plan) -> tuple[list[str], list[tuple[str, int]]]:
+def shape(plan: StepPlan) -> tuple[list[str], list[tuple[str, int]]]:
     return [sequence.request.id for sequence in plan.decodes], [
         (sequence.request.id, tokens) for sequence, tokens in plan.prefills
     ]

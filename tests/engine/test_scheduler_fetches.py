@@ -10,7 +10,7 @@ from baton_api.hashing import root_hash
 from baton_api.sampling import SamplingParams
 from baton_engine.kv.events import Change, KvEvents, Stored
 from baton_engine.requests import Fetch
-from baton_engine.scheduling.scheduler import YIELDS, Plan, Scheduler
+from baton_engine.scheduling.scheduler import YIELDS, Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from tests.engine.serving import Recipient, prompt_of
 from tests.engine.test_scheduler import SIZE, Books, shape
@@ -265,14 +265,14 @@ def test_patient_prompt_without_room_starves_only_if_alone() -> None:
 def test_plan_with_any_work_is_changed(field: str) -> None:
     sequence = Books().add("a", 4)
     work: Any = (sequence, 4) if field == "prefills" else sequence
-    assert Plan(**{field: [work]}).changed
+    assert StepPlan(**{field: [work]}).changed
 
 
 @pytest.mark.parametrize("field", ["admitted", "retracted"])
 def test_plan_that_only_moves_jobs_is_unchanged(field: str) -> None:
     """What was admitted or retracted shows in the passes; the field alone brings nothing new."""
     moved: Any = Books().add("a", 4)
-    assert not Plan(**{field: [moved]}).changed
+    assert not StepPlan(**{field: [moved]}).changed
 
 
 def test_exported_blocks_stay_pinned_until_released() -> None:

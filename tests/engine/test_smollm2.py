@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton_engine.api.chat.template.prompt import Conversation
+from baton_engine.api.chat.template.prompt import TemplateInput
 from baton_engine.api.chat.template.templates import templates_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
@@ -31,7 +31,7 @@ COMPLETION = "The capital of France is"
 
 
 def render(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> str:
-    return templates_of(tokenizer).render(Conversation(messages=chat))
+    return templates_of(tokenizer).render(TemplateInput(messages=chat))
 
 
 @pytest.fixture(scope="module")

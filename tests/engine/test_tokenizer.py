@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from baton_engine.api.chat.template.prompt import Conversation
+from baton_engine.api.chat.template.prompt import TemplateInput
 from baton_engine.api.chat.template.templates import templates_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
@@ -172,7 +172,7 @@ def test_added_tokens_are_known_by_their_text(tokenizer: Tokenizer) -> None:
 
 
 def render(tokenizer: Tokenizer) -> str:
-    return templates_of(tokenizer).render(Conversation(messages=CHAT))
+    return templates_of(tokenizer).render(TemplateInput(messages=CHAT))
 
 
 @pytest.mark.parametrize("text", ["The baton", "é 😀!", "<|end|>a", " a", ""])

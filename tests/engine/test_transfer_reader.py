@@ -17,7 +17,7 @@ import pytest
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
-from baton_engine.transfer.reader import KNOWN_LIMIT, WINDOW, AgentError, Read, Reader
+from baton_engine.transfer.reader import KNOWN_LIMIT, WINDOW, AgentError, BlockReader, Read
 from baton_engine.transfer.reads import Settlement, runs, slices
 
 POOL = PoolLayout(address=4096, block_bytes=10, blocks=1000)
@@ -110,7 +110,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.agent = FakeAgent()
-        self.reader = Reader(self.agent)
+        self.reader = BlockReader(self.agent)
 
     async def connect(self, peer: str, near: bool = False, epoch: str = "1", pool: PoolLayout = POOL) -> str:
         return await self.reader.call(lambda: self.reader.connect(peer.encode(), pool, epoch, near))

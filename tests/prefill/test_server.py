@@ -34,7 +34,7 @@ from baton_api.messages import (
 from baton_api.sampling import SamplingParams
 from baton_engine.requests import Output, Request
 from baton_engine.transfer import control
-from baton_engine.transfer.control import Connection
+from baton_engine.transfer.control import ControlConnection
 from baton_engine.transfer.integrity import block_checksum
 from baton_prefill.server import PrefillServer
 from tests.decode.pair import QUICK, Side, eventually, fake_side, serve
@@ -58,11 +58,11 @@ class Bench:
         assert isinstance(self.side.model, FakeModel)
         return self.side.model
 
-    async def raw(self) -> Connection:
+    async def raw(self) -> ControlConnection:
         return await control.dial(self.server.address, QUICK)
 
     @contextlib.asynccontextmanager
-    async def peer(self, **hello: Any) -> AsyncIterator[Connection]:
+    async def peer(self, **hello: Any) -> AsyncIterator[ControlConnection]:
         """A connection that was welcomed and has a heartbeat."""
         connection = await self.raw()
         connection.send(self.side.me.hello(**hello))
@@ -113,7 +113,7 @@ def prefill(session: str = "r", epoch: int = 1, tokens: list[int] = PROMPT, **ch
     return Prefill(session=session, epoch=epoch, tokens=tokens, **{**fields, **changes})
 
 
-async def hear(connection: Connection, kind: type[Any]) -> Any:
+async def hear(connection: ControlConnection, kind: type[Any]) -> Any:
     """The next message of that kind; heartbeats and others on the way are passed over."""
     async with asyncio.timeout(60):
         while True:
@@ -122,7 +122,7 @@ async def hear(connection: Connection, kind: type[Any]) -> Any:
                 return message
 
 
-async def chunks(connection: Connection) -> tuple[list[Chunk], Commit]:
+async def chunks(connection: ControlConnection) -> tuple[list[Chunk], Commit]:
     """All chunks of the one prompt that is under way, and its commit."""
     heard: list[Chunk] = []
     async with asyncio.timeout(60):
@@ -135,7 +135,7 @@ async def chunks(connection: Connection) -> tuple[list[Chunk], Commit]:
                     return heard, message
 
 
-async def ended(connection: Connection) -> str:
+async def ended(connection: ControlConnection) -> str:
     """How the server ended the connection."""
     with pytest.raises(TransferFailed) as told:
         async with asyncio.timeout(60):
@@ -258,26 +258,26 @@ async def test_another_prompt_behind_the_same_length_is_refused() -> None:
         assert bench.model.passes == 0
 
 
-PrefillState = Callable[[Bench, Connection], Awaitable[None]]
+PrefillState = Callable[[Bench, ControlConnection], Awaitable[None]]
 
 
-async def asked(bench: Bench, peer: Connection) -> None:
+async def asked(bench: Bench, peer: ControlConnection) -> None:
     peer.send(prefill())
 
 
-async def in_mid_pass(bench: Bench, peer: Connection) -> None:
+async def in_mid_pass(bench: Bench, peer: ControlConnection) -> None:
     bench.model.inside.clear()
     bench.model.go.clear()
     peer.send(prefill())
     await asyncio.to_thread(bench.model.inside.wait, 5)
 
 
-async def partly_announced(bench: Bench, peer: Connection) -> None:
+async def partly_announced(bench: Bench, peer: ControlConnection) -> None:
     peer.send(prefill())
     await hear(peer, Chunk)
 
 
-async def committed(bench: Bench, peer: Connection) -> None:
+async def committed(bench: Bench, peer: ControlConnection) -> None:
     peer.send(prefill())
     await hear(peer, Commit)
 
@@ -545,5 +545,5 @@ async def test_the_transfer_is_attended_to_while_somebody_may_read() -> None:
         assert not presence.served
 
 
-async def send_raw(connection: Connection, body: bytes) -> None:
+async def send_raw(connection: ControlConnection, body: bytes) -> None:
     connection._writer.write(len(body).to_bytes(messages.LENGTH_BYTES) + body)

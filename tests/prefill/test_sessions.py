@@ -14,7 +14,7 @@ from baton_prefill.sessions import (
     PrefillSession,
     PrefillState,
     ReleaseBlocks,
-    SendMessage,
+    SendToDecode,
     SubmitPrompt,
 )
 
@@ -47,15 +47,15 @@ def announce(made: PrefillSession, actions: list[Action]) -> list[Action]:
     return made.checksummed(prefill.first_block, prefill.blocks, [block * 10 for block in prefill.blocks])
 
 
-def chunk(first_block: int, blocks: list[int]) -> SendMessage:
+def chunk(first_block: int, blocks: list[int]) -> SendToDecode:
     checksums = [block * 10 for block in blocks]
-    return SendMessage(
+    return SendToDecode(
         Chunk(session="r", epoch=3, first_block=first_block, blocks=blocks, checksums=checksums)
     )
 
 
-COMMIT = SendMessage(Commit(session="r", epoch=3, first=FIRST, prompt_tokens=40, cached_tokens=0, tail=TAIL))
-DRAINED = SendMessage(Drained(session="r", epoch=3))
+COMMIT = SendToDecode(Commit(session="r", epoch=3, first=FIRST, prompt_tokens=40, cached_tokens=0, tail=TAIL))
+DRAINED = SendToDecode(Drained(session="r", epoch=3))
 
 
 def test_whole_blocks_are_announced_as_they_come_and_the_partial_one_last() -> None:
@@ -91,7 +91,7 @@ def test_commit_reports_both_times_and_ends_computing() -> None:
     made = computing()
     announce(made, made.computed(40, [4, 5, 6]))
     (sent,) = made.finished(FIRST, 32, queue_s=0.25, compute_s=0.5)
-    assert isinstance(sent, SendMessage) and isinstance(sent.message, Commit)
+    assert isinstance(sent, SendToDecode) and isinstance(sent.message, Commit)
     assert (sent.message.cached_tokens, sent.message.queue_s, sent.message.compute_s) == (32, 0.25, 0.5)
     assert made.state is PrefillState.COMMITTED
     assert made.failed("too late", retry=True) == []
@@ -123,7 +123,7 @@ def test_a_lost_connection_releases_without_a_word() -> None:
 
 def test_the_deadline_ends_a_prompt_that_is_computed_and_one_that_is_never_fetched() -> None:
     made = computing()
-    failed = SendMessage(Failed(session="r", epoch=3, reason="the deadline passed", retry=False))
+    failed = SendToDecode(Failed(session="r", epoch=3, reason="the deadline passed", retry=False))
     assert made.deadline() == [failed, ReleaseBlocks(), DRAINED]
     made = computing()
     announce(made, made.computed(40, [4, 5, 6]))
@@ -135,7 +135,7 @@ def test_after_a_failure_what_was_announced_is_held_until_the_decode_worker_answ
     made = computing()
     announce(made, made.computed(16, [4, 5, 6]))
     assert made.failed("no memory", retry=True) == [
-        SendMessage(Failed(session="r", epoch=3, reason="no memory", retry=True))
+        SendToDecode(Failed(session="r", epoch=3, reason="no memory", retry=True))
     ]
     assert made.state is PrefillState.FAILED
     assert made.done() == [ReleaseBlocks(), DRAINED]
@@ -185,9 +185,9 @@ def test_law_what_is_submitted_is_released_once_and_chunks_tile_the_prompt(seed:
     position = start
     for action in log:
         match action:
-            case SendMessage(Chunk() as told):
+            case SendToDecode(Chunk() as told):
                 assert told.first_block == position
                 assert told.blocks == blocks[position : position + len(told.blocks)]
                 position += len(told.blocks)
-            case SendMessage(Commit()):
+            case SendToDecode(Commit()):
                 assert position == len(blocks)

@@ -25,7 +25,7 @@ from baton_decode.sessions import (
     DecodeSession,
     ReadBlocks,
     ReportResult,
-    SendMessage,
+    SendToPrefill,
     SessionSpec,
     VerifyChecksums,
 )
@@ -180,7 +180,7 @@ class FetchTask:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case SendMessage(message):
+                case SendToPrefill(message):
                     assert self._link is not None
                     self._link.send(message)
                 case ReadBlocks():

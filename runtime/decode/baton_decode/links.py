@@ -15,7 +15,7 @@ from typing import Protocol
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Abort, Chunk, Commit, Done, Drained, Failed, Pong, Prefill, Welcome
 from baton_engine.transfer import Peer, Transfer, control, handshake
-from baton_engine.transfer.control import Connection, Pace
+from baton_engine.transfer.control import ControlConnection, Pace
 from baton_engine.transfer.handshake import Identity
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class SessionListener(Protocol):
 class Link:
     """One prefill worker, from Welcome to the end of the connection."""
 
-    def __init__(self, connection: Connection, welcome: Welcome, peer: Peer, address: str) -> None:
+    def __init__(self, connection: ControlConnection, welcome: Welcome, peer: Peer, address: str) -> None:
         self.address = address
         self.peer = peer
         self.worker = welcome.worker

@@ -25,7 +25,7 @@ from baton_engine.transfer import Pulled
 
 
 @dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendToPrefill:
     message: Prefill | Done | Abort
 
 
@@ -61,7 +61,7 @@ class BlocksSettled:
     blocks: tuple[int, ...]
 
 
-Action = SendMessage | ReadBlocks | VerifyChecksums | ReportResult | BlocksSettled
+Action = SendToPrefill | ReadBlocks | VerifyChecksums | ReportResult | BlocksSettled
 
 
 class DecodeState(enum.StrEnum):
@@ -161,7 +161,7 @@ class DecodeSession:
         return position - self.spec.first_block
 
     def begin(self, request_id: str, ticket: str, deadline_s: float) -> list[Action]:
-        return [SendMessage(self.spec.prefill(request_id, ticket, deadline_s))]
+        return [SendToPrefill(self.spec.prefill(request_id, ticket, deadline_s))]
 
     def chunk(self, chunk: Chunk, now: float) -> list[Action]:
         if not self._concerns(chunk) or self._peer_failed is not None:
@@ -289,7 +289,7 @@ class DecodeSession:
     def _give_up(self, reason: Fallback, send: bool = True) -> list[Action]:
         if self.state is DecodeState.REPORTED:
             return []
-        abort = [SendMessage(Abort(session=self.spec.session, epoch=self.spec.epoch))] if send else []
+        abort = [SendToPrefill(Abort(session=self.spec.session, epoch=self.spec.epoch))] if send else []
         return [*abort, self._report(reason)]
 
     def _report(self, reason: Fallback) -> ReportResult:
@@ -306,8 +306,8 @@ class DecodeSession:
             )
         )
 
-    def _done(self) -> SendMessage:
-        return SendMessage(Done(session=self.spec.session, epoch=self.spec.epoch))
+    def _done(self) -> SendToPrefill:
+        return SendToPrefill(Done(session=self.spec.session, epoch=self.spec.epoch))
 
     def _relay(self, commit: Commit) -> RelayRecord:
         return RelayRecord(

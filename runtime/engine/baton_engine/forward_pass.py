@@ -34,23 +34,23 @@ class ScheduledChunk(NamedTuple):
     """Whether the token computed was generated, not part of a prompt."""
     skipped: int = 0
     """How many of them precede the first one that the prompt output needs."""
-    observed: int = 0
+    output_tokens: int = 0
     """How many of them it needs from there on."""
 
     @property
     def wanted(self) -> int:
         """Number of last tokens whose hidden states are needed."""
-        return self.tokens - self.skipped if self.observed else int(self.samples)
+        return self.tokens - self.skipped if self.output_tokens else int(self.samples)
 
 
 def schedule(sequence: Sequence, tokens: int) -> ScheduledChunk:
     """The chunk of the next `tokens` pending tokens."""
     request, output = sequence.request, sequence.prompt_output
     last, generates = tokens == request.pending, request.generates
-    skipped = observed = 0
+    skipped = output_tokens = 0
     if output is not None:
         skipped = max(0, output.next_position - request.computed)
-        observed = max(0, min(tokens, output.end - request.computed) - skipped)
+        output_tokens = max(0, min(tokens, output.end - request.computed) - skipped)
     return ScheduledChunk(
         sequence,
         tokens,
@@ -58,7 +58,7 @@ def schedule(sequence: Sequence, tokens: int) -> ScheduledChunk:
         ends=last and not generates,
         is_decode=sequence.decoding,
         skipped=skipped,
-        observed=observed,
+        output_tokens=output_tokens,
     )
 
 
@@ -85,7 +85,7 @@ def run(
     pending = mask_filler.begin([state.token_mask for state in states])
     try:
         started = clock()
-        if any(chunk.observed for chunk in chunks):
+        if any(chunk.output_tokens for chunk in chunks):
             hidden = model.hidden_states(batch, cache)
             logits = model.project(_update_prompt_outputs(model, chunks, hidden))
         else:
@@ -133,9 +133,9 @@ def _update_prompt_outputs(model: Model, chunks: list[ScheduledChunk], hidden: T
     sampled: list[int] = []
     place = 0
     for chunk in chunks:
-        if chunk.observed:
+        if chunk.output_tokens:
             assert chunk.sequence.prompt_output is not None
-            chunk.sequence.prompt_output.update(hidden[place : place + chunk.observed], model.project)
+            chunk.sequence.prompt_output.update(hidden[place : place + chunk.output_tokens], model.project)
         place += chunk.wanted
         if chunk.samples:
             sampled.append(place - 1)

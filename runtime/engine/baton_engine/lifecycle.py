@@ -85,8 +85,8 @@ class Lifecycle:
             sequence.sampling_state.push(choice.token)
         except Exception as error:  # an error of one request's matcher must not end the other requests
             log.error("Request %s ends.", request.id, exc_info=error, extra=log_fields(sequence))
-            known = error if isinstance(error, BatonError) else InternalError()
-            self.end(sequence, FinishReason.ERROR, known)
+            client_error = error if isinstance(error, BatonError) else InternalError()
+            self.end(sequence, FinishReason.ERROR, client_error)
             return
         finish = self._finish_reason(sequence, choice.token)
         stop_id = choice.token if choice.token in request.sampling.stop_ids else None

@@ -63,11 +63,11 @@ def _listed(ranges: str) -> set[int]:
 
 def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
     """Bytes that this process could still take without anything being swapped or killed; None if unknown."""
-    known = []
+    limits = []
     for line in _read(meminfo).splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            known.append(int(value.split()[0]) * 1024)
+            limits.append(int(value.split()[0]) * 1024)
     limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
     if limit.isdecimal() and used.isdecimal():
         # File pages that nobody used lately count as used, but the kernel gives them up before it kills.
@@ -76,8 +76,8 @@ def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
             name, _, value = line.partition(" ")
             if name == "inactive_file":
                 idle = int(value)
-        known.append(max(0, int(limit) - int(used) + idle))
-    return min(known) if known else None
+        limits.append(max(0, int(limit) - int(used) + idle))
+    return min(limits) if limits else None
 
 
 def _read(path: Path) -> str:

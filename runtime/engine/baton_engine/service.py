@@ -27,9 +27,9 @@ from baton_api.keys import Keys
 from baton_api.workers import Load, Role
 from baton_engine.api.app import Served, create_app
 from baton_engine.api.edge import Edge, Probes
-from baton_engine.api.http import Drain, HttpServer
+from baton_engine.api.http import HttpServer, RequestDrain
 from baton_engine.api.parameters import Defaults
-from baton_engine.metrics.exposition import Whose, WorkerMetrics
+from baton_engine.metrics.exposition import WorkerLabels, WorkerMetrics
 from baton_engine.model.checkpoint import SamplingDefaults, sampling_defaults
 from baton_engine.model.progress import Progress
 from baton_engine.requests import RemotePrefill
@@ -54,7 +54,7 @@ RoleOf = Callable[[Worker], contextlib.AbstractAsyncContextManager[Duties]]
 
 
 @contextlib.asynccontextmanager
-async def alone(worker: Worker) -> AsyncIterator[Duties]:
+async def serve_alone(worker: Worker) -> AsyncIterator[Duties]:
     """Role `both`: nothing to add."""
     yield Duties()
 
@@ -74,7 +74,7 @@ async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def run(
-    settings: WorkerSettings, announce: Announcer, progress: Progress, role: RoleOf = alone
+    settings: WorkerSettings, announce: Announcer, progress: Progress, role: RoleOf = serve_alone
 ) -> None:
     """
     Serve until a SIGTERM or SIGINT, and then until what runs has ended; a second signal does not wait.
@@ -82,7 +82,7 @@ async def run(
     Raises SetupError if it cannot start, BatonError if it cannot go on.
     """
     keys = Keys(settings.api_key, settings.api_key_file)
-    entrance, drain = Entrance(), Drain()
+    entrance, drain = Entrance(), RequestDrain()
     tls = mutual_tls.server(settings.tls_folder, settings.tls_name)
     async with (
         HttpServer(entrance, settings.host, settings.port, drain, tls) as http,
@@ -110,11 +110,11 @@ async def _probed(entrance: Entrance, settings: WorkerSettings) -> AsyncIterator
     if not settings.health_port:
         yield
         return
-    async with HttpServer(Probes(entrance), settings.host, settings.health_port, Drain()):
+    async with HttpServer(Probes(entrance), settings.host, settings.health_port, RequestDrain()):
         yield
 
 
-async def _drain(worker: Worker, duties: Duties, drain: Drain) -> None:
+async def _drain(worker: Worker, duties: Duties, drain: RequestDrain) -> None:
     seconds = worker.settings.drain_s
     log.info("%s drains: %d requests are under way, %g s for them", worker.name, drain.running, seconds)
     others = duties.drain() if duties.drain is not None else asyncio.sleep(0)
@@ -123,7 +123,9 @@ async def _drain(worker: Worker, duties: Duties, drain: Drain) -> None:
             await asyncio.gather(drain.drain(seconds), others)
 
 
-def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys, tls: ssl.SSLContext | None) -> Served:
+def _served(
+    worker: Worker, duties: Duties, drain: RequestDrain, keys: Keys, tls: ssl.SSLContext | None
+) -> Served:
     def load() -> Load:
         return worker.load(control=duties.control)
 
@@ -140,7 +142,7 @@ def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys, tls: ssl.S
         metrics=WorkerMetrics(
             worker.client.snapshot,
             worker.kv_batches,
-            Whose(worker.name, worker.settings.role, worker.model_name),
+            WorkerLabels(worker.name, worker.settings.role, worker.model_name),
             worker.settings.metrics_names,
             lambda: mutual_tls.validity(tls),
         ),

@@ -26,7 +26,14 @@ from baton_engine import machine
 from baton_engine.client import AsyncEngine
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
-from baton_engine.kv.cache import BLOCK_SIZE, RESERVED_BLOCKS, KVCache, Memory, block_bytes, cache_blocks
+from baton_engine.kv.cache import (
+    BLOCK_SIZE,
+    RESERVED_BLOCKS,
+    KVCache,
+    MemoryBudget,
+    block_bytes,
+    cache_blocks,
+)
 from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
 from baton_engine.metrics.tracing import WorkerTracing, tracing_of
@@ -149,7 +156,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     checkpoint, spec, tokenizer, embedder, model, digest, weights = await asyncio.to_thread(
         _load, settings, device, dtype, progress
     )
-    memory = Memory(at_start=at_start, weights=weights, free=_free(device), gpu=device.type == "cuda")
+    memory = MemoryBudget(at_start=at_start, weights=weights, free=_free(device), gpu=device.type == "cuda")
     cache = _cache(settings, spec, dtype, device, memory)
     limits = _limits(settings, spec, device)
     loop = asyncio.get_running_loop()
@@ -234,7 +241,7 @@ def _load(
 
 
 def _cache(
-    settings: WorkerSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: Memory
+    settings: WorkerSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: MemoryBudget
 ) -> KVCache:
     size = block_bytes(spec, dtype)
     blocks = cache_blocks(settings, memory, size, spec.context)

@@ -22,7 +22,7 @@ from baton_api.sampling import Constraint, SamplingParams, Thinking
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.tracing import WorkerTrace, WorkerTracing
 from baton_engine.requests import FinishReason, GrammarMatcher, Output, Request
-from baton_engine.transfer.control import Connection
+from baton_engine.transfer.control import ControlConnection
 from baton_engine.transfer.integrity import block_checksums
 from baton_prefill.sessions import (
     Action,
@@ -30,7 +30,7 @@ from baton_prefill.sessions import (
     PrefillSession,
     PrefillState,
     ReleaseBlocks,
-    SendMessage,
+    SendToDecode,
     SubmitPrompt,
 )
 
@@ -78,7 +78,7 @@ class PromptTask:
         request_id: str,
         hashes: Sequence[bytes],
         context: ComputeContext,
-        connection: Connection,
+        connection: ControlConnection,
         on_released: Callable[[PromptTask], None],
     ) -> None:
         """`hashes` are `Request.hashes` of the prompt."""
@@ -113,7 +113,7 @@ class PromptTask:
                     self._spawn(self._compute())
                 case ComputeChecksums():
                     self._spawn(self._checksum(action))
-                case SendMessage(message):
+                case SendToDecode(message):
                     self._connection.send(message)
                 case ReleaseBlocks():
                     self._end_spans()

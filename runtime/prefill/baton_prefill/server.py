@@ -23,7 +23,7 @@ from baton_api.messages import Abort, AnyMessage, Done, Drained, Failed, Hello, 
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.tracing import WorkerTracing
 from baton_engine.transfer import Transfer, handshake
-from baton_engine.transfer.control import Connection, Pace, join_address
+from baton_engine.transfer.control import ControlConnection, Pace, join_address
 from baton_engine.transfer.handshake import Identity
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
@@ -100,7 +100,7 @@ class PrefillServer:
         self._tls = tls
         self._wall_clock = wall_clock
         self._server: asyncio.Server | None = None
-        self._connections: dict[Connection, asyncio.Task[None]] = {}
+        self._connections: dict[ControlConnection, asyncio.Task[None]] = {}
         self._prompts: set[PromptTask] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -147,7 +147,7 @@ class PrefillServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        connection = Connection(reader, writer, self._pace, self._pong)
+        connection = ControlConnection(reader, writer, self._pace, self._pong)
         self._connections[connection] = task
         prompts: dict[str, PromptTask] = {}
         try:
@@ -177,7 +177,7 @@ class PrefillServer:
         return tickets.refusal(self._secret, ticket, request_id, self.address, self._wall_clock())
 
     async def _handle(
-        self, message: AnyMessage, connection: Connection, prompts: dict[str, PromptTask]
+        self, message: AnyMessage, connection: ControlConnection, prompts: dict[str, PromptTask]
     ) -> None:
         match message:
             case Prefill():
@@ -198,7 +198,7 @@ class PrefillServer:
                 )
 
     async def _prefill(
-        self, prefill: Prefill, connection: Connection, prompts: dict[str, PromptTask]
+        self, prefill: Prefill, connection: ControlConnection, prompts: dict[str, PromptTask]
     ) -> None:
         before = prompts.get(prefill.session)
         if before is not None:

@@ -32,7 +32,7 @@ class ComputeChecksums:
 
 
 @dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendToDecode:
     message: Chunk | Commit | Failed | Drained
 
 
@@ -41,7 +41,7 @@ class ReleaseBlocks:
     """Stop computing and release the blocks. Once for each SubmitPrompt."""
 
 
-Action = SubmitPrompt | ComputeChecksums | SendMessage | ReleaseBlocks
+Action = SubmitPrompt | ComputeChecksums | SendToDecode | ReleaseBlocks
 
 
 class PrefillState(enum.StrEnum):
@@ -99,7 +99,7 @@ class PrefillSession:
             blocks=list(blocks),
             checksums=list(checksums),
         )
-        return [SendMessage(chunk), *self._commit_if_whole()]
+        return [SendToDecode(chunk), *self._commit_if_whole()]
 
     def finished(
         self, first: TokenChoice, cached_tokens: int, queue_s: float = 0.0, compute_s: float = 0.0
@@ -148,10 +148,10 @@ class PrefillSession:
         if self._commit is None or self._announced < self.blocks:
             return []
         self.state = PrefillState.COMMITTED
-        return [SendMessage(self._commit)]
+        return [SendToDecode(self._commit)]
 
-    def _failed(self, reason: str, retry: bool) -> SendMessage:
-        return SendMessage(
+    def _failed(self, reason: str, retry: bool) -> SendToDecode:
+        return SendToDecode(
             Failed(session=self.prefill.session, epoch=self.prefill.epoch, reason=reason, retry=retry)
         )
 
@@ -159,7 +159,7 @@ class PrefillSession:
         if self.state in (PrefillState.ASKED, PrefillState.RELEASED):
             return []
         drained = (
-            [SendMessage(Drained(session=self.prefill.session, epoch=self.prefill.epoch))] if send else []
+            [SendToDecode(Drained(session=self.prefill.session, epoch=self.prefill.epoch))] if send else []
         )
         self.state = PrefillState.RELEASED
         return [ReleaseBlocks(), *drained]

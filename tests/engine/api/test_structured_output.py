@@ -271,12 +271,12 @@ async def test_structured_stuck_constraint_delays_no_other_request() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     async with open_api(grammars=grammars) as api:
         assert (await api.chat(regex="a{3}")).status_code == 200
-        process = grammars.trials.process
+        process = grammars.validator.process
         assert process is not None
         os.kill(process, signal.SIGSTOP)
         try:
             slow = asyncio.ensure_future(api.chat(regex="b{3}"))
-            await eventually(lambda: grammars.trials.count == 2)
+            await eventually(lambda: grammars.validator.count == 2)
             assert (await api.chat()).status_code == 200
             assert (await api.chat(regex="a{3}")).status_code == 200
             assert not slow.done()

@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused_with_the_reason(grammars: Grammars, case: str
 
 def test_what_comes_at_once_from_many_threads_is_compiled_once(grammars: Grammars) -> None:
     constraint = Constraint("regex", "(together){3}")
-    start, before = threading.Barrier(8), grammars.trials.count
+    start, before = threading.Barrier(8), grammars.validator.count
 
     def ask(_: int) -> None:
         start.wait()
@@ -149,15 +149,15 @@ def test_what_comes_at_once_from_many_threads_is_compiled_once(grammars: Grammar
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(8)))
-    assert grammars.trials.count == before + 1
+    assert grammars.validator.count == before + 1
 
 
 def test_no_more_are_remembered_than_the_bound(grammars: Grammars) -> None:
     def trials(*names: str) -> int:
-        before = grammars.trials.count
+        before = grammars.validator.count
         for name in names:
             grammars.check(Constraint("regex", name))
-        return grammars.trials.count - before
+        return grammars.validator.count - before
 
     others = [f"n{number}" for number in range(CACHE_LIMIT)]
     assert trials("first", "first", *others[1:], "first") == CACHE_LIMIT
@@ -167,11 +167,11 @@ def test_no_more_are_remembered_than_the_bound(grammars: Grammars) -> None:
 
 def test_a_trial_process_that_is_gone_is_replaced(grammars: Grammars) -> None:
     assert_serves(grammars, 1000)
-    process = grammars.trials.process
+    process = grammars.validator.process
     assert process is not None
     os.kill(process, signal.SIGKILL)
     assert_serves(grammars, 1001)
-    assert grammars.trials.process != process
+    assert grammars.validator.process != process
 
 
 async def test_grammars_stuck_trial_delays_only_new_constraints() -> None:
@@ -180,7 +180,7 @@ async def test_grammars_stuck_trial_delays_only_new_constraints() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     known = Constraint("regex", "known")
     await made.prepare(known, None)
-    process = made.trials.process
+    process = made.validator.process
     assert process is not None
     os.kill(process, signal.SIGSTOP)
     try:
@@ -202,7 +202,7 @@ async def test_grammars_stuck_trial_delays_only_new_constraints() -> None:
 async def test_grammars_abandoned_request_begins_no_trial() -> None:
     made = Grammars(TOKENIZER, compile_s=6)
     await made.prepare(Constraint("regex", "first"), None)
-    process, before = made.trials.process, made.trials.count
+    process, before = made.validator.process, made.validator.count
     assert process is not None
     os.kill(process, signal.SIGSTOP)
     try:
@@ -215,7 +215,7 @@ async def test_grammars_abandoned_request_begins_no_trial() -> None:
     finally:
         os.kill(process, signal.SIGCONT)
     await asyncio.gather(*waiting)
-    assert made.trials.count == before + THREADS
+    assert made.validator.count == before + THREADS
     made.close()
 
 
@@ -232,4 +232,4 @@ def test_a_model_without_an_end_of_sequence_cannot_be_constrained() -> None:
     endless = Grammars(make_tokenizer(ends=False))
     with pytest.raises(InvalidRequest, match="no end of sequence"):
         endless.check(Constraint("regex", "a"))
-    assert endless.trials.process is None
+    assert endless.validator.process is None

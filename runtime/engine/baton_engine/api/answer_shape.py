@@ -12,7 +12,7 @@ from baton_engine.client import Generation
 from baton_engine.requests import PromptLogprobs, Request
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """Made for one request; it may remember what it has written. Of a request, only one way is asked for."""
 
     @property

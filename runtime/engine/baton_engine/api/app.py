@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from baton_api import exposure
 from baton_api.errors import ModelNotFound
 from baton_engine.api import completions, operations, sglang_generate, tokens
-from baton_engine.api.bodies import Call
+from baton_engine.api.bodies import JsonEndpoint
 from baton_engine.api.chat import endpoint
 from baton_engine.api.edge import Edge
 from baton_engine.api.embeddings import Embeddings
@@ -46,7 +46,7 @@ def create_app(served: Served) -> ASGIApp:
             raise ModelNotFound(name, served.names)
         return as_json(model_card(served, name))
 
-    tokenizing, detokenizing = Call(served, tokens.tokenize), Call(served, tokens.detokenize)
+    tokenizing, detokenizing = JsonEndpoint(served, tokens.tokenize), JsonEndpoint(served, tokens.detokenize)
     router = Router(
         [
             Route("/v1/models", models),

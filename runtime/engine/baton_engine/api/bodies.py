@@ -78,7 +78,7 @@ def _too_deep() -> InvalidRequest:
     return InvalidRequest(f"The JSON body of the request is nested deeper than {limits.DEPTH.most} levels.")
 
 
-class Call:
+class JsonEndpoint:
     """One endpoint, told apart by `work`, which runs on a thread of its own."""
 
     def __init__(self, served: Served, work: Callable[[Fields, Served], Any]) -> None:

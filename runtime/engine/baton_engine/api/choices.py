@@ -18,7 +18,7 @@ from baton_api.kv_events import block_number
 from baton_api.reports import PromptReport
 from baton_engine.api.answer_shape import Choice
 from baton_engine.api.exchange import Exchange
-from baton_engine.api.request_log import Told
+from baton_engine.api.request_log import AnswerLog
 from baton_engine.api.resuming import catch_up
 from baton_engine.api.served import Served
 from baton_engine.api.streaming import Usage
@@ -36,12 +36,12 @@ class Choices:
         work: Work,
         exchange: Exchange,
         remote: RemotePrefill | None = None,
-        told: Told | None = None,
+        answer_log: AnswerLog | None = None,
         salt: str = "",
         *,
         patient: bool = False,
     ) -> None:
-        self.told = told
+        self.answer_log = answer_log
         """Hears what is said, if the log is to tell of it."""
         self._served = served
         self._work = work
@@ -76,7 +76,7 @@ class Choices:
             lead.followers = self.all[lead.index + 1 : lead.index + n]
         if work.resumption is not None:
             catch_up(work, self.all[0])
-        self._behind = len(self.all) - len(self._leads)
+        self._unsubmitted = len(self.all) - len(self._leads)
         """Followers that were not submitted yet."""
         self.aborted = False
         """Whether somebody ended the request by its name."""
@@ -139,7 +139,7 @@ class Choices:
                 live -= 1
             else:
                 held.append((choice, piece))
-            if not self._behind:
+            if not self._unsubmitted:
                 for ready in held:
                     yield ready
                 held.clear()
@@ -150,7 +150,7 @@ class Choices:
                 followers, choice.followers = choice.followers, []
                 for follower in followers:
                     follower.outputs = self._served.engine.generate(follower.request)
-                    self._behind -= 1  # only now: in the queue, others' pieces may be before a refusal
+                    self._unsubmitted -= 1  # only now: in the queue, others' pieces may be before a refusal
                     self._tasks.append(asyncio.create_task(self._drive(follower)))
                 self._queue.put_nowait((choice, piece))
             self._queue.put_nowait((choice, None))
@@ -174,8 +174,8 @@ class Choices:
                     one.scores = output.prompt_output
             before = transcript.count
             piece = transcript.push(output)
-            if self.told is not None:
-                self.told.add(choice.index, piece.text)
+            if self.answer_log is not None:
+                self.answer_log.add(choice.index, piece.text)
             self._observe(choice, output, transcript.count - before)
             if transcript.finish is not None and output.finish is None:
                 self._served.engine.finish(choice.request.id)

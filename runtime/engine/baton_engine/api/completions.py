@@ -189,7 +189,7 @@ class CompletionShape:
         for start in range(0, len(choices), generated):
             of_prompt = choices[start : start + generated]
             if generated > self.n:
-                of_prompt = sorted(of_prompt, key=lambda made: mean_logprob(made[1].tokens), reverse=True)
+                of_prompt = sorted(of_prompt, key=lambda entry: mean_logprob(entry[1].tokens), reverse=True)
             yield from of_prompt[: self.n]
 
     def _whole(self, choice: Choice, whole: Piece) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from baton_engine.api import bodies
 from baton_engine.api.bodies import ClientGone, send_json, until_disconnect
 from baton_engine.api.exchange import Exchange, exchange_of
 from baton_engine.api.fields import Fields
-from baton_engine.api.generate import check_model, is_patient, salt_of, told
+from baton_engine.api.generate import check_model, is_patient, salt_of, span_attributes
 from baton_engine.api.parameters import read_cache_salt
 from baton_engine.api.prompts import read_prompts
 from baton_engine.api.running import read_names
@@ -47,7 +47,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EmbeddingsRequest:
     """One checked request."""
 
     inputs: Sequence[tuple[int, ...]]
@@ -75,17 +75,17 @@ class Embeddings:
         with self._served.drain.request():
             body, salt = await bodies.read(scope, receive), salt_of(scope)
             async with until_disconnect(receive):
-                asked = await asyncio.to_thread(self._read, body, salt)
+                spec = await asyncio.to_thread(self._read, body, salt)
             exchange.answer_id = f"embd-{uuid.uuid4().hex}"
-            exchange.prompt_tokens = asked.tokens
+            exchange.prompt_tokens = spec.tokens
             if self._served.tracing is not None:
                 exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
-            computation = Computation(self._served, exchange, asked, patient=is_patient(scope))
+            computation = Computation(self._served, exchange, spec, patient=is_patient(scope))
             try:
-                with self._served.running.entered((exchange.request_id, *asked.names), computation):
+                with self._served.running.entered((exchange.request_id, *spec.names), computation):
                     async with until_disconnect(receive):
                         vectors = await computation.vectors()
-                        encoded = await asyncio.to_thread(self._encoded, asked, vectors)
+                        encoded = await asyncio.to_thread(self._encoded, spec, vectors)
             except BaseException as error:
                 gone = isinstance(error, ClientGone | RequestAborted | asyncio.CancelledError)
                 self._record(exchange, FinishReason.ABORT if gone else FinishReason.ERROR)
@@ -93,7 +93,7 @@ class Embeddings:
             self._record(exchange, FinishReason.STOP)
             await send_json(encoded, send)
 
-    def _read(self, body: bytes, salt: str) -> Asked:
+    def _read(self, body: bytes, salt: str) -> EmbeddingsRequest:
         fields = bodies.parse(body)
         fields.require("model")
         check_model(fields, self._served)
@@ -114,14 +114,14 @@ class Embeddings:
                 raise ContextTooLong(len(given.tokens), 0, self._served.max_model_len, param=param)
         tokens = [given.tokens for given in inputs]
         hashes = [self._served.engine.hashes(prompt, salt) for prompt in tokens]
-        return Asked(tokens, hashes, embedder.pooling, shape, read_names(fields), salt)
+        return EmbeddingsRequest(tokens, hashes, embedder.pooling, shape, read_names(fields), salt)
 
-    def _encoded(self, asked: Asked, vectors: Sequence[Vector]) -> bytes:
+    def _encoded(self, spec: EmbeddingsRequest, vectors: Sequence[Vector]) -> bytes:
         data = [
-            {"object": "embedding", "index": index, "embedding": asked.format.shown(vector)}
+            {"object": "embedding", "index": index, "embedding": spec.format.shown(vector)}
             for index, vector in enumerate(vectors)
         ]
-        usage = {"prompt_tokens": asked.tokens, "total_tokens": asked.tokens}
+        usage = {"prompt_tokens": spec.tokens, "total_tokens": spec.tokens}
         return msgspec.json.encode(
             {"object": "list", "data": data, "model": self._served.name, "usage": usage}
         )
@@ -132,7 +132,7 @@ class Embeddings:
         self._served.metrics.ended(reason, exchange.prompt_tokens or 0, 0, exchange.ended - exchange.started)
         self._served.history.append(exchange)
         if exchange.spans is not None:
-            exchange.spans.end(told(exchange), failed=reason is FinishReason.ERROR)
+            exchange.spans.end(span_attributes(exchange), failed=reason is FinishReason.ERROR)
 
 
 def able(served: Served) -> Embedder:
@@ -148,11 +148,13 @@ def able(served: Served) -> Embedder:
 class Computation:
     """The vectors of one request while they are computed."""
 
-    def __init__(self, served: Served, exchange: Exchange, asked: Asked, *, patient: bool = False) -> None:
+    def __init__(
+        self, served: Served, exchange: Exchange, spec: EmbeddingsRequest, *, patient: bool = False
+    ) -> None:
         self._served = served
         self._patient = patient
         self._exchange = exchange
-        self._asked = asked
+        self._spec = spec
         self._under_way: set[str] = set()
         self._aborted = False
 
@@ -164,31 +166,31 @@ class Computation:
 
     async def vectors(self) -> list[Vector]:
         """One for each input. Raises what the engine refuses or fails with."""
-        inputs = self._asked.inputs
-        found: list[Vector] = [np.empty(0, dtype=np.float32)] * len(inputs)
+        inputs = self._spec.inputs
+        results: list[Vector] = [np.empty(0, dtype=np.float32)] * len(inputs)
         left = iter(range(len(inputs)))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(AT_ONCE, len(inputs))):
-                    group.create_task(self._drive(left, found))
+                    group.create_task(self._drive(left, results))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return found
+        return results
 
-    async def _drive(self, left: Iterator[int], found: list[Vector]) -> None:
+    async def _drive(self, left: Iterator[int], results: list[Vector]) -> None:
         for index in left:
-            found[index] = await self._one(index)
+            results[index] = await self._one(index)
 
     async def _one(self, index: int) -> Vector:
         if self._aborted:
             raise RequestAborted
         request = Request(
             id=f"{self._exchange.answer_id}-{index}",
-            prompt=self._asked.inputs[index],
+            prompt=self._spec.inputs[index],
             sampling=SamplingParams(max_tokens=0),
-            salt=self._asked.salt,
-            hashes=self._asked.hashes[index],
-            pooling=self._asked.pooling,
+            salt=self._spec.salt,
+            hashes=self._spec.hashes[index],
+            pooling=self._spec.pooling,
             patient=self._patient,
             step_summary=None if self._exchange.spans is None else self._exchange.spans.step_summary(),
         )
@@ -247,6 +249,6 @@ def read_format(fields: Fields, embedder: Embedder, hidden: int) -> VectorFormat
             code=UNSUPPORTED_PARAMETER,
         )
     if embedder.lengths and dimensions not in embedder.lengths:
-        known = ", ".join(map(str, embedder.lengths))
-        fields.wrong_value("dimensions", f"this model was trained for {known}, but got {dimensions}")
+        lengths = ", ".join(map(str, embedder.lengths))
+        fields.wrong_value("dimensions", f"this model was trained for {lengths}, but got {dimensions}")
     return VectorFormat(dimensions, True, encoded)

@@ -114,8 +114,10 @@ class Generate:
                 exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
             remote = named_remote(scope, self._served, exchange.request_id)
             followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
-            told = self._log.read(exchange, work)
-            choices = Choices(self._served, work, exchange, remote, told, salt, patient=is_patient(scope))
+            answer_log = self._log.read(exchange, work)
+            choices = Choices(
+                self._served, work, exchange, remote, answer_log, salt, patient=is_patient(scope)
+            )
             names = (exchange.request_id, work.shape.id, *names)
             try:
                 with self._served.running.entered(names, choices):
@@ -211,13 +213,15 @@ class Generate:
             )
         self._served.history.append(exchange)
         if exchange.spans is not None:
-            exchange.spans.end(told(exchange), failed=FinishReason.ERROR in exchange.finish_reasons)
-        if choices.told is not None:
-            choices.told.ended(exchange.finish_reasons, choices.usage.completion_tokens)
+            exchange.spans.end(
+                span_attributes(exchange), failed=FinishReason.ERROR in exchange.finish_reasons
+            )
+        if choices.answer_log is not None:
+            choices.answer_log.ended(exchange.finish_reasons, choices.usage.completion_tokens)
 
 
-def told(exchange: Exchange) -> Attributes:
-    """What is said of a request in its span."""
+def span_attributes(exchange: Exchange) -> Attributes:
+    """The attributes of a request's span."""
     return {
         "baton.request_id": exchange.request_id,
         "url.path": exchange.path,

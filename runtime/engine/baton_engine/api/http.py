@@ -30,7 +30,7 @@ class HttpServer:
     """One app on one port: `async with HttpServer(app, host, port, drain) as server`."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, drain: Drain, tls: ssl.SSLContext | None = None
+        self, app: ASGIApp, host: str, port: int, drain: RequestDrain, tls: ssl.SSLContext | None = None
     ) -> None:
         self.host = host
         self.scheme = "https" if tls else "http"
@@ -129,7 +129,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Drain:
+class RequestDrain:
     """How many requests are under way, and whether new ones are welcome."""
 
     def __init__(self) -> None:

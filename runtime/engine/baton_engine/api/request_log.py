@@ -29,7 +29,7 @@ VALUE_LIMIT = 200
 
 
 @dataclass(slots=True)
-class Told:
+class AnswerLog:
     """One request that is told of, while it is answered."""
 
     exchange: Exchange
@@ -60,7 +60,7 @@ class RequestLog:
         self._length = settings.log_requests_length
         self._tokenizer = tokenizer
 
-    def read(self, exchange: Exchange, work: Work) -> Told | None:
+    def read(self, exchange: Exchange, work: Work) -> AnswerLog | None:
         """Tell of a request that has just been read; None if nothing is told of requests."""
         if not self._wanted:
             return None
@@ -88,7 +88,7 @@ class RequestLog:
                 if left <= 0:
                     break
         log.info("%s", " ".join(parts))
-        return Told(exchange, self._length if texts else 0)
+        return AnswerLog(exchange, self._length if texts else 0)
 
 
 def _changed(sampling: SamplingParams) -> Iterable[str]:

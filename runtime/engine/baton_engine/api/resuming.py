@@ -27,9 +27,9 @@ from baton_engine.requests import FinishReason, Output
 
 def resumable(work: Work) -> bool:
     """Whether a worker that did not begin the answer can end it."""
-    alone = len(work.prompts) == work.parameters.n == 1
+    single = len(work.prompts) == work.parameters.n == 1
     reads = work.parameters.sampling.prompt_logprobs is not None
-    return work.parameters.streaming.wanted and alone and not reads and isinstance(work.shape, Resumable)
+    return work.parameters.streaming.wanted and single and not reads and isinstance(work.shape, Resumable)
 
 
 def beginning(work: Work, cached_tokens: int) -> bytes:

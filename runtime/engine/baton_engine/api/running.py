@@ -34,9 +34,9 @@ class Running:
             yield
         finally:
             for name in distinct:
-                known = self._by_name[name]
-                known.remove(request)
-                if not known:
+                entries = self._by_name[name]
+                entries.remove(request)
+                if not entries:
                     del self._by_name[name]
 
     def abort(self, name: str) -> int:
@@ -44,7 +44,7 @@ class Running:
         return self._end(self._by_name.get(name, ()))
 
     def abort_all(self) -> int:
-        return self._end(request for known in self._by_name.values() for request in known)
+        return self._end(request for entries in self._by_name.values() for request in entries)
 
     def _end(self, requests: Iterable[Abortable]) -> int:
         distinct = {id(request): request for request in requests}

@@ -10,7 +10,7 @@ from baton_api.keys import Keys
 from baton_api.workers import Load
 from baton_engine.api.chat.format import ChatFormat, chat_format_of
 from baton_engine.api.exchange import History, new_history
-from baton_engine.api.http import Drain
+from baton_engine.api.http import RequestDrain
 from baton_engine.api.parameters import Defaults, Vocabulary
 from baton_engine.api.running import Running
 from baton_engine.client import AsyncEngine
@@ -52,7 +52,7 @@ class Served:
     generates: bool = True
     """Whether the model has a head, without which nothing that it says means anything."""
     created: int = field(default_factory=lambda: int(time.time()))
-    drain: Drain = field(default_factory=Drain)
+    drain: RequestDrain = field(default_factory=RequestDrain)
     history: History = field(default_factory=new_history)
     running: Running = field(default_factory=Running)
     chat: ChatFormat = field(init=False)

@@ -62,7 +62,7 @@ def prepare(fields: Fields, served: Served) -> Work:
     parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in prompts))
     value = fields.get(source)
     names = read_names(fields)
-    shape = NativeShape(
+    shape = SglangShape(
         id=names[0] if names else f"gen-{uuid.uuid4().hex}",
         tokenizer=served.tokenizer,
         alternatives=alternatives,
@@ -87,7 +87,7 @@ class Gained:
 
 
 @dataclass(slots=True, kw_only=True)
-class NativeShape:
+class SglangShape:
     """Objects with `text`, `output_ids` and `meta_info`; the events of a stream are such objects too."""
 
     id: str
@@ -139,12 +139,12 @@ class NativeShape:
         prompt = self.prompts[choice.prompt]
         return [TokenChoice(token=prompt[0]), *scored(prompt, choice.scores)][self.start :]
 
-    def _logprobs(self, whose: str, tokens: Sequence[TokenChoice]) -> dict[str, Any]:
-        rows = {f"{whose}_token_logprobs": [self._entry(one.logprob, one.token) for one in tokens]}
+    def _logprobs(self, key: str, tokens: Sequence[TokenChoice]) -> dict[str, Any]:
+        rows = {f"{key}_token_logprobs": [self._entry(one.logprob, one.token) for one in tokens]}
         if not self.alternatives:
             return rows
         tops = [[self._entry(logprob, token) for token, logprob in one.top] for one in tokens]
-        return rows | {f"{whose}_top_logprobs": [top[: self.alternatives] or None for top in tops]}
+        return rows | {f"{key}_top_logprobs": [top[: self.alternatives] or None for top in tops]}
 
     def _entry(self, logprob: float | None, token: int) -> tuple[float | None, int, str | None]:
         text = self.tokenizer.token_text(token) if self.shows_texts else None

@@ -26,19 +26,19 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*(\[[^\]]*\]|\{[^}]*\})?\s*:(?!:=))", re.MULTILINE)
 """What only a grammar in Lark has; EBNF has `root ::=`."""
 
-Found = tuple[str, Constraint]
+NamedConstraint = tuple[str, Constraint]
 """The field that brings a constraint, as an error names it, and the constraint."""
 
 
 def read_constraint(fields: Fields) -> Constraint | None:
     """The one constraint of a request, checked for its form; whether it can be met is seen later."""
-    found = list(_constraints(fields))
-    if len(found) > 1:
+    constraints = list(_constraints(fields))
+    if len(constraints) > 1:
         raise InvalidRequest(
-            f"'{found[0][0]}' and '{found[1][0]}' exclude one another: an answer has one form.",
-            param=found[1][0],
+            f"'{constraints[0][0]}' and '{constraints[1][0]}' exclude one another: an answer has one form.",
+            param=constraints[1][0],
         )
-    return found[0][1] if found else None
+    return constraints[0][1] if constraints else None
 
 
 def constrained_by(fields: Fields) -> str | None:
@@ -46,7 +46,7 @@ def constrained_by(fields: Fields) -> str | None:
     return next((param for param, _ in _constraints(fields)), None)
 
 
-def _constraints(fields: Fields) -> Iterator[Found]:
+def _constraints(fields: Fields) -> Iterator[NamedConstraint]:
     yield from _response_format(fields)
     yield from _structured_outputs(fields)
     for name, read in _READERS.items():
@@ -56,7 +56,7 @@ def _constraints(fields: Fields) -> Iterator[Found]:
     fields.text("guided_decoding_backend")
 
 
-def _response_format(fields: Fields) -> Iterator[Found]:
+def _response_format(fields: Fields) -> Iterator[NamedConstraint]:
     value = fields.mapping("response_format")
     if value is None:
         return
@@ -85,7 +85,7 @@ def _named_schema(fields: Fields) -> Constraint:
     return _of_schema(schema, fields.param("schema"), lenient=not fields.boolean("strict"))
 
 
-def _structured_outputs(fields: Fields) -> Iterator[Found]:
+def _structured_outputs(fields: Fields) -> Iterator[NamedConstraint]:
     value = fields.mapping("structured_outputs")
     if not value:
         return
@@ -96,7 +96,7 @@ def _structured_outputs(fields: Fields) -> Iterator[Found]:
     if inner.boolean("disable_additional_properties"):
         inner.wrong_value("disable_additional_properties", "write 'additionalProperties' into the schema")
     inner.boolean("disable_fallback")
-    found = [
+    constraints = [
         *_schema(inner, "json", blank),
         *_regex(inner, "regex"),
         *_choice(inner, "choice"),
@@ -104,18 +104,18 @@ def _structured_outputs(fields: Fields) -> Iterator[Found]:
         *_structural_tag(inner, "structural_tag"),
     ]
     if inner.boolean("json_object"):
-        found.append((inner.param("json_object"), _any_object()))
-    if not found:
+        constraints.append((inner.param("json_object"), _any_object()))
+    if not constraints:
         raise InvalidRequest(
             "'structured_outputs' has one of 'json', 'regex', 'choice', 'grammar', 'json_object' and "
             "'structural_tag'.",
             param=fields.param("structured_outputs"),
             code=MISSING_REQUIRED_PARAMETER,
         )
-    yield from found
+    yield from constraints
 
 
-def _schema(fields: Fields, name: str, white_space: str | None = None) -> Iterator[Found]:
+def _schema(fields: Fields, name: str, white_space: str | None = None) -> Iterator[NamedConstraint]:
     """A schema as an object, or as text that holds one."""
     value = fields.get(name)
     if value is None:
@@ -134,17 +134,17 @@ def _schema(fields: Fields, name: str, white_space: str | None = None) -> Iterat
     yield param, _of_schema(value, param, white_space=white_space)
 
 
-def _regex(fields: Fields, name: str) -> Iterator[Found]:
+def _regex(fields: Fields, name: str) -> Iterator[NamedConstraint]:
     yield from _text(fields, name, "regex")
 
 
-def _grammar(fields: Fields, name: str) -> Iterator[Found]:
+def _grammar(fields: Fields, name: str) -> Iterator[NamedConstraint]:
     for param, constraint in _text(fields, name, "ebnf"):
         kind = "lark" if LARK.search(constraint.source) else "ebnf"
         yield param, Constraint(kind, constraint.source)
 
 
-def _choice(fields: Fields, name: str) -> Iterator[Found]:
+def _choice(fields: Fields, name: str) -> Iterator[NamedConstraint]:
     choices = fields.array(name, limits.CHOICES.most)
     if choices is None:
         return
@@ -164,7 +164,7 @@ def _choice(fields: Fields, name: str) -> Iterator[Found]:
     yield param, Constraint("lark", f"start: CHOICE\nCHOICE: {literals}\n")
 
 
-def _structural_tag(fields: Fields, name: str) -> Iterator[Found]:
+def _structural_tag(fields: Fields, name: str) -> Iterator[NamedConstraint]:
     """A tag as an object, or as text that holds one."""
     value = fields.get(name)
     if value is None:
@@ -175,14 +175,14 @@ def _structural_tag(fields: Fields, name: str) -> Iterator[Found]:
         yield from _text(fields, name, "structural_tag")
 
 
-def _text(fields: Fields, name: str, kind: str) -> Iterator[Found]:
+def _text(fields: Fields, name: str, kind: str) -> Iterator[NamedConstraint]:
     value = fields.text(name)
     if value is not None:
         _check_size(value, fields.param(name))
         yield fields.param(name), Constraint(kind, value)
 
 
-_READERS: dict[str, Callable[[Fields, str], Iterator[Found]]] = {
+_READERS: dict[str, Callable[[Fields, str], Iterator[NamedConstraint]]] = {
     "regex": _regex,
     "ebnf": _grammar,
     "json_schema": _schema,

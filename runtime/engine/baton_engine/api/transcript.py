@@ -139,9 +139,9 @@ class StopStrings:
         if not self._stops:
             return text, None
         self._held += text
-        found = self._first_match()
-        if found is not None:
-            start, stop = found
+        match = self._first_match()
+        if match is not None:
+            start, stop = match
             released = self._held[: start + len(stop) if self._include else start]
             self._held = ""
             return released, stop
@@ -156,8 +156,8 @@ class StopStrings:
         return released
 
     def _first_match(self) -> tuple[int, str] | None:
-        found = [(self._held.find(stop), stop) for stop in self._stops]
-        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        match = [(self._held.find(stop), stop) for stop in self._stops]
+        matches = [(start + len(stop), start, stop) for start, stop in match if start >= 0]
         if not matches:
             return None
         _, start, stop = min(matches)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from baton_api.errors import BatonError, ContextTooLong, InvalidRequest
 from baton_api.resuming import Resumption
 from baton_engine.api import structured_output
-from baton_engine.api.answer_shape import Shape
+from baton_engine.api.answer_shape import AnswerShape
 from baton_engine.api.fields import Fields
 from baton_engine.api.parameters import Parameters
 from baton_engine.api.parsing.parts import PlainReader, Reader
@@ -34,7 +34,7 @@ class Work:
 
     prompts: tuple[Prompt, ...]
     parameters: Parameters
-    shape: Shape
+    shape: AnswerShape
     reader: Callable[[], Reader] = PlainReader
     """Makes what tells the parts of one choice's text."""
     marks: frozenset[str] | None = frozenset()
@@ -70,13 +70,13 @@ def fit(
     where nobody said.
     """
     if truncate and len(tokens) >= context:
-        asked = wanted or default
-        room = max(1, min(asked, context // 2) if asked else context // 8)
-        tokens = tokens[:1] + tokens[len(tokens) - (context - room - 1) :]
+        requested = wanted or default
+        limit = max(1, min(requested, context // 2) if requested else context // 8)
+        tokens = tokens[:1] + tokens[len(tokens) - (context - limit - 1) :]
     if truncate and wanted is not None:
         wanted = min(wanted, context - len(tokens))
-    room = tokens_left(len(tokens), wanted, context, param=param, wanted_param=wanted_param)
-    return Prompt(tokens, room if wanted is not None or default is None else min(default, room))
+    limit = tokens_left(len(tokens), wanted, context, param=param, wanted_param=wanted_param)
+    return Prompt(tokens, limit if wanted is not None or default is None else min(default, limit))
 
 
 def tokens_left(prompt: int, wanted: int | None, context: int, *, param: str, wanted_param: str) -> int:

@@ -93,12 +93,12 @@ class _Parser:
         self._tokens: list[tuple[str, str, int]] = []
         position = 0
         while position < len(text):
-            found = TOKEN.match(text, position)
-            if found is None:
+            matched = TOKEN.match(text, position)
+            if matched is None:
                 raise self._error(f"{text[position]!r} is not expected", position)
-            if found.lastgroup != "space":
-                self._tokens.append((found.lastgroup or "", found.group(), position))
-            position = found.end()
+            if matched.lastgroup != "space":
+                self._tokens.append((matched.lastgroup or "", matched.group(), position))
+            position = matched.end()
         self._at = 0
         self._depth = 0
 
@@ -278,12 +278,12 @@ def _recurring(rules: dict[str, _Node]) -> set[str]:
 
 
 def _unescaped(text: str) -> str:
-    def character(found: re.Match[str]) -> str:
-        code = found[1] or found[2] or found[3]
+    def character(matched: re.Match[str]) -> str:
+        code = matched[1] or matched[2] or matched[3]
         if code is None:
-            return LETTERS.get(found[4], found[4])
+            return LETTERS.get(matched[4], matched[4])
         if int(code, 16) > 0x10FFFF or 0xD800 <= int(code, 16) < 0xE000:
-            raise EbnfError(f"'{found[0]}' is no character")
+            raise EbnfError(f"'{matched[0]}' is no character")
         return chr(int(code, 16))
 
     return ESCAPE.sub(character, text)
@@ -298,9 +298,9 @@ def _set(text: str) -> str:
     """Each character, and whether it is a bare hyphen."""
     position = 0
     while position < len(inside):
-        found = ESCAPE.match(inside, position)
-        end = position + 1 if found is None else found.end()
-        items.append((_unescaped(inside[position:end]), found is None and inside[position] == "-"))
+        matched = ESCAPE.match(inside, position)
+        end = position + 1 if matched is None else matched.end()
+        items.append((_unescaped(inside[position:end]), matched is None and inside[position] == "-"))
         position = end
     if not items:
         raise EbnfError("a set of characters is empty")

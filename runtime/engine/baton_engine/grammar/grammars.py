@@ -27,8 +27,8 @@ from baton_api.errors import INVALID_VALUE, BatonError, InternalError, InvalidRe
 from baton_api.sampling import Constraint, Thinking
 from baton_engine.grammar import validator_process
 from baton_engine.grammar.matchers import LLGuidanceMatcher, ThinkingMatcher
-from baton_engine.grammar.validator import QUEUE_S, Trials
-from baton_engine.grammar.validator_process import Words
+from baton_engine.grammar.validator import QUEUE_S, ConstraintValidator
+from baton_engine.grammar.validator_process import TokenizerSpec
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import GrammarMatcher
 
@@ -59,9 +59,9 @@ class Grammars:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
         self._waiting = 0
         """Calls of `prepare` that are not answered."""
-        self.trials = Trials(self._words, compile_s)
+        self.validator = ConstraintValidator(self._words, compile_s)
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
+        self._futures: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
         self._loading = threading.Lock()
         self._loaded: LLTokenizer | None = None
 
@@ -118,13 +118,13 @@ class Grammars:
 
     def close(self) -> None:
         """End the process in which constraints are tried out."""
-        self.trials.close()
+        self.validator.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_known(self, constraint: Constraint) -> bool:
         """Whether `constraint` has been compiled, or has fallen through."""
         with self._lock:
-            entry = self._known.get(_key(constraint.kind, constraint.source.encode(errors="surrogatepass")))
+            entry = self._futures.get(_key(constraint.kind, constraint.source.encode(errors="surrogatepass")))
         return entry is not None and entry.done()
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
@@ -140,19 +140,19 @@ class Grammars:
             )
         key = _key(constraint.kind, source)
         with self._lock:
-            entry = self._known.get(key)
+            entry = self._futures.get(key)
             mine = entry is None
             if entry is None:
-                entry = self._known[key] = Future()
-                if len(self._known) > CACHE_LIMIT:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(key)
+                entry = self._futures[key] = Future()
+                if len(self._futures) > CACHE_LIMIT:
+                    self._futures.popitem(last=False)
+            self._futures.move_to_end(key)
         if mine:
             self._compile(constraint, entry)
             if isinstance(entry.exception(), Exception) and not isinstance(entry.exception(), InvalidRequest):
                 with self._lock:  # it may do better next time
-                    if self._known.get(key) is entry:
-                        del self._known[key]
+                    if self._futures.get(key) is entry:
+                        del self._futures[key]
         try:
             return entry.result()
         except InvalidRequest as error:
@@ -170,11 +170,11 @@ class Grammars:
     def _try(self, constraint: Constraint) -> LLMatcher:
         began = time.monotonic()
         tokenizer = self._load()
-        verdict = self.trials.judge(constraint.kind, constraint.source)
-        if verdict.reason:
-            log.info("A constraint of kind %s was refused: %s", constraint.kind, _short(verdict.reason))
-            raise InvalidRequest(_short(verdict.reason))
-        matcher = LLMatcher(tokenizer, verdict.grammar, log_level=0, limits=validator_process.LIMITS)
+        result = self.validator.validate(constraint.kind, constraint.source)
+        if result.reason:
+            log.info("A constraint of kind %s was refused: %s", constraint.kind, _short(result.reason))
+            raise InvalidRequest(_short(result.reason))
+        matcher = LLMatcher(tokenizer, result.grammar, log_level=0, limits=validator_process.LIMITS)
         if matcher.is_error():
             raise InvalidRequest(_short(matcher.get_error()))
         # The first mask takes a millisecond more than others; its traces are copied with the matcher.
@@ -191,9 +191,9 @@ class Grammars:
                 log.info("The tokenizer for constraints took %.1f s.", time.monotonic() - began)
             return self._loaded
 
-    def _words(self) -> Words:
+    def _words(self) -> TokenizerSpec:
         tokenizer = self._tokenizer
-        return Words(
+        return TokenizerSpec(
             definition=tokenizer.definition, vocab=tokenizer.vocab_size, eos_ids=list(tokenizer.eos_ids)
         )
 

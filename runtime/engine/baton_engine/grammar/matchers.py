@@ -69,7 +69,7 @@ def _too_complex() -> InvalidRequest:
     )
 
 
-class Phase(enum.Enum):
+class ThinkingPhase(enum.Enum):
     OPENING = enum.auto()
     THINKING = enum.auto()
     ANSWERING = enum.auto()
@@ -84,7 +84,7 @@ class ThinkingMatcher:
         self._fresh = answer
         self._answer = None if answer is None else answer()
         self.ends: tuple[int, ...] = () if self._answer is None else self._answer.ends
-        self._phase = Phase.OPENING if thinking.start else Phase.THINKING
+        self._phase = ThinkingPhase.OPENING if thinking.start else ThinkingPhase.THINKING
         self._opened = 0
         """Ids of the start that were written."""
         self._spent = 0
@@ -94,11 +94,11 @@ class ThinkingMatcher:
 
     @property
     def finished(self) -> bool:
-        return self._phase is Phase.ANSWERING and self._answer is not None and self._answer.finished
+        return self._phase is ThinkingPhase.ANSWERING and self._answer is not None and self._answer.finished
 
     def fill(self, mask: NDArray[np.int32]) -> bool:
         match self._phase:
-            case Phase.OPENING:
+            case ThinkingPhase.OPENING:
                 if self._fresh is None:
                     return False
                 if self._answer is None:  # only the thought goes on as the text has begun
@@ -107,7 +107,7 @@ class ThinkingMatcher:
                     return False
                 allow(mask, self._thinking.start[self._opened])
                 return True
-            case Phase.THINKING:
+            case ThinkingPhase.THINKING:
                 if self._overdue:
                     mask.fill(0)
                     allow(mask, self._thinking.end[self._closed])
@@ -118,16 +118,16 @@ class ThinkingMatcher:
                 for end in self.ends:
                     forbid(mask, end)
                 return True
-            case Phase.ANSWERING:
+            case ThinkingPhase.ANSWERING:
                 return self._answer is not None and self._answer.fill(mask)
 
     def push(self, token: int) -> None:
         match self._phase:
-            case Phase.OPENING:
+            case ThinkingPhase.OPENING:
                 self._open(token)
-            case Phase.THINKING:
+            case ThinkingPhase.THINKING:
                 self._think(token)
-            case Phase.ANSWERING:
+            case ThinkingPhase.ANSWERING:
                 if self._answer is not None:
                     self._answer.push(token)
 
@@ -149,11 +149,11 @@ class ThinkingMatcher:
         elif self._fresh is not None and not opens:
             raise ConstraintBroken(token)
         if not opens:
-            self._phase = Phase.ANSWERING
+            self._phase = ThinkingPhase.ANSWERING
             return
         self._opened += 1
         if self._opened == len(self._thinking.start):
-            self._phase = Phase.THINKING
+            self._phase = ThinkingPhase.THINKING
 
     def _think(self, token: int) -> None:
         if self._overdue and token != self._thinking.end[self._closed]:
@@ -162,7 +162,7 @@ class ThinkingMatcher:
         self._closed = matched(self._thinking.end, before, token)
         self._spent += before + 1 - self._closed
         if self._closed == len(self._thinking.end):
-            self._phase = Phase.ANSWERING
+            self._phase = ThinkingPhase.ANSWERING
             self._answer = None if self._fresh is None else self._fresh()
 
 

@@ -185,11 +185,11 @@ class _Writer:
         """`text`, its special tokens as such."""
         parts: list[str] = []
         position = 0
-        for found in self._marks.finditer(text) if self._marks is not None else ():
-            if found.start() > position:
-                parts.append(json.dumps(text[position : found.start()]))
-            parts.append(f"<[{self._special[found.group()]}]>")
-            position = found.end()
+        for matched in self._marks.finditer(text) if self._marks is not None else ():
+            if matched.start() > position:
+                parts.append(json.dumps(text[position : matched.start()]))
+            parts.append(f"<[{self._special[matched.group()]}]>")
+            position = matched.end()
         if position < len(text) or not parts:
             parts.append(json.dumps(text[position:]))
         return " ".join(parts)

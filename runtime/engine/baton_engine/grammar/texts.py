@@ -33,8 +33,8 @@ class TextError(ValueError):
 
 def grammar(kind: str, source: str, special: Mapping[str, int]) -> str:
     """What llguidance compiles; `special` are the texts of special tokens with their ids. TextError."""
-    made = _made(kind, source, special)
-    return _letter_by_letter(made) if any(mark in source for mark in special) else made
+    grammar_text = _grammar(kind, source, special)
+    return _letter_by_letter(grammar_text) if any(mark in source for mark in special) else grammar_text
 
 
 def _letter_by_letter(grammar: str) -> str:
@@ -45,14 +45,14 @@ def _letter_by_letter(grammar: str) -> str:
     """
     if not grammar.lstrip().startswith("{"):
         return grammar if "%llguidance" in grammar else f"{UNFORCED}\n{grammar}"
-    made = json.loads(grammar)
-    for part in made["grammars"]:
+    grammar_text = json.loads(grammar)
+    for part in grammar_text["grammars"]:
         lark = part.get("lark_grammar") or f"start: %json {json.dumps(part.pop('json_schema'))}\n"
         part |= {"lark_grammar": f"{UNFORCED}\n{lark}"}
-    return json.dumps(made)
+    return json.dumps(grammar_text)
 
 
-def _made(kind: str, source: str, special: Mapping[str, int]) -> str:
+def _grammar(kind: str, source: str, special: Mapping[str, int]) -> str:
     try:
         match kind:
             case "json_schema":

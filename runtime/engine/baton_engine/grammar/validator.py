@@ -21,7 +21,13 @@ from collections.abc import Callable
 import msgspec
 
 from baton_api.errors import NotReady, Overloaded
-from baton_engine.grammar.validator_process import LENGTH_BYTES, Trial, Verdict, Words, write_frame
+from baton_engine.grammar.validator_process import (
+    LENGTH_BYTES,
+    TokenizerSpec,
+    ValidationRequest,
+    ValidationResult,
+    write_frame,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +41,20 @@ QUEUE_S = 20.0
 """To wait for the trials of others."""
 
 
-class TrialOver(Exception):
+class ValidationAborted(Exception):
     """It took too long, or the process ended for its sake."""
 
 
-class TrialLost(Exception):
+class ValidatorKilled(Exception):
     """The process was killed from outside, and perhaps not for this trial."""
 
 
-class Trials:
+class ConstraintValidator:
     """Any thread may have a constraint tried out."""
 
-    def __init__(self, words: Callable[[], Words], seconds: float) -> None:
-        """`words` is asked whenever a process starts; `seconds` of processor time for each trial."""
-        self._words = words
+    def __init__(self, tokenizer_spec: Callable[[], TokenizerSpec], seconds: float) -> None:
+        """`tokenizer_spec` is asked whenever a process starts; `seconds` of processor time for each trial."""
+        self._tokenizer_spec = tokenizer_spec
         self._seconds = seconds
         self._lock = threading.Lock()
         self._waiting = 0
@@ -62,7 +68,7 @@ class Trials:
         """The id of the process, if there is one."""
         return None if self._process is None else self._process.pid
 
-    def judge(self, kind: str, source: str) -> Verdict:
+    def validate(self, kind: str, source: str) -> ValidationResult:
         """Raises Overloaded if too many others come first."""
         self._waiting += 1
         try:
@@ -71,7 +77,7 @@ class Trials:
         finally:
             self._waiting -= 1
         try:
-            return self._judge(Trial(kind=kind, source=source, seconds=self._seconds))
+            return self._validate(ValidationRequest(kind=kind, source=source, seconds=self._seconds))
         finally:
             self._lock.release()
 
@@ -84,31 +90,31 @@ class Trials:
         with self._lock:
             self._end()
 
-    def _judge(self, trial: Trial) -> Verdict:
+    def _validate(self, request: ValidationRequest) -> ValidationResult:
         self.count += 1
         for _ in range(2):
             try:
-                return self._ask(trial)
-            except TrialLost:
+                return self._ask(request)
+            except ValidatorKilled:
                 log.info("The process that tries out constraints is gone.")
-            except TrialOver:
+            except ValidationAborted:
                 break
-        return Verdict(
+        return ValidationResult(
             reason=f"it is too complex: to compile it takes over {self._seconds:g} s, or too much memory"
         )
 
-    def _ask(self, trial: Trial) -> Verdict:
+    def _ask(self, request: ValidationRequest) -> ValidationResult:
         process = self._process or self._start()
         assert process.stdin is not None
         try:
-            write_frame(process.stdin, trial)
+            write_frame(process.stdin, request)
             return self._read(process, self._seconds * WALL_FACTOR)
         except OSError as error:
             status = process.wait()  # its pipes are closed: it has ended
             self._end()
             # No limit of ours ends it by this signal, and no fault of its own does.
-            raise TrialLost if status == -signal.SIGKILL else TrialOver from error
-        except TrialOver:
+            raise ValidatorKilled if status == -signal.SIGKILL else ValidationAborted from error
+        except ValidationAborted:
             self._end()
             raise
 
@@ -126,19 +132,19 @@ class Trials:
         self._process = process
         assert process.stdin is not None
         try:
-            write_frame(process.stdin, self._words())
+            write_frame(process.stdin, self._tokenizer_spec())
             self._read(process, START_S)
-        except (TrialOver, OSError) as error:
+        except (ValidationAborted, OSError) as error:
             self._end()
             raise RuntimeError("The process that tries out constraints does not start.") from error
         log.info("Constraints are tried out by process %d.", process.pid)
         return process
 
-    def _read(self, process: subprocess.Popen[bytes], seconds: float) -> Verdict:
+    def _read(self, process: subprocess.Popen[bytes], seconds: float) -> ValidationResult:
         assert process.stdout is not None
         descriptor, deadline = process.stdout.fileno(), time.monotonic() + seconds
         length = int.from_bytes(_read_all(descriptor, LENGTH_BYTES, deadline))
-        return msgspec.msgpack.decode(_read_all(descriptor, length, deadline), type=Verdict)
+        return msgspec.msgpack.decode(_read_all(descriptor, length, deadline), type=ValidationResult)
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -160,7 +166,7 @@ def _read_all(descriptor: int, count: int, deadline: float) -> bytes:
     while count:
         left = deadline - time.monotonic()
         if left <= 0 or not poll.poll(left * 1000):
-            raise TrialOver
+            raise ValidationAborted
         part = os.read(descriptor, count)
         if not part:
             raise BrokenPipeError

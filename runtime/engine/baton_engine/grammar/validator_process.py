@@ -43,7 +43,7 @@ LIMITS = LLParserLimits(
 """Of llguidance: every optional property that may come next takes four items of a row."""
 
 
-class Words(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame: the model's tokenizer."""
 
     definition: str
@@ -52,41 +52,43 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: list[int]
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     source: str
     seconds: float
     """Of processor time."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar to compile, or what is wrong with it."""
 
     grammar: str = ""
     reason: str = ""
 
 
-def make_tokenizer(words: Words) -> LLTokenizer:
-    return LLTokenizer(words.definition, n_vocab=words.vocab, eos_token=words.eos_ids)
+def make_tokenizer(tokenizer_spec: TokenizerSpec) -> LLTokenizer:
+    return LLTokenizer(
+        tokenizer_spec.definition, n_vocab=tokenizer_spec.vocab, eos_token=tokenizer_spec.eos_ids
+    )
 
 
-def special_tokens(words: Words, tokenizer: LLTokenizer) -> dict[str, int]:
+def special_tokens(tokenizer_spec: TokenizerSpec, tokenizer: LLTokenizer) -> dict[str, int]:
     """What llguidance takes for one token that is more than its letters, by its text."""
-    added = json.loads(words.definition).get("added_tokens") or []
+    added = json.loads(tokenizer_spec.definition).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if tokenizer.is_special_token(token["id"])}
 
 
-def judge(trial: Trial, tokenizer: LLTokenizer, special: dict[str, int]) -> Verdict:
+def validate(request: ValidationRequest, tokenizer: LLTokenizer, special: dict[str, int]) -> ValidationResult:
     """Compile, and go some steps at random."""
     try:
-        grammar = texts.grammar(trial.kind, trial.source, special)
+        grammar = texts.grammar(request.kind, request.source, special)
     except texts.TextError as error:
-        return Verdict(reason=str(error))
+        return ValidationResult(reason=str(error))
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        return Verdict(reason=matcher.get_error())
+        return ValidationResult(reason=matcher.get_error())
     reason = _walk(matcher, tokenizer.vocab_size)
-    return Verdict(reason=reason) if reason else Verdict(grammar=grammar)
+    return ValidationResult(reason=reason) if reason else ValidationResult(grammar=grammar)
 
 
 def _walk(matcher: LLMatcher, vocab: int) -> str:
@@ -136,17 +138,17 @@ def main() -> None:
     first = read_frame(requests)
     if first is None:
         return
-    words = msgspec.msgpack.decode(first, type=Words)
-    tokenizer = make_tokenizer(words)
-    special = special_tokens(words, tokenizer)
+    tokenizer_spec = msgspec.msgpack.decode(first, type=TokenizerSpec)
+    tokenizer = make_tokenizer(tokenizer_spec)
+    special = special_tokens(tokenizer_spec, tokenizer)
     _limit_memory()
-    write_frame(answers, Verdict())  # ready
+    write_frame(answers, ValidationResult())  # ready
     while (frame := read_frame(requests)) is not None:
-        trial = msgspec.msgpack.decode(frame, type=Trial)
-        signal.setitimer(signal.ITIMER_PROF, trial.seconds)
-        verdict = judge(trial, tokenizer, special)
+        request = msgspec.msgpack.decode(frame, type=ValidationRequest)
+        signal.setitimer(signal.ITIMER_PROF, request.seconds)
+        result = validate(request, tokenizer, special)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        write_frame(answers, verdict)
+        write_frame(answers, result)
 
 
 def _limit_memory() -> None:

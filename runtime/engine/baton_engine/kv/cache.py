@@ -95,7 +95,7 @@ LEAST_BLOCKS = RESERVED_BLOCKS + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryBudget:
     """Bytes of the device that holds the cache; None where nobody knows."""
 
     at_start: int | None
@@ -106,19 +106,21 @@ class Memory:
     gpu: bool
 
 
-def cache_blocks(asked: WorkerSettings, memory: Memory, block: int, context: int) -> int:
+def cache_blocks(settings: WorkerSettings, memory: MemoryBudget, block: int, context: int) -> int:
     """Return the number of blocks of `block` bytes, the reserved one included.
 
     `context` is the number of tokens of the model's context; it bounds the default on a CPU.
     Raises SetupError for what there is no room for.
     """
-    share, size = asked.memory_share, asked.kv_cache_memory
+    share, size = settings.memory_share, settings.kv_cache_memory
     if share and size:
         raise SetupError(
             "--kv-cache-memory gives the KV cache's size and --memory-share (--mem-fraction-static, "
             "--gpu-memory-utilization) has it worked out; give one of them."
         )
-    tokens = -(-asked.kv_cache_tokens // BLOCK_SIZE) + RESERVED_BLOCKS if asked.kv_cache_tokens else None
+    tokens = (
+        -(-settings.kv_cache_tokens // BLOCK_SIZE) + RESERVED_BLOCKS if settings.kv_cache_tokens else None
+    )
     if size:
         flag, blocks = "--kv-cache-memory", size // block
     elif share:
@@ -144,7 +146,7 @@ def cache_blocks(asked: WorkerSettings, memory: Memory, block: int, context: int
     return blocks
 
 
-def _shared(share: float, memory: Memory) -> int:
+def _shared(share: float, memory: MemoryBudget) -> int:
     if memory.at_start is None:
         raise SetupError(
             "This machine does not tell how much memory is free, so there is nothing to take a "
@@ -153,20 +155,20 @@ def _shared(share: float, memory: Memory) -> int:
     return int(share * memory.at_start) - memory.weights
 
 
-def _unasked(memory: Memory) -> int:
+def _unasked(memory: MemoryBudget) -> int:
     if memory.gpu:
         return int((memory.free or 0) * GPU_CACHE_SHARE)
     return CACHE_LIMIT if memory.free is None else min(CACHE_LIMIT, int(memory.free * CACHE_SHARE))
 
 
-def _most_by_default(memory: Memory, context: int) -> int:
+def _most_by_default(memory: MemoryBudget, context: int) -> int:
     if memory.gpu:
         return MOST_BLOCKS
     tokens = max(CACHE_CONTEXTS * context, LEAST_DEFAULT_TOKENS)
     return min(MOST_BLOCKS, -(-tokens // BLOCK_SIZE) + RESERVED_BLOCKS)
 
 
-def _more(flag: str, memory: Memory, block: int) -> str:
+def _more(flag: str, memory: MemoryBudget, block: int) -> str:
     if flag == "--memory-share" and memory.at_start:
         least = (memory.weights + LEAST_BLOCKS * block) / memory.at_start
         way_out = f"above {least:.2f}" if least < 1 else "cannot be large enough; take a smaller model"

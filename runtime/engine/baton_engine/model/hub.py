@@ -35,7 +35,7 @@ def cached(model: str, opening: str, ways_out: str) -> Path:
     """The model in the library's own cache. Raises SetupError, between `opening` and `ways_out`."""
     from huggingface_hub import snapshot_download
 
-    with _told(model, "", opening, ways_out):
+    with _errors(model, "", opening, ways_out):
         return Path(snapshot_download(model, allow_patterns=list(WANTED)))
 
 
@@ -43,7 +43,7 @@ def download(model: str, revision: str, patterns: Sequence[str], folder: Path, w
     """Its files into `folder`, going on where it was interrupted; returns the commit. Raises SetupError."""
     from huggingface_hub import HfApi, snapshot_download
 
-    with _told(model, revision, "", ways_out):
+    with _errors(model, revision, "", ways_out):
         # First the commit: all files are then of this one, whatever is pushed meanwhile.
         commit = HfApi().model_info(model, revision=revision or None).sha or ""
         snapshot_download(model, revision=commit, local_dir=folder, allow_patterns=list(patterns or WANTED))
@@ -51,7 +51,7 @@ def download(model: str, revision: str, patterns: Sequence[str], folder: Path, w
 
 
 @contextmanager
-def _told(model: str, revision: str, opening: str, ways_out: str) -> Iterator[None]:
+def _errors(model: str, revision: str, opening: str, ways_out: str) -> Iterator[None]:
     import httpx2
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -37,7 +37,7 @@ FIRST_POSITIONS = 1024
 MOST_HEAD_DIM = 256
 MOST_GROUP = 96
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-PLACES = {
+FIELDS = {
     name: number
     for number, name in enumerate(
         (
@@ -92,14 +92,14 @@ class NativeDecoder:
     """`Model` in C. One pass at a time; the rows of a pass do not change one another's results."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, native: ctypes.CDLL, threads: int
+        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, kernel_library: ctypes.CDLL, threads: int
     ) -> None:
         """Copies the weights: the caller drops its own afterwards."""
         self.spec = spec
         self.dtype = dtype
         self._rotary = Rotary(spec, torch.device("cpu"))
         self._cosines, self._sines = self._rotary.at(torch.arange(FIRST_POSITIONS))
-        self._native = native
+        self._kernels = kernel_library
         tied = weights.head is weights.embedding
         sizes = _Spec(
             kind=KINDS[dtype],
@@ -115,15 +115,15 @@ class NativeDecoder:
             nodes=machine.memory_nodes(),
             epsilon=spec.norm_epsilon,
         )
-        handle = native.baton_create(ctypes.byref(sizes))
+        handle = kernel_library.baton_create(ctypes.byref(sizes))
         if not handle:
             raise MemoryError("no memory for the packed weights")
         self._handle = ctypes.c_void_p(handle)
-        weakref.finalize(self, native.baton_destroy, self._handle)
+        weakref.finalize(self, kernel_library.baton_destroy, self._handle)
         for number, layer in enumerate(weights.layers):
             self._load_layer(number, layer)
             if window := spec.window(number):
-                native.baton_slide(self._handle, ctypes.c_int64(number), ctypes.c_int64(window))
+                kernel_library.baton_slide(self._handle, ctypes.c_int64(number), ctypes.c_int64(window))
         self._load(0, "final_norm", weights.final_norm)
         self._load(0, "head", weights.head)
         if not tied:
@@ -151,7 +151,7 @@ class NativeDecoder:
             states=rows.data_ptr(),
             states_stride=rows.shape[1],
         )
-        if self._native.baton_project(self._handle, ctypes.byref(task)):
+        if self._kernels.baton_project(self._handle, ctypes.byref(task)):
             raise MemoryError(f"no memory for the activations of {len(rows)} tokens")
         return logits
 
@@ -182,7 +182,7 @@ class NativeDecoder:
             block_size=cache.block_size,
             **results,
         )
-        match self._native.baton_forward(self._handle, ctypes.byref(task)):
+        match self._kernels.baton_forward(self._handle, ctypes.byref(task)):
             case 0:
                 return
             case 1:
@@ -201,7 +201,7 @@ class NativeDecoder:
     @property
     def bytes(self) -> int:
         """Memory of the packed weights."""
-        size: int = self._native.baton_bytes(self._handle)
+        size: int = self._kernels.baton_bytes(self._handle)
         return size
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
@@ -219,10 +219,10 @@ class NativeDecoder:
     def _load(self, layer: int, place: str, weight: Tensor, bias: Tensor | None = None) -> None:
         weight = weight.to(self.dtype).contiguous()
         bias = None if bias is None else bias.to(self.dtype).contiguous()
-        fits = self._native.baton_load(
+        fits = self._kernels.baton_load(
             self._handle,
             ctypes.c_int64(layer),
-            ctypes.c_int64(PLACES[place]),
+            ctypes.c_int64(FIELDS[place]),
             ctypes.c_void_p(weight.data_ptr()),
             ctypes.c_void_p(None if bias is None else bias.data_ptr()),
             ctypes.c_int64(weight.shape[0]),
@@ -254,11 +254,11 @@ def native_decoder(
     if not supports(spec, dtype):
         return None
     try:
-        native = _library(tuple(sorted(environment.items())))
+        kernel_library = _library(tuple(sorted(environment.items())))
     except library.Unavailable as reason:
         log.warning("computing with torch, more slowly: no native kernels, %s", reason)
         return None
-    return NativeDecoder(spec, weights, dtype, native, threads or torch.get_num_threads())
+    return NativeDecoder(spec, weights, dtype, kernel_library, threads or torch.get_num_threads())
 
 
 def available(environment: Mapping[str, str] = os.environ) -> bool:
@@ -272,7 +272,7 @@ def available(environment: Mapping[str, str] = os.environ) -> bool:
 
 @functools.cache
 def _library(environment: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    native = library.load(dict(environment))
-    native.baton_create.restype = ctypes.c_void_p
-    native.baton_bytes.restype = ctypes.c_int64
-    return native
+    kernel_library = library.load(dict(environment))
+    kernel_library.baton_create.restype = ctypes.c_void_p
+    kernel_library.baton_bytes.restype = ctypes.c_int64
+    return kernel_library

@@ -60,8 +60,8 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 def _llama3(plain: Tensor, rope: RopeScaling) -> Tensor:
     """Long waves are slowed by the factor, short ones kept, and those between blended."""
-    turns = rope.original_context * plain / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    rotations = rope.original_context * plain / (2 * math.pi)
+    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
     return (1 - kept) * plain / rope.factor + kept * plain
 
@@ -69,9 +69,9 @@ def _llama3(plain: Tensor, rope: RopeScaling) -> Tensor:
 def _yarn(plain: Tensor, rope: RopeScaling, spec: ModelSpec) -> Tensor:
     """As llama3's, but blended along the dimension's number instead of its wavelength."""
 
-    def dimension(turns: float) -> float:
+    def dimension(rotations: float) -> float:
         """The dimension that turns so often within the original context."""
-        wave = rope.original_context / (turns * 2 * math.pi)
+        wave = rope.original_context / (rotations * 2 * math.pi)
         return spec.head_dim * math.log(wave) / (2 * math.log(spec.rope_theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

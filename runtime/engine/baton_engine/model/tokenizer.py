@@ -180,8 +180,8 @@ class Tokenizer:
     @property
     def response_template(self) -> dict[str, Any] | None:
         """How `transformers` tells the parts of an answer, where the tokenizer's files say so."""
-        found: dict[str, Any] | None = getattr(self._tokenizer, "response_template", None)
-        return found
+        response_template: dict[str, Any] | None = getattr(self._tokenizer, "response_template", None)
+        return response_template
 
 
 def load_tokenizer(checkpoint: Checkpoint, spec: ModelSpec) -> Tokenizer:

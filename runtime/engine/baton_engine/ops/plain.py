@@ -35,7 +35,7 @@ class PlainLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowGroup:
     """Rows with equally many new tokens, attended in one call. R rows, L tokens each, B blocks."""
 
     tokens: Tensor | slice
@@ -60,7 +60,7 @@ class PlainOps:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self._planned: Batch | None = None
-        self._plans: dict[int | None, list[Part]] = {}
+        self._plans: dict[int | None, list[RowGroup]] = {}
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return PlainLinear(weight, bias)
@@ -123,7 +123,7 @@ class PlainOps:
             result[part.tokens] = mixed.transpose(1, 2).flatten(0, 1)
         return result.flatten(1)
 
-    def _parts(self, batch: Batch, window: int | None) -> list[Part]:
+    def _parts(self, batch: Batch, window: int | None) -> list[RowGroup]:
         """How `batch` is cut up: the same for all layers with that window, so worked out once."""
         if self._planned is not batch:
             self._planned, self._plans = batch, {}
@@ -139,18 +139,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def _plan(batch: Batch, window: int | None) -> list[Part]:
+def _plan(batch: Batch, window: int | None) -> list[RowGroup]:
     single = [r for r, row in enumerate(batch.rows) if len(row.tokens) == 1]
     most = max((batch.contexts[r] for r in single), default=0)
     together = len(single) > 1 and most * len(single) <= PADDING_LIMIT * sum(
         batch.contexts[r] for r in single
     )
     parts = [_single_tokens(batch, single, window)] if together else []
-    alone = [r for r in range(len(batch.rows)) if not together or len(batch.rows[r].tokens) > 1]
-    return parts + [_row(batch, r, window) for r in alone]
+    separate = [r for r in range(len(batch.rows)) if not together or len(batch.rows[r].tokens) > 1]
+    return parts + [_row(batch, r, window) for r in separate]
 
 
-def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> Part:
+def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> RowGroup:
     """Rows of one token each, padded to the longest context."""
     device = batch.device
     contexts = [batch.contexts[r] for r in rows]
@@ -164,7 +164,7 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> Par
     padded = min(contexts) < longest
     last = (ends[:, 0] - 1) // batch.block_size
     slots = torch.arange(batch.block_size, device=device)
-    return Part(
+    return RowGroup(
         tokens=torch.tensor([batch.starts[r] for r in rows], device=device),
         rows=len(rows),
         blocks=batch.block_table[torch.tensor(rows, device=device), :width].flatten(),
@@ -176,7 +176,7 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> Par
     )
 
 
-def _row(batch: Batch, r: int, window: int | None) -> Part:
+def _row(batch: Batch, r: int, window: int | None) -> RowGroup:
     """One row; keys that lie before the window of all its tokens are not gathered."""
     row, size = batch.rows[r], batch.block_size
     first = 0 if window is None else max(0, row.start - window + 1) // size
@@ -190,7 +190,7 @@ def _row(batch: Batch, r: int, window: int | None) -> Part:
         if window is not None:
             mask &= keys > queries - window
         mask = mask[None, None]
-    return Part(
+    return RowGroup(
         tokens=slice(batch.starts[r], batch.starts[r + 1]),
         rows=1,
         blocks=batch.block_table[r, first : -(-row.context // size)],

@@ -238,7 +238,7 @@ class _Logprobs:
     """The logprobs of the rows that want them, taken before anything is changed."""
 
     def __init__(self, logits: Tensor, states: Sequence[SamplingState]) -> None:
-        self._draws = states
+        self._states = states
         rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         self._place = {row: place for place, row in enumerate(rows)}
         if not rows:
@@ -250,13 +250,13 @@ class _Logprobs:
             self._ids: list[list[int]] = ids.tolist()
 
     def choice(self, row: int, token: int) -> TokenChoice:
-        count = self._draws[row].params.logprobs
+        count = self._states[row].params.logprobs
         if count is None:
             return TokenChoice(token=token)
         place = self._place[row]
         top: list[tuple[int, float]] = []
-        if asked := self._draws[row].params.logprob_ids:
-            top = list(zip(asked, self._values[place, list(asked)].tolist(), strict=True))
+        if named_ids := self._states[row].params.logprob_ids:
+            top = list(zip(named_ids, self._values[place, list(named_ids)].tolist(), strict=True))
         elif count:
             top = list(zip(self._ids[place][:count], self._top[place][:count], strict=True))
         return TokenChoice(token=token, logprob=self._values[place, token].item(), top=top)

@@ -80,25 +80,25 @@ class SamplingState:
 class Seen:
     """The distinct tokens that penalties concern, each with its count in the output."""
 
-    __slots__ = ("_counts", "_ids", "_places")
+    __slots__ = ("_counts", "_ids", "_index")
 
     def __init__(self, prompt: Sequence[int]) -> None:
         distinct = sorted(set(prompt))
-        self._places = {token: place for place, token in enumerate(distinct)}
+        self._index = {token: place for place, token in enumerate(distinct)}
         self._ids = np.zeros(max(64, 2 * len(distinct)), dtype=np.int64)
         self._ids[: len(distinct)] = distinct
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._index)]
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        return self._counts[: len(self._places)]
+        return self._counts[: len(self._index)]
 
     def push(self, token: int) -> None:
-        place = self._places.setdefault(token, len(self._places))
+        place = self._index.setdefault(token, len(self._index))
         if place == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])

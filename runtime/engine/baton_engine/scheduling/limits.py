@@ -46,9 +46,9 @@ def check(request: Request, *, vocab: int, max_model_len: int, blocks: int, bloc
     length = len(request.prompt)
     if not length:
         raise InvalidRequest("The prompt has no tokens.", param="prompt")
-    following = 1 if request.generates else 0
-    if length + following > max_model_len:
-        raise ContextTooLong(length, following, max_model_len, param="prompt")
+    generated = 1 if request.generates else 0
+    if length + generated > max_model_len:
+        raise ContextTooLong(length, generated, max_model_len, param="prompt")
     if max(request.prompt) >= vocab or min(request.prompt) < 0:
         raise InvalidRequest(f"The prompt has token ids outside of 0 to {vocab - 1}.", param="prompt")
     for token, _ in request.sampling.logit_bias:

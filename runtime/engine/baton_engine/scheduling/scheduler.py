@@ -30,7 +30,7 @@ YIELDS = 8
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """What `Scheduler.plan` decided. The lists after `prefills` have been carried out in the books."""
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -77,9 +77,9 @@ class Scheduler:
         place = len(self.waiting) if sequence.request.patient else self._first_patient()
         self.waiting.insert(place, sequence)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Decide the next pass and take the blocks it needs."""
-        plan = Plan()
+        plan = StepPlan()
         self._plan_decodes(plan)
         shared = self._yielded == YIELDS
         budget = self._prompt_tokens(
@@ -98,11 +98,11 @@ class Scheduler:
         """The pass has written the KV of this many more tokens: whole blocks become known."""
         request = sequence.request
         request.computed += tokens
-        size, told = self.block_size, self.kv_events
+        size, events = self.block_size, self.kv_events
         for index in range(sequence.published, request.computed // size):
             name, parent = sequence.block_hash(index), sequence.parent(index)
-            if self.pool.publish(request.blocks[index], name, parent) and told is not None:
-                told.stored(name, parent, sequence.tokens(index * size, (index + 1) * size))
+            if self.pool.publish(request.blocks[index], name, parent) and events is not None:
+                events.stored(name, parent, sequence.tokens(index * size, (index + 1) * size))
             sequence.published = index + 1
 
     def fetched(self, sequence: Sequence, arrived: int, unsafe: frozenset[int]) -> bool:
@@ -169,12 +169,12 @@ class Scheduler:
         sequence.stage = Stage.ENDED
         self.pool.release(sequence.drop_blocks())
 
-    def _plan_decodes(self, plan: Plan) -> None:
+    def _plan_decodes(self, plan: StepPlan) -> None:
         decodes = [sequence for sequence in self.running if sequence.decoding]
         growing = [sequence for sequence in decodes if sequence.request.computed == sequence.room]
         if growing:
             if len(growing) > self.pool.available:
-                stuck = self._make_room(plan, growing)
+                stuck = self._free_blocks(plan, growing)
                 decodes = [
                     sequence
                     for sequence in decodes
@@ -189,7 +189,7 @@ class Scheduler:
                 sequence.grow(self.pool.allocate(1))
         plan.decodes = decodes
 
-    def _make_room(self, plan: Plan, growing: list[Sequence]) -> Sequence | None:
+    def _free_blocks(self, plan: StepPlan, growing: list[Sequence]) -> Sequence | None:
         """Retract until every job that grows can; the one that cannot, alone as it is, is returned."""
         while len(growing) > self.pool.available:
             victims = [sequence for sequence in self.running if sequence.retractable]
@@ -202,7 +202,7 @@ class Scheduler:
             growing = [sequence for sequence in growing if sequence is not victim]
         return None
 
-    def _make_way(self, plan: Plan) -> bool:
+    def _make_way(self, plan: StepPlan) -> bool:
         """Retract a patient job for one that is not; False if there is none."""
         victims = [sequence for sequence in self.running if sequence.request.patient and sequence.retractable]
         if not victims:
@@ -211,7 +211,7 @@ class Scheduler:
         plan.decodes = [sequence for sequence in plan.decodes if sequence is not victim]
         return True
 
-    def _retract_one(self, plan: Plan, victims: abc.Sequence[Sequence]) -> Sequence:
+    def _retract_one(self, plan: StepPlan, victims: abc.Sequence[Sequence]) -> Sequence:
         """Of `victims`, a patient one if there is one, and the one that loses the least."""
         victim = min(victims, key=_loss)
         self.running.remove(victim)
@@ -229,11 +229,11 @@ class Scheduler:
         """What a pass with these has for prompts: a block at least, or they might be kept out for good."""
         return max(self.limits.prompt_tokens(len(decodes)), self.block_size)
 
-    def _plan_prompts(self, plan: Plan, budget: int, *, patient: bool) -> int:
+    def _plan_prompts(self, plan: StepPlan, budget: int, *, patient: bool) -> int:
         """Share the pass's tokens, those under way first; gives what is left of them."""
         return self._admit(plan, self._plan_prefills(plan, budget, patient), patient)
 
-    def _plan_prefills(self, plan: Plan, budget: int, patient: bool) -> int:
+    def _plan_prefills(self, plan: StepPlan, budget: int, patient: bool) -> int:
         for sequence in self.running:
             if budget <= 0:
                 break
@@ -243,7 +243,7 @@ class Scheduler:
                 budget -= tokens
         return budget
 
-    def _admit(self, plan: Plan, budget: int, patient: bool) -> int:
+    def _admit(self, plan: StepPlan, budget: int, patient: bool) -> int:
         size = self.block_size
         while self.waiting and self.waiting[0].request.patient == patient:
             sequence = self.waiting[0]
@@ -255,8 +255,8 @@ class Scheduler:
             request = sequence.request
             # One block for each that runs, or it would be retracted for a newcomer's sake.
             reserve = len(self.running) + len(self.fetching)
-            figures = (sequence, self.pool.available, len(self.running), len(self.fetching), len(self.held))
-            if figures == self._refused:
+            state = (sequence, self.pool.available, len(self.running), len(self.fetching), len(self.held))
+            if state == self._refused:
                 return budget
             prefix = self.pool.match(sequence.hashes[: sequence.cacheable // size])
             missing = request.length - len(prefix) * size
@@ -267,7 +267,7 @@ class Scheduler:
             if needed + self.pool.unused(prefix) + reserve > self.pool.available:
                 if not patient and self._make_way(plan):
                     continue
-                self._refused = figures
+                self._refused = state
                 if not reserve and not self.held:
                     plan.starved.append(sequence)
                 return budget

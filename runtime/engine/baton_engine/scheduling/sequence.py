@@ -59,8 +59,8 @@ class Sequence:
         self.request = request
         self.block_size = block_size
         self.root = root_hash(request.salt)
-        known = request.hashes
-        self.hashes = block_hashes(request.prompt, block_size, self.root) if known is None else list(known)
+        hashes = request.hashes
+        self.hashes = block_hashes(request.prompt, block_size, self.root) if hashes is None else list(hashes)
         """Of all full blocks whose tokens are known."""
         request.tail = self.hashes[-1] if self.hashes else b""
         self.published = 0

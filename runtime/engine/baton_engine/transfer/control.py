@@ -42,7 +42,7 @@ class Pace:
     """For the last frames to leave when the connection is closed."""
 
 
-class Connection:
+class ControlConnection:
     """Messages over one TCP connection, in both directions."""
 
     def __init__(
@@ -153,7 +153,7 @@ async def dial(
     pace: Pace,
     pong: Callable[[int], Pong] = lambda number: Pong(number=number),
     tls: ssl.SSLContext | None = None,
-) -> Connection:
+) -> ControlConnection:
     """A connection to `host:port`. Raises TransferFailed."""
     host, port = split_address(address)
     try:
@@ -163,7 +163,7 @@ async def dial(
         raise TransferFailed(f"{address} did not answer within {pace.connect_s:g} s.") from error
     except (OSError, UnicodeError) as error:  # the latter for a name that DNS cannot carry
         raise TransferFailed(f"{address} cannot be reached: {error}.") from error
-    return Connection(reader, writer, pace, pong)
+    return ControlConnection(reader, writer, pace, pong)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from baton_api import messages
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import PROTOCOL, Hello, PoolLayout, Refuse, Welcome
 from baton_engine.transfer.compatibility import Compatibility
-from baton_engine.transfer.control import Connection, Pace
+from baton_engine.transfer.control import ControlConnection, Pace
 
 HELLO_LIMIT = 64 * 1024
 """Bytes of the first frame: nobody who is not known yet makes this worker buffer more."""
@@ -86,7 +86,7 @@ class _Greeting(msgspec.Struct, tag_field="type", tag="hello"):
 
 
 async def accept(
-    connection: Connection,
+    connection: ControlConnection,
     me: Identity,
     welcome: Callable[[], Welcome],
     admit: Callable[[Hello], str | None],
@@ -112,7 +112,7 @@ async def accept(
     return hello
 
 
-async def introduce(connection: Connection, me: Identity, hello: Hello, pace: Pace) -> Welcome:
+async def introduce(connection: ControlConnection, me: Identity, hello: Hello, pace: Pace) -> Welcome:
     """The decode side: send Hello, read Welcome. Raises IncompatiblePeer or TransferFailed."""
     connection.send(hello)
     try:

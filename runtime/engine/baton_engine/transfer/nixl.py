@@ -2,7 +2,7 @@
 NIXL, as far as Baton speaks it. No other module imports it.
 
 Its own progress thread stays off, as it takes a whole core, and so does its listening thread, which
-would hand out metadata to whoever asks. The agent belongs to one `Reader`'s thread.
+would hand out metadata to whoever asks. The agent belongs to one `BlockReader`'s thread.
 
 Known of NIXL 1.5.1 with its UCX 1.23: when a reader dies in the middle of a READ over TCP, the process it
 was reading from purges its unsent answers through fields of them that nobody set. With the agent on the
@@ -30,7 +30,7 @@ from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, ucx
 from baton_engine.transfer.integrity import seal, unseal
-from baton_engine.transfer.reader import AgentError, Read, Reader
+from baton_engine.transfer.reader import AgentError, BlockReader, Read
 from baton_engine.transfer.reads import Settlement, check_pool, check_read, slices
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ CLOSE_GRACE_S = 2.0
 """How long `close` waits for reads under way. After it the thread, the agent and the pool stay as they
 are until the peer answers or the process ends: letting go of them would not stop the writing."""
 
-TRIAL_BYTES = 1024 * 1024
+SELF_TEST_BYTES = 1024 * 1024
 
 TEARDOWN_STEPS = 50
 """Calls in which UCX lets go of a connection that failed, 3 us each."""
@@ -63,7 +63,7 @@ class NixlTransfer:
             memory="VRAM" if cuda else "DRAM",
         )
         self._agent = NixlAgent(f"{worker}-{secrets.token_hex(16)}", cache, self._pool)
-        self._reader = Reader(self._agent)
+        self._reader = BlockReader(self._agent)
         self._metadata = b""
 
     @classmethod
@@ -256,7 +256,7 @@ def is_installed() -> bool:
 
 def try_out() -> str:
     """Start UCX as a worker does, register some memory and let go: what there is. Raises SetupError."""
-    memory = np.zeros(TRIAL_BYTES, dtype=np.uint8)
+    memory = np.zeros(SELF_TEST_BYTES, dtype=np.uint8)
     with ucx.environment():
         nixl_agent, nixl_agent_config, errors = _load()
         try:
@@ -264,7 +264,7 @@ def try_out() -> str:
             agent = nixl_agent(f"trial-{secrets.token_hex(8)}", config)
             if "UCX" not in agent.backends:
                 raise SetupError(f"The NIXL library has no UCX plugin. {WAY_OUT}")
-            region = (memory.ctypes.data, TRIAL_BYTES, 0, "")
+            region = (memory.ctypes.data, SELF_TEST_BYTES, 0, "")
             agent.deregister_memory(agent.register_memory([region], "DRAM", ["UCX"]), ["UCX"])
             plugins = ", ".join(sorted(agent.get_plugin_list()))
         except errors as error:

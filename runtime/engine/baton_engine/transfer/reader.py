@@ -135,7 +135,7 @@ class _Remote:
         return self.near and 2 * self.inline > self.posts
 
 
-class Reader:
+class BlockReader:
     """`post`, `call`, `stop` and `join` are for other threads; the rest is what they have called on this."""
 
     def __init__(self, agent: Agent) -> None:
@@ -182,8 +182,8 @@ class Reader:
             name = self._agent.add(metadata)
         except AgentError as error:
             raise TransferFailed(f"The peer cannot be reached: {error}.") from error
-        known = self._remotes.get(name)
-        if known is None:
+        existing = self._remotes.get(name)
+        if existing is None:
             try:
                 blocks = self._agent.prepare(name, pool)
             except AgentError as error:
@@ -191,10 +191,10 @@ class Reader:
                 raise TransferFailed(f"The pool that {name} announced cannot be read: {error}.") from error
             self._forget_oldest()
             self._remotes[name] = _Remote(name, epoch, pool, blocks, near=near)
-        elif known.dead or (known.epoch, known.pool) != (epoch, pool):
+        elif existing.dead or (existing.epoch, existing.pool) != (epoch, pool):
             raise TransferFailed(f"The peer {name} is known as one that failed or was another start.")
         else:
-            known.uses += 1
+            existing.uses += 1
         return name
 
     def disconnect(self, name: str) -> None:

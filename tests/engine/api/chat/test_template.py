@@ -18,7 +18,7 @@ from baton_api.errors import InvalidRequest, SetupError
 from baton_engine.api.chat.messages import read_messages
 from baton_engine.api.chat.template import dialect, sandbox
 from baton_engine.api.chat.template.dialect import Dialect
-from baton_engine.api.chat.template.prompt import Conversation, render
+from baton_engine.api.chat.template.prompt import TemplateInput, render
 from baton_engine.api.chat.template.sandbox import TemplateError
 from baton_engine.api.chat.template.subprocess import render_apart
 from baton_engine.api.chat.template.templates import Templates, templates_of
@@ -88,8 +88,8 @@ def tokenizer(name: str) -> Any:
     )
 
 
-def conversation(messages: list[dict[str, Any]], **fields: Any) -> Conversation:
-    return Conversation(messages=read_messages(Fields({"messages": messages})), **fields)
+def conversation(messages: list[dict[str, Any]], **fields: Any) -> TemplateInput:
+    return TemplateInput(messages=read_messages(Fields({"messages": messages})), **fields)
 
 
 @pytest.mark.parametrize("talk", TALKS)

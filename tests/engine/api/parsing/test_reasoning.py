@@ -10,9 +10,18 @@ from typing import Any
 import pytest
 
 from baton_api.errors import SetupError
-from baton_engine.api.parsing.parts import Arguments, Call, Part, PlainReader, Reader, Thought, Words, merged
+from baton_engine.api.parsing.parts import (
+    AnswerText,
+    Arguments,
+    Part,
+    PlainReader,
+    Reader,
+    Thought,
+    ToolCall,
+    merged,
+)
 from baton_engine.api.parsing.reasoning import families, formats
-from baton_engine.api.parsing.reasoning.families import FAMILIES, State
+from baton_engine.api.parsing.reasoning.families import FAMILIES, PromptState
 from baton_engine.api.parsing.reasoning.formats import Described, Harmony, Marked, Opening
 from baton_engine.api.parsing.reasoning.reader import ReasoningReader
 from baton_engine.api.parsing.reasoning.visibility import Showing
@@ -41,7 +50,7 @@ RESPONSE_TEMPLATE = {
 def read(reader: Reader, pieces: Iterable[str]) -> list[Part]:
     parts = [part for piece in pieces for part in reader.push(piece)]
     told = merged([*parts, *reader.flush()])
-    return [Call(part.index, "id", part.name) if isinstance(part, Call) else part for part in told]
+    return [ToolCall(part.index, "id", part.name) if isinstance(part, ToolCall) else part for part in told]
 
 
 def cuts(text: str) -> Iterable[list[str]]:
@@ -60,25 +69,28 @@ def assert_same_in_pieces(make: Callable[[], Reader], text: str) -> list[Part]:
     return whole
 
 
-MARKED: dict[str, tuple[State, str, list[Part]]] = {
+MARKED: dict[str, tuple[PromptState, str, list[Part]]] = {
     "a thought and an answer": (
-        State.FREE, "<think>\nHm. \n</think>\n\nYes. ", [Thought("Hm."), Words("Yes. ")]),
-    "a thought that the prompt has begun": (State.OPEN, "\nHm.</think>Yes.", [Thought("Hm."), Words("Yes.")]),
+        PromptState.FREE, "<think>\nHm. \n</think>\n\nYes. ", [Thought("Hm."), AnswerText("Yes. ")]),
+    "a thought that the prompt has begun": (
+        PromptState.OPEN, "\nHm.</think>Yes.", [Thought("Hm."), AnswerText("Yes.")]),
     "a thought that prompt and model have begun": (
-        State.OPEN, "<think>Hm.</think>Yes.", [Thought("Hm."), Words("Yes.")]),
-    "an answer without a thought": (State.FREE, " Yes, <think> is a tag", [Words(" Yes, <think> is a tag")]),
+        PromptState.OPEN, "<think>Hm.</think>Yes.", [Thought("Hm."), AnswerText("Yes.")]),
+    "an answer without a thought": (
+        PromptState.FREE, " Yes, <think> is a tag", [AnswerText(" Yes, <think> is a tag")]),
     "an answer after a thought that the prompt has ended": (
-        State.CLOSED, "<think>x</think>", [Words("<think>x</think>")]),
-    "an empty thought": (State.FREE, "<think>\n\n</think>\n\nYes.", [Words("Yes.")]),
-    "a thought without an end": (State.FREE, "<think>Hm <b> </", [Thought("Hm <b>")]),
-    "a thought that is cut in its mark": (State.OPEN, "Hm </thin", [Thought("Hm")]),
-    "a start that is cut": (State.FREE, "<thi", []),
-    "what is nearly a mark": (State.OPEN, "a </thinker> b", [Thought("a </thinker> b")]),
-    "a comparison at the end": (State.OPEN, "a <", [Thought("a <")]),
+        PromptState.CLOSED, "<think>x</think>", [AnswerText("<think>x</think>")]),
+    "an empty thought": (PromptState.FREE, "<think>\n\n</think>\n\nYes.", [AnswerText("Yes.")]),
+    "a thought without an end": (PromptState.FREE, "<think>Hm <b> </", [Thought("Hm <b>")]),
+    "a thought that is cut in its mark": (PromptState.OPEN, "Hm </thin", [Thought("Hm")]),
+    "a start that is cut": (PromptState.FREE, "<thi", []),
+    "what is nearly a mark": (PromptState.OPEN, "a </thinker> b", [Thought("a </thinker> b")]),
+    "a comparison at the end": (PromptState.OPEN, "a <", [Thought("a <")]),
     "a second thought, which is none": (
-        State.FREE, "<think>a</think>b<think>c</think>", [Thought("a"), Words("b<think>c</think>")]),
-    "white space and nothing else": (State.FREE, "  \n", [Words("  \n")]),
-    "nothing": (State.OPEN, "", []),
+        PromptState.FREE, "<think>a</think>b<think>c</think>",
+        [Thought("a"), AnswerText("b<think>c</think>")]),
+    "white space and nothing else": (PromptState.FREE, "  \n", [AnswerText("  \n")]),
+    "nothing": (PromptState.OPEN, "", []),
 }  # fmt: skip
 
 
@@ -93,14 +105,14 @@ def test_every_family_tells_thought_from_answer_however_the_text_is_cut(
     family: families.ReasoningFamily,
 ) -> None:
     text = f"{family.start} some {family.start[:-1]} thought {family.end[:-1]}{family.end}\n an answer"
-    state = State.OPEN if family.implied else State.FREE
+    state = PromptState.OPEN if family.implied else PromptState.FREE
     told = assert_same_in_pieces(lambda: ReasoningReader(family, PlainReader(), state), text)
     assert told == [
         Thought(f"some {family.start[:-1]} thought {family.end[:-1]}"),
-        Words("an answer"),
+        AnswerText("an answer"),
     ]
     assert read(ReasoningReader(family, PlainReader(), state), ["plain"]) == [
-        Thought("plain") if family.implied else Words("plain")
+        Thought("plain") if family.implied else AnswerText("plain")
     ]
 
 
@@ -109,7 +121,7 @@ def test_no_text_is_told_otherwise_in_pieces(seed: int) -> None:
     chance = random.Random(seed)
     scraps = ["<think>", "</think>", "<", "</", "think", ">", " ", "\n", "a", "b "]
     text = "".join(chance.choices(scraps, k=12))
-    for state in State:
+    for state in PromptState:
         for fields in ({}, {"apart": False}, {"exact": True}):
             assert_same_in_pieces(lambda: ReasoningReader(QWEN3, PlainReader(), state, **fields), text)  # noqa: B023
 
@@ -118,16 +130,16 @@ def test_no_text_is_told_otherwise_in_pieces(seed: int) -> None:
 def test_thoughts_that_are_not_wanted_apart_stay_in_the_text_with_their_marks(name: str) -> None:
     state, text, _ = MARKED[name]
     told = read(ReasoningReader(QWEN3, PlainReader(), state, apart=False), [text])
-    assert told == ([Words(text)] if text else [])
+    assert told == ([AnswerText(text)] if text else [])
 
 
 def test_the_white_space_of_an_exact_answer_is_its_own() -> None:
-    reader = ReasoningReader(QWEN3, PlainReader(), State.OPEN, exact=True)
-    assert read(reader, ["Hm. \n</think>\n 7 "]) == [Thought("Hm."), Words("\n 7 ")]
+    reader = ReasoningReader(QWEN3, PlainReader(), PromptState.OPEN, exact=True)
+    assert read(reader, ["Hm. \n</think>\n 7 "]) == [Thought("Hm."), AnswerText("\n 7 ")]
 
 
 def test_a_thought_lasts_until_its_mark() -> None:
-    reader = ReasoningReader(QWEN3, PlainReader(), State.FREE)
+    reader = ReasoningReader(QWEN3, PlainReader(), PromptState.FREE)
     seen = []
     for piece in ("\n", "<think>", "Hm", "</th", "ink>", "\n", "Yes"):
         reader.push(piece)
@@ -139,28 +151,29 @@ def test_a_thought_may_come_all_at_once_or_not_at_all() -> None:
     pieces = ["<think>a", "b ", "c</think>", "d", "e"]
 
     def told(left_out: bool) -> list[list[Part]]:
-        reader = Showing(ReasoningReader(QWEN3, PlainReader(), State.FREE), left_out=left_out)
+        reader = Showing(ReasoningReader(QWEN3, PlainReader(), PromptState.FREE), left_out=left_out)
         return [list(reader.push(piece)) for piece in pieces] + [list(reader.flush())]
 
-    assert told(left_out=False) == [[], [], [], [Thought("ab c"), Words("d")], [Words("e")], []]
-    assert told(left_out=True) == [[], [], [], [Words("d")], [Words("e")], []]
-    cut = Showing(ReasoningReader(QWEN3, PlainReader(), State.OPEN), left_out=False)
+    assert told(left_out=False) == [[], [], [], [Thought("ab c"), AnswerText("d")], [AnswerText("e")], []]
+    assert told(left_out=True) == [[], [], [], [AnswerText("d")], [AnswerText("e")], []]
+    cut = Showing(ReasoningReader(QWEN3, PlainReader(), PromptState.OPEN), left_out=False)
     assert read(cut, ["only ", "thought"]) == [Thought("only thought")]
     assert cut.thinking
 
 
-PROMPTS: dict[str, tuple[str, str, str | None, State]] = {
-    "a prompt that says nothing of thoughts": ("qwen3", "<|assistant|>\n", None, State.FREE),
-    "a prompt that begins the thought": ("qwen3", "<|assistant|>\n<think>\n", None, State.OPEN),
+PROMPTS: dict[str, tuple[str, str, str | None, PromptState]] = {
+    "a prompt that says nothing of thoughts": ("qwen3", "<|assistant|>\n", None, PromptState.FREE),
+    "a prompt that begins the thought": ("qwen3", "<|assistant|>\n<think>\n", None, PromptState.OPEN),
     "a prompt that has an empty thought": (
-        "qwen3", "<|assistant|>\n<think>\n\n</think>\n\n", None, State.CLOSED),
-    "a model that thinks in any case": ("deepseek-r1", "<|Assistant|>", None, State.OPEN),
-    "a user who speaks of thoughts": ("qwen3", "say <think><|assistant|>\n", None, State.FREE),
-    "a message that goes on": ("qwen3", "<|assistant|>\nOnce upon", "Once upon", State.CLOSED),
+        "qwen3", "<|assistant|>\n<think>\n\n</think>\n\n", None, PromptState.CLOSED),
+    "a model that thinks in any case": ("deepseek-r1", "<|Assistant|>", None, PromptState.OPEN),
+    "a user who speaks of thoughts": ("qwen3", "say <think><|assistant|>\n", None, PromptState.FREE),
+    "a message that goes on": ("qwen3", "<|assistant|>\nOnce upon", "Once upon", PromptState.CLOSED),
     "a message with a thought that goes on": (
-        "qwen3", "x<think>a</think>b", "<think>a</think>b", State.CLOSED),
-    "a thought that goes on": ("deepseek-r1", "<|Assistant|><think>Let me", "<think>Let me", State.OPEN),
-    "an empty message that goes on": ("qwen3", "<|assistant|>\n", "", State.FREE),
+        "qwen3", "x<think>a</think>b", "<think>a</think>b", PromptState.CLOSED),
+    "a thought that goes on": (
+        "deepseek-r1", "<|Assistant|><think>Let me", "<think>Let me", PromptState.OPEN),
+    "an empty message that goes on": ("qwen3", "<|assistant|>\n", "", PromptState.FREE),
 }  # fmt: skip
 
 
@@ -181,17 +194,17 @@ def test_a_constraint_waits_for_the_end_of_the_thought() -> None:
 HARMONY: dict[str, tuple[str, list[Part]]] = {
     "analysis and final": (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-        [Thought("Hm."), Words("Yes.")]),
-    "no messages at all": ("Yes.", [Words("Yes.")]),
+        [Thought("Hm."), AnswerText("Yes.")]),
+    "no messages at all": ("Yes.", [AnswerText("Yes.")]),
     "a preamble for the user": (
         "<|channel|>commentary<|message|>Wait.<|end|>"
         "<|start|>assistant<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{\"a\": 1}",
-        [Words("Wait."), Call(0, "id", "look_up"), Arguments(0, '{"a": 1}')]),
+        [AnswerText("Wait."), ToolCall(0, "id", "look_up"), Arguments(0, '{"a": 1}')]),
     "a recipient before the channel": (
         " to=functions.look_up<|channel|>commentary json<|message|>{}<|call|>",
-        [Call(0, "id", "look_up"), Arguments(0, "{}")]),
+        [ToolCall(0, "id", "look_up"), Arguments(0, "{}")]),
     "a function that there is not": (
-        "<|channel|>commentary to=functions.other<|message|>{}", [Words("{}")]),
+        "<|channel|>commentary to=functions.other<|message|>{}", [AnswerText("{}")]),
     "cut in a mark": ("<|channel|>analysis<|message|>Hm.<|en", [Thought("Hm.")]),
     "cut in a header": ("<|channel|>ana", []),
     "nothing": ("", []),
@@ -215,17 +228,17 @@ def test_harmony_knows_which_tokens_are_thoughts() -> None:
 
 
 DESCRIBED: dict[str, tuple[str, str, list[Part]]] = {
-    "thought and answer": ("", "<think>\nHm. </think>\n\nYes.", [Thought("Hm."), Words("Yes.")]),
-    "a thought that the prompt began": ("<think>\n", "Hm.</think>Yes.", [Thought("Hm."), Words("Yes.")]),
-    "an answer alone": ("", "Yes < no.", [Words("Yes < no.")]),
+    "thought and answer": ("", "<think>\nHm. </think>\n\nYes.", [Thought("Hm."), AnswerText("Yes.")]),
+    "a thought that the prompt began": ("<think>\n", "Hm.</think>Yes.", [Thought("Hm."), AnswerText("Yes.")]),
+    "an answer alone": ("", "Yes < no.", [AnswerText("Yes < no.")]),
     "a call": (
         "", 'So:<call>{"name": "look_up", "arguments": {"a": 1}}</call>',
-        [Words("So:"), Call(0, "id", "look_up"), Arguments(0, '{"a": 1}')]),
+        [AnswerText("So:"), ToolCall(0, "id", "look_up"), Arguments(0, '{"a": 1}')]),
     "a function that there is not": (
-        "", '<call>{"name": "f", "arguments": {}}</call>', [Words('{"name": "f", "arguments": {}}')]),
-    "a call that is no JSON": ("", "<call>{oh</call>dear", [Words("{ohdear")]),
-    "a call that is cut": ("", '<call>{"name": "lo', [Words('{"name": "lo')]),
-    "a mark that is cut": ("", "Yes.<thi", [Words("Yes.<thi")]),
+        "", '<call>{"name": "f", "arguments": {}}</call>', [AnswerText('{"name": "f", "arguments": {}}')]),
+    "a call that is no JSON": ("", "<call>{oh</call>dear", [AnswerText("{ohdear")]),
+    "a call that is cut": ("", '<call>{"name": "lo', [AnswerText('{"name": "lo')]),
+    "a mark that is cut": ("", "Yes.<thi", [AnswerText("Yes.<thi")]),
 }  # fmt: skip
 
 

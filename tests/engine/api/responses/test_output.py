@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton_engine.api.parsing.parts import Arguments, Call, Part, Thought, Words
-from baton_engine.api.responses.output import Events, Output
+from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Thought, ToolCall
+from baton_engine.api.responses.output import Events, ResponseItems
 from tests.engine.api.responses.typed import kinds, typed_events
 
 MESSAGE = [
@@ -36,7 +36,7 @@ def written(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The items, and the events."""
     events = Events(wanted=True)
-    output = Output(events, frozenset({"shell"}), None)
+    output = ResponseItems(events, frozenset({"shell"}), None)
     stream = b""
     for part in parts:
         output.push([part])
@@ -64,21 +64,21 @@ def told(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 STORIES: dict[str, tuple[list[Part], list[tuple[str, ...]], list[str]]] = {
     "words": (
-        [Words("Hel"), Words("lo")],
+        [AnswerText("Hel"), AnswerText("lo")],
         [("message", "Hello", "completed")],
         MESSAGE,
     ),
     "thought and words": (
-        [Thought("So"), Thought("."), Words("Yes")],
+        [Thought("So"), Thought("."), AnswerText("Yes")],
         [("reasoning", "So.", "completed"), ("message", "Yes", "completed")],
         THOUGHT + MESSAGE,
     ),
     "two calls": (
         [
-            Call(0, "c0", "f"),
+            ToolCall(0, "c0", "f"),
             Arguments(0, '{"a":'),
             Arguments(0, "1}"),
-            Call(1, "c1", "g"),
+            ToolCall(1, "c1", "g"),
             Arguments(1, "{}"),
         ],
         [
@@ -88,24 +88,24 @@ STORIES: dict[str, tuple[list[Part], list[tuple[str, ...]], list[str]]] = {
         CALL + CALL,
     ),
     "a custom call": (
-        [Call(0, "c0", "shell"), Arguments(0, "ls")],
+        [ToolCall(0, "c0", "shell"), Arguments(0, "ls")],
         [("custom_tool_call", "c0", "shell", "ls", "completed")],
         CUSTOM,
     ),
     "a call without arguments": (
-        [Call(0, "c0", "f")],
+        [ToolCall(0, "c0", "f")],
         [("function_call", "c0", "f", "", "completed")],
         ["output_item.added", "function_call_arguments.done", "output_item.done"],
     ),
     "all of them": (
         [
             Thought("Hm"),
-            Words("\n\n"),
-            Words("Wait"),
-            Words("\n"),
-            Call(0, "c0", "f"),
+            AnswerText("\n\n"),
+            AnswerText("Wait"),
+            AnswerText("\n"),
+            ToolCall(0, "c0", "f"),
             Arguments(0, "{}"),
-            Words("\n"),
+            AnswerText("\n"),
         ],
         [
             ("reasoning", "Hm", "completed"),
@@ -115,11 +115,11 @@ STORIES: dict[str, tuple[list[Part], list[tuple[str, ...]], list[str]]] = {
         THOUGHT + MESSAGE + CALL,
     ),
     "white space alone between items": (
-        [Thought("Hm"), Words("\n"), Words("\n"), Call(0, "c0", "f"), Arguments(0, "{}")],
+        [Thought("Hm"), AnswerText("\n"), AnswerText("\n"), ToolCall(0, "c0", "f"), Arguments(0, "{}")],
         [("reasoning", "Hm", "completed"), ("function_call", "c0", "f", "{}", "completed")],
         THOUGHT + CALL,
     ),
-    "white space alone": ([Words(" "), Words("\n")], [("message", " \n", "completed")], MESSAGE),
+    "white space alone": ([AnswerText(" "), AnswerText("\n")], [("message", " \n", "completed")], MESSAGE),
     "nothing": (
         [],
         [("message", "", "completed")],
@@ -136,7 +136,7 @@ def test_a_story(parts: list[Part], items: list[tuple[str, ...]], order: list[st
 
 
 def test_what_is_cut_is_incomplete_and_what_was_before_it_is_not() -> None:
-    items, events = written([Thought("Hm"), Words("Ye")], "incomplete")
+    items, events = written([Thought("Hm"), AnswerText("Ye")], "incomplete")
     assert [item["status"] for item in items] == ["completed", "incomplete"]
     assert [event["item"]["status"] for event in events if event["type"].endswith("item.done")] == [
         "completed",
@@ -162,8 +162,8 @@ def test_items_have_ids_of_their_own_which_their_events_name() -> None:
 
 def test_a_response_that_is_not_streamed_writes_no_events() -> None:
     events = Events(wanted=False)
-    output = Output(events, frozenset(), None)
-    output.push([Words("Hello")])
+    output = ResponseItems(events, frozenset(), None)
+    output.push([AnswerText("Hello")])
     output.close("completed")
     assert told(output.items) == [("message", "Hello", "completed")]
     assert events.take() == b""
@@ -180,10 +180,10 @@ def test_however_the_parts_come_the_events_add_up_to_the_same_items(seed: int) -
             case 0:
                 parts.append(Thought(text))
             case 1:
-                parts.append(Words(text))
+                parts.append(AnswerText(text))
             case _:
                 number = next(calls)
-                parts += [Call(number, f"c{number}", rng.choice(["f", "shell"])), Arguments(number, text)]
+                parts += [ToolCall(number, f"c{number}", rng.choice(["f", "shell"])), Arguments(number, text)]
     items, _ = written(parts)
     split, events = written([piece for part in parts for piece in pieces(part, rng)])
     assert told(split) == told(items)
@@ -199,7 +199,7 @@ def test_however_the_parts_come_the_events_add_up_to_the_same_items(seed: int) -
 
 
 def pieces(part: Part, rng: random.Random) -> list[Part]:
-    if isinstance(part, Call):
+    if isinstance(part, ToolCall):
         return [part]
     cuts = sorted(rng.sample(range(len(part.text) + 1), min(3, len(part.text))))
     texts = [part.text[start:end] for start, end in itertools.pairwise([0, *cuts, len(part.text)])]
@@ -208,5 +208,5 @@ def pieces(part: Part, rng: random.Random) -> list[Part]:
             return [Arguments(index, text) for text in texts]
         case Thought():
             return [Thought(text) for text in texts]
-        case Words():
-            return [Words(text) for text in texts]
+        case AnswerText():
+            return [AnswerText(text) for text in texts]

@@ -17,7 +17,7 @@ from typing import Any
 from baton_api import __version__
 from baton_engine.api.answer_shape import Choice
 from baton_engine.api.logprobs import Name, chat_logprobs, prompt_logprobs
-from baton_engine.api.parsing.parts import Arguments, Call, Part, Thought, Words, merged
+from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Thought, ToolCall, merged
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 from baton_engine.api.streaming import Streaming, Usage
 from baton_engine.api.transcript import Piece, Transcript
@@ -27,7 +27,7 @@ from baton_engine.requests import FinishReason
 CHUNK = "chat.completion.chunk"
 
 
-class Told:
+class ChoiceStream:
     """What the stream of one choice has said."""
 
     def __init__(self, toolbox: Toolbox | None) -> None:
@@ -36,11 +36,11 @@ class Told:
 
     def delta(self, part: Part) -> dict[str, Any]:
         match part:
-            case Words(text):
+            case AnswerText(text):
                 return {"content": text}
             case Thought(text):
                 return _thought(text)
-            case Call() | Arguments():
+            case ToolCall() | Arguments():
                 self.called = True
                 return {} if self._calls is None else self._calls.delta(part)
 
@@ -65,20 +65,20 @@ class ChatShape:
     """Text that stands before each answer: the message that it goes on with."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
-    _told: dict[int, Told] = field(default_factory=dict)
+    _streams: dict[int, ChoiceStream] = field(default_factory=dict)
     """Of each choice whose first chunk was written."""
 
     def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
         index = choice.index
-        told = self._told.get(index)
+        stream = self._streams.get(index)
         deltas: list[dict[str, Any]] = []
         opening = 0
-        if told is None:
-            told = self._told[index] = Told(self.toolbox)
+        if stream is None:
+            stream = self._streams[index] = ChoiceStream(self.toolbox)
             deltas = self._opening()
             opening = len(deltas)
         parts = piece.parts if len(piece.parts) < 2 else merged(piece.parts)
-        deltas += [told.delta(part) for part in parts]
+        deltas += [stream.delta(part) for part in parts]
         shows_tokens = bool(piece.tokens) and (self.alternatives is not None or self.prompt_ids is not None)
         if shows_tokens and len(deltas) == opening:
             deltas.append({"content": ""})
@@ -89,7 +89,7 @@ class ChatShape:
             chunks[opening] |= {"logprobs": self._logprobs(piece)} | self._token_ids(piece)
         if piece.finish is not None:
             chunks.append(
-                {"index": index, "delta": {}, "logprobs": None} | self._end(choice.transcript, told.called)
+                {"index": index, "delta": {}, "logprobs": None} | self._end(choice.transcript, stream.called)
             )
         return b"".join(self.streaming.event(self._envelope(CHUNK, [chunk]), usage) for chunk in chunks)
 
@@ -121,11 +121,11 @@ class ChatShape:
 
     def _choice(self, choice: Choice, whole: Piece) -> dict[str, Any]:
         calls = {} if self.toolbox is None else message_calls(whole.parts, self.toolbox)
-        said = self.echo + "".join(part.text for part in whole.parts if isinstance(part, Words))
+        content_text = self.echo + "".join(part.text for part in whole.parts if isinstance(part, AnswerText))
         thought = "".join(part.text for part in whole.parts if isinstance(part, Thought))
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": None if calls and not said else said,
+            "content": None if calls and not content_text else content_text,
             "refusal": None,
             "annotations": [],
         }
@@ -170,9 +170,9 @@ def _thought(text: str | None) -> dict[str, Any]:
 
 def message_calls(parts: Iterable[Part], toolbox: Toolbox) -> dict[str, Any]:
     """What the calls in `parts` add to a message: `tool_calls` or `function_call`, or nothing."""
-    calls: dict[int, tuple[Call, list[str]]] = {}
+    calls: dict[int, tuple[ToolCall, list[str]]] = {}
     for part in parts:
-        if isinstance(part, Call):
+        if isinstance(part, ToolCall):
             calls[part.index] = part, []
         elif isinstance(part, Arguments):
             calls[part.index][1].append(part.text)
@@ -196,14 +196,16 @@ class CallDeltas:
         self._toolbox = toolbox
         self._custom: set[int] = set()
 
-    def delta(self, part: Call | Arguments) -> dict[str, Any]:
+    def delta(self, part: ToolCall | Arguments) -> dict[str, Any]:
         """What `part` adds to a chunk's `delta`."""
         if self._toolbox.legacy:
             named = (
-                {"name": part.name, "arguments": ""} if isinstance(part, Call) else {"arguments": part.text}
+                {"name": part.name, "arguments": ""}
+                if isinstance(part, ToolCall)
+                else {"arguments": part.text}
             )
             return {"function_call": named}
-        if isinstance(part, Call):
+        if isinstance(part, ToolCall):
             custom = _is_custom(part, self._toolbox)
             if custom:
                 self._custom.add(part.index)
@@ -226,5 +228,5 @@ def _opened(name: str, text: str, custom: bool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": text}}
 
 
-def _is_custom(call: Call, toolbox: Toolbox) -> bool:
+def _is_custom(call: ToolCall, toolbox: Toolbox) -> bool:
     return toolbox.callable[call.name].custom

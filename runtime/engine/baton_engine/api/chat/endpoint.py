@@ -24,7 +24,7 @@ from baton_engine.api.logprobs import token_name
 from baton_engine.api.parameters import not_served
 from baton_engine.api.parsing.parts import Reader
 from baton_engine.api.parsing.reasoning.formats import Opening
-from baton_engine.api.parsing.reasoning.visibility import Showing, Wishes, read_wishes
+from baton_engine.api.parsing.reasoning.visibility import ReasoningOptions, Showing, read_options
 from baton_engine.api.parsing.tools.request import refuse_beside
 from baton_engine.api.served import Served
 from baton_engine.api.work import Work, fit, read_max_tokens
@@ -35,30 +35,30 @@ TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
 def prepare(fields: Fields, served: Served) -> Work:
     """Check, render and tokenise. Takes a while for long conversations: not for the event loop."""
-    asked = read_prompt(fields, served)
+    chat_prompt = read_prompt(fields, served)
     common = parameters.parse(fields, _alternatives(fields), served.vocabulary, served.defaults)
     _check_the_rest(fields)
-    wishes = read_wishes(fields)
+    options = read_options(fields)
     wanted, wanted_param = read_max_tokens(fields, "max_completion_tokens", "max_tokens")
     prompt = fit(
-        asked.tokens,
+        chat_prompt.tokens,
         wanted,
         served.max_model_len,
-        param=asked.param,
+        param=chat_prompt.param,
         wanted_param=wanted_param,
         truncate=served.settings.allow_auto_truncate,
     )
     parameters.check_min_tokens(common, prompt.max_tokens)
     if common.sampling.constraint is not None:
-        refuse_beside(asked.toolbox, structured_output.constrained_by(fields) or "response_format")
+        refuse_beside(chat_prompt.toolbox, structured_output.constrained_by(fields) or "response_format")
     opening = Opening(
-        prompt=asked.text,
-        continued=asked.last if asked.continued else None,
-        toolbox=asked.toolbox,
-        apart=wishes.apart,
+        prompt=chat_prompt.text,
+        continued=chat_prompt.last if chat_prompt.continued else None,
+        toolbox=chat_prompt.toolbox,
+        apart=options.apart,
         exact=common.sampling.constraint is not None,
     )
-    sampling = _formed(common.sampling, opening, wishes, served)
+    sampling = _formed(common.sampling, opening, options, served)
     shape = ChatShape(
         tokenizer=served.tokenizer,
         model=served.name,
@@ -69,17 +69,17 @@ def prepare(fields: Fields, served: Served) -> Work:
         prompt_alternatives=common.sampling.prompt_logprobs,
         prompt_ids=prompt.tokens if common.return_token_ids else None,
         metadata=fields.mapping("metadata"),
-        toolbox=asked.toolbox,
-        echo=asked.last or "" if fields.boolean("echo") else "",
+        toolbox=chat_prompt.toolbox,
+        echo=chat_prompt.last or "" if fields.boolean("echo") else "",
     )
     common = replace(common, sampling=sampling)
-    held = common.streaming.wanted and not wishes.streamed
+    held = common.streaming.wanted and not options.streamed
     return Work(
         (prompt,),
         common,
         shape,
-        reader=_reader(served.chat, opening, wishes, held),
-        marks=_marks(served.chat, asked),
+        reader=_reader(served.chat, opening, options, held),
+        marks=_marks(served.chat, chat_prompt),
     )
 
 
@@ -88,12 +88,14 @@ def prompt_tokens(fields: Fields, served: Served) -> tuple[int, ...]:
     return read_prompt(fields, served).tokens
 
 
-def _formed(sampling: SamplingParams, opening: Opening, wishes: Wishes, served: Served) -> SamplingParams:
+def _formed(
+    sampling: SamplingParams, opening: Opening, options: ReasoningOptions, served: Served
+) -> SamplingParams:
     """With what the tools demand of the answer, and with what may come before it."""
     chat = served.chat
     constraint = chat.tools.constraint(opening.toolbox, chat.tokens, sampling.constraint)
     marks = None if chat.reasoning is None else chat.reasoning.thinking(opening)
-    if chat.reasoning is None and wishes.budget is not None:
+    if chat.reasoning is None and options.budget is not None:
         raise InvalidRequest(
             "'thinking_token_budget' needs to know how the model marks its thoughts: start the worker with "
             "--reasoning-parser.",
@@ -101,13 +103,15 @@ def _formed(sampling: SamplingParams, opening: Opening, wishes: Wishes, served: 
             code=UNSUPPORTED_PARAMETER,
         )
     thinking = None
-    if marks is not None and (constraint is not None or wishes.budget is not None):
+    if marks is not None and (constraint is not None or options.budget is not None):
         start, end = (tuple(served.tokenizer.encode(mark, add_special_tokens=False)) for mark in marks)
-        thinking = Thinking(start, end, wishes.budget)
+        thinking = Thinking(start, end, options.budget)
     return replace(sampling, constraint=constraint, thinking=thinking)
 
 
-def _reader(chat: ChatFormat, opening: Opening, wishes: Wishes, held: bool) -> Callable[[], Reader]:
+def _reader(
+    chat: ChatFormat, opening: Opening, options: ReasoningOptions, held: bool
+) -> Callable[[], Reader]:
     """Makes what tells the parts of one choice; `held` are thoughts until all of one is there."""
 
     def reader() -> Reader:
@@ -115,16 +119,20 @@ def _reader(chat: ChatFormat, opening: Opening, wishes: Wishes, held: bool) -> C
         if chat.reasoning is None:
             return calls
         thoughts = chat.reasoning.reader(opening, calls)
-        if held or not wishes.included:
-            return Showing(thoughts, left_out=not wishes.included)
+        if held or not options.included:
+            return Showing(thoughts, left_out=not options.included)
         return thoughts
 
     return reader
 
 
-def _marks(chat: ChatFormat, asked: ChatPrompt) -> frozenset[str] | None:
+def _marks(chat: ChatFormat, chat_prompt: ChatPrompt) -> frozenset[str] | None:
     """The special tokens by which parts are told."""
-    calls = chat.tools.keeps if asked.toolbox is not None and asked.toolbox.callable else frozenset[str]()
+    calls = (
+        chat.tools.keeps
+        if chat_prompt.toolbox is not None and chat_prompt.toolbox.callable
+        else frozenset[str]()
+    )
     if chat.reasoning is None:
         return calls
     thoughts = chat.reasoning.keeps

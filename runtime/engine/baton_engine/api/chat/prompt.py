@@ -10,7 +10,7 @@ from typing import Any
 from baton_api import limits
 from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.api.chat.messages import Message, read_messages
-from baton_engine.api.chat.template.prompt import Conversation, read_template, read_variables
+from baton_engine.api.chat.template.prompt import TemplateInput, read_template, read_variables
 from baton_engine.api.fields import Fields, wrong_type
 from baton_engine.api.parsing.tools.hermes import END, START
 from baton_engine.api.parsing.tools.request import read_tools
@@ -55,7 +55,7 @@ def read_prompt(fields: Fields, served: Served) -> ChatPrompt:
     tools = None if toolbox is None else toolbox.definitions
     if brought is None and _speaks_of_tools(messages, toolbox) and served.chat.tells_tools(toolbox):
         messages, tools = tell(messages, toolbox), None
-    conversation = Conversation(
+    conversation = TemplateInput(
         messages=messages,
         tools=tools,
         documents=_documents(fields),
@@ -126,41 +126,41 @@ RESULT, RESULT_END = "<tool_response>", "</tool_response>"
 
 def tell(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | None) -> list[dict[str, Any]]:
     """The same conversation in the roles and texts that every template knows; see `server.messages`."""
-    told: list[dict[str, Any]] = []
+    rewritten: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":
             result = f"{RESULT}\n{_text(message.get('content'))}\n{RESULT_END}"
-            if told and told[-1].get("results"):
-                told[-1]["content"] += f"\n{result}"
+            if rewritten and rewritten[-1].get("results"):
+                rewritten[-1]["content"] += f"\n{result}"
             else:
-                told.append({"role": "user", "content": result, "results": True})
+                rewritten.append({"role": "user", "content": result, "results": True})
         elif message.get("tool_calls"):
-            said = _text(message.get("content"))
+            text_part = _text(message.get("content"))
             calls = [_call(call["function"]) for call in message["tool_calls"]]
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
-            told.append(kept | {"content": "\n".join([*([said] if said else []), *calls])})
-        elif message["role"] == "user" and told and told[-1].get("results"):
-            results = told.pop()["content"]  # many templates want roles to alternate
-            told.append(dict(message) | {"content": f"{results}\n{_text(message['content'])}"})
+            rewritten.append(kept | {"content": "\n".join([*([text_part] if text_part else []), *calls])})
+        elif message["role"] == "user" and rewritten and rewritten[-1].get("results"):
+            results = rewritten.pop()["content"]  # many templates want roles to alternate
+            rewritten.append(dict(message) | {"content": f"{results}\n{_text(message['content'])}"})
         else:
-            told.append(dict(message))
-    for message in told:
+            rewritten.append(dict(message))
+    for message in rewritten:
         message.pop("results", None)
     if toolbox is None or not toolbox.callable:
-        return told
+        return rewritten
     words = _words(toolbox)
-    if told and told[0]["role"] in ("system", "developer"):
-        return [told[0] | {"content": f"{_text(told[0]['content'])}\n\n{words}"}, *told[1:]]
-    return [{"role": "system", "content": words}, *told]
+    if rewritten and rewritten[0]["role"] in ("system", "developer"):
+        return [rewritten[0] | {"content": f"{_text(rewritten[0]['content'])}\n\n{words}"}, *rewritten[1:]]
+    return [{"role": "system", "content": words}, *rewritten]
 
 
 def _words(toolbox: Toolbox) -> str:
     example = _call({"name": "the name of the tool", "arguments": {"parameter": "value"}})
     definitions = [tool.definition["function"] for tool in toolbox.callable.values()]
     tools = [json.dumps(definition, ensure_ascii=False) for definition in definitions]
-    wish = "To answer, call" if toolbox.forced else "If it helps to answer, call"
+    lead = "To answer, call" if toolbox.forced else "If it helps to answer, call"
     many = "one of these tools, or several of them" if toolbox.parallel else "one of these tools"
-    return "\n".join([f"{wish} {many}:", *tools, "A call is written like this:", example])
+    return "\n".join([f"{lead} {many}:", *tools, "A call is written like this:", example])
 
 
 def _call(function: Mapping[str, Any]) -> str:

@@ -22,14 +22,14 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class AnswerText:
     """A piece of what is said to the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """The beginning of a call: its arguments follow."""
 
     index: int
@@ -46,7 +46,7 @@ class Arguments:
     text: str
 
 
-Part = Thought | Words | Call | Arguments
+Part = Thought | AnswerText | ToolCall | Arguments
 
 
 class Reader(Protocol):
@@ -64,7 +64,7 @@ def merged(parts: Sequence[Part]) -> list[Part]:
     whole: list[Part] = []
     for _, run in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
         first, *others = run
-        if others and not isinstance(first, Call):
+        if others and not isinstance(first, ToolCall):
             first = replace(first, text="".join(getattr(part, "text", "") for part in (first, *others)))
         whole.append(first)
     return whole
@@ -74,7 +74,7 @@ class PlainReader:
     """All is said to the user."""
 
     def push(self, text: str) -> Sequence[Part]:
-        return (Words(text),) if text else ()
+        return (AnswerText(text),) if text else ()
 
     def flush(self) -> Sequence[Part]:
         return ()

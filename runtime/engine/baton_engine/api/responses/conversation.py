@@ -21,7 +21,7 @@ TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal":
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatMessages:
     """Messages, and for each the `param` of its item."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -40,9 +40,9 @@ class Conversation:
         return last
 
 
-def read(items: Sequence[object], earlier: int, instructions: str | None) -> Conversation:
+def read(items: Sequence[object], earlier: int, instructions: str | None) -> ChatMessages:
     """The first `earlier` items come from earlier responses. Raises InvalidRequest."""
-    conversation = Conversation()
+    conversation = ChatMessages()
     if instructions is not None:
         conversation.add({"role": "system", "content": instructions}, "instructions")
     for position, item in enumerate(items):
@@ -53,7 +53,7 @@ def read(items: Sequence[object], earlier: int, instructions: str | None) -> Con
     return conversation
 
 
-def _add(conversation: Conversation, item: Fields, path: str) -> None:
+def _add(conversation: ChatMessages, item: Fields, path: str) -> None:
     kind = item.text("type") or "message"
     match kind:
         case "message":
@@ -74,24 +74,24 @@ def _add(conversation: Conversation, item: Fields, path: str) -> None:
             result = {
                 "role": "tool",
                 "tool_call_id": _text(item, "call_id"),
-                "content": _said(item, "output"),
+                "content": _content_parts(item, "output"),
             }
             conversation.add(result, path)
         case _:
             item.wrong_value("type", f"items of type {shown(kind)} are not served")
 
 
-def _add_message(conversation: Conversation, item: Fields, path: str) -> None:
+def _add_message(conversation: ChatMessages, item: Fields, path: str) -> None:
     item.require("role")
     role = item.choice("role", ROLES)
-    said = _said(item, "content")
+    content_parts = _content_parts(item, "content")
     if role == "assistant":
-        conversation.assistant(path, "content", "tool_calls")["content"] = said
+        conversation.assistant(path, "content", "tool_calls")["content"] = content_parts
     else:
-        conversation.add({"role": role, "content": said}, path)
+        conversation.add({"role": role, "content": content_parts}, path)
 
 
-def _add_call(conversation: Conversation, call: dict[str, Any], item: Fields, path: str) -> None:
+def _add_call(conversation: ChatMessages, call: dict[str, Any], item: Fields, path: str) -> None:
     message = conversation.assistant(path)
     message.setdefault("tool_calls", []).append({"id": _text(item, "call_id"), **call})
 
@@ -111,7 +111,7 @@ def _thought(item: Fields) -> str:
     return ""
 
 
-def _said(item: Fields, name: str) -> str | list[dict[str, Any]]:
+def _content_parts(item: Fields, name: str) -> str | list[dict[str, Any]]:
     """Text, or parts as chat takes them; parts that are no text are left for chat to refuse."""
     content = item.require(name)
     if isinstance(content, str):

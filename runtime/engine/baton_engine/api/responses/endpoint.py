@@ -19,9 +19,9 @@ from baton_engine.api.chat import endpoint
 from baton_engine.api.fields import Fields
 from baton_engine.api.generate import Generate
 from baton_engine.api.responses import request
-from baton_engine.api.responses.output import Events, MessageLogprobs, Output, ResponseShape
-from baton_engine.api.responses.request import Asked
-from baton_engine.api.responses.store import Memory, OwnMemory, RoutersMemory, forget
+from baton_engine.api.responses.output import Events, MessageLogprobs, ResponseItems, ResponseShape
+from baton_engine.api.responses.request import ResponseRequest
+from baton_engine.api.responses.store import ConversationMemory, OwnMemory, RoutersMemory, forget
 from baton_engine.api.served import Served
 from baton_engine.api.work import Work, named
 
@@ -73,7 +73,7 @@ class Create:
         generate = Generate(self._served, partial(prepare, memory=self._memory(scope)))
         await generate(scope, receive, send)
 
-    def _memory(self, scope: Scope) -> Memory:
+    def _memory(self, scope: Scope) -> ConversationMemory:
         given = dict(scope["headers"])
         earlier = given.get(_STATE, b"")
         if earlier.isdigit():
@@ -85,7 +85,7 @@ def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def prepare(fields: Fields, served: Served, memory: Memory) -> Work:
+def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
     """Takes a while for long conversations: not for the event loop."""
     given = _input(fields)
     recalled = memory.recall(fields.text("previous_response_id"), given)
@@ -93,10 +93,16 @@ def prepare(fields: Fields, served: Served, memory: Memory) -> Work:
         raise InvalidRequest(
             "Invalid 'input': empty array. Expected at least 1 item.", param="input", code=EMPTY_ARRAY
         )
-    asked = request.read(fields, recalled.items, recalled.earlier)
-    with request.renamed(asked.conversation.sources):
-        work = _fitted(asked, served) if asked.truncate else _chat(asked, served, 0)
-    constrained_by = work.constrained_by and request.here(work.constrained_by, asked.conversation.sources)
+    response_request = request.read(fields, recalled.items, recalled.earlier)
+    with request.renamed(response_request.conversation.sources):
+        work = (
+            _fitted(response_request, served)
+            if response_request.truncate
+            else _chat(response_request, served, 0)
+        )
+    constrained_by = work.constrained_by and request.here(
+        work.constrained_by, response_request.conversation.sources
+    )
     sampling = served.defaults.sampling
     drawn = {
         "temperature": fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range),
@@ -105,15 +111,17 @@ def prepare(fields: Fields, served: Served, memory: Memory) -> Work:
     streams = work.parameters.streaming.wanted
     events = Events(streams)
     logprobs = (
-        MessageLogprobs(served.tokenizer, asked.options.get("top_logprobs", 0)) if asked.logprobs else None
+        MessageLogprobs(served.tokenizer, response_request.options.get("top_logprobs", 0))
+        if response_request.logprobs
+        else None
     )
     shape = ResponseShape(
         model=served.name,
-        echo=asked.echo | drawn,
+        echo=response_request.echo | drawn,
         events_of=events,
-        output=Output(events, asked.custom, logprobs),
+        output=ResponseItems(events, response_request.custom, logprobs),
         logprobs=logprobs,
-        keep=recalled.keep if asked.echo["store"] else forget,
+        keep=recalled.keep if response_request.echo["store"] else forget,
     )
     return dataclasses.replace(
         work, shape=shape, failure=shape.failure, done=b"", constrained_by=constrained_by
@@ -134,24 +142,24 @@ def _input(fields: Fields) -> list[Any]:
     return value
 
 
-def _chat(asked: Asked, served: Served, start: int) -> Work:
+def _chat(response_request: ResponseRequest, served: Served, start: int) -> Work:
     """As chat reads it, without the messages before `start` that are not the instructions."""
-    talk = asked.conversation
+    talk = response_request.conversation
     head = talk.messages[: talk.sources[:1] == ["instructions"]]
     messages = [*head, *talk.messages[max(start, len(head)) :]]
-    fields = Fields(asked.options | {"messages": messages})
+    fields = Fields(response_request.options | {"messages": messages})
     return named(endpoint.prepare(fields, served), fields)
 
 
-def _fitted(asked: Asked, served: Served) -> Work:
+def _fitted(response_request: ResponseRequest, served: Served) -> Work:
     """With as much of the conversation's end as the context takes: it begins with a message of the user."""
-    roles = [message["role"] for message in asked.conversation.messages]
+    roles = [message["role"] for message in response_request.conversation.messages]
     starts = [0, *(position for position, role in enumerate(roles) if role == "user" and position)]
     works: dict[int, Work] = {}
 
     def fits(start: int) -> bool:
         try:
-            works[start] = _chat(asked, served, start)
+            works[start] = _chat(response_request, served, start)
         except InvalidRequest as error:
             if error.code != CONTEXT_LENGTH_EXCEEDED or start == starts[-1]:
                 raise

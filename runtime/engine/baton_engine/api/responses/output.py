@@ -25,7 +25,7 @@ from baton_api.messages import TokenChoice
 from baton_api.response_items import new_id
 from baton_engine.api.answer_shape import Choice
 from baton_engine.api.logprobs import chat_logprobs
-from baton_engine.api.parsing.parts import Arguments, Call, Part, Thought, Words, merged
+from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Thought, ToolCall, merged
 from baton_engine.api.streaming import Usage
 from baton_engine.api.transcript import Piece
 from baton_engine.model.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ from baton_engine.requests import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ItemKind:
     type: str
     event: str
     """Its text grows by `{event}.delta` and ends with `{event}.done`."""
@@ -43,20 +43,20 @@ class Kind:
     """The type of the content part that has the text; empty where the item has it itself."""
 
 
-REASONING = Kind("reasoning", "response.reasoning_text", "text", "reasoning_text")
-MESSAGE = Kind("message", "response.output_text", "text", "output_text")
-FUNCTION_CALL = Kind("function_call", "response.function_call_arguments", "arguments")
-CUSTOM_CALL = Kind("custom_tool_call", "response.custom_tool_call_input", "input")
+REASONING = ItemKind("reasoning", "response.reasoning_text", "text", "reasoning_text")
+MESSAGE = ItemKind("message", "response.output_text", "text", "output_text")
+FUNCTION_CALL = ItemKind("function_call", "response.function_call_arguments", "arguments")
+CUSTOM_CALL = ItemKind("custom_tool_call", "response.custom_tool_call_input", "input")
 
 
 @dataclass(slots=True)
 class Growing:
     """The item that is open."""
 
-    kind: Kind
+    kind: ItemKind
     index: int
     id: str
-    call: Call | None = None
+    call: ToolCall | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     place: dict[str, Any] = field(init=False)
@@ -83,7 +83,7 @@ class Growing:
         )
 
 
-class Output:
+class ResponseItems:
     """The items of one response."""
 
     def __init__(self, events: Events, custom: frozenset[str], logprobs: MessageLogprobs | None) -> None:
@@ -100,13 +100,13 @@ class Output:
     def push(self, parts: Sequence[Part]) -> None:
         for part in parts:
             match part:
-                case Words(text):
+                case AnswerText(text):
                     self._say(text)
                 case Thought(text):
                     if self._logprobs is not None:
                         self._logprobs.skip(text)
                     self._grow(self._of(REASONING), text)
-                case Call(name=name):
+                case ToolCall(name=name):
                     self._begin(CUSTOM_CALL if name in self._custom else FUNCTION_CALL, part)
                 case Arguments(text=text):
                     assert self._open is not None and self._open.call is not None
@@ -127,13 +127,13 @@ class Output:
                 return
         self._grow(self._of(MESSAGE), text)
 
-    def _of(self, kind: Kind) -> Growing:
+    def _of(self, kind: ItemKind) -> Growing:
         """The open item, if it is of this kind, or a new one."""
         if self._open is not None and self._open.kind is kind:
             return self._open
         return self._begin(kind)
 
-    def _begin(self, kind: Kind, call: Call | None = None) -> Growing:
+    def _begin(self, kind: ItemKind, call: ToolCall | None = None) -> Growing:
         self._end("completed")
         self._blank = ""
         self._open = item = Growing(kind, len(self.items), new_id(kind.type), call)
@@ -223,12 +223,12 @@ class MessageLogprobs:
         """The entries of the tokens that these words are made of."""
         start = max(self._text.find(words, self._read), self._read)
         end = self._read = start + len(words)
-        made: list[TokenChoice] = []
+        tokens: list[TokenChoice] = []
         while self._tokens and self._tokens[0][0] < end:
             place, token = self._tokens.popleft()
             if place >= start:
-                made.append(token)
-        entries: list[dict[str, Any]] = chat_logprobs(self._tokenizer, made, self._alternatives)["content"]
+                tokens.append(token)
+        entries: list[dict[str, Any]] = chat_logprobs(self._tokenizer, tokens, self._alternatives)["content"]
         return entries
 
 
@@ -244,7 +244,7 @@ class ResponseShape:
     echo: dict[str, Any]
     """What it repeats of the request."""
     events_of: Events
-    output: Output
+    output: ResponseItems
     logprobs: MessageLogprobs | None
     keep: Callable[[dict[str, Any]], None]
     """Given the response once it is complete."""
@@ -273,8 +273,8 @@ class ResponseShape:
 
     def failure(self, error: BatonError) -> bytes:
         """The last event of a stream that breaks, with the most general of OpenAI's codes for that."""
-        said = {"code": "server_error", "message": error.message}
-        self.events_of.add("response.failed", {"response": self._body("failed", error=said)})
+        error_body = {"code": "server_error", "message": error.message}
+        self.events_of.add("response.failed", {"response": self._body("failed", error=error_body)})
         return self.events_of.take()
 
     def _take(self, piece: Piece, parts: Sequence[Part]) -> None:

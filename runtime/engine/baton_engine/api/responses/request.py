@@ -19,7 +19,7 @@ from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.api.fields import Fields, shown, wrong_type
 from baton_engine.api.parameters import not_served
 from baton_engine.api.responses import conversation
-from baton_engine.api.responses.conversation import Conversation
+from baton_engine.api.responses.conversation import ChatMessages
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -55,10 +55,10 @@ SUMMARIES = ("auto", "concise", "detailed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ResponseRequest:
     """One request, read."""
 
-    conversation: Conversation
+    conversation: ChatMessages
     options: dict[str, Any]
     """The fields of chat, but for the messages."""
     echo: dict[str, Any]
@@ -69,7 +69,7 @@ class Asked:
     truncate: bool
 
 
-def read(fields: Fields, items: Sequence[object], earlier: int) -> Asked:
+def read(fields: Fields, items: Sequence[object], earlier: int) -> ResponseRequest:
     """`items` are the whole conversation, the first `earlier` of them from earlier responses."""
     _refuse(fields)
     include = _include(fields)
@@ -92,7 +92,7 @@ def read(fields: Fields, items: Sequence[object], earlier: int) -> Asked:
         "logprobs": True if LOGPROBS in include else None,
         "top_logprobs": top_logprobs if LOGPROBS in include else None,
     }
-    return Asked(
+    return ResponseRequest(
         conversation=conversation.read(items, earlier, instructions),
         options={name: value for name, value in options.items() if value is not None},
         echo={

@@ -31,7 +31,7 @@ class Recalled:
     """To be called with the response if it is to be kept."""
 
 
-class Memory(Protocol):
+class ConversationMemory(Protocol):
     """Belongs to one request."""
 
     def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:

@@ -35,10 +35,10 @@ from baton_engine.machine import bundled_folder, cache_folder, owned
 log = logging.getLogger(__name__)
 
 SOURCES = ("decoder.c", "model.h", "attention.h", "linear.h", "tiles.h", "pool.h", "vector.h")
-NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 FLAGS = (
     "-O3",
-    NATIVE,
+    NATIVE_FLAG,
     "-std=gnu11",
     "-ffp-contract=fast",
     "-fno-math-errno",
@@ -69,7 +69,7 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
     if sys.platform not in ("linux", "darwin"):
         raise Unavailable(f"they are not made for {sys.platform}")
     if (folder := bundled_folder(environment)) is not None:
-        for path in found(folder, instructions()):
+        for path in bundled(folder, instructions()):
             if _is_sound(path):
                 return ctypes.CDLL(str(path))
     compiler = find_compiler(environment)
@@ -110,8 +110,8 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
             raise Unavailable(f"CC names {named[0]}, which is not to be found")
         return named
     for name in COMPILERS:
-        if found := shutil.which(name, path=environment.get("PATH", "")):
-            return [found]
+        if bundled := shutil.which(name, path=environment.get("PATH", "")):
+            return [bundled]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "cc"]
     raise Unavailable("there is no C compiler: install gcc or clang, or `pip install 'baton[kernels]'`")
@@ -146,8 +146,8 @@ def _processor() -> str:
     lines = _cpuinfo()
     if not lines:
         return platform.processor() + platform.machine()
-    told = ("flags", "features", "model", "model name", "cpu part", "cpu family")
-    return "\n".join(line for line in lines if line.split(":")[0].strip().lower() in told)
+    fields = ("flags", "features", "model", "model name", "cpu part", "cpu family")
+    return "\n".join(line for line in lines if line.split(":")[0].strip().lower() in fields)
 
 
 def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) -> None:
@@ -181,8 +181,8 @@ def compile_to(
 def _is_sound(built: Path) -> bool:
     """Whether the library passes its own test, in a process that may die of an instruction it has not got."""
     test = "import ctypes, sys; sys.exit(not ctypes.CDLL(sys.argv[1]).baton_sound())"
-    tried = subprocess.run([sys.executable, "-c", test, str(built)], capture_output=True, check=False)
-    return tried.returncode == 0
+    result = subprocess.run([sys.executable, "-c", test, str(built)], capture_output=True, check=False)
+    return result.returncode == 0
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -231,7 +231,7 @@ TARGETS = (
 """The best first. Others are served by what is compiled for them, or by torch."""
 
 
-def found(folder: Path, instructions: frozenset[str]) -> Iterator[Path]:
+def bundled(folder: Path, instructions: frozenset[str]) -> Iterator[Path]:
     """The libraries in `folder` that a processor with these instructions promises to run, the best first."""
     for target in TARGETS:
         path = folder / target.file
@@ -247,8 +247,8 @@ def build(folder: Path, targets: Sequence[Target] = TARGETS) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for target in targets:
         # zig reads a hyphen as "without"
-        told = [f.replace("x86-64-", "x86_64_") if "ziglang" in compiler else f for f in target.flags]
-        flags = (*told, *(flag for flag in FLAGS if flag != NATIVE))
+        fields = [f.replace("x86-64-", "x86_64_") if "ziglang" in compiler else f for f in target.flags]
+        flags = (*fields, *(flag for flag in FLAGS if flag != NATIVE_FLAG))
         compile_to(folder / target.file, compiler, flags, os.environ)
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from baton_engine.api.parsing.parts import Arguments, Call, Part, Words
+from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, ToolCall
 from baton_engine.api.parsing.tools.families import family
 from baton_engine.api.parsing.tools.toolbox import TextGrammar, Tool, Toolbox
 
@@ -66,8 +66,8 @@ def read(name: str, pieces: Iterable[str], toolbox: Toolbox = BOX) -> list[Part]
     joined: list[Part] = []
     for part in told:
         last = joined[-1] if joined else None
-        if isinstance(part, Words) and isinstance(last, Words):
-            joined[-1] = Words(last.text + part.text)
+        if isinstance(part, AnswerText) and isinstance(last, AnswerText):
+            joined[-1] = AnswerText(last.text + part.text)
         elif isinstance(part, Arguments) and isinstance(last, Arguments) and last.index == part.index:
             joined[-1] = Arguments(part.index, last.text + part.text)
         else:
@@ -79,7 +79,7 @@ def calls_of(parts: Iterable[Part]) -> list[tuple[str, str]]:
     """Name and arguments of each call."""
     calls: dict[int, tuple[str, str]] = {}
     for part in parts:
-        if isinstance(part, Call):
+        if isinstance(part, ToolCall):
             calls[part.index] = part.name, ""
         elif isinstance(part, Arguments):
             name, text = calls[part.index]
@@ -88,4 +88,4 @@ def calls_of(parts: Iterable[Part]) -> list[tuple[str, str]]:
 
 
 def words_of(parts: Iterable[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Words))
+    return "".join(part.text for part in parts if isinstance(part, AnswerText))

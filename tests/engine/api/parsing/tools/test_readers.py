@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from baton_engine.api.parsing.parts import Arguments, Call, Words
+from baton_engine.api.parsing.parts import AnswerText, Arguments, ToolCall
 from baton_engine.api.parsing.tools.families import FAMILIES, family
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 from tests.engine.api.parsing.tools.answers import BOX, calls_of, deepseek, named, read, words_of
@@ -471,7 +471,7 @@ def test_no_text_raises_and_none_is_lost(name: str) -> None:
         words = words_of(whole)
         assert _subsequence(words, text), (text, words)
         for part in whole:
-            if isinstance(part, Words | Arguments):
+            if isinstance(part, AnswerText | Arguments):
                 part.text.encode()
 
 
@@ -484,13 +484,13 @@ def _subsequence(part: str, text: str) -> bool:
 def test_text_without_marks_is_told_at_once(name: str) -> None:
     reader = family(name).reader(BOX)
     told = [list(reader.push(piece)) for piece in ("Hello", ",", " you", "!")]
-    assert told == [[Words("Hello")], [Words(",")], [Words(" you")], [Words("!")]]
+    assert told == [[AnswerText("Hello")], [AnswerText(",")], [AnswerText(" you")], [AnswerText("!")]]
 
 
 def test_arguments_come_as_they_are_written() -> None:
     reader = family("hermes").reader(BOX, lambda: "id")
     assert not reader.push('<tool_call>{"name": "weather", "arguments"')
-    assert list(reader.push(': {"city"')) == [Call(0, "id", "weather"), Arguments(0, '{"city"')]
+    assert list(reader.push(': {"city"')) == [ToolCall(0, "id", "weather"), Arguments(0, '{"city"')]
     assert list(reader.push(': "Ro')) == [Arguments(0, ': "Ro')]
     assert list(reader.push('me"}}</tool_call>')) == [Arguments(0, 'me"}')]
     assert not reader.flush()
@@ -498,9 +498,9 @@ def test_arguments_come_as_they_are_written() -> None:
 
 def test_a_part_of_a_mark_is_held_back() -> None:
     reader = family("hermes").reader(BOX)
-    assert list(reader.push("a<tool")) == [Words("a")]
+    assert list(reader.push("a<tool")) == [AnswerText("a")]
     assert not reader.push("_cal")
-    assert list(reader.push("ed>")) == [Words("<tool_caled>")]
+    assert list(reader.push("ed>")) == [AnswerText("<tool_caled>")]
 
 
 def test_only_the_first_call_is_told_where_several_are_not_wanted() -> None:
@@ -514,13 +514,13 @@ def test_only_the_first_call_is_told_where_several_are_not_wanted() -> None:
 @pytest.mark.parametrize("toolbox", [None, replace(BOX, choice="none")], ids=["without tools", "none"])
 def test_nothing_is_called_that_may_not_be(toolbox: Toolbox | None) -> None:
     text = '<tool_call>{"name": "now"}</tool_call>\n'
-    assert list(family("hermes").reader(toolbox).push(text)) == [Words(text)]
+    assert list(family("hermes").reader(toolbox).push(text)) == [AnswerText(text)]
 
 
 def test_each_call_has_an_id_of_its_own() -> None:
     reader = family("hermes").reader(BOX)
     parts = [*reader.push('<tool_call>{"name": "now"}</tool_call>' * 20), *reader.flush()]
-    ids = {part.id for part in parts if isinstance(part, Call)}
+    ids = {part.id for part in parts if isinstance(part, ToolCall)}
     assert len(ids) == 20
     assert all(one.startswith("call_") for one in ids)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton_engine.api.chat.answer import CallDeltas, finish_reason, message_calls
-from baton_engine.api.parsing.parts import Arguments, Call, Part, Words
+from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, ToolCall
 from tests.engine.api.parsing.tools.answers import BOX
 
 PARTS: list[Part] = [
-    Words("Hm."),
-    Call(0, "call_1", "weather"),
+    AnswerText("Hm."),
+    ToolCall(0, "call_1", "weather"),
     Arguments(0, '{"city": '),
     Arguments(0, '"Rome"}'),
-    Call(1, "call_2", "write"),
+    ToolCall(1, "call_2", "write"),
     Arguments(1, "a b"),
-    Call(2, "call_3", "now"),
+    ToolCall(2, "call_3", "now"),
 ]
 LEGACY = replace(BOX, legacy=True, parallel=False)
 
@@ -35,12 +35,12 @@ def test_a_message_has_whole_calls_without_an_index() -> None:
 
 
 def test_a_message_without_calls_has_nothing_of_them() -> None:
-    assert message_calls([Words("Hm.")], BOX) == {}
+    assert message_calls([AnswerText("Hm.")], BOX) == {}
 
 
 def test_deltas_have_id_type_and_name_once_and_the_index_always() -> None:
     deltas = CallDeltas(BOX)
-    assert [deltas.delta(part) for part in PARTS if isinstance(part, Call | Arguments)] == [
+    assert [deltas.delta(part) for part in PARTS if isinstance(part, ToolCall | Arguments)] == [
         {
             "tool_calls": [
                 {
@@ -73,7 +73,7 @@ def test_functions_are_answered_with_one_function_call() -> None:
     assert message_calls(parts, LEGACY) == {
         "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}
     }
-    assert [deltas.delta(part) for part in parts if isinstance(part, Call | Arguments)] == [
+    assert [deltas.delta(part) for part in parts if isinstance(part, ToolCall | Arguments)] == [
         {"function_call": {"name": "weather", "arguments": ""}},
         {"function_call": {"arguments": '{"city": '}},
         {"function_call": {"arguments": '"Rome"}'}},

@@ -19,8 +19,8 @@ from baton_engine.api.chat.template.sandbox import Exhausted, Program, TemplateE
 
 Message = Mapping[str, Any]
 
-SAID = "what was said"
-USER = {"role": "user", "content": SAID}
+CONTENT_TEXT = "what was said"
+USER = {"role": "user", "content": CONTENT_TEXT}
 CALL_ID = "call_0123456789abcdef"
 SHORT_ID = 9
 """Characters of a call's id in the templates that want no others."""
@@ -88,12 +88,12 @@ def learn(program: Program, specials: tuple[tuple[str, str], ...]) -> Dialect:
     """The dialect of a template; `specials` are the tokenizer's special tokens by name. Raises Exhausted."""
 
     def shows(messages: Sequence[Message], *texts: str) -> bool:
-        return all(text in _tried(program, messages, specials) for text in texts)
+        return all(text in _rendered(program, messages, specials) for text in texts)
 
-    parts = [{"role": "user", "content": [{"type": "text", "text": SAID}]}]
-    takes_parts = shows(parts, SAID) and "'type'" not in _tried(program, parts, specials)
+    parts = [{"role": "user", "content": [{"type": "text", "text": CONTENT_TEXT}]}]
+    takes_parts = shows(parts, CONTENT_TEXT) and "'type'" not in _rendered(program, parts, specials)
     dialect = Dialect(
-        texts=shows([USER], SAID) or not takes_parts,
+        texts=shows([USER], CONTENT_TEXT) or not takes_parts,
         parts=takes_parts,
         developer="developer" in program.source,
     )
@@ -131,7 +131,7 @@ _CALLED: Sequence[Message] = (
 )
 
 
-def _tried(program: Program, messages: Sequence[Message], specials: tuple[tuple[str, str], ...]) -> str:
+def _rendered(program: Program, messages: Sequence[Message], specials: tuple[tuple[str, str], ...]) -> str:
     variables = {
         "messages": messages,
         "tools": None,

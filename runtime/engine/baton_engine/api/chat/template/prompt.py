@@ -25,7 +25,7 @@ MARK = "THE_MESSAGE_GOES_ON_HERE "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class TemplateInput:
     """All that a template gets."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -40,7 +40,7 @@ class Conversation:
     """Further ones, which have no names of those above."""
 
 
-def render(source: str, conversation: Conversation, specials: Mapping[str, str]) -> str:
+def render(source: str, conversation: TemplateInput, specials: Mapping[str, str]) -> str:
     """The prompt that the template `source` makes. Raises TemplateError."""
     program = sandbox.read(source)
     learnt = dialect.learn(program, tuple(sorted(specials.items())))

@@ -77,7 +77,7 @@ class Meter:
             raise Exhausted(f"it takes more than {MOST_SECONDS:g} s")
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}`, by which templates mark what training is about. Here it does nothing."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own way to declare it
@@ -94,7 +94,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
         )
         self.filters["tojson"] = _to_json
         for name in WIDENING:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from baton_engine.api.chat.template.prompt import Conversation, render
+from baton_engine.api.chat.template.prompt import TemplateInput, render
 from baton_engine.api.chat.template.sandbox import MOST_CHARACTERS, TemplateError
 
 MOST_MEMORY = 512 * 1024 * 1024
@@ -29,13 +29,13 @@ DEADLINE_S = 10.0
 MOST_AT_ONCE = 2
 """Processes; who comes later waits."""
 
-_places = threading.BoundedSemaphore(MOST_AT_ONCE)
+_slots = threading.BoundedSemaphore(MOST_AT_ONCE)
 
 
-def render_apart(source: str, conversation: Conversation, specials: Mapping[str, str]) -> str:
+def render_apart(source: str, conversation: TemplateInput, specials: Mapping[str, str]) -> str:
     """As `render`, in a new process. Blocks; raises TemplateError."""
     job = json.dumps({"source": source, "conversation": asdict(conversation), "specials": dict(specials)})
-    with _places:
+    with _slots:
         try:
             done = subprocess.run(
                 [sys.executable, "-I", "-m", __name__],
@@ -64,7 +64,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     job = json.load(sys.stdin)
     try:
-        prompt = render(job["source"], Conversation(**job["conversation"]), job["specials"])
+        prompt = render(job["source"], TemplateInput(**job["conversation"]), job["specials"])
         answer = {"prompt": prompt[:MOST_CHARACTERS]}
     except TemplateError as error:
         answer = {"error": str(error)}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton_api.errors import InvalidRequest, SetupError
 from baton_engine.api.chat.template import sandbox
-from baton_engine.api.chat.template.prompt import Conversation, render
+from baton_engine.api.chat.template.prompt import TemplateInput, render
 from baton_engine.api.chat.template.sandbox import TemplateError
 from baton_engine.api.chat.template.subprocess import render_apart
 from baton_engine.model.tokenizer import Tokenizer
@@ -42,16 +42,16 @@ class Templates:
 
     def source(self, tools: bool) -> str:
         """The template for a conversation with or without tools. Raises InvalidRequest if there is none."""
-        found = self.by_name.get(FOR_TOOLS) if tools else None
-        if found is None:
-            found = self.default
-        if found is None:
+        chosen = self.by_name.get(FOR_TOOLS) if tools else None
+        if chosen is None:
+            chosen = self.default
+        if chosen is None:
             raise InvalidRequest(
                 "This model has no chat template. Use /v1/completions, or start the worker with "
                 "--chat-template.",
                 param="messages",
             )
-        return found
+        return chosen
 
     def knows_tools(self, tools: bool) -> bool:
         """Whether the template for a conversation with or without tools writes them; one that fails may."""
@@ -60,7 +60,7 @@ class Templates:
         except TemplateError:
             return True
 
-    def render(self, conversation: Conversation, brought: str | None = None) -> str:
+    def render(self, conversation: TemplateInput, brought: str | None = None) -> str:
         """The prompt, by the template that the request brought, if it did. Raises InvalidRequest."""
         try:
             if brought is not None:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from baton_engine.api.parsing.parts import Arguments, Call, Part, Reader, Thought
+from baton_engine.api.parsing.parts import Arguments, Part, Reader, Thought, ToolCall
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 
 THOUGHTS = frozenset({"reasoning_content", "thinking", "reasoning"})
@@ -34,8 +34,8 @@ def parser(template: Mapping[str, Any], prompt: str, toolbox: Toolbox | None) ->
     from transformers.utils.chat_parsing import ResponseParser
 
     tools = toolbox.definitions if toolbox is not None else None
-    made: Parser = ResponseParser(_lenient(template), prefix=prompt, tools=tools)
-    return made
+    created: Parser = ResponseParser(_lenient(template), prefix=prompt, tools=tools)
+    return created
 
 
 def _lenient(template: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class DescribedReader:
             events = self._parser.feed(text)
         except Exception:  # whatever a call's text did to the parser's transforms, which are the file's own
             return self._give_up(text)
-        return self._told(events)
+        return self._parts(events)
 
     def flush(self) -> Sequence[Part]:
         parts: list[Part] = []
@@ -93,7 +93,7 @@ class DescribedReader:
             except Exception:  # as above
                 parts += self._give_up("")
             else:
-                parts += self._told(events)
+                parts += self._parts(events)
         return [*parts, *self._inner.flush()]
 
     def _give_up(self, text: str) -> Sequence[Part]:
@@ -101,7 +101,7 @@ class DescribedReader:
         self.thinking = False
         return self._inner.push(self._unparsed + text)
 
-    def _told(self, events: Sequence[Mapping[str, Any]]) -> Sequence[Part]:
+    def _parts(self, events: Sequence[Mapping[str, Any]]) -> Sequence[Part]:
         parts: list[Part] = []
         for event in events:
             field = event["field"]
@@ -135,10 +135,10 @@ class DescribedReader:
         text = self._blank + text
         if self._silent:
             text = text.lstrip()
-        told = text.rstrip()
-        self._blank = text[len(told) :]
-        self._silent = self._silent and not told
-        return told
+        text_part = text.rstrip()
+        self._blank = text[len(text_part) :]
+        self._silent = self._silent and not text_part
+        return text_part
 
     def _close(self, value: Any) -> Sequence[Part]:
         parts: list[Part] = []
@@ -152,7 +152,7 @@ class DescribedReader:
                 continue
             arguments = function.get("arguments", {})
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            parts += [Call(index, self._ids(), function["name"]), Arguments(index, text)]
+            parts += [ToolCall(index, self._ids(), function["name"]), Arguments(index, text)]
         return parts
 
 

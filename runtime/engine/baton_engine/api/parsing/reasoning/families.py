@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from baton_api.errors import SetupError
 
 
-class State(enum.Enum):
+class PromptState(enum.Enum):
     """Where an answer begins, as the prompt leaves it."""
 
     OPEN = "within a thought"
@@ -33,7 +33,7 @@ class ReasoningFamily:
     implied: bool = False
     """Whether the answer begins within a thought though nobody wrote `start`."""
 
-    def state(self, prompt: str, continued: str | None = None) -> State:
+    def state(self, prompt: str, continued: str | None = None) -> PromptState:
         """
         What the rendered prompt leaves open; `continued` is the message that it ends in the middle of.
 
@@ -44,16 +44,16 @@ class ReasoningFamily:
             tail = prompt[-len(continued) - len(self.start) - len(self.end) - 16 :]
             started, ended = tail.rfind(self.start), tail.rfind(self.end)
             if started != ended:
-                return State.OPEN if started > ended else State.CLOSED
-            return State.CLOSED if continued.strip() else self._beginning
+                return PromptState.OPEN if started > ended else PromptState.CLOSED
+            return PromptState.CLOSED if continued.strip() else self._beginning
         written = prompt.rstrip()
         if written.endswith(self.start):
-            return State.OPEN
-        return State.CLOSED if written.endswith(self.end) else self._beginning
+            return PromptState.OPEN
+        return PromptState.CLOSED if written.endswith(self.end) else self._beginning
 
     @property
-    def _beginning(self) -> State:
-        return State.OPEN if self.implied else State.FREE
+    def _beginning(self) -> PromptState:
+        return PromptState.OPEN if self.implied else PromptState.FREE
 
 
 def _tags(name: str, implied: bool = False) -> ReasoningFamily:
@@ -89,12 +89,12 @@ def canonical(name: str) -> str:
     ('deepseek-r1', 'gpt-oss', 'glm45')
     """
     plain = name.strip().lower().replace("_", "-")
-    known = {each.replace("_", "-"): each for each in (*FAMILIES, HARMONY, DESCRIBED, AUTO)}
+    canonical_names = {each.replace("_", "-"): each for each in (*FAMILIES, HARMONY, DESCRIBED, AUTO)}
     aliases = {
         "openai-gptoss": HARMONY, "gptoss": HARMONY, "harmony": HARMONY, "glm-4.5": "glm45",
         "magistral": "mistral", "deepseek-v3.1": "deepseek-v3",
     }  # fmt: skip
-    return aliases.get(plain) or known.get(plain, plain)
+    return aliases.get(plain) or canonical_names.get(plain, plain)
 
 
 def named(name: str) -> ReasoningFamily:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from baton_api.errors import SetupError
 from baton_engine.api.parsing.parts import Reader
 from baton_engine.api.parsing.reasoning import described, families, harmony
-from baton_engine.api.parsing.reasoning.families import ReasoningFamily, State
+from baton_engine.api.parsing.reasoning.families import PromptState, ReasoningFamily
 from baton_engine.api.parsing.reasoning.reader import ReasoningReader
 from baton_engine.api.parsing.tools.family import fresh_id
 from baton_engine.api.parsing.tools.toolbox import Toolbox
@@ -89,14 +89,14 @@ class Marked:
 
     def thinking(self, opening: Opening) -> tuple[str, str] | None:
         match self._state(opening):
-            case State.OPEN:
+            case PromptState.OPEN:
                 return "", self.family.end
-            case State.FREE:
+            case PromptState.FREE:
                 return self.family.start, self.family.end
-            case State.CLOSED:
+            case PromptState.CLOSED:
                 return None
 
-    def _state(self, opening: Opening) -> State:
+    def _state(self, opening: Opening) -> PromptState:
         return self.family.state(opening.prompt, opening.continued)
 
 

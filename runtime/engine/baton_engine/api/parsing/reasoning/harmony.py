@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from baton_engine.api.parsing.parts import Arguments, Call, Part, Reader, Thought, Words
+from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Reader, Thought, ToolCall
 from baton_engine.api.parsing.reasoning.reader import beginning
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 
@@ -94,13 +94,13 @@ class HarmonyReader:
 
     def _read_text(self, parts: list[Part]) -> bool:
         """Take the text of a message, as far as it is there; whether it has ended."""
-        found = min(((place, mark) for mark in ENDS if (place := self._held.find(mark)) >= 0), default=None)
-        if found is None:
+        match = min(((place, mark) for mark in ENDS if (place := self._held.find(mark)) >= 0), default=None)
+        if match is None:
             sure = len(self._held) - max(beginning(self._held, mark) for mark in ENDS)
             parts += self._tell(self._held[:sure])
             self._held = self._held[sure:]
             return False
-        place, mark = found
+        place, mark = match
         parts += self._tell(self._held[:place])
         self._held = self._held[place if mark in STARTS else place + len(mark) :]
         self._header, self.thinking = True, False
@@ -113,7 +113,7 @@ class HarmonyReader:
         index, self._calls = self._calls, self._calls + 1
         if index and not self._parallel:
             return lambda text: ()
-        parts.append(Call(index, self._ids(), name))
+        parts.append(ToolCall(index, self._ids(), name))
         return lambda text: (Arguments(index, text),) if text else ()
 
 
@@ -122,7 +122,7 @@ def _think(text: str) -> Sequence[Part]:
 
 
 def _speak(text: str) -> Sequence[Part]:
-    return (Words(text),) if text else ()
+    return (AnswerText(text),) if text else ()
 
 
 def _alike(text: str, start: str) -> bool:

@@ -13,18 +13,22 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from baton_engine.api.parsing.parts import Part, Reader, Thought, Words
-from baton_engine.api.parsing.reasoning.families import ReasoningFamily, State
+from baton_engine.api.parsing.parts import AnswerText, Part, Reader, Thought
+from baton_engine.api.parsing.reasoning.families import PromptState, ReasoningFamily
 
 
-class Phase(enum.Enum):
+class ReadingPhase(enum.Enum):
     UNDECIDED = enum.auto()
     THINKING = enum.auto()
     BETWEEN = enum.auto()
     ANSWERING = enum.auto()
 
 
-FIRST = {State.OPEN: Phase.THINKING, State.FREE: Phase.UNDECIDED, State.CLOSED: Phase.ANSWERING}
+FIRST = {
+    PromptState.OPEN: ReadingPhase.THINKING,
+    PromptState.FREE: ReadingPhase.UNDECIDED,
+    PromptState.CLOSED: ReadingPhase.ANSWERING,
+}
 
 
 class ReasoningReader:
@@ -34,7 +38,7 @@ class ReasoningReader:
         self,
         family: ReasoningFamily,
         inner: Reader,
-        state: State,
+        state: PromptState,
         *,
         apart: bool = True,
         exact: bool = False,
@@ -53,18 +57,18 @@ class ReasoningReader:
     @property
     def thinking(self) -> bool:
         """Whether the text so far ends within a thought."""
-        return self._phase is Phase.THINKING
+        return self._phase is ReadingPhase.THINKING
 
     def push(self, text: str) -> Sequence[Part]:
-        if self._phase is Phase.ANSWERING:
+        if self._phase is ReadingPhase.ANSWERING:
             return self._inner.push(text)
         self._held += text
         parts: list[Part] = []
-        if self._phase is Phase.UNDECIDED:
+        if self._phase is ReadingPhase.UNDECIDED:
             self._decide()
-        if self._phase is Phase.THINKING:
+        if self._phase is ReadingPhase.THINKING:
             self._think(parts)
-        if self._phase is Phase.BETWEEN:
+        if self._phase is ReadingPhase.BETWEEN:
             self._arrive()
         return [*parts, *self._answer()]
 
@@ -73,21 +77,21 @@ class ReasoningReader:
         held, self._held = self._held, ""
         parts: list[Part] = []
         if not self._apart:
-            parts += [Words(held)] if held else []
-        elif self._phase is Phase.THINKING:
+            parts += [AnswerText(held)] if held else []
+        elif self._phase is ReadingPhase.THINKING:
             cut = max(beginning(held, self._end), 0 if self._started else beginning(held, self._start))
             thought = held[: len(held) - cut if cut > 1 else None].rstrip()
             self._tell(parts, thought if self._begun else thought.lstrip(), held)
-        elif self._phase is Phase.UNDECIDED and beginning(held, self._start) <= 1:
+        elif self._phase is ReadingPhase.UNDECIDED and beginning(held, self._start) <= 1:
             parts += self._inner.push(held)
         return [*parts, *self._inner.flush()]
 
     def _decide(self) -> None:
         written = self._held.lstrip()
         if written.startswith(self._start):
-            self._phase = Phase.THINKING
+            self._phase = ReadingPhase.THINKING
         elif not self._start.startswith(written):
-            self._phase = Phase.ANSWERING
+            self._phase = ReadingPhase.ANSWERING
 
     def _think(self, parts: list[Part]) -> None:
         if not self._begun and not self._begin(parts):
@@ -95,7 +99,7 @@ class ReasoningReader:
         end = self._held.find(self._end)
         if end >= 0:
             self._take(parts, self._held[:end].rstrip(), end + len(self._end))
-            self._phase = Phase.BETWEEN
+            self._phase = ReadingPhase.BETWEEN
             return
         sure = len(self._held) - beginning(self._held, self._end)
         sure = len(self._held[:sure].rstrip())
@@ -121,10 +125,10 @@ class ReasoningReader:
         if self._trims:
             self._held = self._held.lstrip()
         if self._held or not self._trims:
-            self._phase = Phase.ANSWERING
+            self._phase = ReadingPhase.ANSWERING
 
     def _answer(self) -> Sequence[Part]:
-        if self._phase is not Phase.ANSWERING or not self._held:
+        if self._phase is not ReadingPhase.ANSWERING or not self._held:
             return ()
         held, self._held = self._held, ""
         return self._inner.push(held)
@@ -138,7 +142,7 @@ class ReasoningReader:
         if self._apart and thought:
             parts.append(Thought(thought))
         elif not self._apart and written:
-            parts.append(Words(written))
+            parts.append(AnswerText(written))
 
 
 def beginning(text: str, mark: str) -> int:

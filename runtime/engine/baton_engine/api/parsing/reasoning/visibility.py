@@ -28,26 +28,26 @@ class Showing:
         return self._shown(self._inner.push(text))
 
     def flush(self) -> Sequence[Part]:
-        return [*self._shown(self._inner.flush()), *self._told()]
+        return [*self._shown(self._inner.flush()), *self._parts()]
 
     def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
         shown: list[Part] = []
         for part in parts:
             if not isinstance(part, Thought):
-                shown += self._told()
+                shown += self._parts()
                 shown.append(part)
             elif not self._left_out:
                 self._thought.append(part.text)
         return shown
 
-    def _told(self) -> Sequence[Part]:
+    def _parts(self) -> Sequence[Part]:
         whole = "".join(self._thought)
         self._thought.clear()
         return [Thought(whole)] if whole else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class ReasoningOptions:
     apart: bool
     """SGLang's `separate_reasoning`: not in the answer's text."""
     streamed: bool
@@ -58,9 +58,9 @@ class Wishes:
     """vLLM's `thinking_token_budget`: most tokens of thought; None is any number."""
 
 
-def read_wishes(fields: Fields) -> Wishes:
+def read_options(fields: Fields) -> ReasoningOptions:
     budget = fields.integer("thinking_token_budget", *limits.THINKING_BUDGET.range)
-    return Wishes(
+    return ReasoningOptions(
         apart=fields.boolean("separate_reasoning", True),
         streamed=fields.boolean("stream_reasoning", True),
         included=fields.boolean("include_reasoning", True),

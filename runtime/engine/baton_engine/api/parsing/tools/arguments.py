@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from baton_engine.api.parsing.tools.source import OpenCall, Source, Wait
+from baton_engine.api.parsing.tools.source import OpenCall, TextSource, Wait
 from baton_engine.api.parsing.tools.toolbox import INPUT, Tool
 
 RAW_START, RAW_END = f"<{INPUT}>\n", f"\n</{INPUT}>"
@@ -28,7 +28,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-def read_arguments(source: Source, call: OpenCall, tool: Tool, end: str = "") -> Wait[None]:
+def read_arguments(source: TextSource, call: OpenCall, tool: Tool, end: str = "") -> Wait[None]:
     """The value ahead. It is over with its brackets, at an `end` outside of strings, or with the text."""
     yield from source.space()
     if tool.custom and (yield from source.literal(RAW_START)):
@@ -49,7 +49,7 @@ def read_arguments(source: Source, call: OpenCall, tool: Tool, end: str = "") ->
         call.write(text if text not in ("", "null") else "" if tool.custom else "{}")
 
 
-def read_string(source: Source, limit: int) -> Wait[str | None]:
+def read_string(source: TextSource, limit: int) -> Wait[str | None]:
     """The JSON string ahead, decoded; None if there is none, or one of more than `limit` characters."""
     if not (yield from source.literal('"')):
         return None
@@ -67,7 +67,7 @@ def read_string(source: Source, limit: int) -> Wait[str | None]:
         return None
 
 
-def skip_value(source: Source, limit: int | None = None) -> Wait[bool]:
+def skip_value(source: TextSource, limit: int | None = None) -> Wait[bool]:
     """Go past the JSON value ahead; False if it has more than `limit` characters."""
     yield from source.space()
     start = source.mark()
@@ -78,7 +78,7 @@ def skip_value(source: Source, limit: int | None = None) -> Wait[bool]:
     return limit is None or source.mark() - start <= limit
 
 
-def rest_of_object(source: Source) -> Wait[None]:
+def rest_of_object(source: TextSource) -> Wait[None]:
     """Up to the bracket that closes an object, behind a value of it."""
     yield from source.space()
     while (yield from source.literal(",")):
@@ -90,7 +90,7 @@ def rest_of_object(source: Source) -> Wait[None]:
     yield from source.literal("}")
 
 
-def _input_ahead(source: Source) -> Wait[bool]:
+def _input_ahead(source: TextSource) -> Wait[bool]:
     """Whether an object with a custom tool's input begins, which is then taken up to the text."""
     mark = source.mark()
     for part in ("{", f'"{INPUT}"', ":", '"'):
@@ -102,7 +102,7 @@ def _input_ahead(source: Source) -> Wait[bool]:
     return True
 
 
-def _verbatim(source: Source, call: OpenCall, end: str, limit: int | None = None) -> Wait[None]:
+def _verbatim(source: TextSource, call: OpenCall, end: str, limit: int | None = None) -> Wait[None]:
     start, depth = source.mark(), 0
     while limit is None or source.mark() - start <= limit:
         if limit is None:
@@ -129,7 +129,7 @@ def _verbatim(source: Source, call: OpenCall, end: str, limit: int | None = None
             return
 
 
-def _quoted(source: Source, call: OpenCall, limit: int | None) -> Wait[None]:
+def _quoted(source: TextSource, call: OpenCall, limit: int | None) -> Wait[None]:
     """The rest of a string, as it is written."""
     start = source.mark()
     while limit is None or source.mark() - start <= limit:
@@ -143,7 +143,7 @@ def _quoted(source: Source, call: OpenCall, limit: int | None) -> Wait[None]:
             return
 
 
-def _decoded(source: Source, call: OpenCall) -> Wait[None]:
+def _decoded(source: TextSource, call: OpenCall) -> Wait[None]:
     """The rest of a string, as what it stands for."""
     while True:
         source.trim()
@@ -155,7 +155,7 @@ def _decoded(source: Source, call: OpenCall) -> Wait[None]:
             return
 
 
-def _escape(source: Source) -> Wait[str]:
+def _escape(source: TextSource) -> Wait[str]:
     letter = yield from source.take()
     if letter != "u":
         return ESCAPES.get(letter, letter)
@@ -194,7 +194,7 @@ class _Head:
     """Whether the object is over, and its arguments lie behind."""
 
 
-def read_named(source: Source, end: str = "") -> Wait[bool]:
+def read_named(source: TextSource, end: str = "") -> Wait[bool]:
     """
     The call ahead, if there is one: an object that names a tool of the request.
 
@@ -218,7 +218,7 @@ def read_named(source: Source, end: str = "") -> Wait[bool]:
     return True
 
 
-def _read_head(source: Source) -> Wait[_Head | None]:
+def _read_head(source: TextSource) -> Wait[_Head | None]:
     """Up to the arguments, or to the end of an object that has them before the name, or not at all."""
     tool, early = None, None
     if not (yield from source.literal("{")):

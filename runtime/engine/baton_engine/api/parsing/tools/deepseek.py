@@ -10,7 +10,7 @@ from __future__ import annotations
 from baton_engine.api.parsing.tools.arguments import read_arguments
 from baton_engine.api.parsing.tools.family import ToolFamily
 from baton_engine.api.parsing.tools.grammar import Lark, Layout
-from baton_engine.api.parsing.tools.source import Reading, Source, Wait
+from baton_engine.api.parsing.tools.source import Reading, TextSource, Wait
 from baton_engine.api.parsing.tools.toolbox import Tool
 from baton_engine.model.tokenizer import SPACE_MARK
 
@@ -28,7 +28,7 @@ HEAD_LIMIT = 256
 """Characters of a call's kind or name."""
 
 
-def read(source: Source) -> Reading:
+def read(source: TextSource) -> Reading:
     while mark := (yield from source.find(CALLS, CALL)):
         place = source.mark()
         yield from source.space()
@@ -43,7 +43,7 @@ def read(source: Source) -> Reading:
         yield from source.literal(CALLS_END)
 
 
-def _read_call(source: Source, begun: bool = False) -> Wait[bool]:
+def _read_call(source: TextSource, begun: bool = False) -> Wait[bool]:
     mark = source.mark()
     if begun or (yield from source.literal(CALL)):
         head = yield from source.until(SEPARATOR, limit=HEAD_LIMIT)

@@ -20,8 +20,8 @@ from baton_engine.api.parsing.tools.pythonic import LLAMA4_PYTHONIC, PYTHONIC
 from baton_engine.api.parsing.tools.qwen3_coder import QWEN3_CODER
 
 FAMILIES: Mapping[str, ToolFamily] = {
-    known.name: known
-    for known in (
+    match.name: match
+    for match in (
         HERMES, QWEN3_CODER, LLAMA3, PYTHONIC, LLAMA4_PYTHONIC, MISTRAL, MISTRAL_V11, DEEPSEEK_V3,
         DEEPSEEK_V31,
     )
@@ -43,11 +43,11 @@ def family(name: str) -> ToolFamily:
     """The family of that name or alias; the generic one for an empty name. Raises SetupError."""
     if not name:
         return GENERIC
-    known = FAMILIES.get(ALIASES.get(name, name))
-    if known is None:
+    match = FAMILIES.get(ALIASES.get(name, name))
+    if match is None:
         names = ", ".join(sorted([*FAMILIES, *ALIASES]))
         raise SetupError(f"There is no tool call parser {name[:60]!r}. Known are: {names}.")
-    return known
+    return match
 
 
 def detect(chat_template: str) -> str:

@@ -10,7 +10,7 @@ from baton_api.sampling import Constraint
 from baton_engine.api.parsing.parts import PlainReader, Reader
 from baton_engine.api.parsing.tools import grammar
 from baton_engine.api.parsing.tools.grammar import Layout
-from baton_engine.api.parsing.tools.source import CallReader, Reading, Source
+from baton_engine.api.parsing.tools.source import CallReader, Reading, TextSource
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 
 
@@ -26,7 +26,7 @@ class ToolFamily:
     name: str
     keeps: frozenset[str]
     """Texts of special tokens that a reader must see."""
-    read: Callable[[Source], Reading]
+    read: Callable[[TextSource], Reading]
     layout: Layout
 
     def reader(self, toolbox: Toolbox | None, ids: Callable[[], str] = fresh_id) -> Reader:

@@ -72,7 +72,7 @@ class Lark:
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
         self._lines: list[str] = []
-        self._known: dict[str, str] = {}
+        self._rules: dict[str, str] = {}
         marks = sorted(tokens, key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
 
@@ -83,9 +83,9 @@ class Lark:
         """Exactly this text; the empty expression for none."""
         parts, position = [], 0
         text = text or ""
-        for found in self._marks.finditer(text) if self._marks else ():
-            parts += [json.dumps(text[position : found.start()]), f"<[{self._tokens[found[0]]}]>"]
-            position = found.end()
+        for match in self._marks.finditer(text) if self._marks else ():
+            parts += [json.dumps(text[position : match.start()]), f"<[{self._tokens[match[0]]}]>"]
+            position = match.end()
         parts.append(json.dumps(text[position:]))
         return " ".join(part for part in parts if part != '""')
 
@@ -129,10 +129,10 @@ class Lark:
 
     def _named(self, kind: str, body: str, options: str = "") -> str:
         line = options + ": " + body
-        if line not in self._known:
-            self._known[line] = f"{kind}{len(self._known)}"
-            self._lines.append(self._known[line] + line)
-        return self._known[line]
+        if line not in self._rules:
+            self._rules[line] = f"{kind}{len(self._rules)}"
+            self._lines.append(self._rules[line] + line)
+        return self._rules[line]
 
 
 def _checked(toolbox: Toolbox, tool: Tool) -> bool:

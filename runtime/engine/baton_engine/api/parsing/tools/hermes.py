@@ -11,13 +11,13 @@ import json
 from baton_engine.api.parsing.tools.arguments import read_named
 from baton_engine.api.parsing.tools.family import ToolFamily
 from baton_engine.api.parsing.tools.grammar import Lark, Layout
-from baton_engine.api.parsing.tools.source import Reading, Source
+from baton_engine.api.parsing.tools.source import Reading, TextSource
 from baton_engine.api.parsing.tools.toolbox import Tool
 
 START, END = "<tool_call>", "</tool_call>"
 
 
-def read(source: Source) -> Reading:
+def read(source: TextSource) -> Reading:
     while (yield from source.find(START)):
         mark = source.mark()
         yield from source.space()

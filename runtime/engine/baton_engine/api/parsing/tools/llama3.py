@@ -13,19 +13,19 @@ from baton_engine.api.parsing.tools.arguments import read_named
 from baton_engine.api.parsing.tools.family import ToolFamily
 from baton_engine.api.parsing.tools.grammar import Layout
 from baton_engine.api.parsing.tools.hermes import object_call
-from baton_engine.api.parsing.tools.source import Reading, Source, Wait
+from baton_engine.api.parsing.tools.source import Reading, TextSource, Wait
 
 TAG = "<|python_tag|>"
 
 
-def read(source: Source) -> Reading:
+def read(source: TextSource) -> Reading:
     yield from _read_calls(source)
     while (yield from source.find(TAG)):
         if not (yield from _read_calls(source)):
             source.words(TAG)
 
 
-def _read_calls(source: Source) -> Wait[bool]:
+def _read_calls(source: TextSource) -> Wait[bool]:
     mark = source.mark()
     yield from source.space()
     if not (yield from read_named(source)):

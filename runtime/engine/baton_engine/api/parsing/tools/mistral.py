@@ -13,7 +13,7 @@ from baton_engine.api.parsing.tools.arguments import NAME_LIMIT, read_arguments,
 from baton_engine.api.parsing.tools.family import ToolFamily
 from baton_engine.api.parsing.tools.grammar import Lark, Layout
 from baton_engine.api.parsing.tools.hermes import object_call
-from baton_engine.api.parsing.tools.source import Reading, Source, Wait
+from baton_engine.api.parsing.tools.source import Reading, TextSource, Wait
 from baton_engine.api.parsing.tools.toolbox import Tool
 
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -21,7 +21,7 @@ NAME = re.compile("[A-Za-z0-9_-]*")
 ID = re.compile("[A-Za-z0-9]*")
 
 
-def read(source: Source) -> Reading:
+def read(source: TextSource) -> Reading:
     while (yield from source.find(CALLS)):
         mark = source.mark()
         yield from source.space()
@@ -30,7 +30,7 @@ def read(source: Source) -> Reading:
             source.words(CALLS)
 
 
-def _read_array(source: Source) -> Wait[bool]:
+def _read_array(source: TextSource) -> Wait[bool]:
     mark = source.mark()
     if (yield from source.literal("[")):
         yield from source.space()
@@ -45,7 +45,7 @@ def _read_array(source: Source) -> Wait[bool]:
     return False
 
 
-def _read_named_arguments(source: Source) -> Wait[bool]:
+def _read_named_arguments(source: TextSource) -> Wait[bool]:
     tool = source.tool((yield from source.match(NAME, NAME_LIMIT)))
     if tool is None:
         return False

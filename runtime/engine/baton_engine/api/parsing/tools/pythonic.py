@@ -16,7 +16,7 @@ from baton_engine.api.parsing.tools import tagged_arguments
 from baton_engine.api.parsing.tools.arguments import RAW_END, RAW_START
 from baton_engine.api.parsing.tools.family import ToolFamily
 from baton_engine.api.parsing.tools.grammar import Lark, Layout
-from baton_engine.api.parsing.tools.source import OpenCall, Reading, Source, Wait
+from baton_engine.api.parsing.tools.source import OpenCall, Reading, TextSource, Wait
 from baton_engine.api.parsing.tools.tagged_arguments import members
 from baton_engine.api.parsing.tools.toolbox import Tool
 
@@ -26,14 +26,14 @@ NAME_LIMIT = 256
 VALUE = re.compile(r"""["'(\[{)\]},\\]""")
 
 
-def read(source: Source) -> Reading:
+def read(source: TextSource) -> Reading:
     yield from _read_list(source)
     while (yield from source.find(START)):
         if not (yield from _read_list(source)):
             source.words(START)
 
 
-def _read_list(source: Source) -> Wait[bool]:
+def _read_list(source: TextSource) -> Wait[bool]:
     mark = source.mark()
     yield from source.space()
     if (yield from source.literal("[")):
@@ -50,7 +50,7 @@ def _read_list(source: Source) -> Wait[bool]:
     return False
 
 
-def _read_call(source: Source) -> Wait[bool]:
+def _read_call(source: TextSource) -> Wait[bool]:
     mark = source.mark()
     yield from source.space()
     tool = source.tool((yield from source.match(NAME, NAME_LIMIT)))
@@ -67,7 +67,7 @@ def _read_call(source: Source) -> Wait[bool]:
     return True
 
 
-def _read_keywords(source: Source, call: OpenCall, tool: Tool) -> Wait[None]:
+def _read_keywords(source: TextSource, call: OpenCall, tool: Tool) -> Wait[None]:
     written = 0
     while True:
         yield from source.space()
@@ -90,7 +90,7 @@ def _read_keywords(source: Source, call: OpenCall, tool: Tool) -> Wait[None]:
         call.write("}" if written else "{}")
 
 
-def _read_value(source: Source) -> Wait[str]:
+def _read_value(source: TextSource) -> Wait[str]:
     """The text up to the comma or the bracket behind it, which is not taken."""
     text, closers = "", ""
     while True:
@@ -112,7 +112,7 @@ def _read_value(source: Source) -> Wait[str]:
             closers = closers[:-1]
 
 
-def _read_quoted(source: Source, quote: str) -> Wait[str]:
+def _read_quoted(source: TextSource, quote: str) -> Wait[str]:
     text, stops = "", QUOTES[quote]
     while True:
         piece, stop = yield from source.chunk(stops)

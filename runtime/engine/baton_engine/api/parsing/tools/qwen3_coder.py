@@ -23,7 +23,7 @@ from typing import Any
 from baton_engine.api.parsing.tools import tagged_arguments
 from baton_engine.api.parsing.tools.family import ToolFamily
 from baton_engine.api.parsing.tools.grammar import ANY_TEXT, Lark, Layout, escaped, regex
-from baton_engine.api.parsing.tools.source import OpenCall, Reading, Source, Wait
+from baton_engine.api.parsing.tools.source import OpenCall, Reading, TextSource, Wait
 from baton_engine.api.parsing.tools.tagged_arguments import definitions, members, not_enforced, root_of
 from baton_engine.api.parsing.tools.toolbox import INPUT, Tool
 
@@ -35,7 +35,7 @@ NAME_LIMIT = 256
 ANCHORED = re.compile(r"\^((?:[^$\\]|\\.)*)\$")
 
 
-def read(source: Source) -> Reading:
+def read(source: TextSource) -> Reading:
     while mark := (yield from source.find(START, FUNCTION)):
         place = source.mark()
         if not (yield from _read_calls(source, begun=mark == FUNCTION)):
@@ -43,7 +43,7 @@ def read(source: Source) -> Reading:
             source.words(mark)
 
 
-def _read_calls(source: Source, begun: bool) -> Wait[bool]:
+def _read_calls(source: TextSource, begun: bool) -> Wait[bool]:
     if not begun:
         yield from source.space()
     if not (yield from _read_call(source, begun)):
@@ -56,7 +56,7 @@ def _read_calls(source: Source, begun: bool) -> Wait[bool]:
     return True
 
 
-def _read_call(source: Source, begun: bool) -> Wait[bool]:
+def _read_call(source: TextSource, begun: bool) -> Wait[bool]:
     mark = source.mark()
     if begun or (yield from source.literal(FUNCTION)):
         name = yield from source.until(">", limit=NAME_LIMIT)
@@ -68,7 +68,7 @@ def _read_call(source: Source, begun: bool) -> Wait[bool]:
     return False
 
 
-def _read_parameters(source: Source, call: OpenCall, tool: Tool) -> Wait[None]:
+def _read_parameters(source: TextSource, call: OpenCall, tool: Tool) -> Wait[None]:
     root, written = root_of(tool), 0
     properties = root.get("properties", {})
     while True:

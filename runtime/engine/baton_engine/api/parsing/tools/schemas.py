@@ -41,21 +41,21 @@ def problem(schema: object, path: str = "") -> str:
         if not isinstance(inner, dict):
             return f"{_at(path)}'{key}' is not an object"
         for name, value in inner.items():
-            if found := problem(value, f"{path}/{key}/{name}"):
-                return found
+            if reason := problem(value, f"{path}/{key}/{name}"):
+                return reason
     for key in LISTS:
         inner = schema.get(key, [])
         if not isinstance(inner, list):
             return f"{_at(path)}'{key}' is not an array"
         for position, value in enumerate(inner):
-            if found := problem(value, f"{path}/{key}/{position}"):
-                return found
+            if reason := problem(value, f"{path}/{key}/{position}"):
+                return reason
     for key in ONES:
         value = schema.get(key, True)
         if isinstance(value, list) and key == "items":
             continue  # what newer drafts call prefixItems
-        if found := problem(value, f"{path}/{key}"):
-            return found
+        if reason := problem(value, f"{path}/{key}"):
+            return reason
     return ""
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from baton_engine.api.parsing.parts import Arguments, Call, Part, Words
+from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, ToolCall
 from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class OpenCall:
             self._parts.append(Arguments(self._index, text))
 
 
-class Source:
+class TextSource:
     """One choice's text, and the parts that it turned out to be."""
 
     def __init__(self, toolbox: Toolbox, ids: Callable[[], str]) -> None:
@@ -58,7 +58,7 @@ class Source:
         self._calls = 0
         self._blank = ""
         """White space behind what was said: told with what is said next, if that is ever."""
-        self._said = False
+        self._wrote = False
         self._parted = True
         """Whether what stands before the last call is parted from what may follow it."""
         self._behind_call = False
@@ -110,8 +110,8 @@ class Source:
     def match(self, pattern: re.Pattern[str], limit: int) -> Wait[str]:
         """What of `pattern`, a set of characters with a star, stands ahead, at most `limit` characters."""
         while True:
-            found = pattern.match(self._text, self._at, self._at + limit)
-            end = self._at if found is None else found.end()
+            matched = pattern.match(self._text, self._at, self._at + limit)
+            end = self._at if matched is None else matched.end()
             if end < len(self._text) or self.ended or end - self._at >= limit:
                 taken, self._at = self._text[self._at : end], end
                 return taken
@@ -125,12 +125,12 @@ class Source:
         """
         start = self._at
         while True:
-            found = _first(self._text, stops, start)
+            matched = _first(self._text, stops, start)
             end = self._at + limit if limit is not None else len(self._text)
-            if found is not None and (limit is None or found[0] - self._at <= limit):
-                taken = self._text[self._at : found[0]]
-                self._at = found[0] + len(found[1])
-                return taken, found[1]
+            if matched is not None and (limit is None or matched[0] - self._at <= limit):
+                taken = self._text[self._at : matched[0]]
+                self._at = matched[0] + len(matched[1])
+                return taken, matched[1]
             if self.ended or (limit is not None and len(self._text) - _longest(stops) > end):
                 return None
             start = max(self._at, len(self._text) - _longest(stops))
@@ -140,9 +140,10 @@ class Source:
         """Some text that has none of the characters `stops`, and the one of them after it; both are taken."""
         while self._at >= len(self._text) and not self.ended:
             yield
-        found = stops.search(self._text, self._at)
-        start, self._at = self._at, len(self._text) if found is None else found.end()
-        return self._text[start : self._at if found is None else found.start()], found[0] if found else ""
+        matched = stops.search(self._text, self._at)
+        start, self._at = self._at, len(self._text) if matched is None else matched.end()
+        end = self._at if matched is None else matched.start()
+        return self._text[start:end], matched[0] if matched else ""
 
     def take(self) -> Wait[str]:
         """The next character; empty at the end."""
@@ -193,11 +194,11 @@ class Source:
     def find(self, *marks: str) -> Wait[str]:
         """Tell the words up to the first of `marks`, which is taken and returned; empty at the end."""
         while True:
-            found = _first(self._text, marks, self._at)
-            if found is not None:
-                self._say(self._text[self._at : found[0]])
-                self._at = found[0] + len(found[1])
-                return found[1]
+            matched = _first(self._text, marks, self._at)
+            if matched is not None:
+                self._say(self._text[self._at : matched[0]])
+                self._at = matched[0] + len(matched[1])
+                return matched[1]
             end = len(self._text) if self.ended else _held(self._text, marks, self._at)
             self._say(self._text[self._at : end])
             self._at = end
@@ -216,19 +217,19 @@ class Source:
 
     def call(self, tool: Tool) -> OpenCall:
         if not self._behind_call:
-            self._blank = self._blank if self._said else ""
-            self._parted = bool(self._blank) or not self._said
+            self._blank = self._blank if self._wrote else ""
+            self._parted = bool(self._blank) or not self._wrote
         self._behind_call = True
         index, self._calls = self._calls, self._calls + 1
         if index and not self._toolbox.parallel:
             return OpenCall(self.parts, None)
-        self.parts.append(Call(index, self._ids(), tool.name))
+        self.parts.append(ToolCall(index, self._ids(), tool.name))
         return OpenCall(self.parts, index)
 
     def finish(self) -> None:
         """The answer is over: tell the white space at its end, if no call stands before it."""
         if self._blank and not self._behind_call:
-            self.parts.append(Words(self._blank))
+            self.parts.append(AnswerText(self._blank))
 
     def _say(self, text: str) -> None:
         """Tell `text`. White space next to a call belongs to its form, but for one between what is said."""
@@ -237,10 +238,10 @@ class Source:
             if not self._parted:
                 self._blank += text[: len(text) - len(bare)]
             text = bare
-        said = text.rstrip(SPACE)
-        if said:
-            self.parts.append(Words(self._blank + said))
-            self._blank, self._behind_call, self._said = text[len(said) :], False, True
+        visible = text.rstrip(SPACE)
+        if visible:
+            self.parts.append(AnswerText(self._blank + visible))
+            self._blank, self._behind_call, self._wrote = text[len(visible) :], False, True
         else:
             self._blank += text
 
@@ -248,8 +249,10 @@ class Source:
 class CallReader:
     """A `Reader` by one family's reading."""
 
-    def __init__(self, read: Callable[[Source], Reading], toolbox: Toolbox, ids: Callable[[], str]) -> None:
-        self._source = Source(toolbox, ids)
+    def __init__(
+        self, read: Callable[[TextSource], Reading], toolbox: Toolbox, ids: Callable[[], str]
+    ) -> None:
+        self._source = TextSource(toolbox, ids)
         self._reading = read(self._source)
 
     def push(self, text: str) -> Sequence[Part]:
@@ -268,8 +271,8 @@ class CallReader:
 
 def _first(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
     """Where the first of `marks` stands, and which it is."""
-    places = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
-    return min(places, default=None)
+    candidates = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
+    return min(candidates, default=None)
 
 
 def _held(text: str, marks: Sequence[str], start: int) -> int:
