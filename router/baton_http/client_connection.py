@@ -1,4 +1,4 @@
-"""The client's side of one request: its body, what is sent to it, and whether it is still there."""
+"""The client's side of one request: its body, the response, and whether the client is still connected."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from baton_http.replies import Receive, Scope, Send
 from baton_http.upstream import Headers
 
 OVERSIZE_FACTOR = 4
-"""A body that is too large is still read to this many times the limit: who is cut off while sending
-does not read the answer that says why."""
+"""A body over the limit is read up to this multiple of it: a client that is cut off while sending does not
+read the error."""
 
 FLUSH_S = 5.0
-"""Seconds in which what was sent must reach a client whose connection is then cut."""
+"""Seconds in which sent bytes must reach a client whose connection is then cut."""
 
 
 class ClientDisconnected(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection."""
 
 
 class ClientConnection:
     """
-    One client, for one request.
+    One client's connection, for one request.
 
-    As a context manager it watches the connection: when the client leaves, the body of the `with` is
-    cancelled wherever it waits, and ClientGone comes out.
+    As a context manager it watches the connection: when the client disconnects, the body of the `with` is
+    cancelled and ClientDisconnected is raised.
     """
 
     __slots__ = (
@@ -50,14 +50,14 @@ class ClientConnection:
         cycle: RequestCycle = scope["extensions"][EXTENSION]["cycle"]
         self._cycle = cycle
         self._heard = receive == cycle.receive
-        """Whether nobody else hears the request, or the answer, before us."""
+        """Whether no middleware reads the request or the response before this object."""
         self._direct = send == cycle.send
         self.read = False
-        """Whether the whole body has come."""
+        """Whether the whole body has arrived."""
         self.started = False
         self.sending = False
         self.moved = 0.0
-        """Loop time at which the last sending began or ended."""
+        """Loop time of the last send's start or end."""
         self._receive = receive
         self._send = send
         self._loop = cycle.loop  # to ask for the running one costs a call of the system
@@ -65,7 +65,7 @@ class ClientConnection:
         self._gone = False
 
     async def body(self, limit: int, seconds: float) -> bytes:
-        """The request's body. Raises BodyTooLarge, InvalidRequest if it is slow, ClientGone."""
+        """The body of the request. Raises BodyTooLarge, InvalidRequest if it is slow, ClientDisconnected."""
         if self._heard and (here := self._cycle.taken()) is not None:
             self.read = True
             return self._within(here, limit)
@@ -103,7 +103,7 @@ class ClientConnection:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send(self, piece: bytes, more: bool) -> None:
-        """Pass on a part of the answer; waits while the client is slow."""
+        """Send a part of the response; waits while the client is slow."""
         if not more:
             self._finished = True
         self.moved = self._loop.time()
@@ -121,7 +121,7 @@ class ClientConnection:
         self.moved = self._loop.time()
 
     async def cut(self, last: bytes = b"") -> None:
-        """End a started answer so that nobody can take it for complete."""
+        """End a started response so that no client can take it for complete."""
         self._finished = True
         try:
             async with asyncio.timeout(FLUSH_S):
@@ -134,7 +134,7 @@ class ClientConnection:
             self.abort()
 
     def abort(self) -> None:
-        """Drop the connection and what waits on it."""
+        """Drop the connection and unsent bytes."""
         self._cycle.transport.abort()
 
     def __enter__(self) -> ClientConnection:

@@ -1,10 +1,9 @@
 """
-The public keys that tokens are signed with (RFC 7517): from a file, or from where their issuer shows them.
+Public keys that sign tokens (RFC 7517), from a file or from their issuer's URL.
 
-An issuer changes its keys when it likes, and tokens name theirs. So a key that is not known is a reason to
-ask again, at most once a minute, or a stranger's tokens would make this router flood the issuer. Every few
-minutes they are asked for anyway, beside the requests: a key that was withdrawn must stop to be good. An
-issuer that does not answer changes nothing.
+An issuer may change its keys at any time. An unknown key triggers a fetch, at most once a minute, so that
+invalid tokens cannot flood the issuer. Keys are also fetched every few minutes, so that a revoked key stops
+working. If the issuer does not respond, the keys stay.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from baton_api.errors import NotReady, SetupError
 log = logging.getLogger(__name__)
 
 UNKNOWN_KEY_S = 60.0
-"""Seconds between two fetches because of keys that are not known."""
+"""Seconds between two fetches because of unknown keys."""
 
 RETRY_S = 5.0
-"""The same while there is no key at all."""
+"""Seconds between two fetches while there is no key."""
 
 REFRESH_S = 300.0
-"""Age at which keys are fetched again, whether or not one is missing."""
+"""Age at which keys are fetched again."""
 
 FETCH_TIMEOUT_S = 5.0
 SIZE_LIMIT = 1024 * 1024
@@ -41,16 +40,16 @@ Fetch = Callable[[], Awaitable[bytes]]
 
 
 class KeySet(msgspec.Struct):
-    """A set on the wire; each key is checked by itself."""
+    """A key set; each key is checked separately."""
 
     keys: list[dict[str, object]]
 
 
 class IssuerKeys:
-    """The keys of one issuer, as they are known here. Belongs to the event loop."""
+    """The keys of one issuer. Belongs to the event loop."""
 
     def __init__(self, fetch: Fetch, algorithms: frozenset[str], clock: Callable[[], float]) -> None:
-        """Keys for other `algorithms` are left out. `fetch` raises OSError."""
+        """Keys for other `algorithms` are ignored. `fetch` raises OSError."""
         self._fetch = fetch
         self._algorithms = algorithms
         self._clock = clock
@@ -59,13 +58,13 @@ class IssuerKeys:
         self._fetched_at = float("-inf")
         self._fetching: asyncio.Task[None] | None = None
         self.changes = 0
-        """Times that the keys became others: what was judged by them has to be judged again."""
+        """Number of changes; results of older keys must be checked again."""
 
     async def find(self, name: str) -> jwt.PyJWK | None:
         """
-        The key of this name (`kid`); an empty one is that of a set with one key only.
+        The key of this name (`kid`); an empty name means the only key of the set.
 
-        Raises NotReady if no keys could be had so far.
+        Raises NotReady if no keys could be fetched yet.
         """
         keys = self._cached(name)
         if keys is None and self._clock() - self._fetched_at >= (UNKNOWN_KEY_S if self._keys else RETRY_S):
@@ -78,7 +77,7 @@ class IssuerKeys:
         return keys
 
     def refresh(self) -> None:
-        """Ask again, beside everything else, if the keys are old."""
+        """Fetch the keys in the background if they are old."""
         if self._clock() - self._fetched_at >= REFRESH_S:
             self._begin()
 
@@ -118,10 +117,10 @@ class IssuerKeys:
 
 def read_key_set(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK]:
     """
-    The keys of a set by their names. Raises SetupError if it is no set.
+    The usable keys of a set by name. Raises SetupError if it is invalid.
 
-    A key that cannot be used is left out: one for another purpose, of another kind, or for an algorithm
-    that is not allowed, above all a shared secret.
+    Keys for another purpose, of another type or for a disallowed algorithm are ignored, above all shared
+    secrets.
     """
     try:
         listed = msgspec.json.decode(text, type=KeySet).keys
@@ -143,7 +142,9 @@ def read_key_set(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK
 
 
 def key_source(where: str) -> Fetch:
-    """What fetches a set from an http address or a file. Raises SetupError for a file that is not there."""
+    """
+    A function that fetches a key set from a URL or a file. Raises SetupError if the file does not exist.
+    """
     if urlsplit(where).scheme in ("http", "https"):
         return lambda: asyncio.to_thread(_from_url, where)
     path = Path(where).expanduser()
@@ -153,7 +154,7 @@ def key_source(where: str) -> Fetch:
 
 
 def _from_url(url: str) -> bytes:
-    """Raises OSError, of which urllib's errors are some."""
+    """Raises OSError; urllib's errors are subclasses."""
     request = urllib.request.Request(url, headers={"accept": "application/json"})
     with urllib.request.urlopen(request, timeout=FETCH_TIMEOUT_S) as answer:
         text: bytes = answer.read(SIZE_LIMIT + 1)

@@ -22,29 +22,29 @@ GONE = 410
 
 
 class ApiServerError(Exception):
-    """The API server did not give what was asked for; the text says why."""
+    """A request to the API server failed; the text says why."""
 
 
 class WatchExpired(Exception):
-    """A watch cannot go on from where it was."""
+    """The watch cannot continue from its resource version."""
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesAccess:
-    """Where the API server is, and who asks it."""
+    """Address and credentials of the API server."""
 
     url: str
     account: Path
-    """A folder with `token`, `ca.crt` and `namespace`, as Kubernetes mounts it."""
+    """Folder with `token`, `ca.crt` and `namespace`, as Kubernetes mounts it."""
     namespace: str = ""
     """Empty: the account's own."""
 
     def where(self) -> str:
-        """The namespace. Raises Unanswered if nobody says which."""
+        """The namespace. Raises ApiServerError if it is unknown."""
         return self.namespace or self._text("namespace")
 
     def open(self) -> ApiServerConnection:
-        """Raises Unanswered if the account's files are not as they should be."""
+        """Raises ApiServerError if the account's files are invalid."""
         if not self.url:
             raise ApiServerError("this is no pod of a cluster: give its URL with --kubernetes-api")
         parts = urlsplit(self.url)
@@ -66,7 +66,7 @@ class KubernetesAccess:
 
 @dataclass(frozen=True, slots=True)
 class ApiServerConnection:
-    """One cycle's connections."""
+    """Connections with one set of credentials."""
 
     upstream: Upstream
     token: str

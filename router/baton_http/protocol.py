@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     pass
 
 LINGER_S = 5.0
-"""Seconds for which a connection without a request is kept when the process ends, if there is somewhere else
-to go to: clients drop those that they have not used for as long, so no request meets a closing one."""
+"""Seconds for which idle connections stay open when the process stops and clients have another server.
+Clients drop connections that are unused for as long, so that no request meets a closing one."""
 
 DEADLINE_CHECKS = 4
-"""At a connection's deadline, in the time that a head may take."""
+"""Checks of the deadline in the time that a head may take."""
 
 REJECTION = (
     b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
@@ -45,12 +45,12 @@ REJECTION = (
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One client's connection. Subclasses made by `http_protocol` set the limits."""
+    """One client connection. Subclasses made by `http_protocol` set the limits."""
 
     max_header = 16 * 1024
     header_s = 10.0
     leaving = False
-    """Whether clients are to send their next request elsewhere: the process will end."""
+    """Whether clients should send their next request elsewhere: the process will stop."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ WITHOUT_BODY = (204, 304)
 
 
 class RequestCycle(RequestResponseCycle):
-    """Made by the listener for each request."""
+    """One request; the protocol creates it."""
 
     def __init__(self, listener: BoundedHttpProtocol, scope: Any, keep_alive: bool) -> None:
         super().__init__(
@@ -219,12 +219,12 @@ class RequestCycle(RequestResponseCycle):
         )
         self.loop = listener.loop
         self.on_gone: Callable[[], None] | None = None
-        """Called when the client leaves before the answer is complete."""
+        """Called when the client disconnects before the response is complete."""
         self._head = b""
         """Of an answer that has started, until its first piece is there."""
 
     def taken(self) -> bytes | None:
-        """The request's body, if all of it is here already."""
+        """The body of the request if it has arrived completely."""
         if self.more_body:
             return None
         body, self.body = self.body, bytearray()
@@ -232,9 +232,10 @@ class RequestCycle(RequestResponseCycle):
 
     def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """
-        The answer's head, which goes with the first piece that is written.
+        Set the head of the response, which is sent with the first piece.
 
-        `headers` have lower-case names, and none is of one connection; `status` is of an answer with a body.
+        `headers` have lower-case names and none belongs to one connection; a response of this `status` has a
+        body.
         """
         self.response_started = True
         self.waiting_for_100_continue = False
@@ -253,7 +254,7 @@ class RequestCycle(RequestResponseCycle):
         self._head = b"".join(lines)
 
     def write(self, piece: bytes, more: bool) -> None:
-        """A part of the body; without `more` the last one."""
+        """Send a part of the body; the last one without `more`."""
         if self.disconnected:
             return
         head, self._head = self._head, b""
@@ -283,7 +284,7 @@ class RequestCycle(RequestResponseCycle):
         await super().send(message)
 
     def leave(self) -> None:
-        """The client's connection is lost."""
+        """The connection is lost."""
         if self.response_complete:
             return
         self.disconnected = True

@@ -1,8 +1,7 @@
 """
-The router's own answers: JSON, the request's id on each, and errors in OpenAI's shape.
+The router's own responses: JSON, the request id, and errors in OpenAI's format.
 
-Every error that the router words itself passes through here; a worker's answers do not, they pass as
-they are.
+Workers' responses do not pass here; they are forwarded unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _encoder = msgspec.json.Encoder()
 
 
 async def send_error(send: Send, error: BatonError, request_id: bytes, close: bool = False) -> None:
-    """`error` as the whole answer; `close` ends the connection after it, as when a body was not read."""
+    """Send `error` as the whole response; `close` ends the connection, as when a body was not read."""
     more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
     if close:
         more.append((b"connection", b"close"))
@@ -38,7 +37,7 @@ async def send_error(send: Send, error: BatonError, request_id: bytes, close: bo
 async def send_json(
     send: Send, status: int, body: bytes, request_id: bytes, more: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    """`body` as the whole answer, with `more` headers."""
+    """Send `body` as the whole response, with `more` headers."""
     fields = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -50,7 +49,7 @@ async def send_json(
 
 
 def request_id(given: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The client's own, if it is one; else a new one."""
+    """The client's request id if it is valid, otherwise a new one."""
     for name, value in given:
         if name == REQUEST_ID and _VISIBLE.fullmatch(value):
             return value

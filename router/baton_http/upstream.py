@@ -1,10 +1,9 @@
 """
-Connections to one worker: HTTP/1.1 on asyncio's transports, read by httptools.
+Connections to a worker: HTTP/1.1 on asyncio transports, parsed by httptools.
 
-A request is a head and a body in bytes; the answer's body comes out in the pieces in which it came
-in, and never more than about `BUFFERED` bytes of it wait here: a client that reads slowly makes the
-worker write slowly. Connections are kept and used again. What can go wrong with a worker leaves this
-module as `UpstreamLost`, with the cause in one word.
+Requests are bytes; response bodies come in the pieces in which they arrived. At most about `BUFFERED` bytes
+wait here, so a slow client slows the worker down. Connections are reused. Every failure of a worker is raised
+as `UpstreamLost` with its cause in one word.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from baton_api.errors import NotReady, WorkerLost
 log = logging.getLogger(__name__)
 
 BUFFERED = 64 * 1024
-"""Bytes of one answer's body that may wait for the client before the worker is made to wait."""
+"""Bytes of one response that may wait for the client before the worker is paused."""
 
 IDLE_LIMIT = 1024
-"""Connections to one worker that are kept without a request on them."""
+"""Maximum idle connections to one worker."""
 
 STALE_S = 0.2
-"""Seconds after sending in which a reset means that the worker had closed the kept connection before."""
+"""Seconds after sending in which a reset means that the worker had closed the idle connection before."""
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class UpstreamLost(WorkerLost):
-    """The worker did not answer, or not to the end."""
+    """The worker did not respond, or not completely."""
 
     def __init__(self, worker: str, cause: str) -> None:
         super().__init__(worker)
@@ -46,14 +45,14 @@ class UpstreamLost(WorkerLost):
 
 
 class ExchangeHolder(Protocol):
-    """Who wants to have an exchange before there is a head of its answer."""
+    """Holds an exchange before its response head has arrived, and may end it."""
 
     exchange: UpstreamExchange | None
     """None while the request is not on a connection."""
 
 
 class Upstream:
-    """One worker's address and the connections to it."""
+    """One worker's address and connections."""
 
     def __init__(
         self, host: str, port: int, connect_s: float = 1.0, tls: ssl.SSLContext | None = None
@@ -66,24 +65,24 @@ class Upstream:
         self._busy: set[UpstreamConnection] = set()
         self._closed = False
         self.heard = -math.inf
-        """Loop time at which anything last came from the worker."""
+        """Loop time of the last byte from the worker."""
 
     @property
     def secure(self) -> bool:
-        """Whether it is spoken to by TLS."""
+        """Whether TLS is used."""
         return self._tls is not None
 
     async def request(
         self, head: bytes, body: bytes = b"", holder: ExchangeHolder | None = None
     ) -> UpstreamExchange:
         """
-        Send one request and wait for the head of its answer. Raises Lost.
+        Send a request and wait for the head of its response. Raises UpstreamLost.
 
-        `holder` has the exchange as soon as it begins, and may end it.
+        `holder` gets the exchange at once and may end it.
 
-        A kept connection that the worker closes at the same moment is no failure of the worker: if it closes
-        within `STALE_S` and without a byte of an answer, the request goes once more, on a new connection. If
-        there is nobody to connect with then, or if it is reset later, the worker has died with the request.
+        A worker may close an idle connection in the same moment. If it closes within `STALE_S` without a
+        byte, the request is sent once more on a new connection. If that cannot be opened, or the reset comes
+        later, the worker has died with the request.
         """
         reset: UpstreamLost | None = None
         while True:
@@ -114,7 +113,7 @@ class Upstream:
                 raise
 
     def fail_silent(self, since: float) -> None:
-        """The worker is down: end the exchanges on which nothing has come since that loop time."""
+        """The worker is down: end the exchanges without progress since that loop time."""
         for connection in list(self._idle):
             connection.transport.abort()
         for connection in list(self._busy):
@@ -123,19 +122,19 @@ class Upstream:
                 exchange.fail("hung")
 
     def fail_all(self, cause: str) -> None:
-        """It has had its time: end whatever is on its connections."""
+        """End all exchanges, and close the connections."""
         for connection in [*self._idle, *self._busy]:
             if connection.exchange is not None:
                 connection.exchange.fail(cause)
             connection.transport.abort()
 
     def close(self) -> None:
-        """For good: nobody is there any more."""
+        """Close for good."""
         self._closed = True
         self.fail_all("gone")
 
     def freed(self, connection: UpstreamConnection) -> None:
-        """Its exchange is complete and another may follow."""
+        """The exchange is complete; reuse the connection."""
         self._busy.discard(connection)
         if len(self._idle) < IDLE_LIMIT and not self._closed:
             self._idle.append(connection)
@@ -169,7 +168,7 @@ class Upstream:
 
 
 class UpstreamExchange:
-    """One request's answer as it arrives. Read it to the end or close it."""
+    """The response to one request as it arrives. Read it to the end or close it."""
 
     __slots__ = (
         "_buffered",
@@ -189,16 +188,16 @@ class UpstreamExchange:
         self.status = 0
         self.headers: Headers = []
         self.progress = connection.loop.time()
-        """When something of the answer came last; when it was asked for, before that."""
+        """Loop time of the last byte of the response, or of sending the request."""
         self.paused = False
-        """Whether the worker is being made to wait."""
+        """Whether the worker is paused."""
         self.resent = False
-        """Whether the request was sent before, on a kept connection that the worker had closed."""
+        """Whether the request was sent before, on an idle connection that the worker had closed."""
         self._connection = connection
         self._pieces: list[bytes] = []
         self._buffered = 0
         self.complete = False
-        """Whether nothing more will come than waits here."""
+        """Whether the whole response has arrived."""
         self._failure: UpstreamLost | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -208,16 +207,16 @@ class UpstreamExchange:
 
     @property
     def begun(self) -> bool:
-        """Whether anything of the answer has come."""
+        """Whether any byte of the response has arrived."""
         return self.status != 0 or bool(self.headers)
 
     async def head(self) -> None:
-        """Wait until status and headers are there. Raises Lost."""
+        """Wait for status and headers. Raises UpstreamLost."""
         while not self.status:
             await self._wait()
 
     async def read(self) -> bytes:
-        """The part of the body that has come since the last read; empty at its end. Raises Lost."""
+        """The part of the body since the last read; empty at the end. Raises UpstreamLost."""
         while not self._pieces:
             if self.complete:
                 return b""
@@ -225,7 +224,7 @@ class UpstreamExchange:
         return self.rest()
 
     def rest(self) -> bytes:
-        """What of the body waits here."""
+        """The buffered part of the body."""
         pieces = self._pieces
         piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -237,12 +236,12 @@ class UpstreamExchange:
         return piece
 
     def close(self) -> None:
-        """Nothing more is wanted: unless all of it came, the worker sees its connection close."""
+        """Stop reading; the connection closes unless the response is complete."""
         if not self.complete:
             self._connection.transport.abort()
 
     def fail(self, cause: str) -> bool:
-        """End the exchange: whoever waits for more of it gets Lost. False if it had ended before."""
+        """End the exchange; readers get UpstreamLost. False if it had ended."""
         if self.complete or self._failure is not None:
             return False
         self._failure = UpstreamLost(self._connection.upstream.name, cause)
@@ -253,7 +252,7 @@ class UpstreamExchange:
     # What the connection calls.
 
     def took(self, pieces: list[bytes], size: int) -> None:
-        """What the body's parser has made of `size` bytes."""
+        """Buffer pieces parsed from `size` bytes."""
         if pieces:
             self._pieces += pieces
             pieces.clear()
@@ -284,7 +283,7 @@ class UpstreamExchange:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection and the exchange that is on it, if any."""
+    """One connection and its current exchange."""
 
     transport: asyncio.Transport
 
@@ -294,7 +293,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.exchange: UpstreamExchange | None = None
         self._keep = False
         self._pieces: list[bytes] = []
-        """Of the body, as the parser leaves them."""
+        """Body pieces from the parser."""
         self.on_body = self._pieces.append
         self._parser = httptools.HttpResponseParser(self)
 
@@ -365,7 +364,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 def no_delay(transport: asyncio.BaseTransport) -> None:
-    """Send small pieces at once; event loops differ in whether they see to it themselves."""
+    """Send small pieces at once; not every event loop sets this."""
     connected: socket.socket | None = transport.get_extra_info("socket")
     if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -375,5 +374,5 @@ def no_delay(transport: asyncio.BaseTransport) -> None:
 
 @cache
 def _log_missing_no_delay() -> None:
-    """Once: who looks at the first connections sees it, and it will not be otherwise with the others."""
+    """Log once; it is the same for all connections."""
     log.error("TCP_NODELAY cannot be set here: each event of a stream may wait 40 ms for the one before it.")

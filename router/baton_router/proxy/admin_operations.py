@@ -1,10 +1,8 @@
 """
-What the router asks of workers for those who run the service: end this request, empty your cache, show
-that you work.
+Admin operations, sent to workers: abort a request, flush the caches, probe that a pair works.
 
-A request is known to the worker that has it, and the router keeps no list of them; so an abort goes to
-all workers, and each ends what it knows. That a pair works is shown by one token through both of its
-workers, chosen as for any request.
+The router keeps no list of requests, so an abort goes to all workers. The probe generates one token through a
+pair that is chosen as for any request.
 """
 
 from __future__ import annotations
@@ -34,17 +32,17 @@ ADMIN_PATHS = {ABORT: "POST", FLUSH: "POST", PROBE: "GET"}
 """Paths and their methods."""
 
 REPLY_LIMIT = 64 * 1024
-"""Bytes of an answer that are read; these are short."""
+"""Maximum bytes of a reply."""
 
 REPLY_TIMEOUT_S = 30.0
-"""Seconds for one answer: a worker gives itself 20 to show that it works."""
+"""Seconds for one reply; a worker takes up to 20 for the probe."""
 
 
 _counts = msgspec.json.Decoder(dict[str, int])
 
 
 class AdminOperations:
-    """Serves what `ADMIN_PATHS` lists, as a bare ASGI callable."""
+    """Serves `ADMIN_PATHS` as an ASGI callable."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class AdminOperations:
             await send_error(send, error, name, close=not client.read)
 
     async def _tell_all(self, path: str, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
-        """The sums of what workers count in their answers; or what the first one that refuses says."""
+        """The sum of the workers' counts, or the first rejection."""
         now = self._clock()
         workers_up = [one for one in self._workers.listed if one.state(now) is not WorkerStatus.DOWN]
         heads = [self._head(b"POST", path, given, len(body), name, one) for one in workers_up]
@@ -99,7 +97,7 @@ class AdminOperations:
         return 200, msgspec.json.encode(sums)
 
     async def _probe(self, given: Headers, name: bytes) -> tuple[int, bytes]:
-        """One token, by way of a pair."""
+        """Generate one token through a pair."""
         pair = choose_pair(self._policy, self._workers, None, (), self._clock(), self._rng)
         assert pair is not None  # nobody was tried before
         control = pair.prefill.control if pair.prefill else ""
@@ -128,7 +126,7 @@ def _parse_counts(worker: Worker, answer: bytes) -> dict[str, int]:
 
 
 async def _ask(worker: Worker, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
-    """Status and body of a worker's answer. Raises WorkerLost."""
+    """Status and body of a worker's reply. Raises WorkerLost."""
     try:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             exchange = await worker.upstream.request(head, body)

@@ -1,8 +1,8 @@
 """
-One worker's try at a request: counted as its work from the start to `close`, whichever way it ends.
+A proxied request, and its attempts at workers.
 
-`open` waits until there is something to pass on, because until then another worker may be tried: of a
-stream the first lines, of anything else the whole body, if it is not large.
+`open` waits for something to forward, because another worker may be tried until then: the first lines of a
+stream, or the whole body of another response if it is not large.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from baton_router.metrics.tracing import RequestTrace
 
 BUFFER_LIMIT = 256 * 1024
-"""Bytes of a body that is not a stream which are kept back until it is whole."""
+"""Bytes of a response that is not a stream that are held back until it is complete."""
 
 OK = 200
 BUSY = (429, 503)
-"""What a worker says that is well but full: it may be another's 200."""
+"""Statuses of a healthy worker without capacity; another worker may answer 200."""
 
 FAILED = 500
-"""The least status with which a worker says that it failed itself."""
+"""Lowest status of a worker's own failure."""
 
 
 class Attempt:
-    """One grant, one exchange with its decode worker."""
+    """One grant and one exchange with its decode worker."""
 
     def __init__(self, grant: Grant, picker: Picker, upstream: Upstream) -> None:
         self.grant = grant
@@ -42,16 +42,16 @@ class Attempt:
         self._upstream = upstream
         self.exchange: UpstreamExchange | None = None
         self.events: EventStream | None = None
-        """What has passed, if the answer is a stream of events whose end can be told."""
+        """The stream, if the response is one whose end can be detected."""
         self.ended = False
-        """Whether the last piece that was given out is the answer's last."""
+        """Whether the last piece returned is the end of the response."""
         self.report: PromptReport | None = None
-        """What the worker says of the prompt, once the answer has begun."""
+        """The worker's report of the prompt, once the response has begun."""
         self._usage_tokens = 0
         self._closed = False
 
     async def open(self, head: bytes, body: bytes, events: Callable[[], EventStream] | None) -> bytes:
-        """Ask the worker; gives the first part of its answer, which may be `events`. Raises Lost."""
+        """Send the request; returns the first part of the response. Raises UpstreamLost."""
         exchange = await self._upstream.request(head, body, self)
         stream = is_event_stream(exchange.headers)
         if stream and events is not None:
@@ -73,7 +73,7 @@ class Attempt:
         return opening
 
     async def next(self) -> bytes:
-        """The next part; perhaps nothing, of a line that is not whole. Raises Lost."""
+        """The next part; may be empty while a line is incomplete. Raises UpstreamLost."""
         assert self.exchange is not None
         try:
             piece = await self.exchange.read()
@@ -95,17 +95,17 @@ class Attempt:
         return piece
 
     def fail(self, cause: str) -> bool:
-        """End what goes on with the worker, if something does: whoever waits for it gets Lost."""
+        """End the exchange, if any; its reader gets UpstreamLost."""
         return self.exchange is not None and self.exchange.fail(cause)
 
     @property
     def taken(self) -> bool:
-        """Whether the worker does its work, be it to refuse a bad request."""
+        """Whether the worker handled the request, be it to reject an invalid one."""
         return self.status < FAILED and self.status not in BUSY
 
     @property
     def tokens(self) -> int:
-        """Of the answer so far, as far as its worker says."""
+        """Tokens of the response so far, as the worker reports."""
         return self._usage_tokens if self.events is None else self.events.tokens
 
     @property
@@ -119,7 +119,7 @@ class Attempt:
         return self.exchange.headers
 
     def close(self) -> None:
-        """Let go of the worker; one that is not done with it sees its connection close."""
+        """Release the worker; an unfinished exchange closes its connection."""
         if self._closed:
             return
         self._closed = True
@@ -137,7 +137,7 @@ class Attempt:
 
 
 class ProxiedRequest:
-    """One request's way: who asked, whose try it is now, and what was answered."""
+    """One request on its way: client, current attempt, and response."""
 
     __slots__ = (
         "arrived",
@@ -159,21 +159,21 @@ class ProxiedRequest:
         self.client = client
         self.id = identity
         self.request: RoutedRequest | None = None
-        """Once its body was read."""
+        """Set once the body was read."""
         self.attempt: Attempt | None = None
         self.lost: list[str] = []
-        """Workers on which the answer broke off, or did not go on."""
+        """Workers whose stream broke off, or did not resume."""
         self.crashes = 0
-        """Workers that died or stopped while they had the request."""
+        """Workers that died or hung while they had the request."""
         self.resumes = 0
-        """Workers that were asked to go on with the answer."""
+        """Attempts to resume the response."""
         self.status = 0
         self.arrived = 0.0
-        """When its last byte came; all times are by `time.perf_counter`."""
+        """Time of the last byte of the request; all times are of `time.perf_counter`."""
         self.granted = 0.0
-        """When a worker was found."""
+        """When workers were granted."""
         self.sent = 0.0
-        """When the last one was found, of those that were tried."""
+        """When the last attempt was sent."""
         self.opened = 0.0
-        """When the first of a stream came."""
+        """When the first byte of a stream arrived."""
         self.trace: RequestTrace | None = None

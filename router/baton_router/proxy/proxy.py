@@ -1,11 +1,10 @@
 """
-The hot path: one bare ASGI callable that gives a request to a worker and its answer to the client.
+The hot path: an ASGI callable that forwards a request to a worker and the response to the client.
 
-Bodies pass as bytes in both directions; of the request only the model's name is read. Until the first
-byte of an answer has gone to the client, a worker that fails or refuses is replaced by another. After
-it the answer is either whole or visibly broken: an error event where there are events, then a cut
-connection, never a clean end. A client that leaves takes its request along: the worker sees its
-connection close.
+Bodies pass as bytes in both directions; the router reads of a request only what it needs to route it. Until
+the first byte of the response has reached the client, a worker that fails or rejects the request is replaced.
+After that, the response is whole or visibly broken: an error event in a stream, then a cut connection, never
+a clean end. When a client disconnects, the worker's connection is closed too.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from baton_router.tenants.access import error_for, tenant_of
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status under which a request is counted whose client left before the answer."""
+"""Status of requests whose client disconnected before the response."""
 
 RESUMES_LIMIT = 3
-"""Workers that may be asked to go on with one answer."""
+"""Maximum workers that may resume one response."""
 
 RESUMED_COMMENT = b": resumed\n\n"
-"""A comment for those who look: from here on another worker speaks."""
+"""A comment in the stream: another worker continues from here."""
 
 IDLE_STEPS = 50.0
-"""Of a worker, without a token, after which a stream stands still."""
+"""Steps of a worker without a token after which a stream counts as idle."""
 
 OK = 200
 
 
 class Proxy:
-    """Serves what `forward.FORWARDED` lists."""
+    """Serves the paths of `forwarding.FORWARDED`."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class Proxy:
                 proxied.trace.end(proxied)
 
     def _count(self, path: str, proxied: ProxiedRequest) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         request, attempt, accounts = proxied.request, proxied.attempt, self._metrics.counters
         if request is None:
             accounts.refused(path, proxied.status)
@@ -126,7 +125,7 @@ class Proxy:
             await self._pass_on(request, proxied, opening, arrived)
 
     async def _open(self, request: RoutedRequest, proxied: ProxiedRequest, arrived: float) -> bytes:
-        """Find a worker that answers: `proxied.attempt` is its, and the answer's first part is given."""
+        """Find a worker that responds and return the first part of its response; sets `proxied.attempt`."""
         self._budget.earn()
         grant = await self._picker.pick(request.pick_request())
         proxied.granted = proxied.sent = time.perf_counter()
@@ -221,7 +220,7 @@ class Proxy:
         self, pick_request: PickRequest, attempts: int, attempt: Attempt, lost: UpstreamLost | None
     ) -> Grant | None:
         """
-        Who is asked next; None if the last one's answer, or its loss, is the client's.
+        The next worker to try; None if the last response or loss goes to the client.
 
         Raises PoisonRequest if the request has lost as many workers as it may.
         """
@@ -271,7 +270,7 @@ class Proxy:
                 attempt, piece = await self._resume(request, proxied, attempt, lost)
 
     async def _copy(self, client: ClientConnection, attempt: Attempt, piece: bytes) -> None:
-        """Give the client what comes, to the end. Raises Lost."""
+        """Forward the response to its end. Raises UpstreamLost."""
         assert attempt.exchange is not None
         settings, grant, events = self._settings, attempt.grant, attempt.events
         silent_s = max(settings.idle_s, IDLE_STEPS * grant.step_s)
@@ -291,7 +290,7 @@ class Proxy:
     async def _resume(
         self, request: RoutedRequest, proxied: ProxiedRequest, broken: Attempt, lost: UpstreamLost
     ) -> tuple[Attempt, bytes]:
-        """Another worker's attempt that goes on where this one broke off. Raises `lost` if there is none."""
+        """Continue a broken stream at another worker. Raises `lost` if none can."""
         events = broken.events
         resumption = events.resumption if isinstance(events, ResumableStream) else None
         if resumption is None:
@@ -336,13 +335,13 @@ class Proxy:
         raise self._final(proxied, lost)
 
     def _lost(self, proxied: ProxiedRequest, grant: Grant, lost: UpstreamLost) -> None:
-        """A worker was lost while it had the request."""
+        """Record that a worker was lost while it had the request."""
         crashed = lost.cause in CRASH_CAUSES
         proxied.crashes += crashed
         self._picker.failed(grant, crashed=crashed)
 
     def _final(self, proxied: ProxiedRequest, lost: UpstreamLost) -> BatonError:
-        """What the client is told of a loss after which no other worker is asked."""
+        """The error for the client when no other worker is tried."""
         if proxied.crashes < LOSSES_LIMIT:
             return lost
         poison = PoisonRequest(proxied.crashes)
@@ -350,7 +349,7 @@ class Proxy:
         return poison
 
     async def _fail(self, proxied: ProxiedRequest, error: BatonError, scope: Scope, send: Send) -> None:
-        """Tell the client what went wrong, as far as it can still be told."""
+        """Report the error to the client, as far as that is still possible."""
         client, tenant = proxied.client, tenant_of(scope)
         if not client.started:
             proxied.status = error.status

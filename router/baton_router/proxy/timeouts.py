@@ -19,24 +19,24 @@ from baton_http.upstream import UpstreamExchange
 from baton_router.scheduling.picker import Grant
 
 PREDICTION_ERROR = 3.0
-"""What a prediction may be wrong by before it counts as a fault, besides the predicted time itself."""
+"""Factor by which a prediction may be wrong, on top of the predicted time."""
 
 STEP_FACTOR = 10.0
-"""The same for the tokens of an answer that comes as a whole: streams beside it slow it down."""
+"""The same for the tokens of an unstreamed response: streams beside it slow it down."""
 
 SLOW = "slow"
 OVERDUE = "overdue"
-"""The cause of a loss after which nobody else is asked."""
+"""Cause of a loss after which no other worker is tried."""
 
 RETRY_S = 0.1
-"""From a look at an attempt that is just connecting to the next."""
+"""Seconds between two checks of an attempt that is still connecting."""
 
 
 class CanFail(Protocol):
-    """What can be told that its time is over."""
+    """An exchange that a timeout can end."""
 
     def fail(self, cause: str) -> bool:
-        """End it; False if there is nothing yet to end."""
+        """End it; False if nothing has begun."""
         ...
 
 
@@ -46,19 +46,19 @@ def first_token_timeout_s(predicted_s: float, least_s: float) -> float:
 
 
 def first_byte_s(grant: Grant, tokens: int | None) -> float:
-    """Seconds until another worker is asked, if the first byte comes with token `tokens`; 0 for never."""
+    """Seconds until another worker is tried, if the first byte comes with token `tokens`; 0 disables this."""
     if not grant.first_token_timeout_s or tokens is None:
         return 0.0
     return grant.first_token_timeout_s + STEP_FACTOR * grant.step_s * (tokens - 1)
 
 
 class FirstByteTimeout:
-    """One attempt's, from its start until `close`."""
+    """The timeout of one attempt, from its start until `close`."""
 
     __slots__ = ("_attempt", "_loop", "_may_leave", "_slow_s", "_timer", "_until")
 
     def __init__(self, attempt: CanFail, slow_s: float, until: float, may_leave: Callable[[], bool]) -> None:
-        """`slow_s` as `first_byte_s` gives it; `until` is the loop time at which it is over in any case."""
+        """`slow_s` as from `first_byte_s`; at loop time `until` the attempt ends in any case."""
         self._attempt = attempt
         self._slow_s = slow_s
         self._until = until
@@ -90,16 +90,15 @@ class FirstByteTimeout:
 
 
 CHECKS = 4
-"""In the time after which an answer stands still."""
+"""Checks within the idle timeout."""
 
 
 class IdleTimeout:
     """
-    One timer for the life of an answer.
+    One timer for the life of a response.
 
-    It looks at the time of the last movement only when it fires, so that a piece passing through
-    costs it nothing. A worker that lives but generates nothing still says so now and then
-    (`: keep-alive`): that is a sign of life, and no token.
+    It reads the last progress only when it fires, so a forwarded piece costs nothing. A live worker that
+    generates nothing sends `: keep-alive`: a sign of life, not a token.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class IdleTimeout:
         silent_s: float,
         tokens_s: float,
     ) -> None:
-        """`silent_s` may pass without a sign of life, of worker or client, and `tokens_s` without a token."""
+        """`silent_s` is the limit without progress of worker or client, `tokens_s` without a token."""
         self._loop = asyncio.get_running_loop()
         self._client = client
         self._exchange = exchange
@@ -118,7 +117,7 @@ class IdleTimeout:
         self._silent_s = silent_s
         self._tokens_s = tokens_s
         self._token = self._loop.time()
-        """When a token came, as far as was seen."""
+        """When a token last came."""
         self._timer = self._loop.call_later(silent_s / CHECKS, self._look)
 
     def _look(self) -> None:
