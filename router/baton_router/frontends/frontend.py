@@ -1,10 +1,9 @@
 """
-One of several processes that hold clients' connections: it serves the hot paths, its scheduler the rest.
+A frontend process: it holds client connections and serves the hot paths; the scheduler serves the rest.
 
-Keys are judged here, bodies pass through here, a broken stream is resumed from here. Which worker gets a
-request is asked of the scheduler's process, and whatever is not hot is passed on to it, and so are requests
-for responses that are kept or continued, because it has the store. While that process
-is away, requests to generate wait for it.
+It authenticates clients, forwards bodies and resumes broken streams. It requests workers from the scheduler's
+process and forwards other paths to it, as well as responses that are stored or continued, because the
+scheduler has the store. While the scheduler is away, requests wait for it.
 """
 
 from __future__ import annotations
@@ -34,21 +33,20 @@ from baton_router.settings import RouterSettings
 from baton_router.tenants.access import Authenticator
 
 METRICS_S = 1.0
-"""Seconds from one report of this front's figures to the next."""
+"""Seconds between two reports of this frontend's metrics."""
 
 SCHEDULER_WAIT_S = 5.0
-"""Seconds that a front lets its clients wait for the scheduler's first word: without it there is nobody to
-send them to, while another front may serve what is not taken here."""
+"""Seconds that a new frontend waits for the scheduler's list of workers before it accepts clients."""
 
 
 class Frontend:
     """An ASGI application."""
 
     def __init__(self, settings: RouterSettings, scheduler: str, control: str) -> None:
-        """`scheduler` and `control` are the paths of the other process's sockets."""
+        """`scheduler` and `control` are the paths of the scheduler's sockets."""
         self.settings = settings
         self.draining = False
-        """Set when the process is to end: /ready says so, and what comes all the same is served."""
+        """Set when the process will stop: /ready reports it; requests are still served."""
         self.access = Authenticator(settings)
         tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
         self.upstreams = UpstreamPool(settings.connect_s, tls)
@@ -89,7 +87,7 @@ class Frontend:
             await self._control(scope, receive, send)
 
     async def _response(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Responses are kept by the scheduler's process; a request that needs none of them is served here."""
+        """Serve a request that needs no stored response; the scheduler's process has the store."""
         settings, client = self.settings, ClientConnection(scope, receive, send)
         try:
             body = await client.body(settings.max_body, settings.body_s)
@@ -111,7 +109,7 @@ class Frontend:
             await self._proxy({**scope, "headers": [*given, (responses.STATE, b"0")]}, replayed, send)
 
     def _own_status(self, path: str) -> int:
-        """The status with which this process answers by itself; 0 if the scheduler's is to be asked."""
+        """The status of this process for the path; 0 if the scheduler must answer."""
         if path == "/metrics":
             return 0
         if path != "/ready":

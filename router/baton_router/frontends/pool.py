@@ -1,8 +1,8 @@
 """
-The router as several processes on one port: one scheduler, and the fronts that ask it.
+The frontend pool: the router as several processes on one port, one scheduler and its frontends.
 
-All fronts accept from one socket, so that a connection that waits for one of them waits for any. The
-scheduler's process is the whole router behind Unix sockets in a folder that only this user can enter.
+All frontends accept from one socket, so a connection that waits for one waits for any. The scheduler's
+process is the whole router behind Unix sockets, in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from baton_router.settings import RouterSettings
 from baton_router.tenants.access import Authenticator
 
 GRACE_S = 10.0
-"""Seconds beyond the time to drain after which a process that does not end is killed."""
+"""Seconds beyond the drain time after which a process is killed."""
 
 
 def run(settings: RouterSettings, listening: socket.socket, ready: Callable[[str], None] | None) -> None:
     """
-    Serve with `settings.processes` fronts until a signal says to stop.
+    Serve with `settings.processes` frontends until a signal to stop.
 
-    Raises SetupError if the scheduler or a front cannot be started.
+    Raises SetupError if the scheduler or a frontend cannot be started.
     """
     folder = Path(tempfile.mkdtemp(prefix="baton-router-"))
     scheduler, control = str(folder / "scheduler"), str(folder / "control")

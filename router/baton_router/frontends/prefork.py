@@ -1,10 +1,9 @@
 """
-A few processes of one program that are kept running until somebody says stop.
+A preforking supervisor: it keeps child processes of one program running until a signal to stop.
 
-They are forked from one that does nothing else: it has no thread and no event loop, what it has imported is
-shared, and a socket that it bound stays open whichever child dies. A child that ends unasked is started
-again, the longer after the oftener. At the end the children are told to stop in order; if the parent is
-killed, they find their pipe to it closed and stop by themselves.
+The parent has no thread and no event loop; children share its imports and its bound socket. A child that
+exits unexpectedly is restarted, with a growing delay. At the end the children are stopped in order. If the
+parent is killed, the children notice the closed pipe and stop.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ log = logging.getLogger(__name__)
 
 RESTART_S = 0.1
 RESTART_LIMIT_S = 5.0
-"""Seconds before a child is started again: twice as many each time, at the most."""
+"""Seconds before a restart: doubled each time, up to this limit."""
 
 STEADY_S = 10.0
-"""Seconds after which a child that runs is forgiven what it did before."""
+"""Seconds of running after which earlier failures of a child no longer count."""
 
 STARTED = b"started"
 
 ChildMain = Callable[["ReadySignal", int], None]
-"""What a child does, until a SIGTERM. It says when it has started; the number is a pipe's end that becomes
-readable when the parent is gone."""
+"""The main function of a child, until SIGTERM. The number is a pipe's end that becomes readable when the
+parent is gone."""
 
 
 class ReadySignal:
-    """How a child says that it has begun to serve. Says it once."""
+    """Reports once that a child is ready."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -49,7 +48,7 @@ class ReadySignal:
         self._say(STARTED)
 
     def refused(self, reason: str) -> None:
-        """It cannot be started, and only a person can change that."""
+        """It cannot be started until a person changes something."""
         self._say(reason.encode())
 
     def _say(self, report: bytes) -> None:
@@ -66,13 +65,13 @@ class ChildProcess:
     name: str
     body: ChildMain
     pid: int = 0
-    """0: it does not run."""
+    """0 while it does not run."""
     began: float = 0.0
     failures: int = 0
     again: float = 0.0
-    """When it is to be started again, if it does not run."""
+    """When it is restarted, if it does not run."""
     started: bool = False
-    """Whether it ever said so."""
+    """Whether it was ever ready."""
     report_pipe: int = field(default=-1)
     """The pipe on which it says it."""
 
@@ -86,12 +85,12 @@ class ChildProcess:
 
 
 class ProcessSupervisor:
-    """The children, and the parent's part of their life."""
+    """The children, and the parent's control of them."""
 
     def __init__(self, children: Sequence[ChildProcess], stop_s: float) -> None:
         """
-        The first of `children` is started before the others and stopped after them; one that does not stop
-        within `stop_s` seconds of being told to is killed.
+        The first child starts before the others and stops after them; after `stop_s` seconds a child is
+        killed.
         """
         self._children = list(children)
         self._stop_s = stop_s
@@ -103,10 +102,10 @@ class ProcessSupervisor:
 
     def run(self, ready: Callable[[], None], stopping: Callable[[], None]) -> None:
         """
-        Start the children one after the other, and keep them until a SIGTERM or SIGINT.
+        Start the children one after the other, and keep them running until SIGTERM or SIGINT.
 
-        `ready` is called when the last one has said that it serves, `stopping` before the first one is told
-        to stop. Raises SetupError if a child cannot be started at all.
+        `ready` is called when the last one is ready, `stopping` before the first one is stopped. Raises
+        SetupError if a child cannot be started.
         """
         os.set_blocking(self._wakeup_pipe[0], False)
         os.set_blocking(self._wakeup_pipe[1], False)
@@ -130,7 +129,7 @@ class ProcessSupervisor:
                 os.close(descriptor)
 
     def _run_once(self) -> None:
-        """Wait for something to happen, and see to it."""
+        """Wait for an event and handle it."""
         now = time.monotonic()
         due = [one.again for one in self._children if not one.pid and one.again]
         self._wait(max(0.0, min(due) - now) if due else None)
@@ -184,7 +183,7 @@ class ProcessSupervisor:
         self._selector.register(read_end, selectors.EVENT_READ, child)
 
     def _run_child(self, child: ChildProcess, write_end: int) -> NoReturn:
-        """In the child: do its work, and leave without what the parent would do at its end."""
+        """In the child: run it, and exit without the parent's cleanup."""
         status = 1
         started = ReadySignal(write_end)
         try:
@@ -210,7 +209,7 @@ class ProcessSupervisor:
             os._exit(status)
 
     def _end(self) -> None:
-        """Stop all but the first member at once, then the first; another signal hastens those that stop."""
+        """Stop all but the first child at once, then the first; another signal hastens this."""
         self._stop(self._children[1:])
         self._stop(self._children[:1])
 
@@ -238,7 +237,7 @@ class ProcessSupervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """A signal rings the bell on which `_wait` waits."""
+        """Signals write to the wake-up pipe."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         wakeup_pipe = signal.set_wakeup_fd(self._wakeup_pipe[1], warn_on_full_buffer=False)

@@ -61,7 +61,7 @@ class RemotePicker:
         count_rejected: Callable[[str], None],
     ) -> None:
         """
-        `capacity` bounds what waits for a word of the scheduler, for `timeout_s` each.
+        `capacity` limits requests that wait for the scheduler, for `timeout_s` each.
 
         `count_rejected` counts rejections by reason: scheduler "away" or "late", or `capacity` "full".
         """
@@ -74,18 +74,18 @@ class RemotePicker:
         self._wire: _SchedulerConnection | None = None
         self._waiting: dict[int, _PendingPick] = {}
         self._granted: set[int] = set()
-        """Numbers of which the scheduler that we are connected with wants to hear."""
+        """Numbers that the connected scheduler must hear about."""
         self.busy: Counter[str] = Counter()
-        """Requests with each worker, by name."""
+        """Requests at each worker, by name."""
         self._removed: set[str] = set()
-        """Names of workers that the scheduler does not tell of any more."""
+        """Workers that the scheduler no longer lists."""
         self.workers: tuple[RegisteredWorker, ...] = ()
-        """As the scheduler last told them."""
+        """As last sent by the scheduler."""
         self.scheduler_known = asyncio.Event()
-        """Set once it has told them for the first time."""
+        """Set with the first list of workers."""
 
         self._away_since = -math.inf
-        """Loop time at which the last connection ended."""
+        """Loop time at which the last connection closed."""
 
     @property
     def connected(self) -> bool:
@@ -93,11 +93,11 @@ class RemotePicker:
 
     @property
     def serving(self) -> bool:
-        """Whether a request that comes now can expect to be scheduled."""
+        """Whether a new request can expect to be scheduled."""
         return self.connected or asyncio.get_running_loop().time() - self._away_since < self._timeout_s
 
     async def keep(self) -> None:
-        """Be connected with the scheduler, again and again, until cancelled."""
+        """Stay connected to the scheduler until cancelled."""
         loop = asyncio.get_running_loop()
         pause = RECONNECT_S
         while True:
@@ -115,7 +115,7 @@ class RemotePicker:
             log.warning("The router's scheduler is away; requests wait until it is back.")
 
     def send_metrics(self, families: Sequence[MetricFamily]) -> None:
-        """Tell the scheduler what this front has counted."""
+        """Send this frontend's metrics to the scheduler."""
         if self._wire is not None:
             self._wire.send(FrontendMetrics(list(families)))
 
@@ -177,7 +177,7 @@ class RemotePicker:
                 self._send(number, msgspec.structs.replace(waiting.request, waited_s=waited_s), wire)
 
     def on_disconnected(self, wire: _SchedulerConnection) -> None:
-        """Whatever it had granted or held, another one will not know of it."""
+        """The connection closed; another scheduler does not know what this one granted or queued."""
         self._wire = None
         self._away_since = asyncio.get_running_loop().time()
         self._granted.clear()
@@ -217,7 +217,7 @@ class RemotePicker:
         self._drop_removed()
 
     def _drop_removed(self) -> None:
-        """Once nothing of theirs runs here: a scheduler that began anew may know of them in a moment."""
+        """Drop removed workers once they have no request here; a new scheduler may list them soon."""
         for name in [name for name in self._removed if not self.busy[name]]:
             self._removed.discard(name)
             del self.busy[name]
@@ -251,7 +251,7 @@ class RemotePicker:
         return grant
 
     def _forget(self, number: int) -> None:
-        """The scheduler shall not keep what nobody waits for."""
+        """Release a request that no client waits for."""
         if number in self._granted:
             self._granted.discard(number)
             self._send_message(RequestReleased(number, False))
@@ -262,7 +262,7 @@ class RemotePicker:
 
 
 class _PendingPick:
-    """One request that was not granted yet."""
+    """A request without a grant."""
 
     __slots__ = ("number", "outcome", "request", "since", "size", "tenant", "timer")
 
@@ -275,11 +275,11 @@ class _PendingPick:
         self.since = loop.time()
         self.outcome: asyncio.Future[Grant] = loop.create_future()
         self.timer: asyncio.TimerHandle | None = None
-        """Until when the scheduler has to acknowledge it, while it has not: then it has a place here."""
+        """Timeout of the acknowledgment, while the request counts against the capacity here."""
 
 
 class _SchedulerConnection(LinkProtocol):
-    """The front's end."""
+    """The frontend's end."""
 
     def __init__(self, picker: RemotePicker) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """
-The scheduler's side of the Unix socket: fronts come, ask, and take what was theirs along when they go.
+The scheduler's side of the Unix socket: frontends connect, request workers, and release them.
 
-A front that dies lets go of all it was granted. All fronts hear of the workers as soon as something about
-them changes: they end requests on workers that are down.
+If a frontend dies, all its grants are released. All frontends get the list of workers as soon as it changes;
+they end requests on workers that are down.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from baton_router.workers.worker import ACCEPTING, Worker, WorkerStatus
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Seconds between two looks at what fronts should know of the workers."""
+"""Seconds between two checks of the list of workers."""
 
 _decoder = msgspec.msgpack.Decoder(FrontendMessage)
 
 
 class SchedulerService:
-    """Serves one Picker to fronts."""
+    """Serves one Picker to frontends."""
 
     def __init__(
         self, picker: Picker, workers: Callable[[], tuple[Worker, ...]], clock: Callable[[], float]
@@ -59,7 +59,7 @@ class SchedulerService:
         self._down_since: dict[str, float] = {}
 
     async def serve(self, path: str, background: BackgroundTasks) -> None:
-        """Listen at the socket until cancelled. One of an earlier process is replaced."""
+        """Listen until cancelled. The socket of an earlier process is replaced."""
         loop = asyncio.get_running_loop()
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -75,7 +75,7 @@ class SchedulerService:
                 frontend.transport.abort()
 
     def metrics(self) -> dict[str, list[MetricFamily]]:
-        """What each front last said that it has counted."""
+        """The last metrics of each frontend."""
         return {
             f"front-{number}": frontend.families
             for number, frontend in enumerate(sorted(self._frontends, key=lambda one: one.number))
@@ -115,7 +115,7 @@ class SchedulerService:
 
 
 class _FrontendConnection(LinkProtocol):
-    """One front."""
+    """The connection of one frontend."""
 
     _count = 0
 
@@ -124,7 +124,7 @@ class _FrontendConnection(LinkProtocol):
         self._service = service
         self._picks: dict[int, asyncio.Task[None]] = {}
         self._granted: dict[int, Grant] = {}
-        """By the front's numbers; the grants have the scheduler's."""
+        """By the frontend's numbers; grants have the scheduler's."""
         self.families: list[MetricFamily] = []
         _FrontendConnection._count += 1
         self.number = _FrontendConnection._count

@@ -1,8 +1,8 @@
 """
-Looking at the workers: the task that asks each of them, every few seconds, how it is.
+Health checks: one task per worker that requests its load and readiness every few seconds.
 
-`GET /load` says who the worker is and how busy, `GET /ready` whether it takes requests. What follows
-from the answers is `baton_router.workers`' to say.
+`GET /load` identifies the worker and its load, `GET /ready` says whether it takes requests. `workers.worker`
+draws the conclusions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from baton_router.workers.worker import Worker, Workers, WorkerStatus
 log = logging.getLogger(__name__)
 
 NOT_READY_FACTOR = 8
-"""A worker that is not ready is asked this many times as often: somebody waits for it."""
+"""A worker that is not ready is checked this many times as often."""
 
 UNAUTHORIZED = 401
 
 REPLY_LIMIT = 64 * 1024
-"""Bytes of an answer that are read; more is no answer to these questions."""
+"""Maximum bytes of a reply."""
 
 INVALID_REPLY_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ReplyTooLarge)
-"""What reading an answer raises that is not a worker's load."""
+"""Errors of reading a reply that is not a worker's load."""
 
 _decoder = msgspec.json.Decoder(Load)
 
@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(Load)
 async def watch(
     workers: Workers, settings: RouterSettings, clock: Callable[[], float], background: BackgroundTasks
 ) -> None:
-    """Look at all workers, those that come and those that leave too, until cancelled."""
+    """Check all workers, including new ones, until cancelled."""
     looking: dict[Worker, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as group:
         while True:
@@ -75,7 +75,7 @@ async def _watch_one(
 
 
 async def _check(worker: Worker, settings: RouterSettings, trust: WorkerCredentials) -> None:
-    """Ask the worker once and note the outcome."""
+    """Check the worker once and record the result."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     try:
@@ -96,7 +96,7 @@ async def fetch_load(worker: Worker, trust: WorkerCredentials) -> tuple[Load, st
     """
     The worker's load, and why it takes no requests (empty if it does).
 
-    Raises Lost if it does not answer, and one of NONSENSE if it answers something else.
+    Raises UpstreamLost, and INVALID_REPLY_ERRORS for an invalid reply.
     """
     reply = await fetch(worker.upstream, "GET", "/load", trust.headers, limit=REPLY_LIMIT)
     if reply.status == UNAUTHORIZED:

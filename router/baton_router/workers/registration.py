@@ -1,9 +1,9 @@
 """
-Makes the workers those that are listed.
+Registration: adds and removes workers as their sources list them.
 
-Every source's last list counts. Who is not on any list any more gets nothing new, and when the last request
-that it has is through, or its time is up, all that was known of it is let go: its place in the index, its
-bookings, its connections. Who is listed again before that has never been away.
+The last list of every source counts. A worker that is on no list gets no new requests. When its last request
+is done or its drain time is over, its state is removed: its slot in the index, bookings and connections. A
+worker that is listed again before that continues unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_router.workers.worker_state import WorkerStates
 log = logging.getLogger(__name__)
 
 RELEASE_S = 5.0
-"""Seconds in which those whose worker has had its time let go of it."""
+"""Seconds after the drain time in which requests release the worker."""
 
 
 class WorkerRegistration:
@@ -34,7 +34,7 @@ class WorkerRegistration:
         drain_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """`drain_s`: what a worker that is to end has for the requests that it has."""
+        """`drain_s`: seconds that a leaving worker has to finish its requests."""
         self._workers = workers
         self._worker_states = worker_states
         self._upstreams = upstreams
@@ -44,12 +44,12 @@ class WorkerRegistration:
         """By source."""
         self._present: dict[str, ListedWorker] = {}
         self._by_name: dict[str, Worker] = {}
-        """Those present and those leaving; an address is only ever one worker's."""
+        """Present and leaving workers; an address belongs to one worker only."""
         self._deadlines: dict[Worker, float] = {}
-        """When those that are to end have had their time."""
+        """End of the drain time of leaving workers."""
 
     def on_workers(self, source: str, listed: Iterable[ListedWorker]) -> None:
-        """All workers that this source knows of, now."""
+        """Apply the current list of a source."""
         self._lists[source] = frozenset(listed)
         desired = merge_lists(itertools.chain.from_iterable(self._lists.values()))
         change = list_changes(self._present, desired)
@@ -62,7 +62,7 @@ class WorkerRegistration:
             self._set_status(self._by_name[one.name], one.standing)
 
     def release_expired(self) -> None:
-        """Let go of those that have ended what they had, or have had their time."""
+        """Remove leaving workers that are done or whose drain time is over."""
         now = self._clock()
         for worker, end in self._deadlines.items():
             if now >= end and not worker.expired:

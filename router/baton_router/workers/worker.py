@@ -1,10 +1,9 @@
 """
-What the router knows of each worker, and whether that makes it one to choose.
+The workers of the router: address, health, and whether they can be chosen.
 
-`WorkerHealth` is a value: what was seen goes in with its time, the next value comes out, and no clock or
-socket is here. A worker is looked at every few seconds (`answered`, `missed`) and is judged by its
-use in between: requests that fail put it aside (`breaker`) before the next look does. But never are more
-than half of them put aside: then it is not they who are ill, and all are asked.
+`WorkerHealth` is a value without clock or socket: an observation with its time gives the next value. Health
+checks run every few seconds (`answered`, `missed`); failed requests eject a worker in between (`breaker`). If
+more than half of the workers would be ejected, the fault is elsewhere, and all stay candidates.
 """
 
 from __future__ import annotations
@@ -21,49 +20,48 @@ from baton_router.workers.circuit_breaker import CircuitBreaker
 from baton_router.workers.discovery.listed import ListedStatus
 
 MODEL_GONE_S = 600.0
-"""Seconds for which a model whose last worker has gone is missed (503) and not unknown (404): there may well
-be another worker soon."""
+"""Seconds for which a model without workers gives 503 and not 404: another worker may come soon."""
 
 
 class WorkerStatus(enum.StrEnum):
     STARTING = "starting"
-    """It has not answered yet."""
+    """No health check has succeeded yet."""
     READY = "ready"
     NOT_READY = "not_ready"
-    """It answers, and says that it cannot serve."""
+    """It responds, but cannot serve."""
     DRAINING = "draining"
-    """It finishes what it has and wants nothing new."""
+    """It finishes its requests and takes no new ones."""
     EJECTED = "ejected"
-    """It answers when looked at, but requests failed on it."""
+    """Health checks succeed, but requests failed."""
     ON_TRIAL = "on_trial"
-    """It was ejected for long enough; the next request shows whether it is well."""
+    """Its ejection is over; the next request decides."""
     FULL = "full"
-    """It refused a request a moment ago, because it had no room for it."""
+    """It rejected a request a moment ago, because it had no capacity."""
     DOWN = "down"
-    """It does not answer."""
+    """It does not respond."""
 
 
 ACCEPTING = (WorkerStatus.READY, WorkerStatus.ON_TRIAL)
 
 FULL_S = 0.5
-"""Seconds for which a worker that refused one request is asked only if nobody else is there: it looks idle,
-and would be given all the others."""
+"""Seconds for which a worker that rejected a request is used only as a last resort: it looks idle and would
+get all other requests."""
 
 _CLOSED = CircuitBreaker()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerHealth:
-    """What was seen of one worker; equal to itself alone, so that it is cheap to see whether it changed."""
+    """Observations of one worker; compared by identity, so that a change is cheap to detect."""
 
     load: Load | None = None
-    """The last one it reported."""
+    """The last reported load."""
     refusal: str = "it has not answered yet"
     """Why it takes no requests, as a clause; empty if it does."""
     misses: int = 0
     down: bool = False
     breaker: CircuitBreaker = _CLOSED
-    """What requests to it came to."""
+    """Outcome of its requests."""
     full_until: float = 0.0
 
     def state(self, now: float) -> WorkerStatus:
@@ -80,30 +78,30 @@ class WorkerHealth:
         return WorkerStatus.EJECTED if self.breaker.refuses(now) else WorkerStatus.ON_TRIAL
 
     def answered(self, load: Load, refusal: str = "") -> WorkerHealth:
-        """It was looked at and answered; `refusal` is why it is not ready, if it is not."""
+        """A health check succeeded; `refusal` is why the worker is not ready, if it is not."""
         same_process = self.load is not None and self.load.epoch == load.epoch
         if same_process and not self.down:
             return replace(self, load=load, refusal=refusal, misses=0)
         return WorkerHealth(load=load, refusal=refusal)  # what an earlier process did is void
 
     def missed(self, limit: int, reason: str) -> WorkerHealth:
-        """It was looked at and did not answer, for the `limit`-th time or not."""
+        """A health check failed; after `limit` failures in a row the worker is down."""
         misses = self.misses + 1
         if misses < limit:
             return replace(self, misses=misses)
         return replace(self, misses=misses, down=True, refusal=reason)
 
     def judged(self, breaker: CircuitBreaker) -> WorkerHealth:
-        """A request was sent to it, or ended: `breaker` is what became of its own."""
+        """`breaker` is the state after a request was sent or ended."""
         return self if breaker is self.breaker else replace(self, breaker=breaker)
 
     def full(self, now: float) -> WorkerHealth:
-        """It had no room for a request."""
+        """It had no capacity for a request."""
         return replace(self, full_until=now + FULL_S)
 
 
 class Worker:
-    """One worker: its address, its health, and how much of its work is ours."""
+    """One worker: address, health, and the requests of this router."""
 
     def __init__(
         self,
@@ -114,19 +112,19 @@ class Worker:
     ) -> None:
         self.upstream = upstream
         self.listed = listed
-        """DECODE or PREFILL: what it was named for."""
+        """DECODE or PREFILL: the role under which it is listed."""
         self.revision = revision
-        """The generation that it belongs to."""
+        """Its revision."""
         self._standing = standing
         self.group = revision
         """Only workers of one group can be a pair."""
         self.expired = False
-        """Whether it was to end what it had, and has had its time."""
+        """Whether its drain time is over."""
         self.gone = False
-        """Whether it is not listed any more and has ended what it had."""
+        """Whether it is no longer listed and has no requests."""
         self.health = WorkerHealth()
         self.in_flight = 0
-        """Requests that this router has with it now."""
+        """Requests of this router at the worker."""
         self._in_flight_reported = 0
 
     @property
@@ -139,7 +137,7 @@ class Worker:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that requests may call its model; the first one is `model`."""
+        """Names of its model; the first one is `model`."""
         load = self.health.load
         return () if load is None or not load.model else load.names or (load.model,)
 
@@ -155,7 +153,7 @@ class Worker:
         return self.state(now) in ACCEPTING
 
     def state(self, now: float) -> WorkerStatus:
-        """As it was seen itself, unless those who listed it know worse."""
+        """As observed, unless its source reports worse."""
         seen = self.health.state(now)
         if (
             self.standing is ListedStatus.SERVING
@@ -167,7 +165,7 @@ class Worker:
 
     @property
     def standing(self) -> ListedStatus:
-        """What those who listed it say of it."""
+        """The status that its source reports."""
         return self._standing
 
     @standing.setter
@@ -185,10 +183,10 @@ class Worker:
     @property
     def pressure(self) -> tuple[int, int]:
         """
-        How busy it is, to compare with others: requests, then prompt tokens that wait.
+        Its load for comparison: requests, then queued prompt tokens.
 
-        Our own requests are known to the moment. Other routers' are what the worker reported beyond
-        ours of that time.
+        Requests of this router are exact; requests of other routers are the reported ones beyond ours at that
+        time.
         """
         load = self.health.load
         if load is None:
@@ -197,7 +195,7 @@ class Worker:
         return self.in_flight + others, load.queued_tokens
 
     def answered(self, load: Load, refusal: str = "") -> None:
-        """See `WorkerHealth.answered`. A worker under the wrong flag answers, but is not ready."""
+        """See `WorkerHealth.answered`. A worker with the wrong role responds, but is not ready."""
         if (load.role == Role.PREFILL) != (self.listed == Role.PREFILL):
             refusal = f"its role is {load.role}, but it is listed under {self.listed}"
         elif self.listed == Role.PREFILL and not load.control:
@@ -208,22 +206,22 @@ class Worker:
 
 
 class Workers:
-    """All workers that are listed, and those that are not any more and have not ended what they had."""
+    """All listed workers, and those that are leaving."""
 
     def __init__(self, decode: tuple[Worker, ...] = (), prefill: tuple[Worker, ...] = ()) -> None:
         self.decode = decode
         self.prefill = prefill
         self.leaving: tuple[Worker, ...] = ()
         self.unlisted: Callable[[], str] = lambda: "none is listed"
-        """Why there is no decode worker at all, if there is none."""
+        """Why there is no decode worker, if there is none."""
         self.complete: Callable[[], bool] = lambda: True
-        """Whether all who list workers have done so; until then a model may only seem to be unknown."""
+        """Whether every source has reported; before that a model may only seem unknown."""
         self.holding = False
-        """Whether requests wait while nobody can serve them: workers are started when they are needed."""
+        """Whether requests wait while no worker can serve them, because workers start on demand."""
         self.hold_models: tuple[str, ...] = ()
-        """Names of the models that such workers have, as far as somebody says."""
+        """Names of the models of such workers, if known."""
         self._gone_models: dict[str, float] = {}
-        """Names that are served no more -> since when."""
+        """Names that are no longer served, with the time of the change."""
         self._changed = asyncio.Event()
 
     @property
@@ -235,7 +233,7 @@ class Workers:
         return self.decode + self.prefill + self.leaving
 
     def come(self, worker: Worker) -> None:
-        """It is listed from now on."""
+        """Add a listed worker."""
         if worker.listed is Role.PREFILL:
             self.prefill += (worker,)
         else:
@@ -243,7 +241,7 @@ class Workers:
         self._tell()
 
     def leave(self, worker: Worker, now: float) -> None:
-        """It is not listed any more: it gets nothing new, and stays until it is `gone`."""
+        """Remove a worker from the list: it gets no new requests and stays until it is `gone`."""
         before = set(self.models())
         worker.standing = ListedStatus.TERMINATING
         self.decode = tuple(one for one in self.decode if one is not worker)
@@ -254,18 +252,18 @@ class Workers:
         self._tell()
 
     def stay(self, worker: Worker) -> None:
-        """It was leaving, and is listed again."""
+        """List a leaving worker again."""
         self.leaving = tuple(one for one in self.leaving if one is not worker)
         self.come(worker)
 
     def gone(self, worker: Worker) -> None:
-        """It has ended what it had, or has had enough time for it."""
+        """Remove a leaving worker."""
         worker.gone = True
         self.leaving = tuple(one for one in self.leaving if one is not worker)
         self._tell()
 
     async def changed(self) -> None:
-        """Wait until another worker is there, or one less."""
+        """Wait until a worker is added or removed."""
         await self._changed.wait()
 
     def _tell(self) -> None:
@@ -273,17 +271,13 @@ class Workers:
         self._changed = asyncio.Event()
 
     def models(self) -> tuple[str, ...]:
-        """
-        The names of models that listed workers have, whether or not one can serve them now.
-
-        Aliases come last: tools that take the first name get one that stands in answers.
-        """
+        """Names of the models of listed workers, whether or not they can serve now; aliases last."""
         names = {name for worker in self.decode for name in worker.names} | set(self.hold_models)
         aliases = {name for worker in self.decode for name in worker.names[1:]}
         return tuple(sorted(names, key=lambda name: (name in aliases, name)))
 
     def context(self, model: str) -> int | None:
-        """Tokens that every worker of this name has room for; None if they do not say."""
+        """Context length that every worker of this model supports; None if unknown."""
         loads = [one.health.load for one in self.decode if model in one.names]
         return min((load.max_model_len for load in loads if load and load.max_model_len), default=None)
 
@@ -297,16 +291,15 @@ class Workers:
         return f"No decode worker is ready: {states}."
 
     def unready(self, now: float) -> str | None:
-        """Why no request is to be sent here now; None if one can be served, or will wait for a worker."""
+        """Why no request should be sent here now; None if one can be served or may wait."""
         return None if self.holding and self.complete() else self.refusal(now)
 
     def serving(self, model: str | None, tried: Collection[str], now: float) -> Sequence[Worker]:
         """
-        Decode workers that can take a request for `model` and are not in `tried`, by name; perhaps none.
+        Decode workers that can take a request for `model` and are not in `tried`; may be empty.
 
-        `model` is None if the request does not say, and then any worker may, to refuse it in its own
-        words. Raises ModelNotFound, or NotReady if nobody at all can: that too while a worker has not
-        said yet what it serves.
+        If `model` is None, any worker may take it, to reject it in its own words. Raises ModelNotFound, or
+        NotReady if no worker can serve it, also while a worker has not reported its model yet.
         """
         known = self.decode if model is None else [one for one in self.decode if model in one.names]
         if not known and self._surely_unknown(model, now):
@@ -324,7 +317,7 @@ class Workers:
         return [worker for worker in usable(self.prefill, now) if worker.group == decode.group]
 
     def _surely_unknown(self, model: str | None, now: float) -> bool:
-        """Whether no worker serves this, none that has yet to speak may, and none did lately."""
+        """Whether no worker serves this model, did so lately, or might after its first report."""
         if self.hold_models:
             return model is not None and model not in self.hold_models
         if not self.decode or not self.complete() or any(one.health.load is None for one in self.decode):
@@ -340,10 +333,10 @@ class Workers:
 
 def usable(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
     """
-    Those that take requests; if more than half of those who could are put aside, these too.
+    Workers that take requests; ejected ones too if more than half are ejected.
 
-    If that is nobody, those who take requests by what was seen of them, whoever has listed them as what: when
-    Kubernetes has lost a node, or ends the last worker, they can still be asked.
+    If there are none, the workers that are healthy by observation alone: when Kubernetes has lost a node or
+    ends the last worker, they can still serve.
     """
     states = [(worker, worker.state(now)) for worker in workers]
     taking = [worker for worker, state in states if state in ACCEPTING]
@@ -357,7 +350,7 @@ def usable(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
 
 
 def preferred(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
-    """For a request that has failed on others: those that are well, and only without one those put aside."""
+    """For a retry: healthy workers, and ejected ones only without them."""
     states = [(worker, worker.state(now)) for worker in workers]
     for wanted in (
         (WorkerStatus.READY,),

@@ -36,17 +36,17 @@ from baton_router.workers.costs import (
 from baton_router.workers.worker import Worker
 
 ACCURACY_REQUESTS = 200
-"""About as many are averaged over; fewer judge nobody."""
+"""Requests in the average; fewer are not judged."""
 
 INACCURATE_BELOW = 0.5
 ACCURATE_FROM = 0.6
 
 MIN_EXPECTED_TOKENS = 64
-"""Expected ones: of fewer, whole blocks and the tokens' size in bytes are too large a part."""
+"""Expected tokens below which rounding to blocks dominates."""
 
 
 class CacheAccuracy:
-    """One worker's tokens, actually cached against expected to be."""
+    """Actual against expected cached tokens of one worker."""
 
     __slots__ = ("broken", "ratio", "requests")
 
@@ -56,7 +56,7 @@ class CacheAccuracy:
         self.broken = False
 
     def learn(self, expected: float, actual: float) -> bool:
-        """Whether that changed what is to be thought of the worker."""
+        """Add a measurement; returns whether `broken` changed."""
         if expected < MIN_EXPECTED_TOKENS:
             return False
         self.requests += 1
@@ -71,21 +71,20 @@ BYTES_PER_TOKEN = 4.0
 """Before the first report."""
 
 CAPACITY_FACTOR = 1.5
-"""What is believed to be held against what the worker said it can hold: to forget too soon costs more than
-to hope in vain."""
+"""Assumed capacity against the reported one: forgetting too soon costs more than assuming too much."""
 
 DEGRADED_WEIGHT = 0.5
-"""What counts of a match with a worker whose events do not come."""
+"""Weight of a match with a worker whose KV events are missing."""
 
 NO_SLOT = -1
-"""The slot of a worker that is gone: it holds nothing, whatever is still said of it."""
+"""Slot of a removed worker: it holds nothing."""
 
 AUTHORS_LIMIT = 65_536
-"""Prompts of which it is remembered who generated the answer."""
+"""Prompts whose generating workers are remembered."""
 
 
 class WorkerState:
-    """One process of a worker."""
+    """The state of one process of a worker."""
 
     __slots__ = (
         "_load",
@@ -106,7 +105,7 @@ class WorkerState:
         self, slot: int, epoch: str, prefill_cost: PrefillCost, prior: CostPrior = DEFAULT_PRIOR
     ) -> None:
         self.slot = slot
-        """In the prefix index."""
+        """Its slot in the prefix index."""
         self.epoch = epoch
         self.prefill_cost = prefill_cost
         self.step_cost = StepCost(LeastSquares(prior.step))
@@ -114,22 +113,22 @@ class WorkerState:
         self.streams = StreamBookings()
         self.accuracy = CacheAccuracy()
         self.degraded = False
-        """Whether it should tell what it holds, and nothing comes."""
+        """Whether its KV events are missing."""
         self.block_size = 0
         self.total_blocks = 0
-        """0 if it does not say."""
+        """0 if unknown."""
         self.free_blocks = 0
         self._load: Load | None = None
 
     @property
     def cache_weight(self) -> float:
-        """How much of what it is believed to hold one may count on."""
+        """Share of its assumed cache to count on."""
         if self.accuracy.broken:
             return 0.0
         return DEGRADED_WEIGHT if self.degraded else 1.0
 
     def reported(self, load: Load) -> None:
-        """What the worker says of itself, maybe what it said before."""
+        """Update from the worker's load; an unchanged load is ignored."""
         if load is self._load:
             return
         self._load = load
@@ -141,34 +140,34 @@ class WorkerState:
 
 
 class WorkerStates:
-    """Belongs to one thread."""
+    """The states of all workers. Belongs to one thread."""
 
     def __init__(self, profiles: Iterable[Profile] = ()) -> None:
-        """`profiles`: of the models of which anything is known beforehand."""
+        """`profiles`: measured in advance, by model."""
         self._priors = {profile.model: CostPrior.of(profile) for profile in profiles}
         self._states: dict[Worker, WorkerState] = {}
         self._free: list[int] = []
-        """Slots of workers that were forgotten, the lowest first: a set of workers has a bit for each."""
+        """Slots of removed workers, the lowest first: a set of workers has one bit for each."""
         self._index = PrefixIndex()
         self.blocks = BlockMap(self._index)
         self._kinds: dict[tuple[Role, str], WorkerKind] = {}
-        """By what workers are listed for, and their model."""
+        """By role and model."""
         self._transfers: dict[tuple[str, str], TransferCost] = {}
         self._bytes_per_token: dict[str, RunningAverage] = {}
         self._answered: OrderedDict[int, int] = OrderedDict()
-        """Last chunk of a prompt -> the workers, as bits, that generated what follows it."""
+        """Last chunk of a prompt, with the workers that generated its answer, as bits."""
 
     def __len__(self) -> int:
-        """Different chunks of prompts that anybody is believed to hold."""
+        """Distinct cached chunks."""
         return len(self._index)
 
     @property
     def bytes(self) -> int:
-        """Of memory, about, that this takes."""
+        """Memory of the prefix index, estimated."""
         return self._index.bytes
 
     def of(self, worker: Worker) -> WorkerState:
-        """What is known of the process that the worker now is."""
+        """The state of the worker's current process."""
         load = worker.health.load
         epoch = load.epoch if load else ""
         state = self._states.get(worker)
@@ -181,7 +180,7 @@ class WorkerStates:
         return state
 
     def transfer(self, source: str, target: str) -> TransferCost:
-        """Between two workers of these names."""
+        """Between two workers, by name."""
         cost = self._transfers.get((source, target))
         if cost is None:
             prior = next(iter(self._priors.values()), DEFAULT_PRIOR)
@@ -197,15 +196,15 @@ class WorkerStates:
         return average
 
     def tokens(self, prompt: PromptChunks, model: str) -> int:
-        """How many tokens the prompt has, as far as one can tell from its bytes; at least 1."""
+        """Tokens of the prompt, estimated from its bytes; at least 1."""
         return max(1, round(prompt.bytes / self.bytes_per_token(model).value))
 
     def match(self, prompt: PromptChunks) -> dict[int, int]:
-        """How many leading chunks of the prompt each slot's worker was sent; all others were sent none."""
+        """Leading chunks of the prompt sent to each slot's worker; others were sent none."""
         return self._index.match(prompt.names)
 
     def held(self, prompt: PromptChunks, matched: dict[int, int]) -> dict[int, int]:
-        """How many bytes of the prompt each slot's worker is believed to hold; all others hold nothing."""
+        """Bytes of the prompt that each slot's worker is assumed to hold; others hold none."""
         chunks = matched
         for begin, end in prompt.answers:
             # Whoever generated an answer holds it, although it never was part of a prompt.
@@ -220,9 +219,9 @@ class WorkerStates:
 
     def sent(self, prompt: PromptChunks, state: WorkerState, matched: int) -> list[int]:
         """
-        The worker will hold the whole prompt. Gives the chunks that are new to it.
+        Assume that the worker holds the whole prompt. Returns the chunks that are new to it.
 
-        `matched` is what `match` has just said of it.
+        `matched` is its result of `match`.
         """
         if state.slot == NO_SLOT:
             return []
@@ -235,7 +234,7 @@ class WorkerStates:
     def computed(
         self, prompt: PromptChunks, report: PromptReport, assumed: Sequence[tuple[WorkerState, list[int]]]
     ) -> None:
-        """A prompt that was sent, with chunks that were new to its workers, has been computed."""
+        """A sent prompt was computed; `assumed` are the chunks that were new to its workers."""
         new = max((len(chunks) for _, chunks in assumed), default=0)
         if not new or not report.tail:
             return
@@ -245,7 +244,7 @@ class WorkerStates:
         self.blocks.place(prompt, int(report.tail, 16), blocks, len(prompt.names) - new, slots)
 
     def answered(self, prompt: PromptChunks, state: WorkerState) -> None:
-        """The worker has generated a whole answer to the prompt, and holds that too."""
+        """The worker generated the whole answer and holds it too."""
         slot = state.slot
         if not prompt.names or slot == NO_SLOT:
             return
@@ -255,7 +254,7 @@ class WorkerStates:
             self._answered.popitem(last=False)
 
     def forget(self, worker: Worker) -> None:
-        """It is gone, and what it was known for with it: another one may have its slot."""
+        """Remove a worker; another one may get its slot."""
         state = self._states.pop(worker, None)
         if state is None:
             return
@@ -283,7 +282,7 @@ class WorkerStates:
         return state
 
     def _empty(self, slot: int) -> None:
-        """Another process has the slot from now on, and holds and generated nothing of what this one did."""
+        """Clear a slot for another process."""
         self.blocks.close(slot)
         self._index.forget(slot)
         mask = ~(1 << slot)

@@ -1,9 +1,8 @@
 """
-The workers that somebody lists, and what has changed since they were last listed.
+Lists of workers from sources, merged, and the changes between two lists.
 
-A source of workers (flags, DNS, Kubernetes) says at any time who there is, all of them at once, and never
-what has changed: whoever missed a change is right again with the next list. What several sources say is
-one list too, whatever the order in which they said it.
+A source always reports its complete list, so that a missed change is repaired by the next list. Lists of
+several sources are merged independently of their order.
 """
 
 from __future__ import annotations
@@ -16,55 +15,55 @@ from baton_api.workers import Role
 
 
 class ListedStatus(enum.IntEnum):
-    """What is said of a worker beside its address; of two that differ the greater one counts."""
+    """A worker's status by its source; of two, the greater one counts."""
 
     SERVING = 0
     UNREADY = 1
-    """It is there and cannot serve now."""
+    """It exists, but cannot serve now."""
     TERMINATING = 2
-    """It is about to end: nothing new for it."""
+    """It will stop and takes no new requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedWorker:
-    """One worker."""
+    """One worker of a list."""
 
     host: str
     port: int
     role: Role
-    """DECODE or PREFILL: what requests are sent there for. A worker of role both is listed as DECODE."""
+    """DECODE or PREFILL; role both is listed as DECODE."""
     revision: str = ""
-    """The generation that it belongs to; workers of different ones are never a pair."""
+    """Its revision; workers of different revisions are never a pair."""
     standing: ListedStatus = ListedStatus.SERVING
     secure: bool = False
-    """Whether it is spoken to by TLS."""
+    """Whether TLS is used."""
 
     @property
     def name(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def same(self, other: ListedWorker) -> bool:
-        """Whether both are one worker. An address may be given to a pod of another role or generation."""
+        """Whether both are one worker. An address may be reused by a pod of another role or revision."""
         own, others = ((one.name, one.role, one.revision, one.secure) for one in (self, other))
         return own == others
 
 
 @dataclass(frozen=True, slots=True)
 class ListChanges:
-    """From one list to the next. A worker that became another one has gone and has come."""
+    """From one list to the next. A worker that became another one is removed and added."""
 
     added: tuple[ListedWorker, ...] = ()
     status_changed: tuple[ListedWorker, ...] = ()
-    """Those that stand otherwise now."""
+    """Workers with another status."""
     removed: tuple[str, ...] = ()
-    """By name; to be seen to before those who came, who may have the same ones."""
+    """By name; apply before `added`, which may reuse the names."""
 
     def __bool__(self) -> bool:
         return bool(self.added or self.status_changed or self.removed)
 
 
 def merge_lists(listed: Iterable[ListedWorker]) -> dict[str, ListedWorker]:
-    """By name, each once: what is said twice of an address is made one, in whatever order it came."""
+    """Workers by name; conflicting entries are merged independently of their order."""
     workers: dict[str, ListedWorker] = {}
     for one in listed:
         other = workers.get(one.name)
@@ -73,7 +72,7 @@ def merge_lists(listed: Iterable[ListedWorker]) -> dict[str, ListedWorker]:
 
 
 def list_changes(present: Mapping[str, ListedWorker], desired: Mapping[str, ListedWorker]) -> ListChanges:
-    """What makes `present` become `desired`; both are by name."""
+    """The changes from `present` to `desired`, both by name."""
     added, status_changed, removed = [], [], []
     for name, wanted in sorted(desired.items()):
         current = present.get(name)

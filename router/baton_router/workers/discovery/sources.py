@@ -1,8 +1,8 @@
 """
-All who list workers, as the settings name them.
+The sources of workers: flags, DNS and Kubernetes, as the settings name them.
 
-Flags list theirs once, before anything else happens; DNS and Kubernetes are asked for as long as the router
-runs, each in a task of its own that no failure of another concerns.
+Flags are read once at startup. DNS and Kubernetes are watched, each in its own task that no other failure
+affects.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from baton_router.workers.discovery.listed import ListedWorker
 FLAGS_SOURCE = "flags"
 
 RETRY_S = 10.0
-"""Seconds after which a source that cannot be followed at all is tried again."""
+"""Seconds after which a failed source is watched again."""
 
 OnWorkers = Callable[[str, frozenset[ListedWorker]], None]
-"""Takes a source's name and all workers that it knows of now."""
+"""Takes a source's name and all its workers."""
 
 
 class WorkerSource(Protocol):
-    """Somebody who lists workers."""
+    """A source of workers."""
 
     @property
     def trouble(self) -> str:
-        """Why its list may be an old one, as a clause; empty if it is not."""
+        """Why its list may be outdated, as a clause; empty if it is not."""
         ...
 
     async def watch(self, on_list: Callable[[frozenset[ListedWorker]], None]) -> None:
-        """Tell all workers at once, whenever there may be others; does not end by itself."""
+        """Call `on_list` with all workers whenever they may have changed; does not end."""
         ...
 
 
 class WorkerSources:
-    """Whoever lists workers of this router."""
+    """All sources of this router."""
 
     def __init__(self, settings: RouterSettings, rng: random.Random) -> None:
         decode, prefill = _flags(settings.decode, Role.DECODE), _flags(settings.prefill, Role.PREFILL)
@@ -73,14 +73,14 @@ class WorkerSources:
                 kubernetes_access(settings), settings.kubernetes_selector, settings.kubernetes_port, rng
             )
         self._silent = set(self._sources)
-        """Those that have not told anything yet."""
+        """Sources that have not reported yet."""
 
     def complete(self) -> bool:
-        """Whether all have said something."""
+        """Whether all sources have reported."""
         return not self._silent
 
     def why_none(self) -> str:
-        """Why there is no decode worker if there is none, as a clause."""
+        """Why there is no decode worker, as a clause."""
         if not self._sources:
             return "none is configured: name one with --decode http://HOST:PORT"
         troubles = [source.trouble for source in self._sources.values() if source.trouble]
@@ -93,7 +93,7 @@ class WorkerSources:
         return f"{names} {'lists' if one else 'list'} none"
 
     async def watch(self, on_workers: OnWorkers, background: BackgroundTasks) -> None:
-        """Tell what each source lists, until cancelled. Workers of a source that fails stay as they are."""
+        """Report the workers of every source until cancelled. If a source fails, its workers stay."""
         async with asyncio.TaskGroup() as group:
             for name, source in self._sources.items():
                 kept = self._run_source(name, source, partial(self._on_list, on_workers, name), background)
@@ -126,7 +126,7 @@ def _flags(urls: Iterable[str], role: Role) -> Iterable[ListedWorker]:
 
 
 def kubernetes_access(settings: RouterSettings) -> KubernetesAccess:
-    """Where the API server is, and who asks it."""
+    """Access to the API server."""
     return KubernetesAccess(
         settings.kubernetes_api, Path(settings.kubernetes_account), settings.kubernetes_namespace
     )
