@@ -1,9 +1,8 @@
 """
-The loops that a process of the router runs beside its requests: health checks, discovery, batches.
+Background loops of a router process: health checks, discovery, batches.
 
-An exception never ends a loop: it is logged with the address it concerns, counted, and the loop goes on.
-A loop that has ended all the same makes `/ready` fail. Nothing else would show that the router works with
-what it knew long ago.
+An exception never ends a loop: it is logged with its address and counted, and the loop continues. If a loop
+ends anyway, `/ready` fails. Otherwise the router would work with old state, unnoticed.
 """
 
 from __future__ import annotations
@@ -83,4 +82,4 @@ class BackgroundTasks:
         self._logged[key] = now
         about = f" for {address}" if address else ""
         trace = None if isinstance(error, BatonError) else error
-        log.error("The background task %s failed%s and goes on: %s", name, about, error, exc_info=trace)
+        log.error("The background task %s failed%s and continues: %s", name, about, error, exc_info=trace)

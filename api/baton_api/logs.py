@@ -1,10 +1,9 @@
 """
-What processes write to their logs: one JSON object to a line, or a short line for a person at a terminal.
+Logs of all processes: one JSON object per line, or a short text line on a terminal.
 
-A line that belongs to a request says so: its id is told once, where the request comes in (`about`), and is in
-every line that is written on its behalf from there on; threads that work for many requests name it with the
-line (`of`). Prompts are in no line. What an exception of somebody else's library says might quote one, so of
-those that belong to a request only the type and the place are written.
+A line of a request has the request's id. `about` sets the id where the request arrives, for all its later
+lines. Threads that work for many requests set it per line with `of`. No line has the text of a prompt.
+Exceptions of other libraries might quote one, so lines of requests have only their type and traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from baton_api.errors import BatonError, SetupError
 Format = Literal["auto", "text", "json"]
 
 QUIET = ("httpx", "uvicorn", "urllib3", "filelock")
-"""Libraries that have a line for all that they do."""
+"""Libraries with too many lines."""
 
 _ABOUT: ContextVar[Mapping[str, str] | None] = ContextVar("about", default=None)
 
@@ -38,13 +37,13 @@ _FIELDS = "baton_fields"
 
 
 def about(**fields: str) -> None:
-    """From here on, in this task and those that it begins, lines belong to this: `request_id="req_1"`."""
+    """Add fields to all later lines of this task and of the tasks that it starts."""
     _ABOUT.set(fields)
 
 
 @contextmanager
 def during(**fields: str) -> Iterator[None]:
-    """The same until this is left."""
+    """Add fields to all lines within the context."""
     token = _ABOUT.set(fields)
     try:
         yield
@@ -53,25 +52,25 @@ def during(**fields: str) -> Iterator[None]:
 
 
 def of(request_id: str) -> dict[str, Mapping[str, str]]:
-    """For `extra=`: one line belongs to this request."""
+    """Return the value of `extra=` for one line of a request."""
     return {_FIELDS: {"request_id": request_id}}
 
 
 def read_format(text: str) -> Format:
-    """Raises SetupError for what is none."""
+    """Parse a format. Raises SetupError if it is unknown."""
     for format in get_args(Format):
         if text == format:
             return format  # type: ignore[no-any-return]
-    raise SetupError(f"--log-format {text!r} is none of {', '.join(get_args(Format))}.")
+    raise SetupError(f"Invalid --log-format {text!r}. Expected one of {', '.join(get_args(Format))}.")
 
 
 def for_children() -> dict[str, str]:
-    """The environment by which processes that this one starts write as it does."""
+    """Return the environment that gives child processes the same format."""
     return {VARIABLE: _format}
 
 
 def begin(format: Format, process: str, stream: TextIO | None = None) -> None:
-    """Write this process's log to `stream`, standard error if none; it is called `process` there."""
+    """Write the log of this process to `stream` (default: standard error), under the name `process`."""
     global _format
     _format = format
     stream = stream or sys.stderr
@@ -79,7 +78,7 @@ def begin(format: Format, process: str, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream)
     handler.setFormatter(Text() if plain else Json(process))
     handler.addFilter(_belongs)
-    # No line tells where in the code it was written, by which thread: to look costs half of what a line does.
+    # Without the source line and the thread, whose lookup takes half of the time of a line.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root = logging.getLogger()
@@ -92,34 +91,34 @@ def begin(format: Format, process: str, stream: TextIO | None = None) -> None:
 
 
 def called(process: str) -> None:
-    """This process, which another one's `begin` was for, is called so: a child that was forked from it."""
+    """Change the name of this process, a fork of one that called `begin`."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, Json):
             handler.setFormatter(Json(process))
 
 
 def fields_of(record: logging.LogRecord) -> Mapping[str, str]:
-    """What a line belongs to."""
-    found: Mapping[str, str] | None = getattr(record, _FIELDS, None)
-    return found or {}
+    """Return the fields of a line."""
+    fields: Mapping[str, str] | None = getattr(record, _FIELDS, None)
+    return fields or {}
 
 
 def _belongs(record: logging.LogRecord) -> bool:
-    """Note it when the line is written: it may be formatted elsewhere."""
+    """Store the fields in the record, which another thread may format."""
     if not hasattr(record, _FIELDS) and (here := _ABOUT.get()):
         setattr(record, _FIELDS, here)
     return True
 
 
 class Json(logging.Formatter):
-    """An object with `time`, `level`, `process`, `logger`, `message`, what it belongs to, and `exception`."""
+    """An object with `time`, `level`, `process`, `logger`, `message`, the fields, and `exception`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        line = {
             "time": f"{_second(int(record.created))}.{int(record.created % 1 * 1000):03}+00:00",
             "level": record.levelname.lower(),
             "process": self._process,
@@ -128,11 +127,11 @@ class Json(logging.Formatter):
             **fields_of(record),
         }
         if record.exc_info and record.exc_info[1] is not None:
-            told["exception"] = _shown(record.exc_info[1], bool(fields_of(record)))
+            line["exception"] = _shown(record.exc_info[1], bool(fields_of(record)))
         try:
-            return _ENCODER.encode(told).decode()
-        except UnicodeEncodeError:  # half a character, of a name of a file or of what a client sent
-            return json.dumps(told)
+            return _ENCODER.encode(line).decode()
+        except UnicodeEncodeError:  # a lone surrogate of a file name or of a client
+            return json.dumps(line)
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -144,7 +143,7 @@ def _second(time: int) -> str:
 
 
 class Text(logging.Formatter):
-    """`[2026-11-21 19:00:00] message (request_id)`, and a warning says that it is one."""
+    """`[2026-11-21 19:00:00] message (request_id)`."""
 
     def __init__(self) -> None:
         super().__init__("[%(asctime)s] %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -162,7 +161,7 @@ class Text(logging.Formatter):
 def _shown(error: BaseException, of_a_request: bool) -> str:
     if not of_a_request:
         return "".join(traceback.format_exception(error))
-    told = traceback.format_list(traceback.extract_tb(error.__traceback__))
-    said = str(error) if isinstance(error, BatonError) else "what it says is left out"
-    told.append(f"{type(error).__qualname__}: {said}\n")
-    return "".join(told)
+    lines = traceback.format_list(traceback.extract_tb(error.__traceback__))
+    message = str(error) if isinstance(error, BatonError) else "the message is omitted"
+    lines.append(f"{type(error).__qualname__}: {message}\n")
+    return "".join(lines)

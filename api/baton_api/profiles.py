@@ -1,10 +1,9 @@
 """
-What a model takes on one kind of machine, as it was measured there: `baton bench --find` writes it.
+The measured performance of a model on one kind of machine, which `baton bench --find` writes.
 
-A profile is three lines through measurements (a prompt, a step, a transfer), from which everything else
-follows: how many tokens a second one worker of a role serves while objectives hold, and how many prefill
-workers a decode worker needs. The router begins with the lines, the autoscaler with the capacity; both go on
-to learn from what they see.
+A profile has three fitted lines: prompt, step and transfer. The capacity of a worker within its objectives
+and the ratio of prefill to decode workers follow from them. The router starts with the lines, the autoscaler
+with the capacity. Both continue to learn from measurements.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from baton_api.errors import SetupError
 FORMAT: Final = 1
 
 LATE_SHARE = 0.05
-"""Of the prompts, how many may wait for longer than the objective leaves: the 95th percentile keeps it."""
+"""Share of prompts that may exceed the objective, which holds for the 95th percentile."""
 
 MOST_BUSY = 0.95
-"""No worker is planned to be busier, whatever the objectives leave: the wait at 1 has no bound."""
+"""Maximum planned utilization of a worker. The queue time at 1 is unbounded."""
 
 
 class PrefillLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds to compute a prompt on a worker that does nothing else. None is negative."""
+    """Seconds to compute a prompt on an idle worker. All coefficients are >= 0."""
 
     base_s: float
     token_s: float
-    """Each token."""
+    """Per token."""
     pair_s: float
-    """Each pair of tokens of which one attends to the other."""
+    """Per pair of tokens of which one attends to the other."""
 
     def seconds(self, uncached: int, context: int) -> float:
         """
-        Of the last `uncached` tokens of a prompt of `context` tokens.
+        Return the seconds for the last `uncached` tokens of a prompt of `context` tokens.
 
         >>> PrefillLine(base_s=0.01, token_s=1e-4, pair_s=0.0).seconds(100, 500)
         0.02
@@ -46,20 +45,20 @@ class PrefillLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds from one token to the next of all streams of a decode worker. None is negative."""
+    """Seconds of a decode step of all streams of a worker. All coefficients are >= 0."""
 
     base_s: float
     stream_s: float
     token_s: float
-    """Each token of context, of all streams together."""
+    """Per token of context, over all streams."""
 
     def seconds(self, streams: int, context: int) -> float:
-        """With `streams` that have `context` tokens in all."""
+        """Return the seconds of a step with `streams` of `context` tokens together."""
         return self.base_s + self.stream_s * streams + self.token_s * context
 
 
 class TransferLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds in which a prompt's blocks are moved from a prefill to a decode worker."""
+    """Seconds to transfer the blocks of a prompt from a prefill to a decode worker."""
 
     start_s: float
     token_s: float
@@ -69,35 +68,35 @@ class TransferLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a service is to keep, and for what requests."""
+    """Objectives of a service, and the requests for which they hold."""
 
     ttft_s: float = 1.0
-    """Of 95 in 100 requests, seconds until the first token."""
+    """Seconds to the first token, for 95% of requests."""
     itl_s: float = 0.05
-    """Seconds from one token to the next."""
+    """Seconds between tokens."""
     prompt_tokens: int = 1024
-    """Of a request, on average."""
+    """Mean prompt length."""
     output_tokens: int = 256
     cached_share: float = 0.0
-    """Of a prompt's tokens, how many a prefix cache holds: 0 to 1."""
+    """Cached share of the prompt tokens, 0 to 1."""
 
     @property
     def uncached(self) -> int:
-        """Tokens of a prompt that are computed, at least 1."""
+        """Computed tokens of a prompt, at least 1."""
         return max(1, round(self.prompt_tokens * (1 - self.cached_share)))
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one worker of each role serves while the objectives hold; 0 where it cannot hold them at all."""
+    """Capacity of one worker of each role within the objectives. 0: the objectives cannot be met."""
 
     prefill_tokens_per_s: float
-    """Uncached prompt tokens that one prefill worker computes."""
+    """Uncached prompt tokens of one prefill worker."""
     decode_tokens_per_s: float
-    """Tokens that one decode worker generates."""
+    """Generated tokens of one decode worker."""
     decode_streams: int
-    """Streams that it generates at a time."""
+    """Concurrent streams of one decode worker."""
     prefill_per_decode: float
-    """Prefill workers for each decode worker, such that neither waits for the other; 0 if unknown."""
+    """Prefill workers per decode worker for equal utilization. 0: unknown."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,9 +104,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     what: Literal["prefill", "step", "transfer"]
     tokens: int
-    """Of one prompt."""
+    """Tokens of one prompt."""
     streams: int
-    """Prompts at once, or streams that generate together."""
+    """Concurrent prompts or streams."""
     seconds: float
 
 
@@ -116,27 +115,27 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     format: Literal[1] = FORMAT
     model: str
-    """As the service calls it."""
+    """Name of the model in the service."""
     machine: str
-    """For people: processor or accelerator, and how many of them a worker had."""
+    """Description: processor or accelerator, and their number per worker."""
     baton: str
-    """The version that was measured."""
+    """Measured version."""
     made: float
-    """When, in seconds since 1970."""
+    """Unix time of the measurement in seconds."""
     prefill: PrefillLine
     step: StepLine
     transfer: TransferLine
     kv_tokens: int
-    """Tokens for which a decode worker has room."""
+    """Tokens in the KV cache of a decode worker."""
     max_streams: int = 64
-    """Streams that it generates at a time at most."""
+    """Maximum concurrent streams of a decode worker."""
     objectives: Objectives = Objectives()
     capacity: Capacity
     points: tuple[Point, ...] = ()
-    """From what the lines were drawn."""
+    """Measurements of the fitted lines."""
 
     def for_objectives(self, objectives: Objectives) -> Capacity:
-        """The capacity with others than those that the profile was made for."""
+        """Return the capacity for other objectives."""
         return capacity(self.prefill, self.step, self.transfer, self.kv_tokens, self.max_streams, objectives)
 
 
@@ -194,18 +193,18 @@ def busy_share(service_s: float, left_s: float) -> float:
 
 
 def decode_streams(step: StepLine, kv_tokens: int, max_streams: int, objectives: Objectives) -> int:
-    """Most streams whose tokens come in time, and for whose whole contexts there is room."""
+    """Return the maximum streams within the objective and the KV cache."""
     in_time = streams_in_time(step, max_streams, objectives)
     return min(streams_in_room(kv_tokens, objectives), max_streams, in_time)
 
 
 def streams_in_room(kv_tokens: int, objectives: Objectives) -> int:
-    """Most streams for whose whole contexts there is room."""
+    """Return the maximum streams whose whole contexts fit the KV cache."""
     return kv_tokens // (objectives.prompt_tokens + objectives.output_tokens)
 
 
 def streams_in_time(step: StepLine, max_streams: int, objectives: Objectives) -> int:
-    """Most streams whose tokens come in time; `max_streams` if their number does not matter."""
+    """Return the maximum streams within the objective. `max_streams`: their number does not matter."""
     each = step.stream_s + step.token_s * mean_context(objectives)
     left = objectives.itl_s - step.base_s
     if left < each:
@@ -214,35 +213,35 @@ def streams_in_time(step: StepLine, max_streams: int, objectives: Objectives) ->
 
 
 def mean_context(objectives: Objectives) -> int:
-    """Tokens of a stream's context, on average over its life."""
+    """Return the mean context length of a stream."""
     return objectives.prompt_tokens + objectives.output_tokens // 2
 
 
 def read(path: Path) -> Profile:
-    """Raises SetupError."""
+    """Read a profile. Raises SetupError."""
     try:
         return parse(path.read_bytes())
     except OSError as error:
         raise SetupError(
-            f"The profile {path} cannot be read: {error.strerror}. `baton bench --find` writes one."
+            f"Cannot read the profile {path}: {error.strerror}. `baton bench --find` writes one."
         ) from error
     except SetupError as error:
         raise SetupError(f"{path}: {error.message}") from error
 
 
 def parse(text: bytes | str) -> Profile:
-    """Raises SetupError."""
+    """Parse a profile. Raises SetupError."""
     try:
         return msgspec.json.decode(text, type=Profile)
     except msgspec.DecodeError as error:
         raise SetupError(
-            f"This is no profile of format {FORMAT}: {error}. `baton bench --find` writes one."
+            f"Invalid profile of format {FORMAT}: {error}. `baton bench --find` writes one."
         ) from error
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Raises SetupError."""
+    """Write a profile. Raises SetupError."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     except OSError as error:
-        raise SetupError(f"The profile cannot be written to {path}: {error.strerror}.") from error
+        raise SetupError(f"Cannot write the profile to {path}: {error.strerror}.") from error

@@ -114,5 +114,5 @@ def test_children_write_as_their_parent_does() -> None:
     begun("json")
     assert logs.for_children() == {"BATON_LOG_FORMAT": "json"}
     assert logs.read_format("text") == "text"
-    with pytest.raises(SetupError, match="'yaml' is none of auto, text, json"):
+    with pytest.raises(SetupError, match=r"Invalid --log-format 'yaml'\. Expected one of auto, text, json"):
         logs.read_format("yaml")

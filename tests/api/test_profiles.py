@@ -111,5 +111,5 @@ def test_what_is_none_is_refused_with_the_way_out(text: str, tmp_path: Path) -> 
     path.write_text(text)
     with pytest.raises(SetupError, match="baton bench --find"):
         profiles.read(path)
-    with pytest.raises(SetupError, match="cannot be read"):
+    with pytest.raises(SetupError, match="Cannot read the profile"):
         profiles.read(tmp_path / "none.json")

@@ -1,4 +1,4 @@
-"""What servers answer: the shapes of OpenAI's specification, with the members that Baton adds."""
+"""Schemas of responses: OpenAI's specification, with Baton's additional fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MATCHED = {"matched_stop": nullable(either(TEXT, INTEGER)), "stop_reason": nulla
 
 
 def schemas() -> dict[str, Schema]:
-    """All answers by name."""
+    """Return all schemas of responses by name."""
     return {
         "Error": whole({
             "error": whole({

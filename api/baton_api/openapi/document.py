@@ -1,4 +1,4 @@
-"""The paths, each with what is sent, what is answered, and with which statuses."""
+"""The paths of the API, each with its request, response and statuses."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from baton_api.openapi import answers, kept, requests
 from baton_api.openapi.values import COUNT, TEXT, Schema, one_of, ref
 
 ERRORS = {
-    400: "The request is wrong; `param` names the field.",
-    401: "An API key is wanted, and none or an unknown one was sent.",
-    404: "There is no such model, response, file, batch or path.",
-    409: "It has come to an end already.",
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or unknown.",
+    404: "The model, response, file, batch or path does not exist.",
+    409: "The batch has already ended.",
     413: "The body is too large.",
-    416: "The file has no such part.",
-    429: "The key keeps as much as it may.",
-    431: "The head is too large.",
+    416: "The range is outside of the file.",
+    429: "The key or tenant has reached a limit.",
+    431: "The headers are too large.",
     499: "The request was aborted by its id.",
-    500: "Something broke inside.",
-    503: "There is no room, or nobody to serve it, for now.",
-    507: "There is no room left where files are kept.",
+    500: "Internal error.",
+    503: "The server is overloaded or not ready.",
+    507: "The storage of files is full.",
 }
 ALWAYS = (401, 431, 500)
 WITH_A_BODY = (*ALWAYS, 400, 404, 413, 503)
@@ -36,16 +36,16 @@ KEEPING = (*KEPT, 413, 507)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method on one path, and on `others`, which do the same."""
+    """A method of a path, and of its aliases in `others`."""
 
     method: str
     path: str
     summary: str
     answer: str = ""
-    """The name of the schema; empty for an empty body."""
+    """Name of the schema. Empty: an empty body."""
     request: str = ""
     event: str = ""
-    """The schema of a stream's events, where there may be one."""
+    """Schema of the events of a stream, if the operation streams."""
     statuses: Sequence[int] = ALWAYS
     others: Sequence[str] = ()
     parameters: Sequence[Schema] = ()
@@ -54,7 +54,7 @@ class Operation:
     served_by: Sequence[str] = field(default=("worker", "router"))
 
     def described(self, path: str) -> Schema:
-        """As OpenAPI has it."""
+        """Return the operation object of OpenAPI."""
         found: Schema = {"description": "Done.", "headers": _headers()}
         if self.answer:
             found["content"] = {self.kind: {"schema": ref(self.answer)}}

@@ -1,4 +1,4 @@
-"""Files and batches, which only routers keep: what is sent, what is answered."""
+"""Schemas of files and batches, which only routers serve."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WINDOW: Schema = {"type": "string", "pattern": "^[1-9][0-9]{0,6}[smhd]$", "examp
 
 
 def schemas() -> dict[str, Schema]:
-    """All by name."""
+    """Return all schemas of files and batches by name."""
     metadata = mapping(text(limits.METADATA_VALUE), limits.METADATA)
     metadata["propertyNames"] = {"maxLength": limits.METADATA_KEY.most}
     expiry = record(

@@ -1,4 +1,4 @@
-"""What clients may send. Fields that stand nowhere here are ignored, and null is as good as absent."""
+"""Schemas of requests. Other fields are ignored, and null means absent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SAMPLING = optional(
         )
     ),
 )
-"""How tokens are drawn: the same for all that generates."""
+"""Sampling fields of all generation endpoints."""
 
 SHOWN = optional(
     stream=BOOLEAN,
@@ -90,7 +90,7 @@ CONVERSATION = optional(
     continue_final_message=BOOLEAN,
     reasoning_effort=one_of(*EFFORTS),
 )
-"""What decides about a conversation's prompt."""
+"""Fields that determine the prompt of a conversation."""
 
 PROMPTS = either(
     TEXT,
@@ -101,7 +101,7 @@ PROMPTS = either(
 
 
 def schemas(models: Sequence[str]) -> dict[str, Schema]:
-    """All requests by name, for servers of these models."""
+    """Return all schemas of requests by name, for servers of these models."""
     model: Schema = {"type": "string", "enum": list(models)} if models else TEXT
     return {
         "NamedSchema": record(
