@@ -382,7 +382,7 @@ def test_a_generation_can_be_gone_back_to_by_name() -> None:
 
 
 def test_plan_paused_canary_keeps_its_weights() -> None:
-    """The weights of the status are those from which a rollout goes on; it is looked at again in time."""
+    """A rollout continues from the weights of the status, and the operator plans again in time."""
     policy = {"canary": {"steps": [{"weight": 10, "pause": "100s"}]}}
     cluster = settled(changed(PAIR, "rollout", policy))
     old = cluster.service["status"]["currentRevision"]
@@ -411,6 +411,16 @@ def test_plan_routers_are_as_many_as_the_spec_says(replicas: int) -> None:
     assert budget is None or budget["spec"]["maxUnavailable"] == 1
     account = cluster.objects["v1", "ServiceAccount", "chat-workers"]
     assert account["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize(("spec", "roles"), [(MINIMAL, ["both"]), (PAIR, ["decode", "prefill"])])
+def test_plan_budgets_select_the_workers_of_their_role(spec: dict[str, Any], roles: list[str]) -> None:
+    cluster = settled(spec)
+    assert cluster.names("PodDisruptionBudget") == [f"chat-{role}" for role in roles]
+    for role in roles:
+        budget = cluster.objects["policy/v1", "PodDisruptionBudget", f"chat-{role}"]["spec"]
+        assert budget["maxUnavailable"] == 1
+        assert budget["selector"]["matchLabels"][labels.ROLE] == role
 
 
 @pytest.mark.parametrize("revisions", [0, 1, 2])
