@@ -1,9 +1,8 @@
 """
 The engine as asyncio sees it: `async for output in client.generate(request)`.
 
-The engine's thread wakes the event loop once per step, not once per token; everything else happens on
-the loop. A generation that nobody iterates any more, because its task was cancelled, or its iterator
-closed or dropped, is aborted.
+The engine's thread wakes the event loop once per step, not once per token; everything else runs on the loop.
+A generation is aborted when its task is cancelled, or its iterator is closed or dropped.
 """
 
 from __future__ import annotations
@@ -82,11 +81,11 @@ class AsyncEngine:
         self.engine.finish(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a generation from outside; whoever iterates it gets an output with ABORT."""
+        """End a generation. Its iterator gets an output with ABORT."""
         self.engine.abort(request_id)
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache, but for what requests use."""
+        """Empty the prefix cache, except for blocks in use."""
         self.engine.clear_cache()
 
     def snapshot(self) -> EngineSnapshot:
@@ -103,7 +102,7 @@ class AsyncEngine:
     def _arrived(self, outputs: list[Output]) -> None:
         """On the engine's thread."""
         assert self._loop is not None
-        if not self._loop.is_closed():  # else nobody is left to tell
+        if not self._loop.is_closed():  # a closed loop delivers no outputs
             self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: list[Output]) -> None:
@@ -121,7 +120,7 @@ class AsyncEngine:
             self._idle.set()
 
     def _drop(self, request_id: str, stream: _Stream) -> None:
-        """Nobody wants the rest of it."""
+        """Abort a generation that is no longer iterated."""
         if self._streams.get(request_id) is stream:  # and not a later one of the same name
             self._forget(request_id)
             self.engine.abort(request_id)

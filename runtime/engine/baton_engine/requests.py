@@ -1,9 +1,9 @@
 """
 A request as the engine sees it: token ids in, token ids out.
 
-The engine knows nothing of text. Templates, detokenisation and stop strings are the server's; what
-is here is what the scheduler, the sampler and the roles need. A request that has its prompt computed
-elsewhere carries a `RemotePrefill`; one that is computed here for somebody else carries an `Export`.
+The engine does not handle text: templates, detokenization and stop strings belong to the API. A request whose
+prompt is computed by a prefill worker has a `RemotePrefill`; a request that computes a prompt for a decode
+worker has an `Export`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """
-Who has which block of the KV cache, and which blocks hold a prefix that somebody may want again.
+The owners of the KV cache's blocks, and the prefix cache.
 
-A block is free, cached (nobody uses it, its content is known by hash), owned (one or more requests use
-it) or quarantined (a peer may still write it). An owned block may be pinned besides: a network card
-reads or writes it, and to let go of it then is our own mistake. Block 0 is nobody's: padding points there.
+A block is free, cached (unused, with its content known by hash), owned (one or more requests use it) or
+quarantined (a peer may still write it). An owned block may also be pinned while a network card reads or
+writes it; releasing it then is a defect. Block 0 is never allocated: padding points there.
 
-The prefix cache is one flat map from chain hash to block; equal hashes mean equal prefixes, so there is
-no tree. What a tree would give, eviction from the leaves, comes from a count of cached children per hash:
-the block that goes is the least recently used one without a cached child, so no prefix gets a hole.
+The prefix cache is one flat map from chain hash to block; equal hashes mean equal prefixes, so no
+tree is needed. A count of cached children per hash replaces it for eviction: the least recently used block
+without a cached child is evicted, so no prefix gets a hole.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class BlockPool:
     """The states of all blocks. Not thread-safe: it belongs to the engine's thread."""
 
     def __init__(self, blocks: int, on_evicted: Callable[[bytes], None] | None = None) -> None:
-        """`on_evicted` is told the name of each known block that is dropped."""
+        """`on_evicted` is called with the hash of each known block that is dropped."""
         if blocks < 2:
             raise SetupError(
                 f"A KV cache of {blocks} blocks holds no request: block 0 is reserved for padding. "
                 "Start the worker with a larger --kv-cache-memory."
             )
         self.capacity = blocks - 1
-        """Blocks that can be handed out."""
+        """Blocks that can be allocated."""
         self._on_evicted = on_evicted
         self._free = list(range(blocks - 1, 0, -1))  # the lowest number is handed out first
         self._users = [0] * blocks
@@ -46,11 +46,11 @@ class BlockPool:
         self._pins: dict[int, int] = {}
         self._quarantined: set[int] = set()
         self.evictions = 0
-        """Known blocks that were dropped because somebody needed room."""
+        """Known blocks that were dropped for new ones."""
 
     @property
     def free(self) -> int:
-        """Blocks whose content nobody knows."""
+        """Blocks without known content."""
         return len(self._free)
 
     @property
@@ -59,7 +59,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can hand out."""
+        """Blocks that `allocate` can return."""
         return len(self._free) + self._cached
 
     @property
@@ -86,11 +86,11 @@ class BlockPool:
         return blocks
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of these known blocks nobody uses: taking them makes as many fewer available."""
+        """Number of these known blocks that are not in use. Taking them reduces `available` by as many."""
         return sum(1 for block in blocks if not self._users[block])
 
     def take(self, blocks: Iterable[int]) -> None:
-        """Use blocks that `match` found; each take wants its own release."""
+        """Use blocks that `match` returned. Each `take` needs its own `release`."""
         for block in blocks:
             assert self._hash[block] is not None, f"block {block} is not known by a hash"
             if not self._users[block]:

@@ -1,17 +1,17 @@
 """
-Which requests take part in the next pass, and with how many tokens: one loop and no phases.
+Decides which sequences take part in the next forward pass, and with how many tokens.
 
-A request has tokens pending: its prompt at first, then one at a time. Every request that generates takes
-part in every pass; prompts share what is left of the pass's tokens, those under way first, then the
-queue in order of arrival. A request is admitted when the blocks for all its tokens are there, so that a
-prompt never stops half way. When a generating request needs one more block and none is left, the one
-with the least output goes back to the front of the queue; its tokens are kept, its KV is computed again.
+A sequence has pending tokens: its prompt first, then one at a time. Every generating sequence takes part in
+every pass. Prompts share the remaining tokens of the pass: running ones first, then the queue in order of
+arrival. A sequence is admitted when blocks for all its tokens are available, so a prompt never stops half
+way. If a generating sequence needs a block and none is left, the sequence with the least output is retracted
+to the front of the queue. It keeps its tokens; its KV is computed again.
 
-Patient requests, for whose answers nobody waits, come after all others: in the queue, and when there is room
-for some only. They stay out of most passes that compute prompts of others, which are the shorter for it. One
-that generates goes back to the queue for one that is not patient.
+Patient sequences, such as batch lines, come after all others. They skip most passes that compute prompts of
+others, which makes these passes shorter. A generating patient sequence is retracted for one that is not
+patient.
 
-Nothing here knows of tensors, threads or clocks.
+This module uses no tensors, threads or clocks.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.sequence import Sequence, Stage
 
 YIELDS = 8
-"""Passes in a row that patient requests stay out of at most: what they hold is held in vain meanwhile."""
+"""Maximum consecutive passes that patient sequences skip, since they hold blocks meanwhile."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What `Scheduler.plan` decided. The lists after `prefills` have been carried out in the books."""
+    """The decision of `Scheduler.plan`. The scheduler has already applied the lists after `prefills`."""
 
     decodes: list[Sequence] = field(default_factory=list)
     """Each computes the one token it has pending."""
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     """Each computes this many of its pending tokens."""
     admitted: list[Sequence] = field(default_factory=list)
-    """Newly in the batch; what they found in the prefix cache counts as computed."""
+    """Newly in the batch. Their cached prefix counts as computed."""
     fetches: list[Sequence] = field(default_factory=list)
-    """Their `fetch` is to be started."""
+    """Sequences whose `fetch` is to be started."""
     retracted: list[Sequence] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
-    """To be ended: they have filled all the blocks there are."""
+    """To be ended: they fill all blocks."""
     starved: list[Sequence] = field(default_factory=list)
-    """To be ended: they cannot be admitted, and no request is left that could make room."""
+    """To be ended: they cannot be admitted, and no other sequence holds blocks."""
 
     @property
     def changed(self) -> bool:
-        """Whether planning again could bring anything new."""
+        """Whether planning again could change anything."""
         return bool(self.decodes or self.prefills or self.fetches or self.outgrown or self.starved)
 
 
 class Scheduler:
-    """The queue, the batch, and whose blocks are whose."""
+    """The queue, the batch, and the blocks of each sequence."""
 
     def __init__(
         self, pool: BlockPool, limits: EngineLimits, block_size: int, kv_events: KvEvents | None = None
     ) -> None:
         self.pool = pool
         self.kv_events = kv_events
-        """Told of each block that becomes known; the pool tells it of those that are dropped."""
+        """Receives each block that becomes known; the pool reports those that are dropped."""
         self.limits = limits
         self.block_size = block_size
         self.waiting: deque[Sequence] = deque()
@@ -95,7 +95,7 @@ class Scheduler:
         return plan
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
-        """The pass has written the KV of this many more tokens: whole blocks become known."""
+        """Count `tokens` more computed tokens: whole blocks become known."""
         request = sequence.request
         request.computed += tokens
         size, events = self.block_size, self.kv_events
@@ -129,7 +129,7 @@ class Scheduler:
         return good == len(fetch.blocks)
 
     def join(self, sequence: Sequence) -> None:
-        """Its prompt came over whole: it generates from now on."""
+        """Add a sequence whose whole prompt was fetched to the batch."""
         sequence.stage = Stage.RUNNING
         self.running.append(sequence)
 
