@@ -109,7 +109,7 @@ class BatchController:
                         failed_s = 0.0
                     except BatonError as error:
                         failed_s = min(RETRY_LIMIT_S, max(1.0, 2 * failed_s))
-                        log.warning("Batches cannot be looked after: %s Next try in %g s.", error, failed_s)
+                        log.warning("Cannot process batches: %s Next attempt in %g s.", error, failed_s)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(failed_s or self._storage.settings.batch_poll_s):
                         await self._woken.wait()
@@ -151,7 +151,7 @@ class BatchController:
             log.warning("%s stays %s for now: %s", batch.id, batch.status, error)
             self._set_back(batch)
         except Exception:
-            log.exception("%s stays %s: what it needs next broke.", batch.id, batch.status)
+            log.exception("%s stays %s: its next step failed.", batch.id, batch.status)
             self._set_back(batch)
         else:
             self._setbacks.pop(batch.id, None)
@@ -166,7 +166,7 @@ class BatchController:
         try:
             await self._storage.run_controller(self._sweep)
         except BatonError as error:
-            log.warning("Files that nobody wants could not be removed: %s", error)
+            log.warning("Cannot remove expired files: %s", error)
 
     async def _renew(self) -> None:
         """Renew the leases of running steps."""
@@ -178,7 +178,7 @@ class BatchController:
                 except BatonError:
                     pass  # not now: the next time, before it has run out
                 except Exception:
-                    log.exception("A lease could not be renewed.")
+                    log.exception("Cannot renew a lease.")
 
     def _find_work(
         self, now: float, excluded: Collection[str]

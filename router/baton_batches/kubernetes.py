@@ -158,7 +158,7 @@ class BatchJobReporter:
                 failed_s = 0.0
             except (OSError, BatonError) as error:
                 failed_s = min(RETRY_LIMIT_S, max(1.0, 2 * failed_s))
-                log.warning("No BatchJobs can be made or told of now: %s Next try in %g s.", error, failed_s)
+                log.warning("Cannot create or update BatchJobs: %s Next attempt in %g s.", error, failed_s)
             await asyncio.sleep(failed_s or self._storage.settings.batch_poll_s)
 
     async def round(self) -> None:

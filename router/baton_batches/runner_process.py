@@ -95,10 +95,10 @@ async def _run(gateway: RunnerGateway, batch: str, name: str, rng: random.Random
     try:
         return await run_lease(gateway, batch, name, rng, stop)
     except LeaseLost as error:
-        log.info("%s lets go of %s: %s", name, batch, error)
+        log.info("%s has lost the lease of %s: %s", name, batch, error)
         return ExitStatus.LEASE_LOST
     except TokenRejected as error:
-        log.error("%s may not work on %s: %s", name, batch, error)
+        log.error("The router rejected the token of %s for %s: %s", name, batch, error)
         return ExitStatus.REJECTED
     finally:
         gateway.close()
@@ -196,7 +196,7 @@ async def _run_job(work: JobOptions, rng: random.Random) -> ExitStatus:
             batch = submitting.result()
         return await _run_leases(work, batch, rng, stop)
     except (TokenRejected, BatchMissing, SubmissionRejected) as error:
-        log.error("This cannot be run: %s", error)
+        log.error("Cannot run the batch: %s", error)
         return ExitStatus.REJECTED
 
 

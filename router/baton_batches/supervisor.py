@@ -104,7 +104,7 @@ class RunnerSupervisor:
                 try:
                     await self._start(url)
                 except BatonError as error:
-                    log.warning("No batch can be started now: %s", error.message)
+                    log.warning("Cannot start a batch: %s", error.message)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
                         await self._changed.wait()
@@ -141,7 +141,7 @@ class RunnerSupervisor:
                     raise
                 await self._on_exit(batch, name, status)
         except BatonError as error:
-            log.warning("%s is not run for now: %s", batch.id, error.message)
+            log.warning("Cannot run %s now: %s", batch.id, error.message)
             self._set_back(batch)
         finally:
             del self._running[batch.id]

@@ -107,7 +107,7 @@ class IssuerKeys:
             text = await self._fetch()
             keys = read_key_set(text, self._algorithms)
         except (OSError, SetupError) as error:
-            log.error("The keys that tokens are signed with were not read: %s They stay as they were.", error)
+            log.error("Cannot read the keys that sign tokens: %s The previous keys stay.", error)
             return
         if self._keys is None or text != self._text:
             self._keys, self._text = keys, text

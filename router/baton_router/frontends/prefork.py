@@ -222,7 +222,7 @@ class ProcessSupervisor:
             left = deadline - time.monotonic()
             if left <= 0:
                 names = ", ".join(child.name for child in running)
-                log.error("Not stopped in %g s, and killed: %s.", self._stop_s, names)
+                log.error("Killed after %g s without stopping: %s.", self._stop_s, names)
                 _send_signal(running, signal.SIGKILL)
                 deadline = math.inf
             self._wait(min(max(left, 0.0), 1.0))

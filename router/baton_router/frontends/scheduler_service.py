@@ -166,7 +166,7 @@ class _FrontendConnection(LinkProtocol):
         except BatonError as error:
             self.send(link.rejection_of(number, error))
         except Exception:
-            log.exception("The scheduler failed to choose for a request.")
+            log.exception("The scheduler failed to choose workers for a request.")
             self.send(link.rejection_of(number, InternalError()))
         else:
             self._granted[number] = grant

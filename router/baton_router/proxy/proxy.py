@@ -357,6 +357,6 @@ class Proxy:
             return
         cause = error.cause if isinstance(error, UpstreamLost) else "router"
         self._metrics.cut.labels(cause).inc()
-        log.warning("The answer to request %s was cut: %s (%s)", proxied.id.decode(), error, cause)
+        log.warning("The response to request %s was cut: %s (%s)", proxied.id.decode(), error, cause)
         events = proxied.attempt.events if proxied.attempt else None
         await client.cut(events.error(error_for(error, tenant)) if events else b"")

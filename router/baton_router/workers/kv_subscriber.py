@@ -212,9 +212,9 @@ class KvSubscriber:
             if degraded is not self.state.degraded:
                 self.state.degraded = degraded
                 if degraded:
-                    log.warning("No KV events come from %s: what it holds counts half.", self.worker.name)
+                    log.warning("No KV events from %s: its cached prefixes count half.", self.worker.name)
                 else:
-                    log.info("KV events come from %s again.", self.worker.name)
+                    log.info("KV events from %s have resumed.", self.worker.name)
             await asyncio.sleep(CHECK_S)
 
     async def _snapshot(self) -> None:

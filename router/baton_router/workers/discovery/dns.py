@@ -93,11 +93,11 @@ class DnsWorkers:
             reason = str(error).partition(": Server ")[0]  # and then each try of each server
             trouble = f"DNS does not tell the addresses of {query.name}: {reason}"
             if not self.trouble:
-                log.warning("%s. Those that were known are kept.", trouble)
+                log.warning("%s. The known workers stay.", trouble)
             self.trouble = trouble
             return None
         if self.trouble:
-            log.info("DNS tells the addresses of %s again.", query.name)
+            log.info("DNS resolves %s again.", query.name)
         self.trouble = "" if addresses else f"{query.name} has no address"
         return addresses
 

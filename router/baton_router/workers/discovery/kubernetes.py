@@ -301,7 +301,7 @@ class KubernetesWorkers:
             reason = f"{error.cause}: {error.__cause__}" if error.__cause__ else error.cause
         trouble = f"Kubernetes at {self._access.url} does not list the workers: {reason}"
         if not self.trouble:
-            log.warning("%s. Those that were known are kept.", trouble)
+            log.warning("%s. The known workers stay.", trouble)
         self.trouble = trouble
 
 
