@@ -1,7 +1,7 @@
 """
-Takes the pictures of docs/guides/dashboard.md: `python -m tests.dashboard.screens [--url URL]`.
+Take the pictures of docs/guides/dashboard.md: `python -m tests.dashboard.screens [--url URL]`.
 
-Without a URL a service of two prefill and two decode workers is started for it, with the built-in model.
+Without a URL it starts two prefill and two decode workers with the built-in model.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def main() -> None:
         browser.ask(QUESTIONS[-1])
         browser.until(lambda: browser.all(".mark.blocks, .answer .bar.decode.open"), "it is being answered")
         browser.emulate(prefers_color_scheme="light")
-        take(browser, "page-light")
+        take(browser, "dashboard-light")
         browser.until(browser.answered, "it is answered")
         browser.run("document.querySelector('#requests button').click()")
         browser.emulate(prefers_color_scheme="dark")
-        take(browser, "page-dark")
+        take(browser, "dashboard-dark")
         browser.size(390, 844)
         browser.emulate(prefers_color_scheme="light")
         browser.until(
             lambda: browser.run("return document.querySelector('#relay svg').clientWidth") < 390, "drawn"
         )
-        take(browser, "page-small")
+        take(browser, "dashboard-small")
 
 
 if __name__ == "__main__":
