@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from pydantic import Field
 from rich.console import Console
 from rich.text import Text
 
@@ -53,7 +54,9 @@ FOR_ALL = ("log_format", "tracing_endpoint")
 class LocalRouterSettings(RouterSettings):
     """Settings of a router on one machine. The dashboard is enabled by default."""
 
-    page: bool = True
+    dashboard: bool = Field(
+        default=True, validation_alias=RouterSettings.model_fields["dashboard"].validation_alias
+    )
     """Serve a dashboard at `/`: workers, timelines of recent requests, and a chat. Its data require an API
     key where keys are required."""
 

@@ -10,6 +10,8 @@ import httpx
 import psutil
 import pytest
 
+from baton_cli.options import read_settings
+from baton_cli.up import LocalRouterSettings
 from tests.cli.service import END_S, START_S, await_gone, await_true, running_up, start_baton
 from tests.engine.models import make_model
 
@@ -111,3 +113,8 @@ def _run(*arguments: str) -> tuple[str, str, int]:
     finally:
         process.kill()
     return out, complaint, process.returncode
+
+
+def test_up_serves_a_dashboard_by_default() -> None:
+    assert read_settings(LocalRouterSettings, {}).dashboard
+    assert not read_settings(LocalRouterSettings, {"dashboard": False}).dashboard
