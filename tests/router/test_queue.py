@@ -730,7 +730,7 @@ async def test_queue_model_gone_while_waiting_raises_not_found() -> None:
 
 
 async def test_queue_demand_counts_uncached_tokens_of_all() -> None:
-    async with cluster_of(1, 1, alone_tokens=2000) as cluster:
+    async with cluster_of(1, 1, local_prefill_max_tokens=2000) as cluster:
         prompt = chunk_text(cluster.rng.randbytes(4000), 7)
         for number in range(2):
             cluster.tasks[f"{number}"] = task = asyncio.create_task(

@@ -105,7 +105,7 @@ def test_port_0_takes_a_free_one_and_its_url_says_which() -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a:1", "http://a:1/v1", "http://", ""])
 def test_what_is_no_workers_address_is_refused(url: str) -> None:
-    with pytest.raises(ValidationError, match="looks like http"):
+    with pytest.raises(ValidationError, match="such as http"):
         RouterSettings(decode=(url,))
 
 
