@@ -73,7 +73,8 @@ class ApiServerConnection:
 
     @property
     def headers(self) -> list[tuple[str, str]]:
-        headers = [("accept", "application/json"), ("user-agent", "baton-router")]
+        # Its public keys have a media type of their own: with application/json alone it answers 406.
+        headers = [("accept", "application/json, */*;q=0.5"), ("user-agent", "baton-router")]
         return [*headers, ("authorization", f"Bearer {self.token}")] if self.token else headers
 
     async def get(self, target: str) -> UpstreamExchange:

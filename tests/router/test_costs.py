@@ -246,5 +246,5 @@ def test_a_router_begins_with_the_profiles_that_it_is_given(tmp_path: Path) -> N
     profiles.write(PROFILE, tmp_path / "there.json")
     known = scheduler(tmp_path / "there.json").dispatcher.worker_states
     assert known.transfer("a", "b").start_s == PROFILE.transfer.start_s
-    with pytest.raises(SetupError, match="cannot be read"):
+    with pytest.raises(SetupError, match="Cannot read the profile"):
         scheduler(tmp_path / "none.json")
