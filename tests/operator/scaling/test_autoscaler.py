@@ -135,7 +135,7 @@ async def test_a_role_grows_by_its_own_load_and_everybody_is_told_once(service: 
     assert (await service.wanted("prefill"))[0] == 4
     decode, said = await service.wanted("decode")
     assert (decode, said["reason"]) == (1, "Steady")
-    assert [one.split(".")[0] for one in service.events] == ["prefill: from 1 to 4 workers"]
+    assert [one.split(".")[0] for one in service.events] == ["prefill: scaled from 1 to 4 workers"]
     await service.settle()
     assert await service.cluster.condition("ScalingActive", service.name) == "True Measured"
     deployments = (await service.cluster.admin.get(path("apps/v1", "Deployment", "models"))).json()["items"]
@@ -225,7 +225,7 @@ async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: 
     service.see(1, 1, demand_prompt=2000.0, in_flight=1.0, first_token=0.1)
     await service.look()
     await service.look()
-    assert [one.split(";")[0] for one in service.events] == ["There is no ConfigMap measured"]
+    assert [one.split(".")[0] for one in service.events] == ["The ConfigMap measured does not exist"]
     assert not service.gauge(metrics.AUTOSCALER_CAPACITY.name)
     body = {
         "apiVersion": "v1",
