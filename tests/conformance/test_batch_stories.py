@@ -77,7 +77,7 @@ def test_a_hundred_by_the_command_line_are_answered_as_each_is_alone(
 ) -> None:
     requests = write_requests(served, tmp_path / "requests.jsonl", 100, 4)
     rows = run("sh", str(EXAMPLES / "command_line.sh"), served.url, "requests.jsonl", cwd=tmp_path)
-    assert re.fullmatch(r"batch_\w+: completed; 100 of 100 answered, 0 failed; \d+ s", rows[0])
+    assert re.fullmatch(r"batch_\w+: completed; 100 of 100 completed, 0 failed; \d+ s", rows[0])
     assert rows[1:] == ["answers.jsonl"]
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [line["custom_id"] for line in lines] == [request["custom_id"] for request in requests]
