@@ -100,6 +100,6 @@ def test_a_cluster_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
     }
     (tmp_path / "config").write_text(yaml.safe_dump(text))
     assert clusters.inspect(str(tmp_path / "config"), "default").trouble
-    with pytest.raises(SetupError, match="The kubeconfig file .* does not exist"):
+    with pytest.raises(SetupError, match=r"The kubeconfig file .* does not exist"):
         clusters.account(str(tmp_path / "none"), {})
     assert clusters.account("", {"HOME": str(tmp_path / "nowhere")}) == ""
