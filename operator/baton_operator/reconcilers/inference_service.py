@@ -88,16 +88,8 @@ class InferenceServiceReconciler:
     async def _apply(self, plan: ServicePlan, cluster: ClusterState) -> str:
         """Execute the plan. Return why the API server rejected a larger claim, or an empty string."""
         rejected_claim = ""
-        create = list(plan.create)
-        if plan.ticket_secret:
-            create.insert(0, tickets.secret(cluster.owner, secrets.token_hex(32)))
-        for manifest in create:
-            try:
-                await self._api.create(manifest)
-            except ApiException as error:
-                if error.status in REJECTED_STATUSES:
-                    raise ObjectRejected(manifest, error) from error
-                raise
+        for manifest in plan.create:
+            await self._create(manifest)
         for manifest in plan.apply:
             ours = key(manifest) in cluster.objects
             try:
@@ -109,11 +101,22 @@ class InferenceServiceReconciler:
                 if error.status in REJECTED_STATUSES or (error.status == CONFLICT and not ours):
                     raise ObjectRejected(manifest, error) from error
                 raise
+        if plan.ticket_secret:
+            # Last: it is attempted again by each operator, so one that stops here must have made progress before.
+            await self._create(tickets.secret(cluster.owner, secrets.token_hex(32)))
         for pruned in plan.prune:
             existing = cluster.objects[pruned]
             if "deletionTimestamp" not in existing["metadata"]:
                 await self._api.delete(existing)
         return rejected_claim
+
+    async def _create(self, manifest: Manifest) -> None:
+        try:
+            await self._api.create(manifest)
+        except ApiException as error:
+            if error.status in REJECTED_STATUSES:
+                raise ObjectRejected(manifest, error) from error
+            raise
 
     async def _write_status(
         self, cluster: ClusterState, status: report.Status, transitions: Sequence[Transition]

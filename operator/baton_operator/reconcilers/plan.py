@@ -59,7 +59,7 @@ class ServicePlan:
     """Objects to create once; existing ones stay unchanged."""
     prune: Sequence[Key] = ()
     ticket_secret: bool = False
-    """Whether to create the Secret for tickets first, unless it exists."""
+    """Whether to create the Secret for tickets, after `apply`, unless it exists."""
     again_s: float | None = None
     """Seconds after which to plan again without a change; None: not needed."""
     state: ServiceState | None = field(default=None, repr=False)
