@@ -102,7 +102,7 @@ class InferenceServiceReconciler:
                     raise ObjectRejected(manifest, error) from error
                 raise
         if plan.ticket_secret:
-            # Last: it is attempted again by each operator, so one that stops here must have made progress before.
+            # Each operator attempts this again, so one that stops here must have made progress before.
             await self._create(tickets.secret(cluster.owner, secrets.token_hex(32)))
         for pruned in plan.prune:
             existing = cluster.objects[pruned]
