@@ -128,7 +128,7 @@ def test_E6_every_kind_of_constraint_is_kept(
     served: Deployment, constraint: dict[str, Any], pattern: str
 ) -> None:
     for temperature in (0, 1):
-        answer = served.post_chat(temperature=temperature, max_tokens=60, **constraint)
+        answer = served.post_chat(temperature=temperature, seed=1, max_tokens=60, **constraint)
         assert answer.status_code == 200, answer.text
         assert re.fullmatch(pattern, answer.json()["choices"][0]["message"]["content"], re.DOTALL)
 
