@@ -1,5 +1,5 @@
 """
-What becomes of a line that was sent and did not come back well: again, again alone, or given up.
+Retries of failed lines: again, again alone, or recorded as an error.
 
 Pure. A refusal for lack of room counts against nobody, and neither does a router that is away: the line waits
 for as long as the batch may take. An error of the service is tried again: a few times while others are

@@ -69,7 +69,7 @@ class RunnerSecret:
 
 
 def stored_secret(url: str) -> bytes:
-    """The secret in the database at `url`, made if there is none. Raises StorageUnavailable."""
+    """The secret in the database at `url`, created if missing. Raises StorageUnavailable."""
     # Imported here: processes that only proxy requests do not need SQLAlchemy.
     from sqlalchemy import select
 
@@ -90,7 +90,7 @@ LEEWAY_S = 10.0
 
 
 class PodTokens:
-    """Whose tokens are believed here: those of one service's runners. Belongs to the event loop."""
+    """Verifies the tokens of one service's runners. Belongs to the event loop."""
 
     def __init__(self, keys: IssuerKeys, cluster: BatchJobApi, service: str) -> None:
         self._keys = keys

@@ -69,7 +69,7 @@ class PendingLines:
 
     def next(self, now: float, under_way: int, full: bool = False) -> PendingLine | None:
         """
-        The line to send now, beside `under_way` others; None if there is none.
+        The next line to send beside `under_way` others, or None.
 
         `full`: no more lines are fetched before some of these are done.
         """

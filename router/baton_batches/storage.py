@@ -1,5 +1,5 @@
 """
-Files, batches and bytes of one router: opened when they are first needed, and asked in threads.
+Files, batches and their contents of one router, opened on first use and accessed in threads.
 
 The ledger, the store of objects and the keeper have threads of their own: a store that takes long for each
 call holds up transfers and the keeper's work, and no lease is lost meanwhile. A router that nobody gives

@@ -1,5 +1,5 @@
 """
-How many lines of a batch are sent at once: as many as help, fewer when somebody says that it is too much.
+How many lines of a batch are in flight: it grows while throughput grows, and shrinks on overload.
 
 Pure: times are passed in. A round is the time in which as many lines come back as the window is wide. As
 long as nobody refuses, the window is doubled while that brings more lines per second, then widened by less,

@@ -1,5 +1,5 @@
 """
-What a runner and the router say to one another about a batch, as msgpack over HTTP.
+Messages between a runner and the router about a batch, as msgpack over HTTP.
 
     POST /internal/batches/{id}/lease     Apply      -> Lease      with the token it was started with
     POST /internal/batches/{id}/renew     Progress   -> Renewal    all others with the lease's token

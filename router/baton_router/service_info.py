@@ -1,4 +1,4 @@
-"""What the router tells of the service: the models, the workers behind it, its settings without secrets."""
+"""Information about the service: models, workers, and settings without secrets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Which KV blocks workers say that they hold, and which chunks of prompts lie in them.
+KV blocks that workers report, and the prompt chunks in them.
 
 Workers name blocks by tokens, the router names chunks by text, and it never tokenises. The two meet in
 what a worker reports of a prompt: the name of its last full block. From there the parents lead up through

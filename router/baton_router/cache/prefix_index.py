@@ -1,5 +1,5 @@
 """
-Who holds how much of a prompt: chunks of text by name, and for each the set of workers that hold it.
+The prefix index: prompt chunks by hash, and for each the set of workers that hold it.
 
 A chunk's name covers all text before it, so equal names mean equal prefixes and no tree is needed: a
 lookup walks down the prompt's chunks and keeps the workers that have all of them so far. A set of

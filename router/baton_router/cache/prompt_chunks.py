@@ -1,5 +1,5 @@
 """
-A request's prompt as names of chunks, which say what of it a worker may hold already.
+A prompt as chunk hashes, which show how much of it a worker may have cached.
 
 The router does not tokenise: it takes the text in the order in which a template would, tools before
 messages, and cuts it every 512 bytes and at the end of each message. A chunk's name covers all before

@@ -1,5 +1,5 @@
 """
-A Picker whose scheduler is another process, asked over a Unix socket. No request goes past it.
+A Picker whose scheduler is another process, reached over a Unix socket.
 
 The queue, the classes and the quotas are the scheduler's, so a request waits here until the scheduler has
 acknowledged it: while the scheduler is busy, and while it is away and started again. How many wait here is

@@ -1,5 +1,5 @@
 """
-What is sent on to a worker and what of its answer comes back: heads, rewritten; bodies, untouched.
+Forwarding to and from workers: heads are rewritten, bodies are untouched.
 
 Headers that belong to one connection stay on it (RFC 9110, 7.6.1). Our own `x-baton-*` pass between
 our processes only: a client's are dropped, or it could name a prefill worker of its choice. One passes,

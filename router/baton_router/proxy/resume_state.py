@@ -1,5 +1,5 @@
 """
-What a broken stream can be resumed from: the tokens whose events have passed, and how the answer began.
+A stream's resume state: the tokens that were sent, and how the answer began.
 
 The worker says them in comments between its events (`baton_api.resuming`). They are taken out here, and no
 event passes before the tokens that it came of are known: what the client has and what is resumed are then

@@ -1,5 +1,5 @@
 """
-Who may be chosen now: worked out once, for all the requests that come while nothing changes.
+Workers that can be chosen now, computed once until the state of a worker changes.
 
 Nothing changes while every worker's health is the value that it was, but for those that were put aside: that
 ends by itself.

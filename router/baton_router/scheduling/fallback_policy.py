@@ -1,5 +1,5 @@
 """
-Who gets a request: power of two choices.
+The fallback policy: power of two choices.
 
 Of two workers drawn at random, the less busy one. That is nearly as even as asking all, and many
 routers that decide on figures some seconds old do not all run to the same worker. A policy is one

@@ -1,5 +1,5 @@
 """
-Whose fault it was: what a request came to, told of the workers that had it.
+Outcome attribution: which worker a request's failure counts against.
 
 A decode worker that broke off, failed or kept silent has failed itself. For a prefill worker the decode
 worker speaks, in its report of the prompt: it says why it had to compute it itself. A prefill worker that

@@ -1,5 +1,5 @@
 """
-Tenants: whose request it is, and what follows from that: models, classes, limits, and a cache of its own.
+Tenants: their models, classes, limits and cache salts.
 
 A file lists them with the digests of their keys, so that a mounted Secret, or even a ConfigMap, can hold it;
 it is YAML, and JSON is YAML too. It is read again within a second of a change. One that is wrong changes

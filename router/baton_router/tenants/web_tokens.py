@@ -1,5 +1,5 @@
 """
-JSON web tokens (RFC 7519) in place of API keys: an issuer says whose request it is, and signs that.
+JSON web tokens (RFC 7519) instead of API keys: an issuer signs the name of the tenant.
 
 A token is believed if it is signed by a key that its issuer shows, with an algorithm that is allowed here
 and is the key's own; if it is meant for this audience; and while it lasts. What was believed once is

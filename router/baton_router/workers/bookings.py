@@ -1,5 +1,5 @@
 """
-What this router has given one worker to do that is not done, and how long it will take.
+Requests that this router has sent to one worker and that are not done, and their predicted time.
 
 A prompt is booked with its predicted seconds when it is sent, and let go with its first token. A worker
 computes prompts one after the other, so what is ahead of a new one is the sum of the bookings, less the

@@ -1,5 +1,5 @@
 """
-One request to the API from arrival to end: what the access log and `/debug/requests` tell of it.
+One request to the API from arrival to end, for the access log and `/debug/requests`.
 
 It holds figures and names, never text of a prompt or an answer.
 """

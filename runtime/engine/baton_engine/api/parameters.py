@@ -1,5 +1,5 @@
 """
-What chat and completions have in common: how tokens are drawn, where they stop, how they are shown.
+Parameters that chat and completions share: sampling, stopping, and output.
 
 The one place that knows ranges, defaults and extensions. A field that belongs to a feature not served
 is refused by name, since a client that asked for a grammar and gets free text would not notice.

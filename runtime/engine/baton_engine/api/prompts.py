@@ -1,4 +1,4 @@
-"""Prompts as text or as token ids, one or several: what completions, embeddings and /generate are asked."""
+"""Prompts as text or token ids, one or several, for completions, embeddings and `/generate`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-What `--log-requests` tells of each request that generates: a line when it was read, one when it ended.
+Log lines of `--log-requests`: one when a request was read, one when it ended.
 
 Figures and names by default. Texts are private, so they are told at the highest level only, cut to a
 number of characters, and quoted as JSON: no text can end its line or pretend to be another one.

@@ -1,5 +1,5 @@
 """
-Streams that another worker can go on with: what is said along with them, and how one is taken up.
+Streams that another worker can resume: the state sent along with them, and its use.
 
 A router that asks for it (`x-baton-follow`) is told between the events how the answer began and, behind
 the events of each piece, the tokens that they came of. From the request and these tokens any worker of the

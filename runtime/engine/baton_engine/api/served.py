@@ -1,4 +1,4 @@
-"""What one worker's API serves, put together where the process starts."""
+"""Everything that one worker's API serves, assembled at startup."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-What form an answer must have, in all the spellings that clients use, as one constraint.
+The required form of an answer, in all spellings that clients use, as one constraint.
 
 OpenAI's is `response_format`; SGLang's users write `regex`, `ebnf`, `json_schema` and `structural_tag`,
 vLLM's `structured_outputs`, and older ones of theirs `guided_*`. There is at most one of them.

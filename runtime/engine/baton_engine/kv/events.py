@@ -1,5 +1,5 @@
 """
-What has changed in the prefix cache since the last step, told by the engine's thread as it happens.
+Changes of the prefix cache since the last step, recorded by the engine's thread.
 
 The thread only notes names; a whole step's notes are handed on at its end. Whoever takes them turns them
 into messages on a thread of its own.

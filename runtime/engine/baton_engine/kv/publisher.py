@@ -1,5 +1,5 @@
 """
-The thread that tells other processes what the engine keeps: a ZMQ publisher with a memory.
+A thread that publishes KV events over ZMQ, and replays recent ones.
 
 A batch has its number from the moment at which the engine hands it over, so that a snapshot of the pool
 knows which batches are in it. What a subscriber missed it asks for at the replay socket, from among the

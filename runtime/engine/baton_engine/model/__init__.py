@@ -1,1 +1,1 @@
-"""Models: what a checkpoint says of itself, its weights, and the one decoder that computes them all."""
+"""Models: configuration, weights, and the one decoder that computes all of them."""

@@ -1,5 +1,5 @@
 """
-Whether a model makes vectors of texts, and how: what its checkpoint says, or what a person decides.
+Whether a model produces embeddings, and how: by its checkpoint or by a setting.
 
 A folder says it in sentence-transformers' files: `modules.json` names the steps after the decoder, one of
 them a pooling with a `config.json` of its own. A .gguf file says it in `<architecture>.pooling_type`.

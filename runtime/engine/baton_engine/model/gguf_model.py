@@ -1,5 +1,5 @@
 """
-What a GGUF file's keys and tensors mean: its `ModelSpec`, and its tensors under Hugging Face's names.
+GGUF files as models: their `ModelSpec`, and tensors under Hugging Face's names.
 
 llama.cpp reorders the rows of Llama's query and key weights for its own rotation of neighbouring
 pairs; here the order is undone, so that the decoder has one rotation, of halves.

@@ -1,4 +1,4 @@
-"""How long work tells how far it is: a label and bytes, so that a command line can draw a bar."""
+"""Progress of long work as a label and bytes, so that a command line can draw a bar."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-What kind of decoder a checkpoint is: sizes and flags, read from its configuration.
+A decoder's architecture: sizes and flags, read from its configuration.
 
 One functional decoder serves every family; a family is nothing but the flags that it sets.
 """

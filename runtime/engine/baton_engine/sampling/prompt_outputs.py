@@ -1,5 +1,5 @@
 """
-What a request wants to know of its own prompt: one vector for all of it, or a logprob for each token.
+Outputs about a prompt itself: one vector for all of it, or a logprob for each token.
 
 A reading gets the final hidden states chunk by chunk as they are computed and reduces them at once, so
 that no more is kept than one vector, or a few numbers per token. It keeps what it has read through a

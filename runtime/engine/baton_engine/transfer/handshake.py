@@ -1,5 +1,5 @@
 """
-The first words on a control connection: who speaks, and whether blocks may be mixed at all.
+The handshake on a control connection: both workers, and whether their KV blocks are compatible.
 
 Protocol version and digest are compared before anything else is read or told. In particular the
 transfer agent's metadata, with which a peer can read and write this worker's memory, is only in the

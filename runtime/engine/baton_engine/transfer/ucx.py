@@ -1,5 +1,5 @@
 """
-What UCX, the library under NIXL, is told by its environment, and what can be said of its choices.
+UCX, the library under NIXL: its settings in the environment, and the transports that it chose.
 
 UCX reads its environment when it is loaded and when an agent is made. What is set here is set only where
 the user has set nothing, and only while the agent is made, so that child processes inherit nothing.

@@ -1,4 +1,4 @@
-"""What a request for chat asks the model: messages and tools as the chat template renders them, in tokens."""
+"""The prompt of a chat request: messages and tools, rendered by the chat template and tokenized."""
 
 from __future__ import annotations
 

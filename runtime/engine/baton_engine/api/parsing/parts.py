@@ -1,5 +1,5 @@
 """
-What an answer's text says: thought, words for the user, calls of tools.
+Parts of an answer: reasoning, text, and tool calls.
 
 A `Reader` gets one choice's text as it comes and tells its parts as early as they are certain. It is a
 state machine over text alone, so that the whole text at once and its single characters give the same
