@@ -4,7 +4,7 @@ The ledger of batches: its database rows are the truth about them; no process ho
 **Results.** A line may run more than once but has exactly one result: the first that is recorded. A batch
 ends once; its files and final status are set in one transaction.
 
-**Leases.** The process that validates, runs or renders a batch holds a lease. `lease` returns a new epoch, and
+**Leases.** A process that validates, runs or renders a batch holds a lease. `lease` returns a new epoch, and
 only while no other lease is live. The holder renews it and names its epoch in each write. A write with an old
 epoch raises StaleLease, and its author must stop. An expired lease is valid until another holder takes it.
 
