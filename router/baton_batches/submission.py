@@ -1,6 +1,4 @@
-"""
-A batch made of a file, once: whoever is killed after it was made finds it again by what its metadata says.
-"""
+"""Creation of a batch from a file, once: after a crash it is found again by its metadata."""
 
 from __future__ import annotations
 

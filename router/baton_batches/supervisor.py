@@ -1,5 +1,5 @@
 """
-Runners on one machine: one process for each batch that has lines to run and nobody who runs them.
+Runners on one machine: one process for each batch that has lines to run and no runner.
 
 The ledger says which batches those are. A router takes a batch's lease in the name of the runner that it then
 starts, so that of several routers one starts a runner, and of several runners one works. A runner that dies

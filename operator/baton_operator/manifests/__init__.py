@@ -1,1 +1,1 @@
-"""From specs to manifests: pure functions, each of which says what Kubernetes object there is to be."""
+"""Manifests from specs: pure functions that build the Kubernetes objects."""

@@ -1,5 +1,5 @@
 """
-A model's files brought into a folder once, for whoever comes later.
+Downloads of a model's files into a folder, once for all processes that need them.
 
 One process at a time fetches, and the others wait for it. The last thing that is written is a marker which
 says what is there: with it there is nothing to do, without it the fetch goes on where it was interrupted.

@@ -1,6 +1,5 @@
 """
-How one model's answers say what is thought: a pair of marks, gpt-oss's channels, or as the tokenizer
-describes it.
+Formats of reasoning in answers: a pair of marks, gpt-oss's channels, or the tokenizer's response template.
 
 A format makes the reader of one choice from what is known before the answer: how the prompt ends, which
 tools there are, and whether thoughts are wanted apart. `--reasoning-parser` chooses it.

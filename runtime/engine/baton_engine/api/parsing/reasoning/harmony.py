@@ -1,5 +1,5 @@
 """
-gpt-oss's own wire format: an answer is several messages, and the channel of each says what it is.
+gpt-oss's wire format, harmony: an answer is several messages, each on a channel.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 

@@ -1,5 +1,5 @@
 """
-Tools: what a request offers, how a model family writes its calls, and how the calls are told to clients.
+Tools: those of a request, the calls that a model writes, and their form in answers.
 
 `request` reads tools and the choice among them into a `Toolbox`; `families` has one `ToolFamily` for each way
 in which models write calls: its reader turns an answer's text into words and calls, its grammar forces calls;
