@@ -9,7 +9,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 KERNELS := $(if $(shell command -v cc 2>/dev/null),,$(comma)kernels)
 comma := ,
 
-# Of the images: whoever builds them, and the version that they are.
+# For images: the program that builds them, and their version.
 BUILDER := docker
 TAG = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' api/baton_api/__init__.py)
 

@@ -4,9 +4,9 @@ Batches under `kill -9`, as long as one likes: runners, router and workers, at r
     python -m benchmarks.batch_chaos --kills 1000
     python -m benchmarks.batch_chaos --kills 1000 --database postgres
 
-Prints a line after each batch and one at the end; the status is 1 if any line was lost or doubled, or if
-any output differs from the one of a batch that nobody disturbed. `--database` may also be the URL of an empty
-database; `postgres` starts a server of its own. The same seed makes the same choices, not the same moments.
+Prints a line after each batch and one at the end. The status is 1 if any line was lost or duplicated, or if
+any output differs from that of an undisturbed batch. `--database` may also be the URL of an empty
+database; `postgres` starts a server. The same seed makes the same choices, not the same moments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
             {"BATON_ROUTER_DATABASE": url},
             lines=given.lines,
             pause_s=(0.0, given.pause),
-            told=lambda report: print(report, flush=True),
+            notify=lambda report: print(report, flush=True),
         )
     print(report)
     return 1 if report.lost or report.doubled or report.different else 0

@@ -5,9 +5,9 @@ An expired batch that two routers find at once: it must end once, as expired, wi
     python -m benchmarks.batch_expiry --lines 200000 --database postgres
 
 Two router processes share a database and a folder of files and run no lines. A batch is submitted and
-validated; every second line gets a result in the ledger; then its window passes. Prints how long each step
-took and which epochs were seen; the status is 1 if the batch does not end as expired, if its epoch rose more
-than once after that, or if a line is missing or there twice.
+validated; every second line gets a result in the ledger; then its window passes. Prints the duration of each
+step and the epochs. The status is 1 if the batch does not end as expired, if its epoch rose more
+than once after that, or if a line is missing or duplicated.
 """
 
 from __future__ import annotations
@@ -110,8 +110,10 @@ def _record(ledger: Ledger, id: str, lines: int) -> None:
     body = json.dumps({"choices": [{"message": {"content": "yes"}}], "usage": {"total_tokens": 5}}).encode()
     numbers = range(2, lines + 1, 2)
     for start in range(0, len(numbers), GROUP):
-        found = [LineResult(number, 200, body, f"req_{number}") for number in numbers[start : start + GROUP]]
-        ledger.record(id, epoch, found, int(time.time()))
+        results = [
+            LineResult(number, 200, body, f"req_{number}") for number in numbers[start : start + GROUP]
+        ]
+        ledger.record(id, epoch, results, int(time.time()))
     ledger.release(id, epoch)
 
 

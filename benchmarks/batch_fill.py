@@ -44,7 +44,7 @@ def run(folder: Path, workers: int, window: int, seconds: float) -> None:
     with contextlib.ExitStack() as stack:
         port, *ports = chaos.free_ports(workers + 1)
         for one in ports:
-            arguments = ["tests.batches.mock_worker", f"--port={one}", "--seconds=8", "--places=64"]
+            arguments = ["tests.batches.mock_worker", f"--port={one}", "--seconds=8", "--slots=64"]
             stack.callback(Program(arguments, folder / "worker.log", {}).kill)
         more = (f"--batch-window={window}", "--batch-lease-s=15")
         router = Router(folder, port, ports, {}, "router", *more)

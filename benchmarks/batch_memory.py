@@ -1,11 +1,11 @@
 """
-What a batch costs besides the model: memory with a million lines, and rows per second of the ledger.
+Cost of a batch besides the model: memory with a million lines, and rows per second of the ledger.
 
     python -m benchmarks.batch_memory lines --lines 1000000
     python -m benchmarks.batch_memory ledger --rows 200000 --database postgres
 
 `lines` runs one batch on workers that answer at once, and prints the memory of every process at each tenth of
-the way: what grows with the lines shows there. `ledger` records results in groups as runners do.
+the lines, which shows growth with the lines. `ledger` records results in groups as runners do.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def sizes(running: chaos.Cluster) -> dict[str, float]:
     pids = {name: program.pid for name, program in running.programs.items()}
     for runner in running.router.runners():
         pids["runner"] = runner.pid
-    found = {}
+    page = {}
     for name, pid in pids.items():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found[name] = psutil.Process(pid).memory_full_info().uss / MIB
-    return found
+            page[name] = psutil.Process(pid).memory_full_info().uss / MIB
+    return page
 
 
 def show(when: str, running: chaos.Cluster) -> None:
@@ -106,8 +106,8 @@ def ledger(rows: int, url: str) -> None:
 
         def read() -> None:
             last = 0
-            while found := kept.results(kept.find(id), last, 200):
-                last = found[-1].line
+            while page := kept.results(kept.find(id), last, 200):
+                last = page[-1].line
 
         print(f"{opened.dialect}: {rows / timed(record):.0f} rows/s recorded, {len(body)} bytes each")
         print(f"{opened.dialect}: {rows / timed(read):.0f} rows/s read for rendering")

@@ -1,16 +1,16 @@
 """
-Batches against the same requests by hand, and what people notice of a batch beside them.
+Batches against the same requests sent directly, and the influence of a batch on other requests.
 
     baton up MODEL --port 8080
     python -m benchmarks.batches throughput --requests 5000 --tokens 128
     python -m benchmarks.batches interactive --rate 4 --seconds 60
     python -m benchmarks.batches interactive --rate 1 --seconds 15 --pause 30
 
-`throughput` finds the number of requests at once with which a client is fastest, sends all of them so, and
-has them answered as a batch; the ratio counts the whole time of the batch, validation and rendering included.
-`interactive` measures the time to the first token of streamed requests that arrive by chance, without a batch
-and with one that runs all the while; with `--pause` people come when the batch has taken what it can get.
-Both need a service that does nothing else.
+`throughput` finds the concurrency with which a client is fastest, sends all requests with it, and then
+runs them as a batch. The ratio counts the whole time of the batch, validation and rendering included.
+`interactive` measures the time to the first token of streamed requests that arrive at random, without a batch
+and with a running one. With `--pause` they start when the batch uses all the capacity that it can get.
+Both need an otherwise idle service.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ PROBE = 10
 """Part of the requests with which each number at once is tried: one in so many."""
 
 QUIET_S = 12.0
-"""After which the router takes it that nobody sends requests any more beside the batch."""
+"""Seconds without other requests after which the router no longer limits the batch."""
 
 SHORT = 16
-"""Tokens of an answer that somebody waits for."""
+"""Tokens of an interactive answer."""
 
 
 def bodies(model: str, count: int, tokens: int) -> list[dict[str, Any]]:
@@ -60,28 +60,28 @@ def bodies(model: str, count: int, tokens: int) -> list[dict[str, Any]]:
 
 
 def throughput(url: str, model: str, count: int, tokens: int, at_once: list[int]) -> None:
-    asked = bodies(model, count, tokens)
+    requests = bodies(model, count, tokens)
     rates = {}
     for concurrency in at_once:
-        rate = rates[concurrency] = by_hand(url, asked[: max(concurrency, count // PROBE)], concurrency)
+        rate = rates[concurrency] = by_hand(url, requests[: max(concurrency, count // PROBE)], concurrency)
         print(f"by hand, {concurrency:4} at once: {rate:8.1f} requests/s, with some of them", flush=True)
     best = max(rates, key=lambda one: rates[one])
-    hand = by_hand(url, asked, best)
+    hand = by_hand(url, requests, best)
     print(f"by hand, {best:4} at once: {hand:8.1f} requests/s, {hand * tokens:.0f} tokens/s", flush=True)
     time.sleep(QUIET_S)
-    batch, running = as_batch(url, asked)
+    batch, running = as_batch(url, requests)
     print(f"as a batch            : {batch:8.1f} requests/s, {batch * tokens:.0f} tokens/s")
     print(f"as a batch, once it ran: {running:7.1f} requests/s")
     print(f"ratio: {batch / hand:.3f} ({running / hand:.3f} once it ran)")
 
 
-def by_hand(url: str, asked: list[dict[str, Any]], concurrency: int) -> float:
+def by_hand(url: str, requests: list[dict[str, Any]], concurrency: int) -> float:
     """Requests per second of a client that has always so many under way."""
     parts = urlsplit(url)
 
     async def send() -> float:
         upstream = Upstream(parts.hostname or "", parts.port or 80)
-        left = iter(asked)
+        left = iter(requests)
 
         async def one_after_another() -> None:
             for body in left:
@@ -91,7 +91,7 @@ def by_hand(url: str, asked: list[dict[str, Any]], concurrency: int) -> float:
         began = time.perf_counter()
         await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
         upstream.close()
-        return len(asked) / (time.perf_counter() - began)
+        return len(requests) / (time.perf_counter() - began)
 
     return asyncio.run(send())
 
@@ -111,11 +111,11 @@ def head(upstream: Upstream, length: int) -> bytes:
     return "\r\n".join(lines).encode()
 
 
-def as_batch(url: str, asked: list[dict[str, Any]]) -> tuple[float, float]:
+def as_batch(url: str, requests: list[dict[str, Any]]) -> tuple[float, float]:
     """Requests per second from the creation to the end, and from the first to the last result."""
     service = BatchService(url, "", lambda reason: None)
     began = time.perf_counter()
-    id = submit(service, asked)
+    id = submit(service, requests)
     first = last = None
     while True:
         batch = service.batch(id)
@@ -123,7 +123,7 @@ def as_batch(url: str, asked: list[dict[str, Any]]) -> tuple[float, float]:
         now = time.perf_counter()
         if done and first is None:
             first = now, done
-        if done == len(asked) and last is None:
+        if done == len(requests) and last is None:
             last = now
         if batch["status"] == "completed":
             break
@@ -131,15 +131,15 @@ def as_batch(url: str, asked: list[dict[str, Any]]) -> tuple[float, float]:
         time.sleep(0.05)
     service.close()
     assert first is not None and last is not None and batch["request_counts"]["failed"] == 0
-    running = (len(asked) - first[1]) / max(0.001, last - first[0])
-    return len(asked) / (time.perf_counter() - began), running
+    running = (len(requests) - first[1]) / max(0.001, last - first[0])
+    return len(requests) / (time.perf_counter() - began), running
 
 
-def submit(service: BatchService, asked: list[dict[str, Any]]) -> str:
+def submit(service: BatchService, requests: list[dict[str, Any]]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "requests.jsonl"
         with path.open("w") as file:
-            for number, body in enumerate(asked):
+            for number, body in enumerate(requests):
                 line = {"custom_id": str(number), "method": "POST", "url": CHAT, "body": body}
                 file.write(json.dumps(line) + "\n")
         uploaded = service.upload(path, lambda done, of: None)
@@ -153,8 +153,8 @@ def submit(service: BatchService, asked: list[dict[str, Any]]) -> str:
 def interactive(url: str, model: str, rate: float, seconds: float, tokens: int, pause: float) -> None:
     service = BatchService(url, "", lambda reason: None)
     first_tokens(url, model, rate, min(5.0, seconds), seed=0)  # to warm up
-    alone = first_tokens(url, model, rate, seconds, seed=1)
-    show("without a batch", alone)
+    without = first_tokens(url, model, rate, seconds, seed=1)
+    show("without a batch", without)
     id = submit(service, bodies(model, 50_000, tokens))
     while not service.batch(id)["request_counts"]["completed"]:
         time.sleep(0.2)
@@ -167,7 +167,7 @@ def interactive(url: str, model: str, rate: float, seconds: float, tokens: int, 
     service.cancel(id)
     service.close()
     print(f"the batch had {done / seconds:.1f} requests/s meanwhile")
-    print(f"p99 ratio: {quantile(beside, 0.99) / quantile(alone, 0.99):.2f}")
+    print(f"p99 ratio: {quantile(beside, 0.99) / quantile(without, 0.99):.2f}")
 
 
 def first_tokens(url: str, model: str, rate: float, seconds: float, seed: int) -> list[float]:
@@ -197,22 +197,22 @@ def first_tokens(url: str, model: str, rate: float, seconds: float, seed: int) -
             asking.append(asyncio.create_task(ask(upstream, number)))
             number += 1
             await asyncio.sleep(rng.expovariate(rate))
-        found = await asyncio.gather(*asking)
+        times = await asyncio.gather(*asking)
         upstream.close()
-        return [one for one in found if one]
+        return [one for one in times if one]
 
     return asyncio.run(run())
 
 
-def show(when: str, found: list[float]) -> None:
-    middle, high = statistics.median(found) * 1000, quantile(found, 0.99) * 1000
+def show(when: str, times: list[float]) -> None:
+    middle, high = statistics.median(times) * 1000, quantile(times, 0.99) * 1000
     print(
-        f"{when:>16}: {len(found)} requests, first token p50 {middle:.0f} ms, p99 {high:.0f} ms", flush=True
+        f"{when:>16}: {len(times)} requests, first token p50 {middle:.0f} ms, p99 {high:.0f} ms", flush=True
     )
 
 
-def quantile(found: list[float], share: float) -> float:
-    return sorted(found)[min(len(found) - 1, int(share * len(found)))]
+def quantile(times: list[float], share: float) -> float:
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
 def main() -> None:

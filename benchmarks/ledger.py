@@ -63,9 +63,9 @@ def database(name: str) -> Iterator[str]:
 
 async def measure(storage: Storage, lines: int, group: int) -> None:
     batch = stored(storage, lines)
-    keeper = BatchController(storage)
-    keeping = asyncio.create_task(keeper.run())
-    async with told("validated", lines):
+    controller = BatchController(storage)
+    keeping = asyncio.create_task(controller.run())
+    async with timed("validated", lines):
         await reaching(storage, batch, BatchStatus.IN_PROGRESS)
     epoch = storage.ledger.lease(batch.id, "benchmark", time.time(), 1e6)
     assert epoch is not None
@@ -74,13 +74,13 @@ async def measure(storage: Storage, lines: int, group: int) -> None:
     def record() -> None:
         for start in range(1, lines + 1, group):
             numbers = range(start, min(start + group, lines + 1))
-            found = [LineResult(number, 200, body, f"req_{number:032}") for number in numbers]
-            storage.ledger.record(batch.id, epoch, found, int(time.time()))
+            results = [LineResult(number, 200, body, f"req_{number:032}") for number in numbers]
+            storage.ledger.record(batch.id, epoch, results, int(time.time()))
 
-    async with told("recorded", lines):
+    async with timed("recorded", lines):
         await asyncio.to_thread(record)
-    async with told("rendered", lines):
-        keeper.wake()
+    async with timed("rendered", lines):
+        controller.wake()
         await reaching(storage, batch, BatchStatus.COMPLETED)
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
@@ -110,7 +110,7 @@ async def reaching(storage: Storage, batch: BatchRecord, status: BatchStatus) ->
 
 
 @contextlib.asynccontextmanager
-async def told(what: str, lines: int) -> AsyncIterator[None]:
+async def timed(what: str, lines: int) -> AsyncIterator[None]:
     """Print how long it took, and what it cost."""
     delays: list[float] = []
 

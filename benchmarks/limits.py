@@ -1,8 +1,8 @@
 """
-What this machine can do at most: reading memory, and multiplying matrices.
+Limits of this machine: reading memory, and multiplying matrices.
 
-Every share that a benchmark reports is a share of these, measured in the same run: on shared machines
-they change from minute to minute.
+Every percentage that a benchmark reports refers to these, measured in the same run, because on shared
+machines they change from minute to minute.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ class MemoryProbe:
                 [*library.find_compiler(os.environ), *library.FLAGS, str(source), "-o", str(built)],
                 check=True,
             )
-            self._native = ctypes.CDLL(str(built))
-        self._native.probe_memory.restype = ctypes.c_void_p
-        self._memory = ctypes.c_void_p(self._native.probe_memory(ctypes.c_size_t(PROBE_BYTES)))
+            self._library = ctypes.CDLL(str(built))
+        self._library.probe_memory.restype = ctypes.c_void_p
+        self._memory = ctypes.c_void_p(self._library.probe_memory(ctypes.c_size_t(PROBE_BYTES)))
 
     def read(self, threads: int, repeats: int = 7) -> float:
         """Bytes per second."""
         size = ctypes.c_size_t(PROBE_BYTES)
-        return PROBE_BYTES / seconds(lambda: self._native.probe_read(self._memory, size, threads), repeats)
+        return PROBE_BYTES / seconds(lambda: self._library.probe_read(self._memory, size, threads), repeats)
 
 
 def product_peak(dtype: torch.dtype, size: int = 2048, repeats: int = 5) -> float:

@@ -1,5 +1,5 @@
 """
-Workers that answer at once, for measuring what stands before them: what any of the routers asks, on one core.
+Workers that answer at once, to measure routers in front of them: the endpoints of all routers, on one core.
 
 A chat whose body ends in `"hold":true}` is a stream that sends one event and then waits for `GET /release`.
 Answers of /v1/responses come whole.
@@ -28,14 +28,16 @@ EVENTS = 8
 """Of a streamed answer; they come all at once."""
 
 REPORT = b"tokens=%d;cached=%d;held=0;queue_s=0.000000;compute_s=%.6f;transfer_s=0.000100;remote=%d;tail="
-"""What Baton's workers say of a prompt, so that its router has as much to learn as from them."""
+"""Report of Baton's workers about a prompt, so that the router learns as much as from real ones."""
 
 BYTES_PER_TOKEN = 4
 OWN_BYTES = 200
-"""Of a prompt, at its end; what is before them is said to be cached the second time it comes."""
+"""
+Unique bytes at the end of a prompt. The mock reports the part before them as cached from the second time on.
+"""
 
 COMPUTE_S, TOKEN_S = 1e-4, 2e-5
-"""What a prompt and each of its tokens are said to have taken: were it nothing, no cache would be of use."""
+"""Reported time of a prompt and of each of its tokens. With 0, no cache would seem useful."""
 
 
 def _answer(status: bytes, kind: bytes, body: bytes) -> bytes:
@@ -113,7 +115,7 @@ class MockWorker(asyncio.Protocol):
         self._other = page(about)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
         self._path = b""

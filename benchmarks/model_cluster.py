@@ -1,9 +1,9 @@
 """
-What workers without models know of each other and say to routers: loads, events, and who asks whom.
+Workers without models as a cluster: their load reports, their KV events, and how routers combine them.
 
-They are asked for a prompt's computation in the way of whoever asks: by Baton's header the decode worker
-asks the prefill worker; SGLang's router asks both, and a room's number brings them together; vLLM's asks the
-prefill worker first and carries what it says to the decode worker. What that takes is the same for all.
+Each router requests the computation of a prompt in its own way. With Baton's header the decode worker asks
+the prefill worker. SGLang's router asks both and connects them by a session number. vLLM's router asks the
+prefill worker first and passes its reply to the decode worker. The time that this takes is the same for all.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from benchmarks.model_worker import Changed, Computed, ModelWorker, Text, Timing
 
 MODEL = "m"
 LAG_S = 0.005
-"""How often it is looked at how late this process is."""
+"""Seconds between two measurements of this process's delay."""
 
-ROOM_LIMIT_S = 60.0
+SESSION_LIMIT_S = 60.0
 
 
 class Message(msgspec.Struct):
@@ -46,7 +46,7 @@ class Body(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
-    bootstrap_room: int | None = None
+    session_number: int | None = msgspec.field(default=None, name="bootstrap_room")
     kv_transfer_params: Transfer | None = None
 
     @property
@@ -59,27 +59,29 @@ class Body(msgspec.Struct):
 
 
 class Cluster:
-    """What the workers of one process know of each other."""
+    """The shared state of the workers in one process."""
 
     def __init__(self, renders: bool) -> None:
-        """`renders`: whether they tell vLLM's router the tokens of a prompt."""
+        """`renders`: whether they send vLLM's router the tokens of a prompt."""
         self.renders = renders
         self.workers: list[ServedWorker] = []
         self.lags: list[float] = []
-        self._rooms: dict[int, asyncio.Future[Computed]] = {}
+        self._sessions: dict[int, asyncio.Future[Computed]] = {}
         self._handed: dict[int, Computed] = {}
         self._numbers = itertools.count(1)
 
-    def room(self, number: int) -> asyncio.Future[Computed]:
-        """SGLang's way: where a prefill and a decode worker meet, whoever comes first."""
-        if number not in self._rooms:
+    def session(self, number: int) -> asyncio.Future[Computed]:
+        """
+        Return the future that connects a prefill and a decode worker of SGLang, whichever arrives first.
+        """
+        if number not in self._sessions:
             loop = asyncio.get_running_loop()
-            self._rooms[number] = loop.create_future()
-            loop.call_later(ROOM_LIMIT_S, self._rooms.pop, number, None)
-        return self._rooms[number]
+            self._sessions[number] = loop.create_future()
+            loop.call_later(SESSION_LIMIT_S, self._sessions.pop, number, None)
+        return self._sessions[number]
 
     def hand(self, done: Computed) -> int:
-        """vLLM's way: the prefill worker gives a number, with which the decode worker is asked."""
+        """Return a number for the prefill worker's reply, which vLLM's router passes to the decode worker."""
         number = next(self._numbers)
         self._handed[number] = done
         return number
@@ -91,7 +93,7 @@ class Cluster:
         return next((one for one in self.workers if one.control == control), None)
 
     async def watch(self) -> None:
-        """Note how late a process is that wants to wake up now."""
+        """Record how late this process wakes up."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_S
@@ -100,7 +102,7 @@ class Cluster:
 
 
 class ServedWorker:
-    """One worker with its address, its events, and the ways to ask it."""
+    """One worker with its address, its events and its endpoints."""
 
     def __init__(
         self, cluster: Cluster, role: Role, port: int, timing: Timing, capacity: int, block_tokens: int
@@ -112,11 +114,11 @@ class ServedWorker:
         self._timing, self._capacity, self._block_tokens = timing, capacity, block_tokens
         self._number = 0
         self.deaf = False
-        """With it, changes are not told: as if events were lost on their way."""
+        """Whether changes are not published, as if events were lost."""
         self.begin()
 
     def begin(self) -> None:
-        """As a new process: nothing cached, events from 0."""
+        """Start like a new process: empty cache, events from 0."""
         self._number += 1
         self.epoch = f"{self.name}-{self._number}"
         self.publisher = KvPublisher("tcp://127.0.0.1:0", block_size=self._block_tokens, tokens=False)
@@ -168,7 +170,7 @@ class ServedWorker:
         return b"".join(parts)
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         model = self.model
         return {
             "role": self.role,
@@ -177,18 +179,18 @@ class ServedWorker:
             "cached_tokens": model.cached_tokens,
         }
 
-    async def prefilled(self, body: Body, text: Text, asked_of: ServedWorker | None) -> tuple[Computed, bool]:
-        """The prompt's computation, wherever it is; and whether it is another worker's."""
-        room, transfer = body.bootstrap_room, body.kv_transfer_params
-        if room is not None and self.role is not Role.PREFILL:
-            return await self.cluster.room(room), True
+    async def prefilled(self, body: Body, text: Text, prefill: ServedWorker | None) -> tuple[Computed, bool]:
+        """Return the computation of the prompt, and whether another worker did it."""
+        session, transfer = body.session_number, body.kv_transfer_params
+        if session is not None and self.role is not Role.PREFILL:
+            return await self.cluster.session(session), True
         if transfer is not None and transfer.do_remote_prefill and transfer.remote_block_ids:
             return self.cluster.taken(transfer.remote_block_ids[0]), True
-        if asked_of is not None:
-            return await asked_of.model.compute(text), True
+        if prefill is not None:
+            return await prefill.model.compute(text), True
         done = await self.model.compute(text)
-        if room is not None:
-            self.cluster.room(room).set_result(done)
+        if session is not None:
+            self.cluster.session(session).set_result(done)
         return done, False
 
 

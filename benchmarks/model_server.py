@@ -1,11 +1,11 @@
 """
-Workers without models behind real sockets, for any router: what `model_worker` models, as HTTP and ZMQ.
+Workers without models behind real sockets, for any router: `model_worker` as HTTP and ZMQ.
 
     python -m benchmarks.model_server --prefill 9201 9202 --decode 9203 --scale 20
 
-All workers live in one process, each at a port of its own. `GET /figures` says how the workers and this
-process fared; `POST /restart` ends a worker's process as far as anybody can see, `POST /deafen` with a body
-ends its events.
+All workers run in one process, each at its own port. `GET /usage` returns the usage of the workers and the
+delays of this process. `POST /restart` simulates a restart of a worker, and `POST /deafen` with a body stops
+its events.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _rendered(prompt: bytes) -> bytes:
     """vLLM's tokens of a prompt: here each four bytes as a number of three digits."""
     padded = prompt + bytes(-len(prompt) % 4)
     tokens = [word % 1000 for word in memoryview(padded).cast("I").tolist()]
-    said = {"request_id": "r", "token_ids": tokens, "sampling_params": {"max_tokens": 16}}
-    return _answer(msgspec.json.encode(said))
+    content = {"request_id": "r", "token_ids": tokens, "sampling_params": {"max_tokens": 16}}
+    return _answer(msgspec.json.encode(content))
 
 
 class Connection(asyncio.Protocol):
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses
         self._parser = httptools.HttpRequestParser(self)
         self.on_message_begin()
 
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._transport.close()  # somebody tries whether we speak HTTP/2
+            self._transport.close()  # a client tries HTTP/2
 
     def on_message_begin(self) -> None:
         self._path, self._parts, self._prefill = b"", list[bytes](), b""
@@ -106,8 +106,8 @@ class Connection(asyncio.Protocol):
                 can = self._worker.cluster.renders
                 self._transport.write(_rendered(_body.decode(given).prompt) if can else _MISSING)
             case b"/v1/chat/completions":
-                asked_of = self._worker.cluster.at(self._prefill.decode()) if self._prefill else None
-                self._task = asyncio.create_task(self._serve(_body.decode(given), asked_of))
+                prefill = self._worker.cluster.at(self._prefill.decode()) if self._prefill else None
+                self._task = asyncio.create_task(self._serve(_body.decode(given), prefill))
             case _:
                 self._transport.write(_answer(b"{}"))
 
@@ -118,14 +118,14 @@ class Connection(asyncio.Protocol):
                 return _answer(msgspec.json.encode(worker.load))
             case b"/kv/snapshot":
                 return _answer(worker.snapshot(), b"application/msgpack")
-            case b"/figures":
+            case b"/usage":
                 cluster = worker.cluster
-                told = {"workers": [one.figures for one in cluster.workers], "lags": cluster.lags}
-                return _answer(msgspec.json.encode(told))
+                usages = {"workers": [one.usage for one in cluster.workers], "lags": cluster.lags}
+                return _answer(msgspec.json.encode(usages))
             case b"/v1/models":
                 model = {"id": MODEL, "object": "model", "created": 1, "owned_by": "x"}
                 return _answer(json.dumps({"object": "list", "data": [model]}).encode())
-            case _:  # SGLang's ways to ask for the model, and everybody's to ask for health
+            case _:  # SGLang's endpoints for the model, and all health endpoints
                 about = {
                     "model_path": "/none", "tokenizer_path": "/none", "is_generation": True,
                     "served_model_name": MODEL, "model_id": MODEL, "version": "0",
@@ -133,12 +133,12 @@ class Connection(asyncio.Protocol):
                 }  # fmt: skip
                 return _answer(json.dumps(about).encode())
 
-    async def _serve(self, body: Body, asked_of: ServedWorker | None) -> None:
+    async def _serve(self, body: Body, prefill: ServedWorker | None) -> None:
         worker, model = self._worker, self._worker.model
         prompt = body.prompt
         text = text_of(prompt, model.block_tokens)
         held = min(model.cache.matched(text.blocks) * model.block_tokens, text.tokens - 1)
-        done, remote = await worker.prefilled(body, text, asked_of)
+        done, remote = await worker.prefilled(body, text, prefill)
         if remote:
             await asyncio.sleep(model.timing.move_s)
         report = PromptReport(
@@ -168,19 +168,19 @@ class Connection(asyncio.Protocol):
             await model.generate(text, body.tokens, lambda count: None)
             self._transport.write(self._whole(answer_text(text, body.tokens), usage, None))
         if worker.role is not Role.PREFILL:
-            said = answer_text(text, body.tokens).encode()
-            model.use(text_of(prompt + said, model.block_tokens).blocks)
+            content = answer_text(text, body.tokens).encode()
+            model.use(text_of(prompt + content, model.block_tokens).blocks)
 
     async def _stream(self, body: Body, text: Text, report: PromptReport, usage: dict[str, Any]) -> None:
         write = self._transport.write
-        said, at = answer_text(text, body.tokens), 0
+        content, at = answer_text(text, body.tokens), 0
         chunk = {**_SHARED, "object": "chat.completion.chunk"}
         head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{headers.PROMPT}: "
         write(f"{head}{report.encode()}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
 
         def emit(count: int) -> None:
             nonlocal at
-            piece = said[at : at + 4 * count]
+            piece = content[at : at + 4 * count]
             at += 4 * count
             choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None}
             write(_event({**chunk, "choices": [choice]}))
@@ -189,8 +189,8 @@ class Connection(asyncio.Protocol):
         end = {"index": 0, "delta": {}, "finish_reason": "length"}
         write(_event({**chunk, "choices": [end]}) + _event({**chunk, "choices": [], "usage": usage}) + _DONE)
 
-    def _whole(self, said: str, usage: dict[str, Any], number: int | None) -> bytes:
-        message = {"role": "assistant", "content": said}
+    def _whole(self, content: str, usage: dict[str, Any], number: int | None) -> bytes:
+        message = {"role": "assistant", "content": content}
         answer: dict[str, Any] = {
             **_SHARED,
             "object": "chat.completion",
@@ -225,10 +225,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--prefill", type=int, nargs="*", default=[], metavar="PORT")
     parser.add_argument("--decode", type=int, nargs="+", required=True, metavar="PORT")
-    parser.add_argument("--scale", type=float, default=1.0, help="times faster than the model that is meant")
+    parser.add_argument("--scale", type=float, default=1.0, help="times faster than the modeled worker")
     parser.add_argument("--capacity", type=int, default=2000, help="blocks of each worker")
     parser.add_argument("--block-tokens", type=int, default=512)
-    parser.add_argument("--renders", action="store_true", help="tell a prompt's tokens, as vLLM does")
+    parser.add_argument("--renders", action="store_true", help="return a prompt's tokens, as vLLM does")
     options = parser.parse_args()
     roles = [(Role.PREFILL, port) for port in options.prefill]
     roles += [(Role.DECODE if options.prefill else Role.BOTH, port) for port in options.decode]

@@ -1,10 +1,10 @@
 """
-A worker without a model: it takes as long as one would, and its cache holds and drops what one's would.
+A worker without a model: it takes as long as a real one, and its cache stores and evicts the same blocks.
 
-It computes prompts one after the other, as an engine does that gives all its time to the oldest prompt; it
-keeps full blocks and drops the least recently used, of one prompt the end before the beginning; and it
-generates for all its streams at once, the slower the more they are. Nothing here knows of sockets or of
-routers: those are `model_server`'s. Times are those of the running loop, which need not be a real clock's.
+It computes prompts one after the other, like an engine that gives all its time to the oldest prompt. It
+stores full blocks and evicts the least recently used ones, within a prompt the last ones first. It
+generates for all its streams at once, more slowly with more streams. Sockets and routers are in
+`model_server`. Times are those of the running loop, which need not be a real clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVENT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What work takes, in seconds: about a model of 8 billion parameters on one GPU."""
+    """Seconds that work takes: about those of a model of 8 billion parameters on one GPU."""
 
     start_s: float = 0.02
     token_s: float = 1 / 8000
@@ -82,7 +82,7 @@ def answer_text(text: Text, tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What one use of a cache has changed in it."""
+    """Changes of the cache by one use."""
 
     stored: Sequence[tuple[int, int | None]]
     """(block, the one before it), parents first."""
@@ -90,7 +90,7 @@ class Changed:
 
 
 class BlockCache:
-    """What one worker keeps. Whatever is kept, all before it in its prompt is kept too."""
+    """Blocks of one worker. If it holds a block, it holds all blocks before it in the prompt."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -106,9 +106,9 @@ class BlockCache:
 
     def use(self, blocks: Sequence[int]) -> Changed:
         """All of a prompt's blocks are held from now on, as far as there is room."""
-        known = self.matched(blocks)
+        held = self.matched(blocks)
         before: list[int | None] = [None, *blocks]
-        new = list(zip(blocks[known:], before[known:], strict=False))
+        new = list(zip(blocks[held:], before[held:], strict=False))
         self.parents.update(new)
         for block in reversed(blocks):  # the beginning is used last, and so is dropped last
             self.parents.move_to_end(block)
@@ -123,7 +123,7 @@ class BlockCache:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What became of one prompt."""
+    """Result of one prompt."""
 
     cached: int
     queue_s: float
@@ -151,7 +151,7 @@ class ModelWorker:
         self.context = 0
         """Tokens of all streams."""
         self.busy_s = 0.0
-        """In which it computed prompts."""
+        """Seconds in which it computed prompts."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._tell = tell
@@ -174,25 +174,25 @@ class ModelWorker:
         return self.timing.token_step_s(self.streams, self.context)
 
     def compute(self, text: Text) -> asyncio.Future[Computed]:
-        """Compute what of a prompt is not cached, after those that came before. May be cancelled."""
+        """Compute the uncached part of a prompt, after earlier prompts. May be cancelled."""
         one = _Waiting(text, self._loop.time(), self._loop.create_future())
         self._waiting.append(one)
         self._next()
         return one.computed
 
     async def generate(self, text: Text, tokens: int, emit: Callable[[int], None]) -> None:
-        """Say how many tokens there are, whenever there are some; the prompt is held from the start on."""
+        """Call `emit` with the number of new tokens. The prompt's blocks are held from the start."""
         self.streams += 1
         self.context += text.tokens
         try:
             self.use(text.blocks)
             emit(1)
-            made, due = 1, self._loop.time()
-            while made < tokens:
-                part = min(EVENT_TOKENS, tokens - made)
+            generated, due = 1, self._loop.time()
+            while generated < tokens:
+                part = min(EVENT_TOKENS, tokens - generated)
                 due += part * self.step_s
                 await asyncio.sleep(due - self._loop.time())
-                made += part
+                generated += part
                 emit(part)
         finally:
             self.streams -= 1
@@ -208,7 +208,7 @@ class ModelWorker:
             one = self._waiting.popleft()
             if one.computed.cancelled():
                 continue
-            # From when it was free, not from when it noticed: what a slow machine is late does not add up.
+            # Count from the time when it was free, so that delays of a slow machine do not add up.
             began = max(one.arrived, self._free_at)
             held = self.cache.matched(one.text.blocks) * self.block_tokens
             cached = min(held, one.text.tokens - 1)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "mutants"
-ROOMS = (
+SOURCES = (
     "api",
     "cli",
     "observing",
@@ -60,8 +60,8 @@ TARGETS = {
         ("tests/engine/test_sampler.py", "tests/engine/test_token_masks.py"),
     ),
     "queue": Target(
-        ("baton_router/scheduling/queue.py", "baton_router/scheduling/waiting_room.py"),
-        ("tests/router/test_queue.py", "tests/router/test_waiting_room.py"),
+        ("baton_router/scheduling/queue.py", "baton_router/scheduling/priority_queue.py"),
+        ("tests/router/test_queue.py", "tests/router/test_priority_queue.py"),
     ),
     "choice": Target(
         ("baton_router/scheduling/pair_selection.py",), ("tests/router/test_pair_selection.py",)
@@ -95,8 +95,8 @@ def prepare(folder: Path, target: Target) -> None:
     """Lay the sources out as mutmut reads them: packages under `src`, tests beside it, one `setup.cfg`."""
     shutil.rmtree(folder, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__")
-    for room in ROOMS:
-        for package in (ROOT / room).glob("baton_*"):
+    for source in SOURCES:
+        for package in (ROOT / source).glob("baton_*"):
             shutil.copytree(package, folder / "src" / package.name, ignore=ignored)
     for beside in BESIDE:
         shutil.copytree(ROOT / beside, folder / beside, ignore=ignored)
@@ -124,10 +124,10 @@ def prepare(folder: Path, target: Target) -> None:
 
 def outcomes(folder: Path) -> dict[str, int | None]:
     """Return the exit code of each mutant of the folder, by its name."""
-    found: dict[str, int | None] = {}
+    exit_codes: dict[str, int | None] = {}
     for meta in sorted((folder / "mutants").rglob("*.meta")):
-        found |= json.loads(meta.read_text())["exit_code_by_key"]
-    return found
+        exit_codes |= json.loads(meta.read_text())["exit_code_by_key"]
+    return exit_codes
 
 
 def run(folder: Path, processes: int) -> int:

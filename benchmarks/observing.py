@@ -1,16 +1,16 @@
 """
-What observing costs a router: processor time per request and throughput, with metrics, logs and traces.
+Cost of metrics, logs and traces for a router: processor time per request and throughput.
 
     python -m benchmarks.observing --rounds 7
 
-One router for each way runs all the time, on core 0, before the mock workers of `benchmarks.router`, which
-share core 1 with the clients; each round measures one after the other, so that what the machine does besides
-falls on all of them alike. Ratios are to the way before it that they add to, of the same round:
+One router for each variant runs all the time, on core 0, before the mock workers of `benchmarks.router`,
+which share core 1 with the clients. Each round measures one after the other, so that other work of the
+machine affects all of them alike. Ratios refer to the variant that it extends, in the same round:
 
-    bare      the same router with all counting taken out: what there is to compare with, and nothing to run
-    metrics   as it comes; what a page of metrics costs, when somebody asks, is measured by itself
-    logs      and a line for each request (`--log-requests`)
-    sampled   metrics, and spans of one request in a hundred, which is how traces are run
+    bare      the same router without counters, only for comparison
+    metrics   the default; the cost of a page of metrics is measured separately
+    logs      metrics, and a line for each request (`--log-requests`)
+    sampled   metrics, and spans of one request in a hundred, as is usual
     traced    metrics, and spans of every request
 """
 
@@ -40,7 +40,7 @@ PAGES = 50
 CASE = "short", True
 """Prompts, and whether answers are streams."""
 
-FIGURES = ("cpu_us", "per_s")
+COLUMNS = ("cpu_us", "per_s")
 BEFORE = {"metrics": "bare", "logs": "metrics", "sampled": "metrics", "traced": "metrics"}
 
 BARE = """
@@ -92,7 +92,7 @@ def collecting() -> Iterator[str]:
 
 def ways(collector: str) -> dict[str, list[str]]:
     """The command of each router."""
-    made = {}
+    commands = {}
     for number, (name, flags) in enumerate(
         {
             "bare": [],
@@ -105,8 +105,8 @@ def ways(collector: str) -> dict[str, list[str]]:
         words = command(COMMANDS["baton"]["pd"], PORT + number)
         if name == "bare":
             words[1:3] = ["-c", BARE]
-        made[name] = [*words, *flags]
-    return made
+        commands[name] = [*words, *flags]
+    return commands
 
 
 def page_ms(process: psutil.Process, port: int) -> float:
@@ -119,9 +119,9 @@ def page_ms(process: psutil.Process, port: int) -> float:
 
 
 def measure(process: psutil.Process, port: int, seconds: float, clients: int) -> dict[str, float]:
-    asked = router_load.requests(*CASE)
+    requests = router_load.requests(*CASE)
     before = sum(process.cpu_times()[:2])
-    waits, errors = uvloop.run(router_load.load([port], clients, seconds, asked))
+    waits, errors = uvloop.run(router_load.load([port], clients, seconds, requests))
     used = sum(process.cpu_times()[:2]) - before
     assert not errors, f"{errors} requests went wrong"
     return {"cpu_us": 1e6 * used / len(waits), "per_s": len(waits) / seconds}
@@ -131,7 +131,7 @@ def table(rounds: Sequence[dict[str, dict[str, float]]]) -> str:
     lines = ["| way | us of CPU a request | to | requests/s | to |", "|---|---|---|---|---|"]
     for name in rounds[0]:
         cells = [name]
-        for figure in FIGURES:
+        for figure in COLUMNS:
             cells.append(f"{statistics.median(one[name][figure] for one in rounds):.4g}")
             before = BEFORE.get(name)
             ratios = [one[name][figure] / one[before][figure] for one in rounds] if before else []
@@ -160,11 +160,11 @@ def main() -> None:
             for number, process in enumerate(routers.values()):
                 measure(process, PORT + number, WARM_S, options.clients)
             for _ in range(options.rounds):
-                found = {}
+                measured = {}
                 for number, (name, process) in enumerate(routers.items()):
-                    found[name] = measure(process, PORT + number, options.seconds, options.clients)
-                rounds.append(found)
-                print(json.dumps(found), file=sys.stderr, flush=True)
+                    measured[name] = measure(process, PORT + number, options.seconds, options.clients)
+                rounds.append(measured)
+                print(json.dumps(measured), file=sys.stderr, flush=True)
             page = page_ms(routers["metrics"], PORT + list(routers).index("metrics"))
     finally:
         mocks.terminate()

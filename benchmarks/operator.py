@@ -1,12 +1,12 @@
 """
-What the operator costs: many InferenceServices against a real API server, again after a restart, and at rest.
+Cost of the operator: many InferenceServices against a real API server, after a restart, and at rest.
 
     KUBEBUILDER_ASSETS=FOLDER python -m benchmarks.operator --services 1000
 
-Nodes and controllers are left out: what is measured is the operator, and the API server that it asks. A
-service has settled when its status says what is so of this spec and nobody writes any more. Each round ends
-with the operator's own figures: requests, writes, memory, and its requests while nothing changes. A watch
-counts once, when it begins. The operator scales `--scaled` of the services, and has no Prometheus to ask.
+There are no nodes and no controllers: only the operator and its API server are measured. A
+service has settled when its status belongs to its spec and writes have ended. Each round prints
+the operator's usage: requests, writes, memory, and its requests at rest. A watch counts once, when it
+begins. The operator scales `--scaled` of the services, without a Prometheus.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def main(given: argparse.Namespace) -> None:
             for number in range(services):
                 spec = SCALED if number < given.scaled else PAIR
                 await cluster.put(spec, f"s{number}", f"n{number % namespaces}")
-            print(f"{services} services made in {time.monotonic() - began:.0f} s", flush=True)
+            print(f"{services} services created in {time.monotonic() - began:.0f} s", flush=True)
             for label in ("first start", "restart"):
                 await measure(cluster, label, given)
 
@@ -53,25 +53,26 @@ async def main(given: argparse.Namespace) -> None:
 async def measure(cluster: RealCluster, label: str, given: argparse.Namespace) -> None:
     """Start the operator, wait until all has settled, and print what that took."""
     services = given.services
-    before = len(cluster.asked())
+    before = len(cluster.requests())
     began = time.monotonic()
     async with running_operator(cluster, "operator", f"--concurrency={given.concurrency}") as operator:
         looked = await settled(operator, given, began)
-        there = await said(cluster)
-        assert there == services, f"{there} of {services} have a status"
-        asked = cluster.asked(before)
-        writes = [one for one in asked if one.is_work]
+        count = await settled_count(cluster)
+        assert count == services, f"{count} of {services} have a status"
+        requests = cluster.requests(before)
+        writes = [one for one in requests if one.is_work]
         print(
-            f"{label}: settled after {looked:.1f} s, {len(asked)} requests, {len(writes)} writes, "
+            f"{label}: settled after {looked:.1f} s, {len(requests)} requests, {len(writes)} writes, "
             f"{operator.resident_mb:.0f} MB, {operator.cpu_s:.0f} s of CPU",
             flush=True,
         )
-        print(f"  {dict(counted(asked).most_common(8))}", flush=True)
-        before, cpu_s = len(cluster.asked()), operator.cpu_s
+        print(f"  {dict(counted(requests).most_common(8))}", flush=True)
+        before, cpu_s = len(cluster.requests()), operator.cpu_s
         await asyncio.sleep(given.rest_s)
-        asked = cluster.asked(before)
+        requests = cluster.requests(before)
         print(
-            f"  at rest: {len(asked) / given.rest_s:.2f} requests/s {dict(counted(asked).most_common(8))}, "
+            f"  at rest: {len(requests) / given.rest_s:.2f} requests/s "
+            f"{dict(counted(requests).most_common(8))}, "
             f"{(operator.cpu_s - cpu_s) / given.rest_s:.1%} of a core, load {os.getloadavg()[0]:.0f}",
             flush=True,
         )
@@ -97,10 +98,10 @@ async def settled(operator: Process, given: argparse.Namespace, began: float) ->
 
 
 LOOKS = 'baton_operator_reconcile_seconds_count{kind="InferenceService",result="success"}'
-"""The scaler looks at what it scales all the time."""
+"""The autoscaler reconciles scaled services all the time."""
 
 
-async def said(cluster: RealCluster) -> int:
+async def settled_count(cluster: RealCluster) -> int:
     """Services whose status is about their spec."""
     items = (await cluster.admin.get(path(API, "InferenceService"), timeout=60)).json()["items"]
     return sum(

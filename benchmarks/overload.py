@@ -1,19 +1,19 @@
 """
-What becomes of clients when more is asked for than the workers can do: a flood, an overload, a batch.
+Clients of an overloaded service: a flood by one tenant, an overload, and a batch.
 
     python -m benchmarks.overload --seconds 20
 
-One real router before workers without models (`benchmarks.model_server`): prompts of 2,000 tokens that
-nobody has seen take each prefill worker a known time, so the capacity C in requests per second is known too.
-Clients come by chance, whether or not the others were answered. Everything is `--scale` times faster than the
-model that is meant; what is printed is in milliseconds as they passed.
+One real router before workers without models (`benchmarks.model_server`). Uncached prompts of 2,000 tokens
+take each prefill worker a known time, so the capacity C in requests per second is known too.
+Clients arrive at random, whether or not the others were answered. Everything is `--scale` times faster than
+the modeled workers; times are printed in real milliseconds.
 
 - flood: twenty tenants ask for 0.8 C together; then one of them asks for ten times as much as before; then
-  the same where nobody is told apart. What the others wait for the first token.
-- overload: 3 C, each request wanted within 1 s: in time per second, with the class interactive (which is
-  told at once when it would be too late) and with the class default (which waits).
-- batch: interactive requests for half of C alone, beside 64 requests at a time of the class batch, beside
-  the same of the class default, and with all of them of one class and tenant.
+  the same as one tenant. Measures the time to the first token of the other tenants.
+- overload: 3 C with an objective of 1 s. Measures requests in time per second, with the class interactive
+  (which is rejected at once if it would be late) and with the class default (which waits).
+- batch: interactive requests for half of C. They run without other load and beside 64 requests at a time of
+  the class batch. Then the 64 are of the class default, and last all are of one class and tenant.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ START_LIMIT_S = 60.0
 
 
 @dataclass(slots=True)
-class Asked:
+class TimedRequest:
     """One request that has ended."""
 
     tenant: str
@@ -80,10 +80,10 @@ class Clients:
         self._rng = random.Random(seed)
         self._idle: list[Connection] = []
         self._seeds = random.Random(seed)
-        self.asked: list[Asked] = []
+        self.requests: list[TimedRequest] = []
 
     async def offer(self, loads: Sequence[Load], seconds: float) -> None:
-        """All of these for so long; what has not ended then is given up."""
+        """Send these loads for `seconds`, then cancel open requests."""
         until = time.perf_counter() + seconds
         tasks: set[asyncio.Task[None]] = set()
         for load in loads:
@@ -111,7 +111,7 @@ class Clients:
         client = await self._connected()
         answer = await client.ask(self._request(load))
         waited = answer.first - answer.sent
-        self.asked.append(Asked(load.tenant, load.kind, answer.sent, waited, answer.status))
+        self.requests.append(TimedRequest(load.tenant, load.kind, answer.sent, waited, answer.status))
         self._idle.append(client)
 
     def _request(self, load: Load) -> bytes:
@@ -150,7 +150,7 @@ def cluster(base: int, scale: float, logs: Path) -> Iterator[int]:
     router = ["baton", "router", "--port", str(ports.router), "--tenants-file", str(tenants)]
     router += [f"--decode=http://127.0.0.1:{port}" for port in ports.decode]
     router += [f"--prefill=http://127.0.0.1:{port}" for port in ports.prefill]
-    environment = {"BATON_ROUTER_TICKET_SECRET": "a secret that nobody needs to know"}
+    environment = {"BATON_ROUTER_TICKET_SECRET": "a secret for this run"}
     with (
         running(workers, logs / "workers.log"),
         running(
@@ -167,7 +167,7 @@ async def _await_answer(port: int) -> None:
         clients = Clients(port, 0)
         with suppress(OSError):
             await clients.ask(Load(name_of(0)))
-        if clients.asked and clients.asked[0].status == 200:
+        if clients.requests and clients.requests[0].status == 200:
             return
         await asyncio.sleep(0.3)
     raise SystemExit(f"no router answered at {port} within {START_LIMIT_S:g} s")
@@ -177,18 +177,20 @@ def name_of(number: int) -> str:
     return f"tenant-{number:02d}"
 
 
-def measured(base: int, scale: float, logs: Path, loads: Sequence[Load], seconds: float) -> list[Asked]:
-    """What became of these loads before a router that has seen some requests."""
+def measured(
+    base: int, scale: float, logs: Path, loads: Sequence[Load], seconds: float
+) -> list[TimedRequest]:
+    """Return the requests of these loads to a router that is warmed up."""
     with cluster(base, scale, logs) as port:
         clients = Clients(port, base)
 
         async def run() -> None:
             await clients.offer([Load(name_of(0), per_s=0.3 * capacity(scale))], WARM_S)
-            clients.asked.clear()
+            clients.requests.clear()
             await clients.offer(loads, seconds)
 
         uvloop.run(run())
-    return clients.asked
+    return clients.requests
 
 
 def capacity(scale: float) -> float:
@@ -196,9 +198,9 @@ def capacity(scale: float) -> float:
     return PREFILL / Timing().faster(scale).prefill_s(PROMPT_TOKENS, PROMPT_TOKENS)
 
 
-def waits(asked: Sequence[Asked]) -> str:
+def waits(requests: Sequence[TimedRequest]) -> str:
     """The median and the 99th percentile of what was answered, in milliseconds."""
-    seen = sorted(one.wait_s for one in asked if one.status == 200)
+    seen = sorted(one.wait_s for one in requests if one.status == 200)
     if not seen:
         return "| - | - "
     return f"| {1000 * statistics.median(seen):.0f} | {1000 * seen[int(0.99 * (len(seen) - 1))]:.0f} "
@@ -215,29 +217,29 @@ def flood(base: int, scale: float, seconds: float, logs: Path) -> None:
         "| flood | others' p50 ms | p99 | the flood's p50 ms | p99 | answered/s |\n|---|---|---|---|---|---|"
     )
     for number, (name, loads) in enumerate(cases.items()):
-        asked = measured(base + 100 * number, scale, logs, loads, seconds)
-        others = [one for one in asked if one.tenant != names[0]] if loads is not alike else asked
-        mine = [one for one in asked if one.tenant == names[0]]
-        good = sum(one.status == 200 for one in asked) / seconds
+        requests = measured(base + 100 * number, scale, logs, loads, seconds)
+        others = [one for one in requests if one.tenant != names[0]] if loads is not alike else requests
+        mine = [one for one in requests if one.tenant == names[0]]
+        good = sum(one.status == 200 for one in requests) / seconds
         print(f"| {name} {waits(others)}{waits(mine)}| {good:.1f} |", flush=True)
 
 
 def overload(base: int, scale: float, seconds: float, logs: Path) -> None:
     most = capacity(scale)
     print(f"\nC is {most:.1f} requests/s\n")
-    print("| overload | in time/s | answered/s | refused/s | told after p50 ms | p50 ms | p99 |")
+    print("| overload | in time/s | answered/s | rejected/s | rejected after p50 ms | p50 ms | p99 |")
     print("|---|---|---|---|---|---|---|")
     for number, (kind, times) in enumerate([("interactive", 0.8), ("interactive", 3.0), ("default", 3.0)]):
         objective = OBJECTIVE_S if kind == "interactive" else None
         loads = [Load(name_of(0), kind, times * most, objective_s=objective)]
-        asked = measured(base + 100 * number, scale, logs, loads, seconds)
-        good = [one for one in asked if one.status == 200]
+        requests = measured(base + 100 * number, scale, logs, loads, seconds)
+        good = [one for one in requests if one.status == 200]
         in_time = sum(one.wait_s <= OBJECTIVE_S for one in good) / seconds
-        told = [one.wait_s for one in asked if one.status == 503]
-        after = f"{1000 * statistics.median(told):.1f}" if told else "-"
+        rejected = [one.wait_s for one in requests if one.status == 503]
+        after = f"{1000 * statistics.median(rejected):.1f}" if rejected else "-"
         print(
-            f"| {kind}, {times:g} C | {in_time:.1f} | {len(good) / seconds:.1f} | {len(told) / seconds:.1f} "
-            f"| {after} {waits(asked)}|",
+            f"| {kind}, {times:g} C | {in_time:.1f} | {len(good) / seconds:.1f} "
+            f"| {len(rejected) / seconds:.1f} | {after} {waits(requests)}|",
             flush=True,
         )
 
@@ -256,9 +258,9 @@ def batch(base: int, scale: float, seconds: float, logs: Path) -> None:
     }
     print("\n| batch | p50 ms | p99 | answered/s | of the others/s |\n|---|---|---|---|---|")
     for number, (name, loads) in enumerate(cases.items()):
-        asked = measured(base + 100 * number, scale, logs, loads, seconds)
-        mine = [one for one in asked if (one.tenant, one.kind) == (loads[0].tenant, loads[0].kind)]
-        good = [sum(one.status == 200 for one in some) / seconds for some in (mine, asked)]
+        requests = measured(base + 100 * number, scale, logs, loads, seconds)
+        mine = [one for one in requests if (one.tenant, one.kind) == (loads[0].tenant, loads[0].kind)]
+        good = [sum(one.status == 200 for one in some) / seconds for some in (mine, requests)]
         print(f"| {name} {waits(mine)}| {good[0]:.1f} | {good[1] - good[0]:.1f} |", flush=True)
 
 

@@ -5,14 +5,14 @@ Routers side by side on one workload, before workers that take time and keep a c
         --router 'baton=baton router --port {port} {decode:--decode=} {prefill:--prefill=}' \\
         --router 'sglang=python -m sglang_router.launch_router --port {port} ...'
 
-`{decode:FLAG}` becomes FLAGurl for each decode worker, likewise `{prefill:FLAG}`. Each router meets workers
-that begin anew, and runs are interleaved. Everything happens `--scale` times faster than it is meant: what
-is printed is in seconds as meant, from the moment at which a client sends to the first event of its answer.
-Clients come when they come, whether or not the others were answered; they acknowledge at once
-(TCP_QUICKACK), because a router that waits for that would otherwise be charged `--scale` times for it.
+`{decode:FLAG}` becomes FLAGurl for each decode worker, likewise `{prefill:FLAG}`. Workers restart for each
+router, and runs are interleaved. Everything runs `--scale` times faster than modeled. Printed times are
+modeled seconds, from the moment at which a client sends to the first event of its answer. Clients start by
+the clock, whether or not the others were answered. They acknowledge data immediately (TCP_QUICKACK);
+otherwise a router that waits for acknowledgments would be charged `--scale` times for it.
 
-The workload is a Mooncake trace (a file) or one of `workloads.MADE`. Ratios are the first router's figures
-to each other one's.
+The workload is a Mooncake trace (a file) or one of `workloads.GENERATED`. Ratios are the first router's
+results to each other one's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import uvloop
 from baton_api.workers import Role
 from benchmarks import workloads
 from benchmarks.answering import until_answering
-from benchmarks.crowd import Asked, Crowd, play
+from benchmarks.crowd import Crowd, ReplayedRequest, play
 from benchmarks.model_cluster import MODEL
 from benchmarks.model_worker import Timing
 from benchmarks.serving import end
@@ -51,7 +51,7 @@ LENGTHS = 10
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where things of one run listen."""
+    """Ports of the processes of one run."""
 
     router: int
     prefill: Sequence[int]
@@ -68,9 +68,9 @@ class Ports:
         ['r', '5', '-d', 'http://127.0.0.1:16', '-d', 'http://127.0.0.1:17', '-phttp://127.0.0.1:15']
         """
 
-        def each(found: re.Match[str]) -> str:
-            ports = self.prefill if found[1] == "prefill" else self.decode
-            return " ".join(f"{found[2]}http://127.0.0.1:{one}" for one in ports)
+        def each(match: re.Match[str]) -> str:
+            ports = self.prefill if match[1] == "prefill" else self.decode
+            return " ".join(f"{match[2]}http://127.0.0.1:{one}" for one in ports)
 
         return shlex.split(
             re.sub(r"\{(prefill|decode):([^}]*)\}", each, template)
@@ -88,7 +88,7 @@ def running(command: Sequence[str], log: Path) -> Iterator[psutil.Process]:
     try:
         yield psutil.Process(process.pid)
     finally:
-        end(process, signal.SIGTERM, patience_s=5)
+        end(process, signal.SIGTERM, timeout_s=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,28 +131,28 @@ class Run:
                 took = time.perf_counter() - start
                 used = _processor_s(process) - before
                 memory = _memory_mb(process)
-                page = f"http://127.0.0.1:{ports.decode[0]}/figures"
+                page = f"http://127.0.0.1:{ports.decode[0]}/usage"
                 with urllib.request.urlopen(page, timeout=10) as answer:
-                    told = json.load(answer)
-        return figures_of(crowd.asked, told["workers"], took, self.scale) | {
+                    usage = json.load(answer)
+        return summarize(crowd.requests, usage["workers"], took, self.scale) | {
             "client_lag_p99_ms": round(1e3 * _at(sorted(lags), 0.99), 2),
-            "worker_lag_p99_ms": round(1e3 * _at(sorted(told["lags"]), 0.99), 2),
-            "cpu_us": round(1e6 * used / len(crowd.asked), 1),
+            "worker_lag_p99_ms": round(1e3 * _at(sorted(usage["lags"]), 0.99), 2),
+            "cpu_us": round(1e6 * used / len(crowd.requests), 1),
             "memory_mb": round(memory, 1),
         }
 
 
-def figures_of(
-    asked: Sequence[Asked], workers: Sequence[dict[str, Any]], took: float, scale: float
+def summarize(
+    requests: Sequence[ReplayedRequest], workers: Sequence[dict[str, Any]], took: float, scale: float
 ) -> dict[str, float]:
-    """`workers`: their own `figures`; `took`: seconds as they passed."""
-    good = [one for one in asked if one.ok]
+    """Summarize a run. `workers`: their `usage`; `took`: real seconds."""
+    good = [one for one in requests if one.ok]
     waits = sorted(one.wait * scale for one in good)
     prefill = [one for one in workers if one["role"] == Role.PREFILL] or workers
     busy = [one["busy_s"] for one in prefill]
     return {
-        "requests": len(asked),
-        "errors": len(asked) - len(good),
+        "requests": len(requests),
+        "errors": len(requests) - len(good),
         "ttft_mean_s": round(statistics.fmean(waits), 3),
         "ttft_p50_s": round(_at(waits, 0.5), 3),
         "ttft_p99_s": round(_at(waits, 0.99), 3),
@@ -164,14 +164,14 @@ def figures_of(
     }
 
 
-def fairness(asked: Sequence[Asked], scale: float) -> float:
+def fairness(requests: Sequence[ReplayedRequest], scale: float) -> float:
     """
-    Jain's index of how much slower than alone requests of different lengths are: 1 if all alike.
+    Return Jain's index of the slowdown of requests of different lengths: 1 if all are equal.
 
-    Alone is on an idle worker with nothing cached.
+    The slowdown is relative to an idle worker with an empty cache.
     """
     timing = Timing()
-    ordered = sorted(asked, key=lambda one: one.tokens)
+    ordered = sorted(requests, key=lambda one: one.tokens)
     means = []
     for number in range(LENGTHS):
         part = ordered[number * len(ordered) // LENGTHS : (number + 1) * len(ordered) // LENGTHS]
@@ -198,7 +198,7 @@ def table(results: dict[str, dict[float, list[dict[str, float]]]]) -> str:
     """Means over the repeats."""
     names = list(results)
     lines = [
-        "| rate | figure | " + " | ".join([*names, *(f"{names[0]} / {one}" for one in names[1:])]) + " |"
+        "| rate | metric | " + " | ".join([*names, *(f"{names[0]} / {one}" for one in names[1:])]) + " |"
     ]
     lines.append("|---|---|" + "---|" * (2 * len(names) - 1))
     for rate, rounds in results[names[0]].items():
@@ -215,7 +215,9 @@ def table(results: dict[str, dict[float, list[dict[str, float]]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--router", action="append", required=True, metavar="NAME=COMMAND")
-    parser.add_argument("--workload", required=True, help=f"a trace, or one of {', '.join(workloads.MADE)}")
+    parser.add_argument(
+        "--workload", required=True, help=f"a trace, or one of {', '.join(workloads.GENERATED)}"
+    )
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="times the workload's own rate")
     parser.add_argument("--scale", type=float, default=20.0)
@@ -223,7 +225,7 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--capacity", type=int, default=2000, help="blocks of each worker")
     parser.add_argument("--block-tokens", type=int, default=512)
-    parser.add_argument("--renders", action="store_true", help="workers tell prompts' tokens, as vLLM's do")
+    parser.add_argument("--renders", action="store_true", help="workers return prompts' tokens, as vLLM's do")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--base-port", type=int, default=21000)
     parser.add_argument("--out", type=Path, default=Path("build/replay"))
@@ -240,9 +242,9 @@ def main() -> None:
                     options.workload, options.minutes, rate, options.scale, options.prefill, options.decode,
                     options.capacity, options.block_tokens, options.renders,
                 )  # fmt: skip
-                figures = run.measure(template, ports, options.out, name)
-                results[name].setdefault(rate, []).append(figures)
-                print(json.dumps({"router": name, "rate": rate, **figures}), file=sys.stderr, flush=True)
+                measured = run.measure(template, ports, options.out, name)
+                results[name].setdefault(rate, []).append(measured)
+                print(json.dumps({"router": name, "rate": rate, **measured}), file=sys.stderr, flush=True)
     print(table(results))
 
 

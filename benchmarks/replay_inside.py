@@ -1,12 +1,12 @@
 """
-A replay without sockets and without waiting: the scheduler itself, before modelled workers, in virtual time.
+A replay without sockets and without waiting: only the scheduler, with modeled workers, in virtual time.
 
     python -m benchmarks.replay_inside --workload mooncake_conversation_trace.jsonl --minutes 60
 
-An hour passes in seconds and every run is the same, so that one decision can be compared with another. What
-the router's processes and sockets cost, and how busy machines shift things, only `replay` knows. Events can
-be lost on their way (`--lost 0.01`), workers can begin anew (`--restart-s 60`), the router's clock can jump
-(`--jump-s 30`): what is expected to be cached must stay what is.
+An hour passes in seconds and every run is the same, so that decisions can be compared. The cost of
+processes and sockets, and the influence of busy machines, are measured by `replay`. Events can
+be lost (`--lost 0.01`), workers can restart (`--restart-s 60`), and the router's clock can jump
+(`--jump-s 30`): the expected cached tokens must stay equal to the actual ones.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker
 from benchmarks import virtual_time, workloads
-from benchmarks.crowd import Asked, play
+from benchmarks.crowd import ReplayedRequest, play
 from benchmarks.model_worker import Changed, ModelWorker, Timing, answer_text, prompt_text, text_of
-from benchmarks.replay import figures_of
+from benchmarks.replay import summarize
 from benchmarks.workloads import Arrival, Message
 
 MODEL = "m"
 LOOK_S = 2.0
 """Seconds from one look at a worker to the next."""
 
-PATIENCE_S = 7200.0
+TIMEOUT_S = 7200.0
 
 JUMP_EVERY_S = 60.0
 
@@ -51,18 +51,18 @@ KEPT = 100
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong, and how often."""
+    """Simulated faults."""
 
     lost: float = 0.0
     """Share of the batches of events that do not arrive."""
     restart_s: float = 0.0
-    """Seconds from one worker's new beginning to another's; 0: none."""
+    """Seconds between restarts of workers; 0: none."""
     jump_s: float = 0.0
-    """By which the router's clock jumps forward every minute, as if its process had been stopped."""
+    """Seconds by which the router's clock jumps forward every minute, as if its process had been stopped."""
 
 
 class InsideWorker:
-    """A modelled worker, the router's view of it, and the events between the two."""
+    """A modeled worker, the router's state of it, and the events between the two."""
 
     def __init__(
         self,
@@ -115,15 +115,15 @@ class InsideWorker:
         )
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         return {"role": self.role, "busy_s": self.busy_s + self.model.busy_s}
 
     def followed(self, blocks: kv_feed.BlockSink, now: float) -> None:
-        """The router follows the events of this process from now on."""
+        """Connect the router to the events of this process."""
         self._feed = kv_feed.KvEventFeed(blocks, now)
 
     def tend(self, now: float) -> None:
-        """An empty batch shows whether one was missed; what the feed asks for, it gets."""
+        """Send an empty batch, which reveals lost ones, and answer the requests of the feed."""
         self._send(())
         feed = self._feed
         if feed is None:
@@ -160,11 +160,11 @@ class Inside:
     def __init__(
         self, roles: Sequence[Role], speed: float, scale: float, capacity: int, block_tokens: int, lost: float
     ) -> None:
-        """`scale`: how much faster than meant the workers are; `speed`: and how much the clients."""
+        """`scale`: how much faster than modeled the workers are; `speed`: the same for the clients."""
         self._speed = speed
         self.jumped_s = 0.0
         self._loop = asyncio.get_running_loop()
-        self.asked: list[Asked] = []
+        self.requests: list[ReplayedRequest] = []
         self.compared: list[tuple[int, int]] = []
         """Tokens of each prompt that the choice counted on, and that were cached where it was computed."""
         listed = [(role, f"http://127.0.0.1:{1 + number}") for number, role in enumerate(roles)]
@@ -192,13 +192,13 @@ class Inside:
         return self._loop.time() + self.jumped_s
 
     def look(self) -> None:
-        """The router looks at the workers; one that began anew is followed anew."""
-        knowledge = self.scheduler.dispatcher.worker_states
+        """Check the health of the workers, and connect to the events of restarted ones."""
+        worker_states = self.scheduler.dispatcher.worker_states
         for worker in self.workers.values():
             load, before = worker.load, worker.seen.health.load
             worker.seen.answered(load)
             if before is None or before.epoch != load.epoch:
-                worker.followed(knowledge.blocks.open(knowledge.of(worker.seen).slot), self._now())
+                worker.followed(worker_states.blocks.open(worker_states.of(worker.seen).slot), self._now())
 
     async def watch(self, faults: Faults) -> None:
         rng, restarted, jumped = random.Random(2), self._loop.time(), self._loop.time()
@@ -215,15 +215,15 @@ class Inside:
             self.look()
 
     async def ask(self, messages: list[Message], tokens: int) -> str:
-        said = [prompt_chunks.PromptMessage(one["role"], one["content"]) for one in messages]
-        prompt = prompt_chunks.chunk_messages(said, None, prompt_chunks.root_name("", MODEL))
-        self.asked.append(one := Asked())
+        prompt_messages = [prompt_chunks.PromptMessage(one["role"], one["content"]) for one in messages]
+        prompt = prompt_chunks.chunk_messages(prompt_messages, None, prompt_chunks.root_name("", MODEL))
+        self.requests.append(one := ReplayedRequest())
         sent = self._loop.time()
         try:
             grant = await self.scheduler.pick(PickRequest(MODEL, prompt))
         except BatonError:
             return ""
-        made = next(
+        dispatch = next(
             one for one in reversed(self.scheduler.dispatcher.dispatches) if one.number == grant.number
         )
         whole = False
@@ -249,7 +249,7 @@ class Inside:
                     tail=f"{text.blocks[-1]:016x}" if text.blocks else "",
                 ),
             )
-            self.compared.append((made.expected_cached, done.cached))
+            self.compared.append((dispatch.expected_cached, done.cached))
             one.wait, one.tokens, one.cached = self._loop.time() - sent, text.tokens, done.cached
             answer = answer_text(text, tokens)
             await decode.generate(text, tokens, lambda count: None)
@@ -276,15 +276,15 @@ async def replay(
     inside = Inside(roles, rate * scale, scale, capacity, block_tokens, faults.lost)
     watch = asyncio.create_task(inside.watch(faults))
     began = time.process_time()
-    await play(arrivals, inside, rate * scale, loop.time, PATIENCE_S)
+    await play(arrivals, inside, rate * scale, loop.time, TIMEOUT_S)
     watch.cancel()
-    knowledge = inside.scheduler.dispatcher.worker_states
+    worker_states = inside.scheduler.dispatcher.worker_states
     expected = sum(one for one, _ in inside.compared)
-    known = [knowledge.of(one.seen) for one in inside.workers.values()]
-    return figures_of(inside.asked, [one.figures for one in inside.workers.values()], loop.time(), scale) | {
+    states = [worker_states.of(one.seen) for one in inside.workers.values()]
+    return summarize(inside.requests, [one.usage for one in inside.workers.values()], loop.time(), scale) | {
         "actual_expected": round(sum(one for _, one in inside.compared) / expected, 3) if expected else 1.0,
-        "left_booked": sum(one.prefills.waiting + one.streams.count for one in known),
-        "chunks": len(knowledge),
+        "left_booked": sum(one.prefills.waiting + one.streams.count for one in states),
+        "chunks": len(worker_states),
         "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "processor_s": round(time.process_time() - began, 1),
     }
@@ -292,22 +292,24 @@ async def replay(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--workload", required=True, help=f"a trace, or one of {', '.join(workloads.MADE)}")
+    parser.add_argument(
+        "--workload", required=True, help=f"a trace, or one of {', '.join(workloads.GENERATED)}"
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="times the workload's own rate")
-    parser.add_argument("--scale", type=float, default=1.0, help="times faster than meant, as `replay` is")
+    parser.add_argument("--scale", type=float, default=1.0, help="times faster than modeled, as in `replay`")
     parser.add_argument("--prefill", type=int, default=8, help="workers; 0: the decode workers do it all")
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--capacity", type=int, default=2000, help="blocks of each worker")
     parser.add_argument("--block-tokens", type=int, default=512)
     parser.add_argument("--lost", type=float, default=0.0, help="share of the batches of events")
-    parser.add_argument("--restart-s", type=float, default=0.0, help="between two workers' beginning anew")
+    parser.add_argument("--restart-s", type=float, default=0.0, help="seconds between restarts of workers")
     parser.add_argument("--jump-s", type=float, default=0.0, help="of the router's clock, every minute")
     options = parser.parse_args()
-    alone = Role.DECODE if options.prefill else Role.BOTH
-    roles = [Role.PREFILL] * options.prefill + [alone] * options.decode
+    role = Role.DECODE if options.prefill else Role.BOTH
+    roles = [Role.PREFILL] * options.prefill + [role] * options.decode
     for rate in options.rates:
-        figures = virtual_time.run(
+        summary = virtual_time.run(
             replay(
                 workloads.arrivals(options.workload, options.minutes),
                 rate,
@@ -318,7 +320,7 @@ def main() -> None:
                 Faults(options.lost, options.restart_s, options.jump_s),
             )
         )
-        print(json.dumps({"rate": rate, **figures}), flush=True)
+        print(json.dumps({"rate": rate, **summary}), flush=True)
 
 
 if __name__ == "__main__":

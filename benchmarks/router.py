@@ -1,15 +1,20 @@
 """
-What routers cost, side by side: processor time per request and time added to the first byte.
+Cost of routers, side by side: processor time per request and time added to the first byte.
 
     python -m benchmarks.router --peers /path/to/venv --routers baton,sglang,vllm
     python -m benchmarks.router --open-streams 9000
 
-Each router is started in turn on core 0, before four mock workers that answer at once; workers and clients
-share core 1. A case is MODE:PROMPT:ANSWER: `pd` has two prefill and two decode workers, `plain` four that do
-both; `short` or `long` (33 KB) prompts, or `kept` or `stateless` requests to /v1/responses, whose answers are
-whole; `stream` or `whole` answers. Processor time is that of all the
-router's processes, with 64 clients that always ask; the time added to the first byte is that of one client,
-less what it waits for the workers when it asks them directly. Peers run their best policy, `cache_aware`.
+Each router is started in turn on core 0, before four mock workers that answer at once. Workers and clients
+share core 1. A case is MODE:PROMPT:ANSWER:
+
+- MODE: `pd` has two prefill and two decode workers, `plain` has four that do both.
+- PROMPT: `short` or `long` (33 KB), or `kept` or `stateless` requests to /v1/responses, whose answers are
+  whole.
+- ANSWER: `stream` or `whole`.
+
+Processor time is that of all the router's processes, with 64 clients in a closed loop. The time added to the
+first byte is that of one client, less its waiting time without the router. Peers run their best policy,
+`cache_aware`.
 Runs are interleaved, as machines are noisy. `--peers` is an environment with sglang-router and vllm-router.
 """
 
@@ -42,7 +47,7 @@ ROUTER_CORE, OTHER_CORE = 0, 1
 WARM_S = 3.0
 """Until every worker has seen every beginning, and what it takes is known."""
 
-ALONE_S = 1.0
+SINGLE_CLIENT_S = 1.0
 """Of one client by itself, for the time to its first bytes."""
 
 OPENING_AT_ONCE = 200
@@ -73,7 +78,7 @@ CASES = ",".join(
     for answer in ("whole", "stream")
 )
 
-Figures = dict[str, float]
+Measurements = dict[str, float]
 
 
 def command(template: str, port: int, peers: str = "python") -> list[str]:
@@ -83,8 +88,8 @@ def command(template: str, port: int, peers: str = "python") -> list[str]:
     """
     ports = {"prefill": PREFILL_PORTS, "decode": DECODE_PORTS, "plain": PLAIN_PORTS}
 
-    def each(found: re.Match[str]) -> str:
-        return " ".join(f"{found[2]}http://127.0.0.1:{one}" for one in ports[found[1]])
+    def each(match: re.Match[str]) -> str:
+        return " ".join(f"{match[2]}http://127.0.0.1:{one}" for one in ports[match[1]])
 
     text = re.sub(r"\{(prefill|decode|plain):([^}]*)\}", each, template)
     for name, value in {"port": port, "python": sys.executable, "peers": peers}.items():
@@ -103,7 +108,7 @@ def running(words: Sequence[str], port: int, log: Path) -> Iterator[psutil.Proce
         until_answering(port, "m", log)
         yield psutil.Process(process.pid)
     finally:
-        end(process, signal.SIGTERM, patience_s=5)
+        end(process, signal.SIGTERM, timeout_s=5)
 
 
 def _processor_s(root: psutil.Process) -> float:
@@ -118,21 +123,23 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def alone(ports: Sequence[int], asked: Sequence[bytes], quick: bool = False) -> tuple[float, float]:
+def single_client(
+    ports: Sequence[int], requests: Sequence[bytes], quick: bool = False
+) -> tuple[float, float]:
     """Median and 99th percentile of one client's waits, in milliseconds."""
-    waits, _ = uvloop.run(router_load.load(ports, 1, ALONE_S, asked, quick))
+    waits, _ = uvloop.run(router_load.load(ports, 1, SINGLE_CLIENT_S, requests, quick))
     return 1e3 * statistics.median(waits), 1e3 * _percentile(waits, 0.99)
 
 
-def measure(process: psutil.Process, port: int, case: str, clients: int, seconds: float) -> Figures:
+def measure(process: psutil.Process, port: int, case: str, clients: int, seconds: float) -> Measurements:
     mode, prompt, answer = case.split(":")
-    asked = router_load.requests(prompt, answer == "stream")
-    uvloop.run(router_load.load([port], clients, WARM_S, asked))
+    requests = router_load.requests(prompt, answer == "stream")
+    uvloop.run(router_load.load([port], clients, WARM_S, requests))
     before = _processor_s(process)
-    waits, errors = uvloop.run(router_load.load([port], clients, seconds, asked))
+    waits, errors = uvloop.run(router_load.load([port], clients, seconds, requests))
     used = _processor_s(process) - before
-    direct = alone(PLAIN_PORTS[:1] if mode == "plain" else DECODE_PORTS[:1], asked)
-    added, quick = alone([port], asked), alone([port], asked, quick=True)
+    direct = single_client(PLAIN_PORTS[:1] if mode == "plain" else DECODE_PORTS[:1], requests)
+    added, quick = single_client([port], requests), single_client([port], requests, quick=True)
     return {
         "cpu_us": round(1e6 * used / len(waits), 1),
         "per_s": round(len(waits) / seconds),
@@ -146,7 +153,7 @@ def measure(process: psutil.Process, port: int, case: str, clients: int, seconds
     }
 
 
-def table(results: dict[str, dict[str, list[Figures]]]) -> str:
+def table(results: dict[str, dict[str, list[Measurements]]]) -> str:
     """The medians over the repeats, and how the first router's processor time is to the best other one's."""
     names = list(results)
     lines = [f"| case | figure | {' | '.join(names)} | to the better peer |"]
@@ -165,7 +172,7 @@ def table(results: dict[str, dict[str, list[Figures]]]) -> str:
 
 
 def compare(options: argparse.Namespace) -> None:
-    results: dict[str, dict[str, list[Figures]]] = {name: {} for name in options.routers.split(",")}
+    results: dict[str, dict[str, list[Measurements]]] = {name: {} for name in options.routers.split(",")}
     cases = options.cases.split(",")
     peers = str(options.peers / "bin" / "python")
     for repeat in range(options.repeats):
@@ -175,9 +182,9 @@ def compare(options: argparse.Namespace) -> None:
                 words = command(options.command.get((name, mode)) or COMMANDS[name][mode], port, peers)
                 with running(words, port, options.out / f"{name}-{mode}.log") as process:
                     for case in (one for one in cases if one.startswith(mode)):
-                        figures = measure(process, port, case, options.clients, options.seconds)
-                        results[name].setdefault(case, []).append(figures)
-                        print(f"{name} {case} {json.dumps(figures)}", file=sys.stderr, flush=True)
+                        measured = measure(process, port, case, options.clients, options.seconds)
+                        results[name].setdefault(case, []).append(measured)
+                        print(f"{name} {case} {json.dumps(measured)}", file=sys.stderr, flush=True)
     print(table(results))
 
 

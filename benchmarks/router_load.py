@@ -24,7 +24,7 @@ class Client(asyncio.Protocol):
     requests: Iterator[bytes]
     until: float
     quick: bool = False
-    """Whether it acknowledges at once what comes (TCP_QUICKACK), so that nobody waits for that."""
+    """Whether it acknowledges data immediately (TCP_QUICKACK), so that the router does not wait for it."""
     sent: float = 0.0
     first: float = 0.0
     waits: list[float] = field(default_factory=list)
@@ -115,15 +115,15 @@ def requests(kind: str, stream: bool, count: int = 400) -> list[bytes]:
 
 
 async def load(
-    ports: Sequence[int], clients: int, seconds: float, asked: Sequence[bytes], quick: bool = False
+    ports: Sequence[int], clients: int, seconds: float, messages: Sequence[bytes], quick: bool = False
 ) -> tuple[list[float], int]:
-    """Seconds to the first byte of each answer, and how many went wrong."""
+    """Return the seconds to the first byte of each answer, and the number of failures."""
     loop = asyncio.get_running_loop()
     until = time.perf_counter() + seconds
 
     def endless(start: int) -> Iterator[bytes]:
         while True:
-            yield asked[start % len(asked)]
+            yield messages[start % len(messages)]
             start += 7
 
     crowd = [Client(endless(number), until, quick) for number in range(clients)]
@@ -136,8 +136,8 @@ async def load(
 class Listener(asyncio.Protocol):
     """One open stream: whether it has begun, and whether it came to its end."""
 
-    def __init__(self, asked: bytes) -> None:
-        self._asked = asked
+    def __init__(self, request: bytes) -> None:
+        self._message = request
         self._heard = b""
         self.begun, self.ended = asyncio.Event(), asyncio.Event()
 
@@ -147,7 +147,7 @@ class Listener(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.write(self._asked)
+        self._transport.write(self._message)
 
     def data_received(self, data: bytes) -> None:
         self._heard = (self._heard + data)[-2000:]

@@ -7,11 +7,10 @@ Serves the same prompts from several servers in one run, and prints them side by
 
 Any OpenAI-compatible server is a peer. Each is started in turn on 127.0.0.1, measured, and stopped.
 Prompts are random token ids, new each time, so that no prefix cache helps. A case is
-STREAMS:PROMPT:OUTPUT: so many streams start at once with PROMPT random tokens in and OUTPUT out; with
-`+BIG`, a prompt of BIG tokens arrives once all streams are generating: what do they feel of it?
+STREAMS:PROMPT:OUTPUT: this number of streams starts at once with PROMPT random tokens in and OUTPUT out. With
+`+BIG`, a prompt of BIG tokens arrives once all streams are generating, and its influence on them is measured.
 
-Every figure is the median of the repeats, after one that is not counted. The first server named is
-the one that ratios refer to.
+Every number is the median of the repeats, after one that is not counted. Ratios refer to the first server.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ async def _throughput(target: Target, case: Case) -> dict[str, float]:
         max(each[0] for each in times),
         min(each[-1] for each in times),
     )
-    figures = {
+    numbers = {
         "ttft_ms": _milliseconds(
             statistics.median(each[0] - stream.sent for each, stream in zip(times, streams, strict=True))
         ),
@@ -157,8 +156,8 @@ async def _throughput(target: Target, case: Case) -> dict[str, float]:
     }
     if first_ends > all_decode:
         while_all = sum(all_decode < moment <= first_ends for each in times for moment in each)
-        figures["decode_tok_s"] = round(while_all / (first_ends - all_decode), 1)
-    return figures
+        numbers["decode_tok_s"] = round(while_all / (first_ends - all_decode), 1)
+    return numbers
 
 
 async def _interference(target: Target, case: Case) -> dict[str, float]:
@@ -192,7 +191,7 @@ async def _interference(target: Target, case: Case) -> dict[str, float]:
 
 
 async def measure(target: Target, case: Case, repeats: int) -> dict[str, float]:
-    """The medians of a case's figures over `repeats`, after one run that is not counted."""
+    """Return the medians of a case's numbers over `repeats`, after one run that is not counted."""
     run = _interference if case.big else _throughput
     rounds: list[dict[str, float]] = []
     for _ in range(repeats + 1):
@@ -215,12 +214,12 @@ def running(command: str, port: int, log: Path) -> Iterator[subprocess.Popen[byt
             end(process, signal.SIGINT)
 
 
-def end(process: subprocess.Popen[bytes], asking: signal.Signals, patience_s: float = 30) -> None:
+def end(process: subprocess.Popen[bytes], asking: signal.Signals, timeout_s: float = 30) -> None:
     """End the group that `process` leads: by `asking` first, and then without asking."""
     for number in (asking, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
-            process.wait(patience_s)
+            process.wait(timeout_s)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
 
@@ -245,15 +244,15 @@ def served_name(port: int) -> str:
 
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Rows are cases and figures, columns are servers, and how the first compares to each other one."""
+    """Return a table: rows are cases and numbers, columns are servers and ratios to the first one."""
     servers = list(results)
     first, others = servers[0], servers[1:]
     lines = [
         "| case | figure | " + " | ".join([*servers, *(f"{first} / {other}" for other in others)]) + " |",
         "|---|---|" + "---|" * (len(servers) + len(others)),
     ]
-    for case, figures in results[first].items():
-        for figure, value in figures.items():
+    for case, numbers in results[first].items():
+        for figure, value in numbers.items():
             row = [results[server].get(case, {}).get(figure) for server in servers]
             ratios = [f"{value / other:.2f}" if other else "" for other in row[1:]]
             cells = ["" if cell is None else f"{cell:g}" for cell in row]
@@ -284,9 +283,9 @@ def main() -> None:
             target = Target(options.port, served_name(options.port), options.vocabulary)
             for text in options.cases.split(","):
                 case = Case.parse(text)
-                figures = asyncio.run(measure(target, case, options.repeats))
-                results[name][text] = figures
-                print(f"{name} {case} {json.dumps(figures)}", file=sys.stderr, flush=True)
+                numbers = asyncio.run(measure(target, case, options.repeats))
+                results[name][text] = numbers
+                print(f"{name} {case} {json.dumps(numbers)}", file=sys.stderr, flush=True)
         (options.out / "results.json").write_text(json.dumps(results, indent=1))
     print(table(results))
 

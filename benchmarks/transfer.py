@@ -4,7 +4,7 @@ How fast blocks move: GB/s by means, block size and order, and what a checksum c
     python benchmarks/transfer.py [--megabytes 64] [--repeats 7]
 
 Two processes on this machine, one pull of all blocks of the pool, both ends' memory touched before. The
-figure is the median of the repeats, with the least and the most. `contiguous` reads blocks 0, 1, 2 ... over
+result is the median of the repeats, with the least and the most. `contiguous` reads blocks 0, 1, 2 ... over
 0, 1, 2 ...; `scattered` reads them in chance order. A plain copy within one process (`loopback`) is what
 the machine's memory allows.
 """
@@ -55,7 +55,7 @@ def pool(block_bytes: int, megabytes: int) -> KVCache:
 
 
 def source(parent: Connection, tls: str, block_bytes: int, megabytes: int) -> None:
-    """The process that is read from, until it is told to end."""
+    """Run the process that is read from, until it receives the end message."""
     if tls:
         os.environ["UCX_TLS"] = tls
 
@@ -80,14 +80,14 @@ async def rates(
         "contiguous": numbers,
         "scattered": random.Random(1).sample(numbers, len(numbers)),
     }
-    found = []
+    measured = []
     for order, blocks in orders.items():
         pulls = [await transfer.pull(peer, blocks, numbers).settled() for _ in range(repeats + 2)]
-        found.append(
+        measured.append(
             (pulls[-1].transport, order, [pulled.bytes / pulled.seconds / 1e9 for pulled in pulls[2:]])
         )
     await transfer.disconnect(peer)
-    return found
+    return measured
 
 
 async def nixl(
@@ -98,8 +98,8 @@ async def nixl(
     cache = pool(block_bytes, megabytes)
     transfer = await create_transfer("nixl", cache, "reader")
     processes = get_context("spawn")
-    here, there = processes.Pipe()
-    process = processes.Process(target=source, args=(there, tls, block_bytes, megabytes), daemon=True)
+    here, remote_end = processes.Pipe()
+    process = processes.Process(target=source, args=(remote_end, tls, block_bytes, megabytes), daemon=True)
     process.start()
     try:
         return await rates(transfer, cache, here, repeats)
@@ -114,33 +114,33 @@ async def loopback(block_bytes: int, megabytes: int, repeats: int) -> list[tuple
     cache = pool(block_bytes, megabytes)
     theirs = LoopbackTransfer(pool(block_bytes, megabytes), "source")
     transfer = LoopbackTransfer(cache, "reader")
-    found = await rates(transfer, cache, theirs, repeats)
+    measured = await rates(transfer, cache, theirs, repeats)
     await transfer.close()
     await theirs.close()
-    return found
+    return measured
 
 
 def checksum_rates(block_bytes: int, megabytes: int, repeats: int) -> list[float]:
     cache = pool(block_bytes, megabytes)
-    found = []
+    measured = []
     for _ in range(repeats):
         begin = time.perf_counter()
         block_checksums(cache, range(cache.blocks))
-        found.append(cache.blocks * block_bytes / (time.perf_counter() - begin) / 1e9)
-    return found
+        measured.append(cache.blocks * block_bytes / (time.perf_counter() - begin) / 1e9)
+    return measured
 
 
 def row(*cells: str) -> None:
     print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def shown(block_bytes: int, means: str, order: str, found: list[float]) -> None:
+def shown(block_bytes: int, means: str, order: str, measured: list[float]) -> None:
     row(
         f"{block_bytes // 1024} KiB",
         means,
         order,
-        f"{statistics.median(found):.2f}",
-        f"{min(found):.2f} to {max(found):.2f}",
+        f"{statistics.median(measured):.2f}",
+        f"{min(measured):.2f} to {max(measured):.2f}",
     )
 
 
@@ -156,12 +156,12 @@ def main() -> None:
     row("---", "---", "---", "---", "---")
     for block_bytes in BLOCK_BYTES:
         size = (block_bytes, options.megabytes, options.repeats)
-        for found in (
+        for measured in (
             asyncio.run(loopback(*size)),
             asyncio.run(nixl("", *size)),
             asyncio.run(nixl("tcp", *size)),
         ):
-            for means, order, speeds in found:
+            for means, order, speeds in measured:
                 shown(block_bytes, means, order, speeds)
         shown(block_bytes, "checksum", "contiguous", checksum_rates(*size))
 

@@ -1,11 +1,11 @@
 """
-A million prompts that share nothing through one scheduler: what of them stays in memory.
+A million prompts without shared prefixes through one scheduler: its memory must not grow.
 
     python -m benchmarks.unique_prompts --prompts 1000000
 
-Each is planned, booked, begun with a report and let go, and its blocks come and go by events, before twelve
-workers whose caches are full after a few thousand of them. Printed is the memory after every tenth: from the
-second line on it should be the same.
+Each is planned, booked, started with a report and released. Events report that its blocks are stored and
+evicted by twelve workers, whose caches are full after a few thousand prompts. Prints the memory after every
+tenth: from the second line on it should be the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prompt_of(blocks: list[int]) -> PromptChunks:
 
 
 class Teller:
-    """One worker's cache and what the router is told of it."""
+    """One worker's cache and its KV events to the router."""
 
     def __init__(self, held: WorkerBlocks) -> None:
         self._held = held
@@ -58,7 +58,7 @@ async def send(count: int) -> None:
     urls = [f"http://127.0.0.1:{port}" for port in range(1, PREFILL + DECODE + 1)]
     settings = RouterSettings(decode=tuple(urls[PREFILL:]), prefill=tuple(urls[:PREFILL]))
     scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(1), lambda: now)
-    knowledge = scheduler.dispatcher.worker_states
+    worker_states = scheduler.dispatcher.worker_states
     tellers: dict[str, Teller] = {}
     for worker in scheduler.workers.all:
         control = "x:1" if worker.listed is Role.PREFILL else ""
@@ -68,7 +68,7 @@ async def send(count: int) -> None:
                 total_blocks=CAPACITY, free_blocks=CAPACITY, block_size=BLOCK_TOKENS,
             )
         )  # fmt: skip
-        held = knowledge.blocks.open(knowledge.of(worker).slot)
+        held = worker_states.blocks.open(worker_states.of(worker).slot)
         held.replace({})
         tellers[worker.name] = Teller(held)
     rng, process, began = random.Random(2), psutil.Process(), time.process_time()
@@ -90,7 +90,7 @@ async def send(count: int) -> None:
             each = 1e6 * (time.process_time() - began) / number
             memory = process.memory_info().rss / 2**20
             print(
-                f"{number:>9} prompts  {memory:7.1f} MB  {len(knowledge)} chunks  {each:.0f} us each",
+                f"{number:>9} prompts  {memory:7.1f} MB  {len(worker_states)} chunks  {each:.0f} us each",
                 flush=True,
             )
 

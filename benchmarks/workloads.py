@@ -1,8 +1,8 @@
 """
-What clients ask for in a replay: sessions that begin at a time of their own, and what each does then.
+Requests of clients in a replay: sessions that begin at given times, and their behavior.
 
-A session asks, perhaps waits, and asks again with what it was answered; its seconds are those of the
-workload, which whoever plays it may let pass faster. All chance comes from the generator passed in.
+A session sends a request, perhaps waits, and sends the next one with the answer. Its seconds are those of the
+workload; the player may run faster. All randomness comes from the generator that is passed in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Message = dict[str, str]
 
 
 class Asking(Protocol):
-    """What a session can do."""
+    """Actions of a session."""
 
     async def ask(self, messages: list[Message], tokens: int) -> str:
         """The answer, of so many tokens; empty if something went wrong, which is noted."""
@@ -119,7 +119,7 @@ def unique(rng: random.Random, minutes: float, per_s: float = 40.0) -> Iterator[
         yield Arrival(at_s, session)
 
 
-MADE: dict[str, Callable[[random.Random, float], Iterator[Arrival]]] = {
+GENERATED: dict[str, Callable[[random.Random, float], Iterator[Arrival]]] = {
     "system_prompts": system_prompts,
     "chats": chats,
     "trees": trees,
@@ -129,8 +129,8 @@ MADE: dict[str, Callable[[random.Random, float], Iterator[Arrival]]] = {
 
 def arrivals(name: str, minutes: float) -> Iterator[Arrival]:
     """One of `MADE`, or a Mooncake trace by its path."""
-    made = MADE.get(name)
-    return made(random.Random(1), minutes) if made else mooncake(Path(name), minutes)
+    generator = GENERATED.get(name)
+    return generator(random.Random(1), minutes) if generator else mooncake(Path(name), minutes)
 
 
 def _poisson(rng: random.Random, minutes: float, per_s: float) -> Iterator[float]:

@@ -136,10 +136,21 @@ def _messages(tree: ast.AST, docstrings: set[int]) -> Iterator[Passage]:
             text = "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             text = node.value
-        if text and _WORDS_IN_A_ROW.search(text) and not _QUERY.match(text.lstrip()):
+        if text and _WORDS_IN_A_ROW.search(text) and not _QUERY.match(text.lstrip()) and not _is_script(text):
             yield Passage(getattr(node, "lineno", 1), kind, plain(text))
         if not isinstance(node, ast.JoinedStr):
             stack.extend((child, kind) for child in ast.iter_child_nodes(node))
+
+
+def _is_script(text: str) -> bool:
+    """Whether a string is a Python script, such as one for another process."""
+    if not re.search(r"^(?:from \S+ )?import \w", text, re.MULTILINE):
+        return False
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _comment_lines(source: str, sign: str) -> Iterator[tuple[int, int, str]]:

@@ -1,4 +1,4 @@
-"""One question, as a client would ask it."""
+"""A client with one question."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import openai
 
 
 def ask(url: str, model: str, question: str = "What is the capital of France?", tokens: int = 16) -> str:
-    """The answer; raises what the SDK raises."""
+    """Return the answer. Raises the errors of the SDK."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
             model=model,

@@ -1,4 +1,4 @@
-"""A cluster with the operator in it, and a namespace for each file of stories."""
+"""Fixtures: a cluster with the operator, and a namespace for each test file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(scope="session", autouse=True)
 def tools() -> None:
-    """Stories need a cluster, and the programs that users speak to one with."""
+    """Skip all tests without a cluster, kubectl or helm."""
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("no cluster: set KUBECONFIG, or run e2e/run")
     for program in ("kubectl", "helm"):
@@ -48,44 +48,44 @@ def tools() -> None:
 
 @pytest.fixture(scope="session")
 def installation(tools: None) -> Iterator[Installation]:
-    """The operator, ready."""
-    system = _made(SYSTEM)
-    made = Installation(system)
+    """The installed operator."""
+    system = _create(SYSTEM)
+    release = Installation(system)
     watch = Stopwatch("the chart")
-    made.apply()
+    release.apply()
     watch.note("helm install")
-    yield made
-    made.helm("uninstall", "baton", "--wait", "--ignore-not-found")
-    _deleted(system)
+    yield release
+    release.helm("uninstall", "baton", "--wait", "--ignore-not-found")
+    _delete(system)
 
 
 @pytest.fixture(scope="module")
 def cluster(installation: Installation, request: pytest.FixtureRequest) -> Iterator[Kubernetes]:
-    """A namespace in which only restricted pods are admitted."""
+    """A namespace that admits only restricted pods."""
     story = Path(request.module.__file__).stem.removeprefix("test_").replace("_", "-")
-    made = _made(f"e2e-{story}")
-    yield made
+    namespace = _create(f"e2e-{story}")
+    yield namespace
     if request.node.stash.get(failed, False):
         folder = EVIDENCE / story
-        evidence.gather([made, installation.cluster], folder)
+        evidence.gather([namespace, installation.cluster], folder)
         print(f"\nobjects, events and logs: {folder}")
-    _deleted(made)
+    _delete(namespace)
 
 
-def _made(namespace: str) -> Kubernetes:
-    made = Kubernetes(namespace)
-    made.apply(
+def _create(namespace: str) -> Kubernetes:
+    cluster = Kubernetes(namespace)
+    cluster.apply(
         {
             "apiVersion": "v1",
             "kind": "Namespace",
             "metadata": {"name": namespace, "labels": RESTRICTED},
         }
     )
-    return made
+    return cluster
 
 
-def _deleted(cluster: Kubernetes) -> None:
-    """Services and their pods first: a namespace with pods in it is not looked at again for minutes."""
+def _delete(cluster: Kubernetes) -> None:
+    """Delete services first: the controller checks a namespace with pods only every few minutes."""
     if cluster.namespace != SYSTEM:
         cluster.kubectl("delete", "inferenceservices", "--all", "--cascade=foreground", timeout_s=ENDED_S)
     cluster.kubectl("delete", "namespace", cluster.namespace, timeout_s=ENDED_S)

@@ -1,4 +1,4 @@
-"""What is left of a story that failed: objects, events and logs of its namespaces, as files."""
+"""Evidence of a failed test: objects, events and logs of its namespaces, as files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ VIEWS = {
 
 
 def gather(clusters: Sequence[Kubernetes], folder: Path) -> None:
-    """Writes what can be had; what cannot says so in its file."""
+    """Write one file per view. If a command fails, its file contains the error."""
     for cluster in clusters:
         own = folder / cluster.namespace
         own.mkdir(parents=True, exist_ok=True)
         for name, view in VIEWS.items():
-            (own / name).write_text(_said(cluster, *view))
-        for pod in _said(cluster, "get", "pods", "--output=name").split():
+            (own / name).write_text(_output(cluster, *view))
+        for pod in _output(cluster, "get", "pods", "--output=name").split():
             name = pod.removeprefix("pod/")
-            (own / f"{name}.log").write_text(_said(cluster, "logs", name, "--all-containers", "--tail=2000"))
-            before = _said(cluster, "logs", name, "--all-containers", "--previous", "--tail=500")
+            (own / f"{name}.log").write_text(
+                _output(cluster, "logs", name, "--all-containers", "--tail=2000")
+            )
+            before = _output(cluster, "logs", name, "--all-containers", "--previous", "--tail=500")
             (own / f"{name}.before.log").write_text(before)
 
 
-def _said(cluster: Kubernetes, *arguments: str) -> str:
+def _output(cluster: Kubernetes, *arguments: str) -> str:
     try:
         return cluster.kubectl(*arguments)
     except Refused as error:

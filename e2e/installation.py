@@ -17,7 +17,7 @@ INSTALLED_S = 180
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """A release of the chart in a namespace of its own."""
+    """A release of the chart in a separate namespace."""
 
     cluster: Kubernetes
 
@@ -27,7 +27,7 @@ class Installation:
         )
 
     def apply(self, **values: str) -> str:
-        """`helm install`, or `helm upgrade` of what is there, until its pods are ready."""
+        """Run `helm install`, or `helm upgrade` if the release exists, and wait until its pods are ready."""
         settings = [f"--set={name}={value}" for name, value in {**_images(), **_dotted(values)}.items()]
         return self.helm(
             "upgrade", "--install", RELEASE, str(CHART), *settings, "--wait", f"--timeout={INSTALLED_S}s"

@@ -1,4 +1,4 @@
-"""The cluster that stories run on: kubectl in one namespace, and ways to a Service from here."""
+"""The cluster of the tests: kubectl in one namespace, and access to Services from this machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ANSWERED_S = 60.0
 
 
 class Refused(Exception):
-    """A command that ended badly, with what it said."""
+    """A command failed; the message has its output."""
 
 
 def command(arguments: Sequence[str], given: str = "", timeout_s: float = ANSWERED_S) -> str:
-    """What it prints."""
+    """Run a command and return its output. Raises Refused."""
     try:
         done = subprocess.run(
             list(arguments), input=given, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -46,7 +46,7 @@ class Kubernetes:
         return command(["kubectl", "--namespace", self.namespace, *arguments], given, timeout_s)
 
     def apply(self, what: Path | Manifest) -> None:
-        """A file, or an object."""
+        """Apply a file or an object."""
         text = what.read_text() if isinstance(what, Path) else json.dumps(what)
         self.kubectl("apply", "--filename=-", given=text)
 
@@ -54,13 +54,12 @@ class Kubernetes:
         return json.loads(self.kubectl("get", kind, name, "--output=json"))
 
     def objects(self, kind: str, selector: str = "") -> list[Any]:
-        found: list[Any] = json.loads(self.kubectl("get", kind, f"--selector={selector}", "--output=json"))[
-            "items"
-        ]
-        return found
+        listed = json.loads(self.kubectl("get", kind, f"--selector={selector}", "--output=json"))
+        items: list[Any] = listed["items"]
+        return items
 
     def wait(self, what: str, condition: str, timeout_s: int) -> None:
-        """`what` is KIND/NAME, `condition` as `kubectl wait --for` has it."""
+        """Wait for a condition of `what` (KIND/NAME), written as for `kubectl wait --for`."""
         arguments = ("wait", f"--for={condition}", f"--timeout={timeout_s}s", what)
         self.kubectl(*arguments, timeout_s=timeout_s + ANSWERED_S)
 
@@ -69,18 +68,18 @@ class Kubernetes:
 
     @contextmanager
     def reach(self, service: str) -> Iterator[str]:
-        """A URL of the Service: its own address, or else one that kubectl forwards to one of its pods."""
-        there = self.object("service", service)["spec"]
-        port = there["ports"][0]["port"]
+        """Yield a URL of the Service: its own address, or one that kubectl forwards to one of its pods."""
+        spec = self.object("service", service)["spec"]
+        port = spec["ports"][0]["port"]
         if services_are_near():
-            yield f"http://{there['clusterIP']}:{port}"
+            yield f"http://{spec['clusterIP']}:{port}"
             return
         with self._forwarded(f"service/{service}", port) as address:
             yield f"http://{address}"
 
     @contextmanager
     def reach_pod(self, pod: str, port: int) -> Iterator[str]:
-        """ADDRESS:PORT of a pod: its own, or else what kubectl forwards to it."""
+        """Yield ADDRESS:PORT of a pod: its own, or one that kubectl forwards to it."""
         if services_are_near():
             yield f"{self.object('pod', pod)['status']['podIP']}:{port}"
             return
@@ -93,17 +92,17 @@ class Kubernetes:
         with subprocess.Popen(forward, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
-                said = process.stdout.readline()
-                found = re.search(r"127\.0\.0\.1:(\d+)", said)
-                assert found, f"kubectl port-forward said {said!r}"
-                yield f"127.0.0.1:{found[1]}"
+                line = process.stdout.readline()
+                match = re.search(r"127\.0\.0\.1:(\d+)", line)
+                assert match, f"kubectl port-forward printed {line!r}"
+                yield f"127.0.0.1:{match[1]}"
             finally:
                 process.terminate()
 
 
 @cache
 def services_are_near() -> bool:
-    """Whether the cluster's Services can be reached from here by their addresses."""
+    """Return whether this machine reaches the cluster's Services by their addresses."""
     service = json.loads(command(["kubectl", "get", "service", "kubernetes", "--output=json"]))["spec"]
     try:
         with socket.create_connection((service["clusterIP"], 443), timeout=CONNECTED_S):

@@ -1,4 +1,4 @@
-"""What can be done to the node that `e2e/cluster` has started, and to no other: its own processes killed."""
+"""Failures of the node that `e2e/cluster` started: killed and stopped processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from e2e.kubernetes import command
 
 CLUSTER = "BATON_CLUSTER"
-"""The variable by which `cluster run` tells where the script is."""
+"""The variable with the path of the script, set by `cluster run`."""
 
 
 def kill_container(pod: Any) -> None:
-    """`kill -9` of a pod's first container: nothing is told, nothing is drained, connections are cut."""
+    """Run `kill -9` on a pod's first container: it does not drain, and its connections are cut."""
     _, _, container = pod["status"]["containerStatuses"][0]["containerID"].partition("://")
     _cluster("kill", container)
 
 
 @contextmanager
 def without(component: str) -> Iterator[None]:
-    """`component`, such as kubelet, is stopped, and runs again afterwards."""
+    """Stop `component`, such as kubelet, and start it again at the end."""
     _cluster("stop", component)
     try:
         yield
@@ -32,7 +32,7 @@ def without(component: str) -> Iterator[None]:
 
 
 def needed() -> None:
-    """Skips a story where the node is somebody else's."""
+    """Skip the test unless the node belongs to `e2e/cluster`."""
     if CLUSTER not in os.environ:
         pytest.skip("only the node of e2e/cluster can be broken: run e2e/run without KUBECONFIG")
 

@@ -1,4 +1,4 @@
-"""An InferenceService for stories in which something happens to it: small, and quick to come and go."""
+"""A small InferenceService that starts and ends quickly, for tests of failures and changes."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from tests.engine.models import make_model
 
 READY_S = 300
 NAME = "relay"
-"""Of the service, and so of its model."""
+"""Name of the service and of its model."""
 
 TINY = "tiny-model"
 DRAIN = {"timeout": "1m", "preStopDelay": "5s"}
 RESOURCES = {"cpu": "150m"}
-"""What a worker has of a machine on which others are busy; those that ask for nothing get what is left."""
+"""CPU request of a worker. Pods without a request get only the rest of a busy machine."""
 
 LESS = {"kvCacheMemory": "256Mi", "env": [{"name": "OMP_NUM_THREADS", "value": "1"}]}
-"""What a story's workers take of a machine that all of them share."""
+"""Engine settings for workers that share one machine."""
 
 
 def node_address(cluster: Kubernetes) -> str:
-    """Of the node, at which pods reach what listens beside it."""
+    """Return the address at which pods reach servers on the node."""
     (node, *_) = cluster.objects("nodes")
-    found: str = next(one["address"] for one in node["status"]["addresses"] if one["type"] == "InternalIP")
-    return found
+    address: str = next(one["address"] for one in node["status"]["addresses"] if one["type"] == "InternalIP")
+    return address
 
 
 def addresses(cluster: Kubernetes, revision: str) -> set[str]:
-    """Of a generation's pods."""
+    """Return the addresses of a revision's pods."""
     pods = cluster.objects("pods", f"baton.dev/revision={revision}")
     return {pod["status"].get("podIP", "") for pod in pods}
 
 
 def service(prefill: int = 1, decode: int = 1, routers: int = 1) -> dict[str, Any]:
-    """Of the built-in model, with so many pods of each kind."""
+    """Return a service of the built-in model with these numbers of pods."""
     return {
         "apiVersion": "baton.dev/v1alpha1",
         "kind": "InferenceService",
@@ -54,16 +54,16 @@ def tiny_service(
     cluster: Kubernetes, folder: Path, prefill: int = 1, decode: int = 1, routers: int = 1
 ) -> dict[str, Any]:
     """
-    The same with a model of random weights, made in `folder`, that answers many requests a second.
+    Return the same service with a model of random weights, which answers many requests per second.
 
-    It comes into the pods by a ConfigMap, which no real model would fit into.
+    The model is created in `folder` and mounted from a ConfigMap, which is too small for real models.
     """
     make_model(folder)
     cluster.kubectl("create", "configmap", TINY, f"--from-file={folder}")
-    made = service(prefill, decode, routers)
-    made["spec"]["model"] = {"uri": f"file:///{TINY}"}
+    manifest = service(prefill, decode, routers)
+    manifest["spec"]["model"] = {"uri": f"file:///{TINY}"}
     main = {"name": "main", "volumeMounts": [{"name": TINY, "mountPath": f"/{TINY}", "readOnly": True}]}
     volume = {"name": TINY, "configMap": {"name": TINY}}
     for role in ("prefill", "decode"):
-        made["spec"][role]["podTemplate"] = {"spec": {"containers": [main], "volumes": [volume]}}
-    return made
+        manifest["spec"][role]["podTemplate"] = {"spec": {"containers": [main], "volumes": [volume]}}
+    return manifest

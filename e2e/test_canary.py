@@ -1,4 +1,4 @@
-"""A new generation that gets a few requests first: as many as its step says, and none if it does badly."""
+"""Canary rollouts: a new revision gets the weight of its step, and is rolled back if it fails requests."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from e2e.kubernetes import Kubernetes
-from e2e.patience import until
+from e2e.polling import until
 from e2e.services import NAME, READY_S, addresses, tiny_service
 from e2e.stopwatch import Stopwatch
 from e2e.traffic import Traffic
 
 PER_SECOND = 20
 WEIGHT = 20
-"""Of a hundred requests, for the new generation."""
+"""Percent of the requests for the new revision."""
 
 SAMPLE = 400
-"""Answers of which its share is taken."""
+"""Answers by which the share is measured."""
 
 BROKEN = """
 import http.server, json
@@ -44,12 +44,12 @@ class Worker(http.server.BaseHTTPRequestHandler):
 
 http.server.ThreadingHTTPServer(("", 8000), Worker).serve_forever()
 """.replace("NAME", NAME)
-"""A decode worker that is ready, and fails whatever it is asked."""
+"""A decode worker that is ready and fails all requests."""
 
 STAYS = {"canary": {"steps": [{"weight": WEIGHT, "pause": "1h"}]}}
 
 
-def test_it_gets_the_share_that_its_step_says(cluster: Kubernetes, tmp_path: Path) -> None:
+def test_canary_gets_the_weight_of_its_step(cluster: Kubernetes, tmp_path: Path) -> None:
     cluster.apply(tiny_service(cluster, tmp_path))
     cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     old = _status(cluster)["currentRevision"]
@@ -58,9 +58,9 @@ def test_it_gets_the_share_that_its_step_says(cluster: Kubernetes, tmp_path: Pat
         until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
         watch = Stopwatch("a canary")
         cluster.patch(f"bsvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}, "rollout": STAYS}})
-        until("there is another generation", lambda: _status(cluster)["updateRevision"] != old, READY_S)
+        until("another revision exists", lambda: _status(cluster)["updateRevision"] != old, READY_S)
         new = _status(cluster)["updateRevision"]
-        until("the new generation answers", lambda: traffic.outcome.of(addresses(cluster, new)), READY_S)
+        until("the new revision answers", lambda: traffic.outcome.of(addresses(cluster, new)), READY_S)
         watch.note("changed -> its first answer")
 
         workers = addresses(cluster, new)
@@ -69,18 +69,18 @@ def test_it_gets_the_share_that_its_step_says(cluster: Kubernetes, tmp_path: Pat
         sample = traffic.outcome.answered - answered
         share = (traffic.outcome.of(workers) - of_new) / sample
         watch.note(f"-> {sample} answers later")
-        print(f"\n{share:.1%} of {sample} answers were the canary's, {WEIGHT} % are wanted")
+        print(f"\n{share:.1%} of {sample} answers were the canary's, {WEIGHT} % expected")
         assert _status(cluster)["currentRevision"] == old
         assert WEIGHT / 2 < 100 * share < 2 * WEIGHT
 
         cluster.patch(f"bsvc/{NAME}", {"spec": {"rollout": {"canary": None}}})
-        until("it gets all", lambda: _status(cluster)["currentRevision"] == new, READY_S)
-        until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
-        watch.note("no steps any more -> the old one is gone")
+        until("it gets all requests", lambda: _status(cluster)["currentRevision"] == new, READY_S)
+        until("the old revision is gone", lambda: not _pods(cluster, old), READY_S)
+        watch.note("steps removed -> the old revision is gone")
     assert not traffic.outcome.failures
 
 
-def test_one_that_is_ready_and_fails_its_requests_is_taken_back(cluster: Kubernetes) -> None:
+def test_canary_that_fails_requests_is_rolled_back(cluster: Kubernetes) -> None:
     old = _status(cluster)["currentRevision"]
     template = cluster.object("bsvc", NAME)["spec"]["decode"]["podTemplate"]
     template["spec"]["containers"][0]["command"] = ["python", "-c", BROKEN]
@@ -89,9 +89,9 @@ def test_one_that_is_ready_and_fails_its_requests_is_taken_back(cluster: Kuberne
         watch = Stopwatch("a canary that fails its requests")
         cluster.patch(f"bsvc/{NAME}", {"spec": {"decode": {"podTemplate": template}, "rollout": STAYS}})
         cluster.wait(f"bsvc/{NAME}", "condition=Degraded", READY_S)
-        watch.note("changed -> taken back")
+        watch.note("changed -> rolled back")
         (failed,) = [one for one in _status(cluster)["revisions"] if one["phase"] == "Failed"]
-        print(f"\n{failed['reason']}")
+        print(f"\n{failed['message']}")
         until("it is gone", lambda: not _pods(cluster, failed["name"]), READY_S)
         answered = traffic.outcome.answered
         until("a hundred answers after it", lambda: traffic.outcome.answered > answered + 100, 120)

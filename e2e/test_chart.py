@@ -1,25 +1,25 @@
-"""The chart's life: installed, tested, upgraded under a service that runs, taken away and put back."""
+"""The chart: install, test, upgrade beside a running service, uninstall and install again."""
 
 from __future__ import annotations
 
 from e2e.client import ask
 from e2e.installation import ROOT, Installation
 from e2e.kubernetes import Kubernetes
-from e2e.patience import until
+from e2e.polling import until
 from e2e.stopwatch import Stopwatch
 
 MINIMAL = ROOT / "examples" / "minimal.yaml"
 READY_S = 300
 
 
-def test_its_test_passes(installation: Installation) -> None:
+def test_helm_test_passes(installation: Installation) -> None:
     watch = Stopwatch("the chart")
-    said = installation.helm("test", "baton", "--logs")
+    output = installation.helm("test", "baton", "--logs")
     watch.note("helm test")
-    assert "Succeeded" in said
+    assert "Succeeded" in output
 
 
-def test_an_upgrade_touches_no_pod_of_a_service(cluster: Kubernetes, installation: Installation) -> None:
+def test_helm_upgrade_keeps_the_pods_of_services(cluster: Kubernetes, installation: Installation) -> None:
     cluster.apply(MINIMAL)
     cluster.wait("inferenceservice/smollm2", "condition=Ready", READY_S)
     before = _pods(cluster)
@@ -47,7 +47,7 @@ def test_services_outlive_the_operator(cluster: Kubernetes, installation: Instal
     assert _pods(cluster) == before
 
 
-def test_what_goes_takes_all_of_its_own_along(cluster: Kubernetes, installation: Installation) -> None:
+def test_deleted_service_leaves_no_objects(cluster: Kubernetes, installation: Installation) -> None:
     watch = Stopwatch("examples/minimal.yaml")
     cluster.kubectl("delete", "bsvc", "smollm2", "--cascade=foreground", timeout_s=240)
     watch.note("deleted, with all of its objects")
@@ -57,7 +57,7 @@ def test_what_goes_takes_all_of_its_own_along(cluster: Kubernetes, installation:
 
 
 def _pods(cluster: Kubernetes) -> dict[str, tuple[str, int]]:
-    """Who they are, and how often their containers have begun anew."""
+    """Return uid and number of restarts by pod."""
     return {
         pod["metadata"]["name"]: (
             pod["metadata"]["uid"],

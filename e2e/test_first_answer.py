@@ -1,4 +1,4 @@
-"""From `kubectl apply` to an answer: what a newcomer does first."""
+"""The first steps of a new user: from `kubectl apply` to an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MINIMAL = ROOT / "examples" / "minimal.yaml"
 READY_S = 300
 
 
-def test_a_service_of_ten_lines_answers(cluster: Kubernetes) -> None:
+def test_minimal_service_answers_and_streams(cluster: Kubernetes) -> None:
     watch = Stopwatch("examples/minimal.yaml")
     cluster.apply(MINIMAL)
     cluster.wait("inferenceservice/smollm2", "condition=Ready", READY_S)
@@ -35,21 +35,21 @@ def test_a_service_of_ten_lines_answers(cluster: Kubernetes) -> None:
         pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
         watch.note("the same, streamed")
 
-    said = answer.choices[0].message.content
-    print(f"\n{said!r}")
-    assert said
-    assert "".join(pieces) == said
+    content = answer.choices[0].message.content
+    print(f"\n{content!r}")
+    assert content
+    assert "".join(pieces) == content
     assert answer.usage is not None and answer.usage.prompt_tokens > 512
 
 
-def test_its_prompt_was_computed_by_another_pod(cluster: Kubernetes) -> None:
+def test_minimal_service_transfers_kv_blocks_between_pods(cluster: Kubernetes) -> None:
     roles = {pod["metadata"]["labels"][labels.ROLE]: pod for pod in cluster.objects("pods")}
     assert {"prefill", "decode", "router"} <= roles.keys()
 
     assert pulled_bytes(cluster, roles["decode"]["metadata"]["name"]) > 0
 
 
-def test_its_columns_say_what_is_there(cluster: Kubernetes) -> None:
+def test_kubectl_get_shows_model_and_ready_replicas(cluster: Kubernetes) -> None:
     header, row = cluster.kubectl("get", "bsvc", "smollm2").splitlines()
     shown = dict(zip(header.split(), row.split(), strict=True))
     assert shown["MODEL"] == "smollm2"

@@ -1,4 +1,4 @@
-"""nginx before the routers, as an ingress would be: with its own defaults, which are not kind to streams."""
+"""nginx in front of the routers, like an ingress: with its defaults, which do not suit streams."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from e2e.kubernetes import Kubernetes
-from e2e.patience import until
+from e2e.polling import until
 from e2e.services import NAME, READY_S, service
 
 READ_TIMEOUT_S = 5
-"""Seconds of silence after which this nginx gives up; what it comes with is 60."""
+"""Seconds without data after which this nginx ends a request. The default is 60."""
 
 CONFIGURATION = """
 daemon off;
@@ -49,7 +49,7 @@ http {{
 
 @pytest.fixture(scope="module")
 def proxy(cluster: Kubernetes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an nginx before a service's routers."""
+    """The URL of an nginx in front of a service's routers."""
     nginx = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
     if nginx is None:
         pytest.skip("nginx is not installed")
@@ -78,14 +78,14 @@ def test_tokens_arrive_one_by_one(proxy: str) -> None:
     assert together < gaps / 2
 
 
-def test_a_stream_longer_than_the_proxy_waits_is_not_cut(proxy: str) -> None:
+def test_stream_longer_than_the_proxy_timeout_is_not_cut(proxy: str) -> None:
     arrivals = _stream(proxy, "Tell the whole history of Rome, at length.", 400)
     print(f"\n{len(arrivals)} pieces over {arrivals[-1] - arrivals[0]:.1f} s; nginx waits {READ_TIMEOUT_S} s")
     assert arrivals[-1] - arrivals[0] > READ_TIMEOUT_S
 
 
 def _stream(url: str, question: str, tokens: int) -> list[float]:
-    """When each piece of an answer came that is as long as is asked."""
+    """Return the arrival time of each piece of an answer with exactly `tokens` tokens."""
     arrivals = []
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         stream = client.chat.completions.create(
@@ -113,5 +113,5 @@ def _free_port() -> int:
 
 
 def _listens(port: int) -> bool:
-    with closing(socket.socket()) as asking:
-        return asking.connect_ex(("127.0.0.1", port)) == 0
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

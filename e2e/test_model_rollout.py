@@ -1,4 +1,4 @@
-"""A change of the model that is fetched onto a volume for five minutes, under load: nobody notices."""
+"""A rollout under load to a model whose download onto a volume takes five minutes: no request fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from e2e import node
 from e2e.kubernetes import Kubernetes
-from e2e.patience import until
+from e2e.polling import until
 from e2e.services import NAME, READY_S, node_address, service
 from e2e.stopwatch import Stopwatch
 from e2e.traffic import Traffic
@@ -21,25 +21,25 @@ from tests.engine.models import make_model
 
 PER_SECOND = 20
 DOWNLOAD_S = 300
-"""More than workers that start without a model need to crash three times."""
+"""More than workers without a model need to crash three times."""
 
 USER = 65532
-"""Of Baton's pods, who writes to the volume."""
+"""User of Baton's pods, which write to the volume."""
 
 CLASS = "e2e-model"
-"""Storage class that only the volume of this story has: it is bound by its name, nothing provisions it."""
+"""Storage class of this test's volume only. The claim is bound by this name; there is no provisioner."""
 
 
 @pytest.fixture
 def volume(cluster: Kubernetes, tmp_path: Path) -> Iterator[None]:
-    """A volume that the claim of the service's model is bound to: a folder of the node."""
+    """A volume for the claim of the service's model: a folder of the node."""
     node.needed()
     folder = tmp_path / "volume"
     folder.mkdir()
     os.chown(folder, USER, USER)
     for above in folder.parents:
         if above.stat().st_mode & 0o001 == 0:
-            above.chmod(above.stat().st_mode | 0o011)  # pytest's own folders let nobody else through
+            above.chmod(above.stat().st_mode | 0o011)  # pytest's own folders are closed to other users
     name = f"{cluster.namespace}-model"
     cluster.apply(
         {
@@ -68,9 +68,9 @@ def test_rollout_to_a_slow_model_fails_no_request(cluster: Kubernetes, volume: N
         hub.serving(quick, "relay/quick", [], host=address) as near,
         hub.serving(slow, "relay/slow", [], host=address, weights_s=DOWNLOAD_S) as far,
     ):
-        made = service()
-        made["spec"]["model"] = _model(cluster, "quick", near)
-        cluster.apply(made)
+        manifest = service()
+        manifest["spec"]["model"] = _model(cluster, "quick", near)
+        cluster.apply(manifest)
         cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
         old = _status(cluster)["currentRevision"]
 
@@ -78,16 +78,16 @@ def test_rollout_to_a_slow_model_fails_no_request(cluster: Kubernetes, volume: N
             until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
             watch, began = Stopwatch("a rollout to a slow model"), time.monotonic()
             cluster.patch(f"bsvc/{NAME}", {"spec": {"model": _model(cluster, "slow", far)}})
-            until("the new one waits", lambda: _phase(cluster) == "Waiting", READY_S)
+            until("the new revision waits", lambda: _phase(cluster) == "Waiting", READY_S)
             watch.note("changed -> it waits for its model")
             new = _status(cluster)["updateRevision"]
-            until("its model is there", lambda: _waits_no_more(cluster, old, new), DOWNLOAD_S + READY_S)
+            until("its model is available", lambda: _has_model(cluster, old, new), DOWNLOAD_S + READY_S)
             assert time.monotonic() - began >= DOWNLOAD_S
-            watch.note("-> the model is there")
+            watch.note("-> the model is available")
             until("it serves", lambda: _status(cluster)["currentRevision"] == new, READY_S)
-            watch.note("-> the new generation serves")
-            until("the old one is gone", lambda: not _pods(cluster, old), READY_S)
-            watch.note("-> the old one is gone")
+            watch.note("-> the new revision serves")
+            until("the old revision is gone", lambda: not _pods(cluster, old), READY_S)
+            watch.note("-> the old revision is gone")
 
     print(f"\n{traffic.outcome}")
     assert traffic.outcome.answered > PER_SECOND * DOWNLOAD_S / 2
@@ -99,7 +99,7 @@ def test_rollout_to_a_slow_model_fails_no_request(cluster: Kubernetes, volume: N
 
 
 def _model(cluster: Kubernetes, name: str, endpoint: str) -> dict[str, Any]:
-    """`spec.model` of a hub's model, and the Secret that leads its fetch to that hub."""
+    """Return `spec.model` for a model of a hub, and create the Secret with the address of that hub."""
     secret = f"hub-{name}"
     cluster.apply(
         {
@@ -116,8 +116,8 @@ def _model(cluster: Kubernetes, name: str, endpoint: str) -> dict[str, Any]:
     }
 
 
-def _waits_no_more(cluster: Kubernetes, old: str, new: str) -> bool:
-    """Whether the model is there. Until then the old generation serves, and the new one has no pod."""
+def _has_model(cluster: Kubernetes, old: str, new: str) -> bool:
+    """Return whether the model is available. Before, the old revision serves, and the new one has no pod."""
     status = _status(cluster)
     phases = {one["name"]: one["phase"] for one in status["revisions"]}
     assert phases[new] != "Failed", status["revisions"]

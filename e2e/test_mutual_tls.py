@@ -1,4 +1,4 @@
-"""Workers and routers that show each other a certificate: who has it is answered, and nobody else."""
+"""Mutual TLS between workers and routers: only holders of the service's certificate are served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from baton_api import labels
 from e2e.client import ask
 from e2e.kubernetes import Kubernetes, Manifest
-from e2e.patience import until
+from e2e.polling import until
 from e2e.relays import QUESTION, pulled_bytes
 from e2e.services import NAME, READY_S, service
 from e2e.stopwatch import Stopwatch
@@ -27,7 +27,7 @@ TLS_PORT, PROBES_PORT = 8000, 8001
 
 PER_SECOND = 1
 RENEWED_S = 300
-"""Until kubelets have brought a Secret that has changed to all who mount it."""
+"""Seconds in which kubelets update the mounted files of a changed Secret."""
 
 ANSWERED_S = 30.0
 
@@ -36,46 +36,44 @@ OURS, THEIRS = Authority(), Authority()
 
 @pytest.fixture(scope="module")
 def shown(cluster: Kubernetes, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the service's own certificate, as its Secret has it."""
+    """The folder with the service's certificate, with the files of its Secret."""
     return OURS.fill(tmp_path_factory.mktemp("shown"), _name(cluster))
 
 
-def test_a_service_with_certificates_answers(cluster: Kubernetes, shown: Path) -> None:
+def test_service_with_certificates_answers(cluster: Kubernetes, shown: Path) -> None:
     watch = Stopwatch("certificates")
     cluster.apply(_secret(shown))
-    wanted = service()
-    wanted["spec"]["security"] = {"mutualTls": {"secretName": SECRET}}
-    cluster.apply(wanted)
+    manifest = service()
+    manifest["spec"]["security"] = {"mutualTls": {"secretName": SECRET}}
+    cluster.apply(manifest)
     cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     watch.note("applied -> Ready")
     with cluster.reach(NAME) as url:
-        said = ask(url, NAME, QUESTION)
+        content = ask(url, NAME, QUESTION)
     watch.note("Ready -> first answer")
-    print(f"\n{said!r}")
-    assert said
-    # Probes and whoever measures show none, at a port of their own.
+    print(f"\n{content!r}")
+    assert content
+    # Probes and Prometheus have no certificate and use a separate port.
     assert pulled_bytes(cluster, _pods(cluster)["decode"], PROBES_PORT) > 0
 
 
-def test_who_shows_another_certificate_or_none_is_refused(
+def test_client_with_a_wrong_or_no_certificate_is_rejected(
     cluster: Kubernetes, shown: Path, tmp_path: Path
 ) -> None:
-    neighbour = OURS.fill(tmp_path / "neighbour", f"other.{cluster.namespace}.svc.cluster.local")
+    neighbor = OURS.fill(tmp_path / "neighbor", f"other.{cluster.namespace}.svc.cluster.local")
     foreign = THEIRS.fill(tmp_path / "foreign", _name(cluster))
     over = OURS.fill(tmp_path / "over", _name(cluster), over=True)
     for role in ("prefill", "decode"):
         with cluster.reach_pod(_pods(cluster)[role], TLS_PORT) as address:
             assert _status(f"https://{address}/load", _tls(shown, shown)) == 200, role
-            for wrong in (neighbour, foreign, over, None):
+            for wrong in (neighbor, foreign, over, None):
                 assert _status(f"https://{address}/load", _tls(shown, wrong)) is None, f"{role}: {wrong}"
-            assert _status(f"http://{address}/load") is None, f"{role}: in the clear"
+            assert _status(f"http://{address}/load") is None, f"{role}: without TLS"
     with cluster.reach(NAME) as url:
-        assert ask(url, NAME, QUESTION), "those who belong to it go on"
+        assert ask(url, NAME, QUESTION), "the service still answers its own router"
 
 
-def test_a_certificate_is_renewed_without_a_restart_or_a_failed_request(
-    cluster: Kubernetes, shown: Path
-) -> None:
+def test_renewed_certificate_is_used_without_restart_or_failure(cluster: Kubernetes, shown: Path) -> None:
     pods = _pods(cluster)
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         until("an answer before the change", lambda: traffic.outcome.answered, READY_S)
@@ -88,7 +86,7 @@ def test_a_certificate_is_renewed_without_a_restart_or_a_failed_request(
         answered = traffic.outcome.answered
         until("ten answers after it", lambda: traffic.outcome.answered >= answered + 10, READY_S)
         pulled = pulled_bytes(cluster, pods["decode"], PROBES_PORT)
-        assert ask(url, NAME, f"Once more: {QUESTION}")
+        assert ask(url, NAME, f"Again: {QUESTION}")
         assert pulled_bytes(cluster, pods["decode"], PROBES_PORT) > pulled
     assert not traffic.outcome.failures
     assert _pods(cluster) == pods
@@ -106,24 +104,24 @@ def _secret(folder: Path) -> Manifest:
 
 
 def _pods(cluster: Kubernetes) -> dict[str, str]:
-    """Names by roles."""
-    found: dict[str, Any] = {}
+    """Return the pods' names by role."""
+    names: dict[str, Any] = {}
     for pod in cluster.objects("pods"):
-        found[pod["metadata"]["labels"][labels.ROLE]] = pod["metadata"]["name"]
-    return found
+        names[pod["metadata"]["labels"][labels.ROLE]] = pod["metadata"]["name"]
+    return names
 
 
 def _tls(trusted: Path, shown: Path | None) -> ssl.SSLContext:
-    """Trusts the authority of `trusted`, and shows what is in `shown`."""
-    made = ssl.create_default_context(cafile=str(trusted / "ca.crt"))
-    made.check_hostname = False  # pods are known by their service's name, not by their address
+    """Return a context that trusts the authority of `trusted` and presents the certificate of `shown`."""
+    context = ssl.create_default_context(cafile=str(trusted / "ca.crt"))
+    context.check_hostname = False  # pods are known by their service's name, not by their address
     if shown is not None:
-        made.load_cert_chain(shown / "tls.crt", shown / "tls.key")
-    return made
+        context.load_cert_chain(shown / "tls.crt", shown / "tls.key")
+    return context
 
 
 def _status(url: str, tls: ssl.SSLContext | bool = True) -> int | None:
-    """Of an answer; None if the connection comes to nothing."""
+    """Return the status of a response, or None if the connection fails."""
     with httpx.Client(verify=tls, trust_env=False, timeout=ANSWERED_S) as client:
         try:
             return client.get(url).status_code
@@ -137,5 +135,5 @@ def _is_shown(address: str, folder: Path) -> bool:
         socket.create_connection((host, int(port)), timeout=ANSWERED_S) as plain,
         _tls(folder, folder).wrap_socket(plain) as connection,
     ):
-        there = connection.getpeercert(binary_form=True)
-    return there == ssl.PEM_cert_to_DER_cert((folder / "tls.crt").read_text())
+        certificate = connection.getpeercert(binary_form=True)
+    return certificate == ssl.PEM_cert_to_DER_cert((folder / "tls.crt").read_text())

@@ -1,4 +1,4 @@
-"""Changes of the workers under load: generations come, wait, fail and come back, and nobody notices."""
+"""Rollouts under load: revisions start, wait, fail and are rolled back without a failed request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.kubernetes import Kubernetes
-from e2e.patience import until
+from e2e.polling import until
 from e2e.services import NAME, READY_S, addresses, tiny_service
 from e2e.stopwatch import Stopwatch
 from e2e.traffic import Traffic
@@ -14,7 +14,7 @@ from e2e.traffic import Traffic
 PER_SECOND = 20
 
 
-def test_no_request_fails_while_generations_change(cluster: Kubernetes, tmp_path: Path) -> None:
+def test_rollout_to_a_new_revision_fails_no_request(cluster: Kubernetes, tmp_path: Path) -> None:
     cluster.apply(tiny_service(cluster, tmp_path))
     cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     old = _status(cluster)["currentRevision"]
@@ -23,61 +23,61 @@ def test_no_request_fails_while_generations_change(cluster: Kubernetes, tmp_path
         until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
         watch = Stopwatch("a rollout")
         cluster.patch(f"bsvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}}})
-        until("a new generation serves", lambda: _status(cluster)["currentRevision"] != old, READY_S)
-        watch.note("changed -> the new generation serves")
-        until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
-        watch.note("-> the old one is gone")
+        until("a new revision serves", lambda: _status(cluster)["currentRevision"] != old, READY_S)
+        watch.note("changed -> the new revision serves")
+        until("the old revision is gone", lambda: not _pods(cluster, old), READY_S)
+        watch.note("-> the old revision is gone")
 
     assert traffic.outcome.answered > 20
     assert not traffic.outcome.failures
     cluster.wait(f"bsvc/{NAME}", "condition=Ready", 30)
 
 
-def test_a_generation_that_never_gets_ready_is_taken_back(cluster: Kubernetes) -> None:
+def test_revision_that_never_gets_ready_is_rolled_back(cluster: Kubernetes) -> None:
     old = _status(cluster)["currentRevision"]
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         watch = Stopwatch("a rollout that fails")
         change = {"engine": {"args": ["--no-such-flag"]}, "rollout": {"progressDeadline": "1m"}}
         cluster.patch(f"bsvc/{NAME}", {"spec": change})
         cluster.wait(f"bsvc/{NAME}", "condition=Degraded", READY_S)
-        watch.note("changed -> taken back")
+        watch.note("changed -> rolled back")
 
     assert not traffic.outcome.failures
     failed = [one for one in _status(cluster)["revisions"] if one["phase"] == "Failed"]
     assert failed and _status(cluster)["currentRevision"] == old
 
 
-def test_a_change_waits_while_the_rollout_is_paused(cluster: Kubernetes) -> None:
+def test_paused_rollout_delays_the_change(cluster: Kubernetes) -> None:
     old = _status(cluster)["currentRevision"]
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         watch = Stopwatch("a rollout that is paused")
         policy = {"paused": True, "progressDeadline": "1h"}
         change = {"engine": {"args": [], "maxModelLen": 192}, "rollout": policy}
         cluster.patch(f"bsvc/{NAME}", {"spec": change})
-        until("the change is seen to wait", lambda: _reason(cluster, "Progressing") == "Paused", READY_S)
+        until("the rollout is paused", lambda: _reason(cluster, "Progressing") == "Paused", READY_S)
         waiting = _status(cluster)["updateRevision"]
         answered = traffic.outcome.answered
         until("a hundred answers meanwhile", lambda: traffic.outcome.answered > answered + 100, 120)
         assert _status(cluster)["currentRevision"] == old != waiting
         assert not _pods(cluster, waiting)
-        watch.note("changed -> a hundred answers by the generation that is there")
+        watch.note("changed -> a hundred answers by the old revision")
         cluster.patch(f"bsvc/{NAME}", {"spec": {"rollout": {"paused": False}}})
         until("it serves", lambda: _status(cluster)["currentRevision"] == waiting, READY_S)
-        watch.note("goes on -> the new generation serves")
-        until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
+        watch.note("resumed -> the new revision serves")
+        until("the old revision is gone", lambda: not _pods(cluster, old), READY_S)
     assert not traffic.outcome.failures
 
 
-def test_an_earlier_generation_is_brought_back(cluster: Kubernetes) -> None:
+def test_rollback_to_an_earlier_revision_serves_it(cluster: Kubernetes) -> None:
     before = _status(cluster)["currentRevision"]
     retired = [one["name"] for one in _status(cluster)["revisions"] if one["phase"] == "Retired"]
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         watch = Stopwatch("rollbackTo")
         cluster.patch(f"bsvc/{NAME}", {"spec": {"rollout": {"rollbackTo": retired[0]}}})
         until("it serves", lambda: _status(cluster)["currentRevision"] == retired[0], READY_S)
-        watch.note("set -> the earlier generation serves")
-        until("the other is gone", lambda: not _pods(cluster, before), READY_S)
-        watch.note("-> the other is gone")
+        watch.note("set -> the earlier revision serves")
+        until("the other revision is gone", lambda: not _pods(cluster, before), READY_S)
+        watch.note("-> the other revision is gone")
         workers = addresses(cluster, retired[0])
         answered = traffic.outcome.of(workers)
         until("it answers", lambda: traffic.outcome.of(workers) > answered + 20, READY_S)
@@ -93,5 +93,5 @@ def _pods(cluster: Kubernetes, revision: str) -> list[Any]:
 
 
 def _reason(cluster: Kubernetes, condition: str) -> str:
-    there = {one["type"]: one["reason"] for one in _status(cluster)["conditions"]}
-    return str(there.get(condition, ""))
+    reasons = {one["type"]: one["reason"] for one in _status(cluster)["conditions"]}
+    return str(reasons.get(condition, ""))

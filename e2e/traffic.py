@@ -1,9 +1,9 @@
 """
-People who go on asking while something happens to the cluster: so many requests a second, whole or failed.
+Constant traffic during failures and changes of the cluster: requests per second, completed or failed.
 
-They come by the clock, not when the one before is done, so a stall shows. Each is a stream, and fails unless
-it ends as a stream ends: with a reason and `[DONE]`. Nothing is tried twice, so nothing is forgiven, unless a
-story is about clients that do: as the OpenAI SDK does, these try again as long as no answer has begun.
+Requests start by the clock, not after the previous one, so stalls are visible. Each is a stream, and fails
+unless it ends with a finish reason and `[DONE]`. There are no retries, except in tests of clients that retry:
+like the OpenAI SDK, these try again until an answer has begun.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ import httpx
 from baton_api import headers
 from e2e.services import NAME
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 TOKENS = 4
 RETRY_S = 0.5
-"""Before the next try, as with the SDK."""
+"""Seconds before a retry, as in the SDK."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests."""
+    """Results of the requests."""
 
     answered: int = 0
     by_worker: Counter[str] = field(default_factory=Counter)
-    """Answers by the worker that gave them: address and port."""
+    """Answers by worker: address and port."""
     failures: Counter[str] = field(default_factory=Counter)
     failed_at: list[float] = field(default_factory=list)
-    """On the monotonic clock."""
+    """Times of failures on the monotonic clock."""
     longest_s: float = 0.0
 
     def of(self, addresses: Collection[str]) -> int:
-        """Answers of the workers at these addresses, without their ports."""
+        """Return the number of answers of the workers at these addresses (without ports)."""
         return sum(
             count for worker, count in self.by_worker.items() if worker.rpartition(":")[0] in addresses
         )
 
     def __str__(self) -> str:
         failed = sum(self.failures.values())
-        said = f"{self.answered} answered, {failed} failed, the slowest took {self.longest_s:.1f} s"
-        return said + "".join(f"\n  {count} x {why}" for why, count in self.failures.most_common())
+        summary = f"{self.answered} answered, {failed} failed, the slowest took {self.longest_s:.1f} s"
+        return summary + "".join(f"\n  {count} x {why}" for why, count in self.failures.most_common())
 
 
 class Traffic:
-    """Within its `with`, requests go to `url`; after it all of them have ended."""
+    """Sends requests to `url` while its context is open. All requests have ended when the context ends."""
 
     def __init__(self, url: str, per_second: float, retries: int = 0) -> None:
-        """`retries`: how often a client that gets no answer at all tries again."""
+        """`retries`: retries of a client that gets no answer."""
         self.outcome = Outcome()
         self._retries = retries
         self._url = f"{url}/v1/chat/completions"
@@ -77,15 +77,15 @@ class Traffic:
 
     async def _run(self) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-        timeout = httpx.Timeout(PATIENCE_S)
+        timeout = httpx.Timeout(TIMEOUT_S)
         async with (
             httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client,
-            asyncio.TaskGroup() as asked,
+            asyncio.TaskGroup() as requests,
         ):
             due = time.monotonic()
             number = 0
             while not self._over.is_set():
-                asked.create_task(self._ask(client, number))
+                requests.create_task(self._ask(client, number))
                 number += 1
                 due += self._pause_s
                 await asyncio.sleep(due - time.monotonic())
@@ -122,7 +122,7 @@ class Traffic:
 
 
 def _wrong(status: int, lines: list[str]) -> str:
-    """What is the matter with an answer; nothing if it is whole."""
+    """Return the defect of an answer, or an empty string if it is complete."""
     if status != 200:
         return f"status {status}"
     if not lines or lines[-1] != "data: [DONE]":

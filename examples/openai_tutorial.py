@@ -1,13 +1,14 @@
 """
 The calls of the well-known tutorials on OpenAI-compatible servers, against Baton.
 
-Start Baton, then run this; both take the built-in model if nothing else is said:
+Start Baton, then run this script. Both use the built-in model by default:
 
     baton up
     python examples/openai_tutorial.py http://127.0.0.1:8080
 
-Chat (plain, with every parameter, streamed, with a thought apart), completions, the list of models, and the
-native `/get_model_info` and `/generate` that those servers warm up with. What it printed is in README.md.
+It calls chat (plain, with every parameter, streamed, with separate reasoning), completions and the list of
+models. It also calls SGLang's `/get_model_info` and `/generate`, with which those servers warm up. Its output
+stands in README.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from openai import OpenAI
 
 ADDRESS = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8080"
 
-# Without a key at the server any string is accepted; the SDK wants one.
+# A server without keys accepts any string, but the SDK requires one.
 client = OpenAI(base_url=f"{ADDRESS}/v1", api_key="None")
 
 
@@ -34,11 +35,11 @@ def main() -> None:
     chat_with_thinking(model)
     completion(model)
     completion_with_parameters(model)
-    native()
+    sglang_generate()
 
 
 def wait_for_server() -> str:
-    """The tutorials ask for the models until they are told: here at most until the SDK's retries end."""
+    """Return the first model. The tutorials retry without end, this script only as often as the SDK does."""
     models = client.with_options(max_retries=8).models.list()
     return models.data[0].id
 
@@ -89,7 +90,7 @@ def chat_streamed(model: str) -> None:
 
 
 def chat_with_thinking(model: str) -> None:
-    """With a model that thinks, and `--reasoning-parser`, the thought stands in `reasoning_content`."""
+    """With a reasoning model and `--reasoning-parser`, `reasoning_content` has the reasoning."""
     for thinking in (True, False):
         response = client.chat.completions.create(
             model=model,
@@ -135,14 +136,14 @@ def completion_with_parameters(model: str) -> None:
     show("POST /v1/completions, every parameter", response.choices[0].text)
 
 
-def native() -> None:
+def sglang_generate() -> None:
     show("GET /get_model_info", ask("/get_model_info"))
     warm_up = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
     show("POST /generate", ask("/generate", warm_up))
 
 
 def ask(path: str, body: dict[str, Any] | None = None) -> Any:
-    """GET, or POST if there is a body."""
+    """Send a POST if there is a body, else a GET."""
     request = urllib.request.Request(
         f"{ADDRESS}{path}",
         data=None if body is None else json.dumps(body).encode(),
@@ -152,13 +153,13 @@ def ask(path: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(answer)
 
 
-def show(what: str, found: Any) -> None:
-    print(f"\n--- {what}")
-    print(found if isinstance(found, str) else json.dumps(plain(found), indent=2, ensure_ascii=False))
+def show(title: str, result: Any) -> None:
+    print(f"\n--- {title}")
+    print(result if isinstance(result, str) else json.dumps(plain(result), indent=2, ensure_ascii=False))
 
 
-def plain(found: Any) -> Any:
-    return found.model_dump() if hasattr(found, "model_dump") else found
+def plain(result: Any) -> Any:
+    return result.model_dump() if hasattr(result, "model_dump") else result
 
 
 if __name__ == "__main__":

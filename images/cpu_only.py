@@ -1,13 +1,13 @@
 """
-A torch for CUDA that runs without any of CUDA's libraries: 2 GB of packages in place of 6.
+Make the CUDA build of torch run without the CUDA libraries: 2 GB of packages instead of 6.
 
-    python cpu_only.py spared CONSTRAINTS    # what need not be installed, as a file of overrides for uv
-    python cpu_only.py SITE_PACKAGES         # stand-ins for what then is missing
+    python cpu_only.py excluded CONSTRAINTS  # prints the packages to leave out, as overrides for uv
+    python cpu_only.py SITE_PACKAGES         # creates stand-ins for the missing libraries
 
-The package index's own build of torch is linked to CUDA's libraries, so it does not start without them, even
-where there is no GPU and nothing in them called. In place of each there is a stand-in, a library of its name
-with the functions that torch names, under the same versions, all of which answer that there is no device
-(CUDA's status 100). So `torch.cuda.is_available()` is False, wherever it runs. A torch for CPUs wants none.
+The package index's build of torch is linked to the CUDA libraries. It does not start without them, even on a
+machine without a GPU. A stand-in replaces each library: it has the same name and the functions that torch
+needs, under the same versions. Each function returns CUDA's status 100, "no device". So
+`torch.cuda.is_available()` is False on every machine. A build of torch for CPUs needs no stand-ins.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NO_DEVICE = 100
-"""cudaErrorNoDevice. Of the other libraries it is a failure like another."""
+"""cudaErrorNoDevice. In the other libraries it is just a failure."""
 
-SPARED = re.compile(r"(nvidia-[\w-]+|cuda-[\w-]+|triton)==")
+EXCLUDED = re.compile(r"(nvidia-[\w-]+|cuda-[\w-]+|triton)==")
 """Packages of CUDA, and the compiler for it."""
 
 EXPERTS = ("nixl_ep_cu12", "nixl_ep_cu13")
-"""What NIXL brings for experts on many GPUs, in wheels that are needed otherwise."""
+"""Packages for expert parallelism on GPUs. They are inside NIXL's wheels, so uv cannot leave them out."""
 
 LIBRARY = re.compile(r"lib(?!cuda\.so)(cu|nv|nccl)\w*\.so\.\d+")
-"""libcuda is the driver's, and is looked for only when a GPU is."""
+"""Libraries of CUDA, except libcuda: it belongs to the driver, and torch opens it only with a GPU."""
 
 FUNCTION = re.compile(r"(cu|nv|nccl|__cuda)\w+")
 
@@ -45,8 +45,8 @@ NEEDED = 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Wanted:
-    """A symbol that a library finds in others. With a `version`, which may be empty, it knows in which."""
+class Imported:
+    """A symbol that a library imports. If `version` is not empty, `library` is the one that provides it."""
 
     name: str
     version: str
@@ -54,26 +54,27 @@ class Wanted:
 
 
 class Library:
-    """A shared library as its ELF sections tell: 64 bit, little endian."""
+    """A shared library, read from its ELF sections: 64 bit, little endian."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError if it is none."""
+        """Raises ValueError if the file is not a library."""
         self._data = path.read_bytes()
         if self._data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{path} is no 64-bit ELF file")
+            raise ValueError(f"{path} is not a 64-bit ELF file")
         (start,) = struct.unpack_from("<Q", self._data, 40)
         size, count = struct.unpack_from("<HH", self._data, 58)
-        places = range(start, start + size * count, size)
-        self._sections = [struct.unpack_from("<IIQQQQIIQQ", self._data, place) for place in places]
+        offsets = range(start, start + size * count, size)
+        self._sections = [struct.unpack_from("<IIQQQQIIQQ", self._data, offset) for offset in offsets]
 
     @property
     def needed(self) -> list[str]:
-        """The names of those that it is linked to."""
+        """Names of the libraries that it is linked to."""
         table, names = self._section(DYNAMIC)
         return [_text(names, value) for tag, value in struct.iter_unpack("<qQ", table) if tag == NEEDED]
 
     @property
-    def wanted(self) -> Iterator[Wanted]:
+    def imported(self) -> Iterator[Imported]:
+        """Symbols that it imports."""
         table, names = self._section(SYMBOLS)
         numbers, _ = self._section(VERSIONS)
         versions = self._versions()
@@ -81,24 +82,24 @@ class Library:
             if section == 0:
                 number = struct.unpack_from("<H", numbers, 2 * i)[0] if numbers else 0
                 version, library = versions.get(number, ("", ""))
-                yield Wanted(_text(names, at), version, library)
+                yield Imported(_text(names, at), version, library)
 
     def _versions(self) -> dict[int, tuple[str, str]]:
-        """By their numbers the names of versions, and of the libraries that are to have them."""
+        """Return, by version number, the names of the version and of the library that provides it."""
         table, names = self._section(NEEDED_VERSIONS)
-        found, at, more = {}, 0, bool(table)
+        versions, at, more = {}, 0, bool(table)
         while more:
-            _, count, library, first, following = struct.unpack_from("<HHIII", table, at)
+            _, count, library, first, step_to_next = struct.unpack_from("<HHIII", table, at)
             inner = at + first
             for _ in range(count):
                 _, _, number, name, step = struct.unpack_from("<IHHII", table, inner)
-                found[number] = (_text(names, name), _text(names, library))
+                versions[number] = (_text(names, name), _text(names, library))
                 inner += step
-            at, more = at + following, following > 0
-        return found
+            at, more = at + step_to_next, step_to_next > 0
+        return versions
 
     def _section(self, kind: int) -> tuple[bytes, bytes]:
-        """The first of a kind, and the one that it is linked to: its strings."""
+        """Return the first section of a kind, and the section that it is linked to: its strings."""
         for section in self._sections:
             if section[1] == kind:
                 return self._content(section), self._content(self._sections[section[6]])
@@ -112,24 +113,28 @@ def _text(strings: bytes, at: int) -> str:
     return strings[at : strings.index(b"\0", at)].decode()
 
 
-def spared(constraints: str) -> str:
-    """Overrides by which none of CUDA's packages is installed, whoever requires it."""
-    names = [found[1] for found in map(SPARED.match, constraints.splitlines()) if found]
+def excluded(constraints: str) -> str:
+    """Return overrides for uv that leave out all packages of CUDA, whichever package requires them."""
+    names = [match[1] for match in map(EXCLUDED.match, constraints.splitlines()) if match]
     return "".join(f"{name}; sys_platform == 'never'\n" for name in names)
 
 
-def missing(libraries: Iterable[Library]) -> dict[str, set[Wanted]]:
-    """What these want of CUDA's, by the library that is to have it: all of them, where it is not said."""
-    names, wanted = set[str](), set[Wanted]()
+def missing(libraries: Iterable[Library]) -> dict[str, set[Imported]]:
+    """
+    Return the symbols that these libraries import from CUDA, by the library that must provide them.
+
+    A symbol without a version may come from any library, so every stand-in provides it.
+    """
+    names, imported = set[str](), set[Imported]()
     for library in libraries:
         names |= {name for name in library.needed if LIBRARY.fullmatch(name)}
-        wanted |= set(library.wanted)
-    anywhere = {one for one in wanted if not one.version and FUNCTION.fullmatch(one.name)}
-    return {name: anywhere | {one for one in wanted if one.library == name} for name in names}
+        imported |= set(library.imported)
+    anywhere = {one for one in imported if not one.version and FUNCTION.fullmatch(one.name)}
+    return {name: anywhere | {one for one in imported if one.library == name} for name in names}
 
 
 def assembly(names: Iterable[str]) -> str:
-    """One function under all names, for x86-64 and aarch64."""
+    """Return the source of one function under all names, for x86-64 and aarch64."""
     answer = [
         "#ifdef __aarch64__",
         f"mov w0, #{NO_DEVICE}",
@@ -144,8 +149,8 @@ def assembly(names: Iterable[str]) -> str:
     return "\n".join([*lines, '.section .note.GNU-stack,"",%progbits', ""])
 
 
-def version_script(symbols: Iterable[Wanted]) -> str:
-    """For the linker; symbols that have no version need no mention."""
+def version_script(symbols: Iterable[Imported]) -> str:
+    """Return the linker's version script. Symbols without a version are not in it."""
     versions = defaultdict(list)
     for one in symbols:
         if one.version:
@@ -153,13 +158,13 @@ def version_script(symbols: Iterable[Wanted]) -> str:
     return "\n".join(f"{version} {{ global: {'; '.join(names)}; }};" for version, names in versions.items())
 
 
-def stand_in(path: Path, symbols: Iterable[Wanted], compiler: Sequence[str]) -> None:
-    """Writes one to `path` by a C compiler's command."""
-    there = sorted(symbols)
+def stand_in(path: Path, symbols: Iterable[Imported], compiler: Sequence[str]) -> None:
+    """Write a stand-in to `path` with a C compiler's command."""
+    exported = sorted(symbols)
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder, "stand_in.S"), Path(folder, "versions")
-        source.write_text(assembly({one.name: None for one in there}))
-        script.write_text(version_script(there))
+        source.write_text(assembly({one.name: None for one in exported}))
+        script.write_text(version_script(exported))
         options = ["-shared", "-nostdlib", f"-Wl,-soname,{path.name}"]
         if script.stat().st_size:
             options.append(f"-Wl,--version-script={script}")
@@ -167,18 +172,18 @@ def stand_in(path: Path, symbols: Iterable[Wanted], compiler: Sequence[str]) -> 
 
 
 def main(packages: Path, compiler: Sequence[str] = (sys.executable, "-m", "ziglang", "cc")) -> None:
-    """Of a folder `site-packages` in which nothing of CUDA is installed."""
+    """Create the stand-ins in a folder `site-packages` without packages of CUDA."""
     folder = packages / "torch" / "lib"
     stand_ins = missing(map(Library, sorted(folder.glob("*.so*"))))
     for name, symbols in stand_ins.items():
         stand_in(folder / name, symbols, compiler)
     for name in EXPERTS:
         shutil.rmtree(packages / name, ignore_errors=True)
-    print(f"{len(stand_ins)} libraries of CUDA have stand-ins")
+    print(f"Created stand-ins for {len(stand_ins)} CUDA libraries.")
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "spared":
-        print(spared(Path(sys.argv[2]).read_text()), end="")
+    if sys.argv[1] == "excluded":
+        print(excluded(Path(sys.argv[2]).read_text()), end="")
     else:
         main(Path(sys.argv[1]))

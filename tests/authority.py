@@ -1,4 +1,4 @@
-"""A certificate authority for tests, which signs for whoever asks."""
+"""A certificate authority for tests. It signs every request."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Authority:
         """Have the folder hold a new key and its certificate for `name`; one whose time is `over` already."""
         folder.mkdir(exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
-        made = (
+        builder = (
             self._begun(_name(name), key.public_key(), -DAY if over else DAY)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         secret = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         files = {
-            "tls.crt": made.public_bytes(PEM),
+            "tls.crt": builder.public_bytes(PEM),
             "tls.key": secret,
             "ca.crt": self.certificate.public_bytes(PEM),
         }

@@ -45,8 +45,8 @@ def test_docs_links_lead_to_files(document: Path) -> None:
 
 def test_docs_examples_are_listed() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
-    there = [
+    examples = [
         path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".py", ".sh", ".yaml")
     ]
-    assert there
-    assert not [path for path in there if f"]({path.relative_to(ROOT / 'examples')})" not in listed]
+    assert examples
+    assert not [path for path in examples if f"]({path.relative_to(ROOT / 'examples')})" not in listed]

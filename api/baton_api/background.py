@@ -55,7 +55,7 @@ class BackgroundTasks:
             self._log(name, address, error)
 
     def ended(self) -> str | None:
-        """Which loops have ended although nobody stopped them, as a sentence; None if all run."""
+        """Return a sentence with the loops that ended without a call of `stop`; None if all run."""
         ended = ", ".join(name for name, task in self._tasks.items() if task.done())
         return f"Background tasks of the router have ended: {ended}. Restart it." if ended else None
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 DOCUMENTATION = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses that belong to no machine (RFC 5737 and 3849). Nothing is sent to them."""
+"""Addresses that belong to no machine (RFC 5737 and 3849). Baton sends no packet to them."""
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
 

@@ -152,7 +152,7 @@ class Keys:
 
 
 def bearer(authorization: bytes) -> bytes:
-    """Return the key or token of the header. Raises Unauthorized if it has none."""
+    """Return the key or token of the header. Raises Unauthorized without one."""
     scheme, _, key = authorization.partition(b" ")
     key = key.strip()
     if scheme.lower() != b"bearer" or not key:

@@ -43,6 +43,8 @@ class BlockStored(msgspec.Struct, tag=True):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
+    extra_keys: list[list[object] | None] | None = None
+    """Further parts of the name of each block: the adapter, the salt, images. vLLM only."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True):

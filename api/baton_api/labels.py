@@ -11,6 +11,9 @@ ROLE = "baton.dev/role"
 REVISION = "baton.dev/revision"
 """Revision of the workers. Only workers of the same revision form a pair."""
 
+ENGINE = "baton.dev/engine"
+"""Engine of the workers, as in `baton_api.engines`. Absent: the router asks them."""
+
 MANAGED_BY = "app.kubernetes.io/managed-by"
 OPERATOR = "baton"
 """Value of MANAGED_BY on every object that the operator created."""

@@ -55,7 +55,7 @@ def attribute(key: str, value: Value) -> bytes:
 
 
 @lru_cache(4096, typed=True)
-def known(keys: tuple[str, ...], *values: Value) -> bytes:
+def cached_attributes(keys: tuple[str, ...], *values: Value) -> bytes:
     """Encode attributes whose values recur together, such as names of workers and models. Cached."""
     return b"".join(map(attribute, keys, values))
 

@@ -120,7 +120,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Description: processor or accelerator, and their number per worker."""
     baton: str
     """Measured version."""
-    made: float
+    measured_at: float = msgspec.field(name="made")
     """Unix time of the measurement in seconds."""
     prefill: PrefillLine
     step: StepLine
@@ -147,7 +147,7 @@ def capacity(
     max_streams: int,
     objectives: Objectives,
 ) -> Capacity:
-    """What one worker of each role serves while the objectives hold."""
+    """Return the load that one worker of each role serves within the objectives."""
     computing = prefill.seconds(objectives.uncached, objectives.prompt_tokens)
     prompts = 0.0
     if computing > 0:
@@ -171,11 +171,12 @@ def capacity(
 
 def busy_share(service_s: float, left_s: float) -> float:
     """
-    The greatest share of its time, up to `MOST_BUSY`, in which a worker may compute prompts that take
-    `service_s` each and come by chance, such that all but `LATE_SHARE` of them wait for at most `left_s`.
+    Return the greatest share of its time, up to `MOST_BUSY`, that a worker may spend on prompts.
 
-    A queue of one server with constant service: of those that wait, which are as many as the share, the wait
-    is about exponential with a mean of service / (2 (1 - share)) (Kleinrock, Queueing Systems II, 2.1).
+    The prompts take `service_s` each and arrive at random; at most `LATE_SHARE` of them may wait longer than
+    `left_s`. The model is a queue of one server with constant service time. The share of prompts that wait
+    equals the busy share, and their wait is about exponential with a mean of service / (2 (1 - share))
+    (Kleinrock, Queueing Systems II, 2.1).
 
     >>> busy_share(0.1, -0.01)
     0.0
@@ -195,10 +196,10 @@ def busy_share(service_s: float, left_s: float) -> float:
 def decode_streams(step: StepLine, kv_tokens: int, max_streams: int, objectives: Objectives) -> int:
     """Return the maximum streams within the objective and the KV cache."""
     in_time = streams_in_time(step, max_streams, objectives)
-    return min(streams_in_room(kv_tokens, objectives), max_streams, in_time)
+    return min(streams_in_cache(kv_tokens, objectives), max_streams, in_time)
 
 
-def streams_in_room(kv_tokens: int, objectives: Objectives) -> int:
+def streams_in_cache(kv_tokens: int, objectives: Objectives) -> int:
     """Return the maximum streams whose whole contexts fit the KV cache."""
     return kv_tokens // (objectives.prompt_tokens + objectives.output_tokens)
 

@@ -52,8 +52,8 @@ class PromptReport:
 
     tokens: int
     """Tokens of the prompt."""
-    cached: int
-    """Tokens that came from a cache."""
+    cached: int | None
+    """Tokens that came from a cache. None: the engine does not report them."""
     held: int
     """Tokens that were in the decode worker's own cache."""
     queue_s: float
@@ -69,6 +69,9 @@ class PromptReport:
     fallback: str = ""
     """Reason for which the requested prefill worker did not compute the prompt, mostly a value of
     `Fallback`. Empty: it did, or none was requested."""
+    estimated: bool = False
+    """Whether the router measured the times, because the engine does not report them: `compute_s` includes
+    the worker's queue, and 0 is unknown. Never part of the header."""
 
     def encode(self) -> str:
         """
@@ -76,7 +79,7 @@ class PromptReport:
         transfer_s=0.003, remote=True) >>> report.encode()
         'tokens=270;cached=240;held=0;queue_s=0.001000;compute_s=0.120000;transfer_s=0.003000;remote=1;tail=;fallback='
         """
-        return ";".join(f"{name}={_shown(value)}" for name, value in dataclasses.asdict(self).items())
+        return ";".join(f"{name}={_shown(getattr(self, name))}" for name in (*_NAMES, *_LATER))
 
     @classmethod
     def decode(cls, text: str) -> Self | None:
@@ -95,7 +98,7 @@ class PromptReport:
                 tail=tail,
                 fallback=fallback,
             )
-            sound = report.cached <= report.tokens and report.held <= report.tokens
+            sound = int(cached) <= report.tokens and report.held <= report.tokens
             return report if sound and report.tokens else None
         given = dict(part.partition("=")[::2] for part in text.split(";"))
         try:
@@ -117,7 +120,9 @@ class PromptReport:
             return None
         times = (report.queue_s, report.compute_s, report.transfer_s)
         sound = (
-            report.tokens > 0 and 0 <= report.cached <= report.tokens and 0 <= report.held <= report.tokens
+            report.tokens > 0
+            and 0 <= int(values["cached"]) <= report.tokens
+            and 0 <= report.held <= report.tokens
         )
         sound = sound and _TAIL.fullmatch(report.tail) is not None
         sound = sound and _WORD.fullmatch(report.fallback) is not None
@@ -131,7 +136,9 @@ def _shown(value: float | str) -> str:
 
 
 _LATER = ("tail", "fallback")
-_NAMES = tuple(field.name for field in dataclasses.fields(PromptReport) if field.name not in _LATER)
+_NAMES = tuple(
+    field.name for field in dataclasses.fields(PromptReport) if field.name not in (*_LATER, "estimated")
+)
 """Required fields. The others were added later."""
 
 _PLAIN = re.compile(

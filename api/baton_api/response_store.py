@@ -66,10 +66,10 @@ class Turn:
     @property
     def conversation(self) -> list[bytes]:
         """The input of the next turn: all items up to the last one of this response."""
-        turns = [self]
-        while (before := turns[-1].before) is not None:
-            turns.append(before)
-        return [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
+        chain = [self]
+        while (before := chain[-1].before) is not None:
+            chain.append(before)
+        return [item for turn in reversed(chain) for item in (*turn.input, *turn.output)]
 
 
 class ResponseStore:

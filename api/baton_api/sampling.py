@@ -41,8 +41,8 @@ class SamplingParams:
     """
     How tokens are sampled and when generation ends. The API checks the ranges, not the engine.
 
-    The random number for the token at position p of the sequence is a function of (seed, p) only, so a
-    request gets the same tokens alone, in a batch, resumed, or from a pair of workers.
+    The random number for the token at position p of the sequence is a function of (seed, p) only. A request
+    therefore gets the same tokens alone, in a batch, resumed, or from a pair of workers.
     """
 
     seed: int = 0
@@ -87,7 +87,7 @@ class SamplingParams:
         return replace(self, max_tokens=1, min_tokens=min(self.min_tokens, self.drawn + 1))
 
     def problem(self, vocabulary: int) -> str | None:
-        """What is wrong with parameters from another process, for a vocabulary of that size."""
+        """Return the error in parameters from another process, or None. `vocabulary`: number of tokens."""
         numbers = (getattr(self, limit.field) for limit in limits.SAMPLING_NUMBERS)
         finite = (*numbers, *(bias for _, bias in self.logit_bias))
         checks = {

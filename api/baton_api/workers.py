@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from baton_api.engines import EngineKind
+
 
 class Role(enum.StrEnum):
     """The work that a worker does."""
@@ -30,6 +32,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The model name in responses."""
     names: tuple[str, ...] = ()
     """All names that requests may use, if there are others than `model`."""
+    adapters: tuple[str, ...] = ()
+    """Names of the loaded LoRA adapters, which requests use as models."""
     max_model_len: int = 0
     """Maximum tokens of prompt and output together. 0: unknown."""
     running: int = 0
@@ -57,3 +61,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     `baton_api.kv_events`."""
     kv_replay: str = ""
     """Endpoint for replays of KV events."""
+    engine: EngineKind = EngineKind.BATON
+    version: str = ""
+    """Version of the engine. Empty: unknown."""
+    local_prefill: bool = True
+    """Whether it computes prompts itself, without a prefill worker."""

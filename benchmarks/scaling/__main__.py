@@ -1,4 +1,4 @@
-"""What the package's docstring says, from a command line."""
+"""Command line of this package; its docstring describes the options."""
 
 from __future__ import annotations
 

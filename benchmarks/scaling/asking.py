@@ -15,7 +15,7 @@ from benchmarks.workloads import words
 
 async def ask(session: aiohttp.ClientSession, url: str, request: Request, scale: float) -> Answer:
     """Streamed to its end, with a prompt that is like no other. Raises nothing that a server could cause."""
-    phase, made = request.phase, Answer(request.phase.name)
+    phase, result = request.phase, Answer(request.phase.name)
     body = {
         "model": MODEL,
         "stream": True,
@@ -26,17 +26,17 @@ async def ask(session: aiohttp.ClientSession, url: str, request: Request, scale:
     try:
         async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
             if answer.status != 200:
-                made.why = f"{answer.status} {(await answer.text())[:200]}"
-                return made
+                result.why = f"{answer.status} {(await answer.text())[:200]}"
+                return result
             last = b""
             async for piece in answer.content.iter_any():
-                if math.isinf(made.first):
-                    made.first = (time.monotonic() - start) * scale
+                if math.isinf(result.first):
+                    result.first = (time.monotonic() - start) * scale
                 last = (last + piece)[-64:]
         whole = (time.monotonic() - start) * scale
-        made.token = (whole - made.first) / max(1, phase.answer - 1)
-        made.ok = last.rstrip().endswith(b"[DONE]")
-        made.why = "" if made.ok else "cut"
+        result.token = (whole - result.first) / max(1, phase.answer - 1)
+        result.ok = last.rstrip().endswith(b"[DONE]")
+        result.why = "" if result.ok else "cut"
     except (aiohttp.ClientError, OSError) as error:
-        made.why = f"{type(error).__name__}: {error}"
-    return made
+        result.why = f"{type(error).__name__}: {error}"
+    return result

@@ -1,10 +1,10 @@
 """
-What is meant: the model that the workers stand for, what clients expect of it, and who the peak needs.
+The modeled cases: the speed of the workers, the objectives of clients, and the workers that the peak needs.
 
-A case is a load and what is special about its workers: `day` is played by processes too, the others only in
-virtual time, each for one way in which a scaler goes wrong.
+A case is a load and properties of its workers. `day` runs with processes too, the others only in
+virtual time, each for one kind of failure of an autoscaler.
 
-All times are those of the case; how much faster they pass here is the world's affair.
+All times are modeled; the world decides how much faster they pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 MOST = 8
 
 USED = 0.7
-"""Of what a worker can do: of so few workers, with more, some requests wait for too long by chance alone."""
+"""Used ratio of a worker's capacity. With so few workers, a higher one makes some requests late by chance."""
 
 
 def prefill_share(phase: Phase) -> float:
@@ -119,24 +119,24 @@ CASES: Mapping[str, Case] = {
 
 
 def profile(case: Case) -> Profile:
-    """What `baton bench --find` would measure of these workers, for requests of the base load."""
+    """Return the profile that `baton bench --find` would measure, for requests of the base load."""
     prefill = PrefillLine(base_s=TIMING.start_s, token_s=TIMING.token_s, pair_s=TIMING.pair_s)
     step = StepLine(base_s=TIMING.step_s, stream_s=TIMING.stream_step_s, token_s=TIMING.context_step_s)
     transfer = TransferLine(start_s=TIMING.move_s, token_s=0.0)
     objectives = Objectives(ttft_s=TTFT_S, itl_s=ITL_S, prompt_tokens=8000, output_tokens=600)
-    room = BLOCKS * BLOCK_TOKENS
+    tokens = BLOCKS * BLOCK_TOKENS
     return Profile(
         model="imagined",
         machine="imagined",
         baton="",
-        made=0.0,
+        measured_at=0.0,
         prefill=prefill,
         step=step,
         transfer=transfer,
-        kv_tokens=room,
+        kv_tokens=tokens,
         max_streams=case.slots,
         objectives=objectives,
-        capacity=capacity(prefill, step, transfer, room, case.slots, objectives),
+        capacity=capacity(prefill, step, transfer, tokens, case.slots, objectives),
     )
 
 

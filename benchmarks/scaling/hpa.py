@@ -1,10 +1,10 @@
 """
-A HorizontalPodAutoscaler's rule for the CPU, with every default of Kubernetes' own.
+The rule of a HorizontalPodAutoscaler for the CPU, with the defaults of Kubernetes.
 
-80 % of the CPU, looked at every 15 s; within a tenth of it nothing happens. A pod that is not ready, or has
-only been so for half a minute of its first five, counts as idle where more are needed, and not at all where
-fewer are. Growth is bounded by twice as many or four more each 15 s, whichever is more; a fall is to what was
-recommended at most in the last 300 s. At least one stays.
+The target is 80 % of the CPU, checked every 15 s, with a tolerance of a tenth. Some pods are not ready, or
+were ready for only half a minute of their first five. They count as idle when more pods are needed, and are
+ignored when fewer are. Every 15 s the number at most doubles or grows by four, whichever is more. It falls
+only to the highest recommendation of the last 300 s, and at least one pod stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STARTING_S, SETTLED_S = 300.0, 30.0
 
 
 class Hpa:
-    """One for each role."""
+    """The autoscalers of all roles."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -32,22 +32,22 @@ class Hpa:
         return {name: self._of(name, sample) for name in ROLES}
 
     def _of(self, name: RoleName, sample: Sight) -> int:
-        there = len(sample.pods[name])
-        known = {pod.name: sample.busy[pod.name] for pod in sample.pods[name] if pod.name in sample.busy}
+        pods = len(sample.pods[name])
+        usage = {pod.name: sample.busy[pod.name] for pod in sample.pods[name] if pod.name in sample.busy}
         settled = [
-            known[pod.name] for pod in sample.pods[name] if pod.name in known and _settled(pod, sample.now)
+            usage[pod.name] for pod in sample.pods[name] if pod.name in usage and _settled(pod, sample.now)
         ]
-        wish = recommended(settled, there - len(settled), there) if settled else there
+        replicas = recommended(settled, pods - len(settled), pods) if settled else pods
         recent = [(at, count) for at, count in self._recommended[name] if at > sample.now - DOWN_S]
-        self._recommended[name] = [*recent, (sample.now, wish)]
-        if wish < there:
-            wish = min(there, max(count for _, count in self._recommended[name]))
-        return max(1, min(self._most, wish, max(2 * there, there + 4)))
+        self._recommended[name] = [*recent, (sample.now, replicas)]
+        if replicas < pods:
+            replicas = min(pods, max(count for _, count in self._recommended[name]))
+        return max(1, min(self._most, replicas, max(2 * pods, pods + 4)))
 
 
-def recommended(busy: Sequence[float], starting: int, there: int) -> int:
+def recommended(busy: Sequence[float], starting: int, pods: int) -> int:
     """
-    Pods by the CPU of those that count, and how many there are that do not.
+    Return the number of pods by the CPU usage of settled pods and the number of starting ones.
 
     >>> recommended([0.95, 0.99], 0, 2), recommended([0.95, 0.99], 1, 3), recommended([0.2, 0.2], 1, 3)
     (3, 3, 1)
@@ -56,10 +56,10 @@ def recommended(busy: Sequence[float], starting: int, there: int) -> int:
     if starting and ratio > 1:
         ratio = sum(busy) / (len(busy) + starting) / TARGET
         if ratio < 1:
-            return there
-        return there if ratio <= 1 + TOLERANCE else max(there, math.ceil(ratio * (len(busy) + starting)))
+            return pods
+        return pods if ratio <= 1 + TOLERANCE else max(pods, math.ceil(ratio * (len(busy) + starting)))
     if abs(ratio - 1) <= TOLERANCE:
-        return there
+        return pods
     return math.ceil(ratio * len(busy))
 
 

@@ -1,10 +1,11 @@
 """
-The same cluster without processes, in virtual time: three hours in a second, to see what a change would do.
+The same cluster without processes, in virtual time: three hours in a second, to estimate the effect of a
+change.
 
-Workers are `model_worker`'s, as in the processes. The router is one line of requests before whichever prefill
-worker is free, and gives each to the decode worker with the fewest, which queues what it has no slot for.
-Where the case says so, decode workers compute short prompts by themselves. Nothing is late or lost on the
-way, so that processes do a little worse.
+Workers are `model_worker`'s, as in the processes. The router is one queue of requests for the next free
+prefill worker. It assigns each to the decode worker with the fewest requests, which queues those without a
+slot. In some cases decode workers compute short prompts by themselves. No message is late or lost, so
+processes have slightly worse results.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from baton_operator.scaling.signals import ServiceMetrics
 from benchmarks.model_worker import ModelWorker, Text
 from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, NOTICE_S, ROLES, TIMING, Case
 from benchmarks.scaling.day import MINUTE, Request
-from benchmarks.scaling.imagined_figures import Counter, Counters
+from benchmarks.scaling.imagined_metrics import Counter, Counters
 from benchmarks.scaling.score import Answer, Ends
 from benchmarks.scaling.world import Life, Pod, Sight, replica_hours
 
@@ -67,7 +68,7 @@ class ImaginedWorld:
         self._began = self._loop.time()
         self._workers: list[Imagined] = []
         self._lives: dict[Imagined, Life] = {}
-        self._made = 0
+        self._created = 0
         self._line: deque[tuple[Request, asyncio.Future[Pair]]] = deque()
         self._counters = Counters()
         self._lit = True
@@ -100,10 +101,10 @@ class ImaginedWorld:
         self._lit = True
 
     async def ask(self, request: Request) -> Answer:
-        phase, made = request.phase, Answer(request.phase.name)
+        phase, answer = request.phase, Answer(request.phase.name)
         counters, came = self._counters, self._now
         local = phase.prompt <= self._case.local_tokens
-        counters.asked(came, phase.prompt, phase.answer, local=local)
+        counters.requested(came, phase.prompt, phase.answer, local=local)
         given: asyncio.Future[Pair] = self._loop.create_future()
         self._line.append((request, given))
         self._give()
@@ -120,8 +121,8 @@ class ImaginedWorld:
         decode.queued += 1
         await decode.slots.acquire()
         decode.queued -= 1
-        made.first = self._now - came
-        counters.first.add(self._now, made.first)
+        answer.first = self._now - came
+        counters.first.add(self._now, answer.first)
 
         def emit(count: int) -> None:
             counters.generated.add(self._now, count)
@@ -131,22 +132,22 @@ class ImaginedWorld:
         decode.slots.release()
         self._done(decode)
         counters.answered(self._now, phase.prompt, phase.answer)
-        made.token = (self._now - came - made.first) / (phase.answer - 1)
-        made.ok = True
-        return made
+        answer.token = (self._now - came - answer.first) / (phase.answer - 1)
+        answer.ok = True
+        return answer
 
     async def scale(self, role: RoleName, count: int) -> None:
-        there = self._wanted(role)
-        for _ in range(count - len(there)):
-            self._made += 1
+        workers = self._wanted(role)
+        for _ in range(count - len(workers)):
+            self._created += 1
             model = ModelWorker(TIMING, BLOCKS, BLOCK_TOKENS, lambda changed: None)
             slots = asyncio.Semaphore(self._case.slots)
-            worker = Imagined(role, f"{role}-{self._made}", model, self._now, slots)
+            worker = Imagined(role, f"{role}-{self._created}", model, self._now, slots)
             self._workers.append(worker)
             self._lives[worker] = Life(self._now)
             self._do(self._start(worker))
-        there.sort(key=lambda one: (one.ready_s is not None, one.requests))
-        for worker in there[: max(0, len(there) - count)]:
+        workers.sort(key=lambda one: (one.ready_s is not None, one.requests))
+        for worker in workers[: max(0, len(workers) - count)]:
             worker.ends = True
             self._do(self._end(worker))
 
@@ -157,7 +158,7 @@ class ImaginedWorld:
         if any(pods.values()) and not self._lit:
             return Sight(self._now, pods, ServiceMetrics({}, "Prometheus is away"), {})
         prefills, decodes = self._ready("prefill"), self._ready("decode")
-        figures = self._counters.figures(
+        metrics = self._counters.metrics(
             self._now,
             line=[request.phase.prompt for request, _ in self._line],
             held=0 if prefills and decodes else len(self._line),
@@ -170,7 +171,7 @@ class ImaginedWorld:
             sample=self._now >= self._case.unseen * MINUTE,
         )
         busy = {one.name: one.busy.rate(self._now) for one in self._workers}
-        return Sight(self._now, pods, figures, busy)
+        return Sight(self._now, pods, metrics, busy)
 
     @property
     def _now(self) -> float:
@@ -208,7 +209,7 @@ class ImaginedWorld:
                 one.busy.add(self._now, PULSE_S * bool(one.requests))
 
     def _give(self) -> None:
-        """Whoever has waited for longest goes first, to a prefill worker that computes nothing."""
+        """Assign the oldest requests to idle prefill workers."""
         decodes = self._ready("decode")
         free = [one for one in self._ready("prefill") if not one.requests]
         while self._line and decodes:

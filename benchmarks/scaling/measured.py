@@ -1,4 +1,4 @@
-"""Prometheus' figures as meant: rates are slower, and times longer, than they pass here."""
+"""Metrics of Prometheus in modeled time: rates are lower and durations longer than in real time."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Measured:
         window_s = max(LEAST_WINDOW_S, round(WINDOW_S / scale))
         self._question = MetricsQuery("models", "chat", 95, window_s)
 
-    async def figures(self) -> ServiceMetrics:
+    async def metrics(self) -> ServiceMetrics:
         """Of the operator's one question."""
         try:
-            found = await self._prometheus.query(self._url, self._question.text, METRIC_LABEL)
+            samples = await self._prometheus.query(self._url, self._question.text, METRIC_LABEL)
         except MetricsLost as lost:
             return ServiceMetrics({}, str(lost))
-        return ServiceMetrics({name: value * self._times.get(name, 1.0) for name, value in found.items()})
+        return ServiceMetrics({name: value * self._times.get(name, 1.0) for name, value in samples.items()})
 
     async def running(self) -> Mapping[str, float]:
         """Requests by worker."""

@@ -14,7 +14,7 @@ from benchmarks.scaling.day import MINUTE, Request, requests
 from benchmarks.scaling.score import Answer, Count, Score
 from benchmarks.scaling.world import Scaler, World
 
-PATIENCE_S = 3600.0
+TIMEOUT_S = 3600.0
 """That clients have at the end, as meant."""
 
 
@@ -27,7 +27,7 @@ async def play(
     scale: float,
     seed: int,
 ) -> Score:
-    """`first` are there at the begin. `scale`: times faster than meant."""
+    """Run a case. `first`: initial workers. `scale`: times faster than modeled."""
     score = Score(name, case)
     for role, count in first.items():
         await world.scale(role, count)
@@ -63,7 +63,7 @@ async def _clients(world: World, case: Case, began: float, scale: float, seed: i
     for request in requests(case.phases, seed):
         await asyncio.sleep(max(0.0, began + request.at_s / scale - clock()))
         asking[asyncio.create_task(world.ask(request))] = request
-    done, waiting = await asyncio.wait(asking, timeout=PATIENCE_S / scale)
+    done, waiting = await asyncio.wait(asking, timeout=TIMEOUT_S / scale)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)

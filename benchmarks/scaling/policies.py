@@ -1,4 +1,4 @@
-"""Who decides: the operator's own decisions, or nobody. An HPA is in `hpa`."""
+"""Policies: the operator's decisions, or a fixed number of workers. `hpa` has an HPA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLO = Objectives(time_to_first_token=Duration(TTFT_S), inter_token_latency=Durat
 
 
 class Baton:
-    """The operator's decisions, each of which is said. What a worker can do it learns, or has a profile."""
+    """The operator's decisions, which are printed. It learns the capacity of a worker, or has a profile."""
 
     def __init__(self, case: Case, say: Callable[[str], None], profile: Profile | None = None) -> None:
         self._profile = profile
@@ -41,7 +41,7 @@ class Baton:
         roles: dict[RoleName, ScaledRole] = {}
         sized: Mapping[RoleName, WorkerSize] = {}
         if self._profile is not None:
-            self._requests = self._requests.looked(self._profile, sample.figures, sample.now)
+            self._requests = self._requests.looked(self._profile, sample.metrics, sample.now)
             sized = sizing.worker_sizes(
                 self._profile, self._requests, SLO, self._startup_s, len(sample.pods["prefill"])
             )
@@ -53,17 +53,17 @@ class Baton:
                 routers=1,
                 pending_s=self._pending_s(name, sample),
             )
-            observation = role_sample(name, sample.figures, pods, policy.objective_s, size=sized.get(name))
+            observation = role_sample(name, sample.metrics, pods, policy.objective_s, size=sized.get(name))
             roles[name] = ScaledRole(policy, self._memories[name], observation)
-        made = decide_all(roles, _all, sample.now)
-        for name, (decision, memory) in made.items():
+        decisions = decide_all(roles, _all, sample.now)
+        for name, (decision, memory) in decisions.items():
             self._memories[name] = memory
             before = roles[name].sample
             if decision.replicas != before.replicas:
-                known = f"{before.demand.value or 0:.0f} tokens/s by {capacity(memory, before) or 0:.0f}"
-                what = f"{name:7} -> {decision.replicas}  {decision.reason}: {decision.message} ({known})"
+                demand = f"{before.demand.value or 0:.0f} tokens/s by {capacity(memory, before) or 0:.0f}"
+                what = f"{name:7} -> {decision.replicas}  {decision.reason}: {decision.message} ({demand})"
                 self._say(f"  {sample.now / MINUTE:5.1f} min {what}")
-        return {name: decision.replicas for name, (decision, _) in made.items()}
+        return {name: decision.replicas for name, (decision, _) in decisions.items()}
 
     def _pending_s(self, name: RoleName, sample: Sight) -> float:
         """For how long the oldest pod has waited for a node."""
@@ -82,7 +82,7 @@ class Static:
 
 
 def _all(decisions: Mapping[RoleName, ScalingDecision]) -> dict[RoleName, int]:
-    """Accelerators for whoever wishes for one."""
+    """Grant all requested accelerators."""
     return {name: one.replicas for name, one in decisions.items()}
 
 
@@ -95,5 +95,5 @@ POLICIES: Mapping[str, Callable[[Case], Scaler]] = {
 
 
 def first(kind: str, case: Case) -> Mapping[RoleName, int]:
-    """Workers that are there when the load begins."""
+    """Return the workers at the start of the load."""
     return peak(case) if kind == "static" else dict.fromkeys(ROLES, 1)

@@ -1,9 +1,9 @@
 """
-The cluster of processes: workers that come, are listed, scraped and drained, before a real router.
+The cluster of processes: workers that start, are listed, scraped and drained, behind a real router.
 
-They end as Kubernetes has them end: least to do first, listed as terminating, then SIGTERM, and waited for.
-They are forked from a process that has loaded what they need: to load it takes seconds of a processor, which
-all others would lack whenever a role grows, and which on real nodes is no router's.
+They end as in Kubernetes: the least busy first, listed as terminating, then SIGTERM and a wait.
+They are forked from a process that has loaded their modules. Loading takes seconds of processor time, which
+all others would lack whenever a role grows; on real nodes it does not slow down routers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOOK_S = 0.1
 """Between two looks whether something has become ready."""
 
 NOTHING = ("demand_prompt", "demand_answer", "queued_prompt", "in_flight", "waiting", "age")
-"""Figures of a service without workers, beside what its router holds."""
+"""Metrics of a service without workers, besides the requests held in its router."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,25 +119,26 @@ class ProcessWorld:
     async def see(self) -> Sight:
         pods = {
             role: [
-                Pod(one.name, self._meant(one.started), one.ready and self._meant(one.ready)) for one in there
+                Pod(one.name, self._meant(one.started), one.ready and self._meant(one.ready))
+                for one in workers
             ]
-            for role, there in ((role, self._wanted(role)) for role in ROLES)
+            for role, workers in ((role, self._wanted(role)) for role in ROLES)
         }
-        figures = await self._measured.figures() if any(pods.values()) else await self._asleep()
-        return Sight(self._now, pods, figures, await self._measured.busy())
+        metrics = await self._measured.metrics() if any(pods.values()) else await self._asleep()
+        return Sight(self._now, pods, metrics, await self._measured.busy())
 
     async def ask(self, request: Request) -> Answer:
         return await ask(self._session, self._url, request, self._scale)
 
     async def scale(self, role: RoleName, count: int) -> None:
-        there = self._wanted(role)
-        for _ in range(count - len(there)):
+        workers = self._wanted(role)
+        for _ in range(count - len(workers)):
             self._start(role)
-        if count < len(there):
+        if count < len(workers):
             running = await self._measured.running()
             # The unready ones first, then those with least to do.
-            there.sort(key=lambda one: (one.ready is not None, running.get(one.name, 0.0)))
-            for one in there[: len(there) - count]:
+            workers.sort(key=lambda one: (one.ready is not None, running.get(one.name, 0.0)))
+            for one in workers[: len(workers) - count]:
                 one.ends = True
                 self._list(one)
                 self._do(self._end(one))
@@ -161,7 +162,7 @@ class ProcessWorld:
         return [one for one in self._workers if one.role == role and not one.ends]
 
     async def _asleep(self) -> ServiceMetrics:
-        """What the router says itself, as the operator asks it when nobody works."""
+        """Return the router's own report, which the operator reads when no worker runs."""
         held = await prometheus.held_requests([self._url])
         return ServiceMetrics({**dict.fromkeys(NOTHING, 0.0), "routers": 1.0, "held": held.value or 0.0})
 
@@ -182,7 +183,7 @@ class ProcessWorld:
             return False
 
     async def _all_are_seen(self) -> bool:
-        values = (await self._measured.figures()).values
+        values = (await self._measured.metrics()).values
         sample = values.get("prefill_workers", 0.0) + values.get("decode_workers", 0.0)
         return bool(values.get("routers")) and sample == len(self._workers)
 

@@ -12,8 +12,8 @@ from typing import IO, Any
 from benchmarks.model_cluster import MODEL
 from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes
 
-PATIENCE_S = 120.0
-"""That the router has with whoever waits, by the clock on the wall: longer than any scaler takes."""
+TIMEOUT_S = 120.0
+"""Maximum waiting time in the router, in real seconds: longer than any policy takes to scale."""
 
 LABELS = {"namespace": "models", "service": "chat"}
 
@@ -22,18 +22,18 @@ async def router(folder: Path, api: FakeKubernetes, port: int) -> asyncio.subpro
     return await _run(
         folder, "router", sys.executable, "-m", "baton_cli.main", "router", f"--port={port}",
         f"--kubernetes-api={api.url}", f"--kubernetes-account={api.account}",
-        f"--kubernetes-selector={SELECTOR}", f"--hold-models={MODEL}", f"--hold-s={PATIENCE_S}",
-        f"--wait-s={PATIENCE_S}", f"--first-byte-s={PATIENCE_S}", "--local-prefill-max-tokens=0",
+        f"--kubernetes-selector={SELECTOR}", f"--hold-models={MODEL}", f"--hold-s={TIMEOUT_S}",
+        f"--wait-s={TIMEOUT_S}", f"--first-byte-s={TIMEOUT_S}", "--local-prefill-max-tokens=0",
         "--health-interval-s=0.5", f"--state={folder / 'state'}",
     )  # fmt: skip
 
 
 async def prometheus(folder: Path, port: int) -> asyncio.subprocess.Process:
-    """Whom it scrapes is what `write_targets` wrote last."""
-    found = {"files": [str(folder / "targets.json")], "refresh_interval": "1s"}
+    """Start Prometheus. It scrapes the targets last written by `write_targets`."""
+    discovery = {"files": [str(folder / "targets.json")], "refresh_interval": "1s"}
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
-        "scrape_configs": [{"job_name": "baton", "file_sd_configs": [found]}],
+        "scrape_configs": [{"job_name": "baton", "file_sd_configs": [discovery]}],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))
     return await _run(
@@ -44,12 +44,12 @@ async def prometheus(folder: Path, port: int) -> asyncio.subprocess.Process:
 
 def write_targets(folder: Path, targets: Iterable[tuple[str, int, str]]) -> None:
     """Role, port and name of each."""
-    made = [
+    groups = [
         {"targets": [f"127.0.0.1:{port}"], "labels": {**LABELS, "role": role, "pod": name}}
         for role, port, name in targets
     ]
     write = folder / "targets.tmp"
-    write.write_text(json.dumps(made))
+    write.write_text(json.dumps(groups))
     write.rename(folder / "targets.json")
 
 

@@ -1,4 +1,4 @@
-"""What came of one policy: who was served as promised, and what that has cost."""
+"""The result of one policy: attained objectives, and cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.scaling.case import ITL_S, TTFT_S, Case
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one request, in seconds as meant."""
+    """Outcome of one request, in modeled seconds."""
 
     phase: str
     first: float = math.inf

@@ -1,9 +1,9 @@
 """
-One worker without a model in a process of its own: it starts slowly, drains, and shows a worker's metrics.
+One worker without a model as a process: it starts slowly, drains, and exposes a worker's metrics.
 
-What it computes takes as long as `model_worker` says, so many times faster than meant. A decode worker asks a
-prefill worker by HTTP, and tells it when it has pulled the blocks. With SIGTERM it takes nothing new, and
-ends when its streams have ended and its last blocks were pulled.
+Its work takes as long as in `model_worker`, divided by the scale. A decode worker asks a prefill worker by
+HTTP, and notifies it when it has pulled the blocks. After SIGTERM it accepts no requests, and ends when its
+streams have ended and its last blocks were pulled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.model_cluster import Body, Cluster, ServedWorker
 from benchmarks.model_server import Connection, _answer, _body
 from benchmarks.model_worker import Computed, ModelWorker, Text
 from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, TIMING
-from benchmarks.scaling.worker_figures import WorkerFigures
+from benchmarks.scaling.worker_metrics import WorkerMetrics
 
 TICK_S = 0.02
 
@@ -32,14 +32,14 @@ TICK_S = 0.02
 class CountedModel(ModelWorker):
     """A model whose tokens are counted."""
 
-    shown: WorkerFigures
+    shown: WorkerMetrics
 
     async def generate(self, text: Text, tokens: int, emit: Callable[[int], None]) -> None:
         first = True
 
         def emitted(count: int) -> None:
             nonlocal first
-            # As the model has it: how late a busy machine's timers are is no worker's.
+            # Modeled time: a busy machine's late timers do not count for the worker.
             self.shown.generated(count, None if first else self.step_s)
             first = False
             emit(count)
@@ -62,7 +62,7 @@ class Worker(ServedWorker):
         super().begin()
         model = CountedModel(self._timing, self._capacity, self._block_tokens, self._tell)
         self.model = model
-        self.shown = model.shown = WorkerFigures(self, self._scale)
+        self.shown = model.shown = WorkerMetrics(self, self._scale)
 
     @property
     def load(self) -> Load:
@@ -94,8 +94,8 @@ class Served(Connection):
             case b"GET", b"/ready" if worker.draining:
                 self._transport.write(_answer(b"{}", status=b"503 Service Unavailable"))
             case b"POST", b"/compute":
-                asked = msgspec.json.decode(b"".join(self._parts))
-                text = Text(asked["tokens"], tuple(asked["blocks"]))
+                request = msgspec.json.decode(b"".join(self._parts))
+                text = Text(request["tokens"], tuple(request["blocks"]))
                 self._task = asyncio.create_task(self._compute(text))
             case b"POST", b"/pulled":
                 worker.held -= 1
@@ -116,8 +116,8 @@ class Served(Connection):
             worker.held += 1
         finally:
             worker.running -= 1
-        made = {one.name: getattr(done, one.name) for one in fields(done)}
-        self._transport.write(_answer(msgspec.json.encode(made)))
+        report = {one.name: getattr(done, one.name) for one in fields(done)}
+        self._transport.write(_answer(msgspec.json.encode(report)))
 
     async def _counted(self, body: Body) -> None:
         worker = self._worker
@@ -143,14 +143,14 @@ class Remote:
         given = msgspec.json.encode({"tokens": text.tokens, "blocks": text.blocks})
         async with self._session.post(f"{self._url}/compute", data=given) as answer:
             answer.raise_for_status()
-            made = msgspec.json.decode(await answer.read())
+            report = msgspec.json.decode(await answer.read())
         await asyncio.sleep(self._move_s)
         async with self._session.post(f"{self._url}/pulled") as answer:
             answer.raise_for_status()
-        return Computed(made["cached"], made["queue_s"], made["compute_s"])
+        return Computed(report["cached"], report["queue_s"], report["compute_s"])
 
 
-class Alone(Cluster):
+class SingleWorker(Cluster):
     """Of one worker; all others are elsewhere."""
 
     def __init__(self, session: aiohttp.ClientSession, move_s: float) -> None:
@@ -163,13 +163,13 @@ class Alone(Cluster):
 
 
 async def serve(role: Role, port: int, scale: float, ready_at: float) -> None:
-    """From when the machine's steady clock says `ready_at` on, until SIGTERM."""
+    """Serve from `ready_at` on (by the monotonic clock) until SIGTERM."""
     await asyncio.sleep(ready_at - time.monotonic())
     ends = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ends.set)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        cluster = Alone(session, TIMING.move_s / scale)
+        cluster = SingleWorker(session, TIMING.move_s / scale)
         worker = Worker(cluster, role, port, scale)
         cluster.workers.append(worker)
         server = await loop.create_server(lambda: Served(worker), "127.0.0.1", port)
@@ -184,5 +184,5 @@ async def serve(role: Role, port: int, scale: float, ready_at: float) -> None:
 
 
 def run(role: Role, port: int, scale: float, ready_at: float) -> None:
-    """What a worker's process does."""
+    """Entry point of a worker's process."""
     uvloop.run(serve(role, port, scale, ready_at))

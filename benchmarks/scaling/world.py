@@ -1,4 +1,4 @@
-"""What a policy sees and a cluster does, whether its workers are processes or imagined ones."""
+"""The interface of a cluster to policies: a sample, and the actions. Workers are processes or imagined."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Sight:
 
     now: float
     pods: Mapping[RoleName, Sequence[Pod]]
-    figures: ServiceMetrics
-    """What Prometheus says; if there are no workers, what the router says itself."""
+    metrics: ServiceMetrics
+    """Metrics of Prometheus, or of the router itself if there are no workers."""
     busy: Mapping[str, float]
-    """Share of the last minute that each worker was at work, as its CPU would show it; empty if unknown."""
+    """Ratio of the last minute in which each worker was busy, like its CPU usage; empty if unknown."""
 
 
 @dataclass(slots=True)
 class Life:
-    """From when to when a worker was there, in seconds as meant."""
+    """Lifetime of a worker, in modeled seconds."""
 
     started_s: float
     ended_s: float | None = None
@@ -80,7 +80,7 @@ class World(Protocol):
         """Kill Prometheus."""
 
     async def lighten(self) -> None:
-        """Start Prometheus anew."""
+        """Restart Prometheus."""
 
 
 class Scaler(Protocol):

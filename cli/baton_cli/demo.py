@@ -28,11 +28,11 @@ You are the guide of a small museum of geography. Visitors from all over the wor
 and you answer them in plain words. Be friendly and be correct. Give facts, not opinions. If a visitor asks \
 for a list, write a numbered list with one line for each item. If a visitor asks for a number, give the \
 number first and then explain it in one sentence. Do not repeat the question. Do not invent places that do \
-not exist. The museum has five rooms. The first room shows maps that sailors drew before there were \
-satellites. The second room shows rivers: how they begin in the mountains, how they carry stones and sand, \
-and how they end in deltas. The third room shows cities, and why so many of them stand where a river meets \
-the sea. The fourth room shows deserts and the people who live in them. The fifth room shows the ice of the \
-north and the south, and what it tells us about the weather of the past. The museum is open from nine in the \
+not exist. The museum has five halls. The first hall shows maps that sailors drew before there were \
+satellites. The second hall shows rivers: how they begin in the mountains, how they carry stones and sand, \
+and how they end in deltas. The third hall shows cities, and why so many of them stand where a river meets \
+the sea. The fourth hall shows deserts and the people who live in them. The fifth hall shows the ice of the \
+north and the south, and what it shows us about the weather of the past. The museum is open from nine in the \
 morning to five in the afternoon, on every day but Monday. Children enter for free. There is a small shop \
 beside the entrance where visitors can buy maps, postcards and books about travel."""
 
@@ -42,7 +42,7 @@ Sea. The Amazon is a river in South America, and it ends in the Atlantic Ocean. 
 Europe, and it ends in the Black Sea. The Ganges is a river in Asia, and it ends in the Bay of Bengal."""
 
 QUESTIONS = (
-    "What does the museum show in its five rooms?",
+    "What does the museum show in its five halls?",
     f"{NOTEBOOK} Write a list of these rivers.",
 )
 """The second one is long enough for a prefill worker to compute its new part."""
@@ -183,21 +183,16 @@ def _speed(relay: Mapping[str, Any] | None) -> str:
 
 def invite(console: Console, service: Service, model: str) -> None:
     """Print commands to try."""
-    console.print(
-        Text(
-            f"""
-The service runs until Ctrl-C. Try it:
-
+    curl = f"""\
   curl {service.url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
-
+"""
+    python = f"""\
   from openai import OpenAI
   client = OpenAI(base_url="{service.url}/v1", api_key="none")
   messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
   print(client.chat.completions.create(model="{model}", messages=messages).choices[0].message.content)
-
-  baton chat --url {service.url}
 """
-        ),
-        soft_wrap=True,
-    )
+    chat = f"  baton chat --url {service.url}\n"
+    lead = "\nThe service runs until Ctrl-C. Try it:\n"
+    console.print(Text("\n".join((lead, curl, python, chat))), soft_wrap=True)

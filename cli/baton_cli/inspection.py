@@ -6,10 +6,12 @@ Their implementations are imported when a command runs, so that `--help` is fast
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -24,6 +26,9 @@ Kubeconfig = Annotated[
 ]
 
 URL = "http://127.0.0.1:8080"
+
+Flags = TypeVar("Flags")
+"""A dataclass whose fields are the options of a command."""
 
 
 def top(
@@ -69,7 +74,8 @@ def doctor(
     url: Annotated[
         list[str] | None,
         typer.Option(
-            help="URL of a router or worker whose clock to compare, with those of its workers. Repeatable.",
+            help="URL of a router or worker to check, with its workers: clocks, and the settings of vLLM "
+            "and SGLang. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -99,58 +105,59 @@ def doctor(
     doctor(url or [], api_key, wanted, account, namespace, as_json)
 
 
-def bench(
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags:
+    """The options of `baton bench`."""
+
     start: Annotated[
         str,
         typer.Argument(
             help="Model to start on this machine and measure, instead of --url.", metavar="[MODEL]"
         ),
-    ] = "",
-    url: Url = URL,
-    model: Annotated[
-        str, typer.Option(help="Model name. Default: the first one that the service lists.")
-    ] = "",
+    ] = ""
+    url: Url = URL
+    model: Annotated[str, typer.Option(help="Model name. Default: the first one that the service lists.")] = (
+        ""
+    )
     concurrency: Annotated[
         str, typer.Option(help="Closed loop: numbers of concurrent clients, one load level each.")
-    ] = "1,4,16",
+    ] = "1,4,16"
     rate: Annotated[
         str,
         typer.Option(
             help="Open loop instead: requests per second with Poisson arrivals, one load level each.",
             metavar="X,X...",
         ),
-    ] = "",
-    trace: Annotated[
-        Path | None, typer.Option(help="Replay a Mooncake trace instead.", metavar="FILE")
-    ] = None,
+    ] = ""
+    trace: Annotated[Path | None, typer.Option(help="Replay a Mooncake trace instead.", metavar="FILE")] = (
+        None
+    )
     minutes: Annotated[
         float, typer.Option(help="Minutes of the trace to replay, from its beginning.", min=0.001)
-    ] = 5.0,
-    speed: Annotated[
-        float, typer.Option(help="Speed of the replay, relative to the trace.", min=0.001)
-    ] = 1.0,
-    requests: Annotated[int, typer.Option(help="Requests per load level.", min=1)] = 40,
-    prompt_tokens: Annotated[int, typer.Option(help="Approximate prompt tokens per request.", min=1)] = 256,
-    output_tokens: Annotated[int, typer.Option(help="Output tokens per request.", min=1)] = 64,
+    ] = 5.0
+    speed: Annotated[float, typer.Option(help="Speed of the replay, relative to the trace.", min=0.001)] = 1.0
+    requests: Annotated[int, typer.Option(help="Requests per load level.", min=1)] = 40
+    prompt_tokens: Annotated[int, typer.Option(help="Approximate prompt tokens per request.", min=1)] = 256
+    output_tokens: Annotated[int, typer.Option(help="Output tokens per request.", min=1)] = 64
     shared_tokens: Annotated[
         int, typer.Option(help="Prompt tokens that all requests of a group share.", min=0)
-    ] = 0,
-    groups: Annotated[int, typer.Option(help="Groups of requests with a shared prefix.", min=1)] = 1,
+    ] = 0
+    groups: Annotated[int, typer.Option(help="Groups of requests with a shared prefix.", min=1)] = 1
     spread: Annotated[
         float, typer.Option(help="Relative variation of prompt and output lengths (0-1).", min=0, max=1)
-    ] = 0.0,
+    ] = 0.0
     ttft_ms: Annotated[
         float | None,
         typer.Option(help="Objective: maximum time to first token in milliseconds.", show_default=False),
-    ] = None,
+    ] = None
     tpot_ms: Annotated[
         float | None,
         typer.Option(help="Objective: maximum time per output token in milliseconds.", show_default=False),
-    ] = None,
+    ] = None
     total_ms: Annotated[
         float | None,
         typer.Option(help="Objective: maximum request duration in milliseconds.", show_default=False),
-    ] = None,
+    ] = None
     find: Annotated[
         Path | None,
         typer.Option(
@@ -158,25 +165,27 @@ def bench(
             metavar="FILE",
             show_default=False,
         ),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Repetitions of each measurement of --find.", min=1)] = 3,
-    warm_up: Annotated[int, typer.Option(help="Warm-up requests before the first load level.", min=0)] = 4,
-    timeout_s: Annotated[float, typer.Option(help="Timeout per request in seconds.", min=0.1)] = 600.0,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    ] = None
+    repeats: Annotated[int, typer.Option(help="Repetitions of each measurement of --find.", min=1)] = 3
+    warm_up: Annotated[int, typer.Option(help="Warm-up requests before the first load level.", min=0)] = 4
+    timeout_s: Annotated[float, typer.Option(help="Timeout per request in seconds.", min=0.1)] = 600.0
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
     save: Annotated[
         Path | None,
         typer.Option(help="Write the results to FILE as JSON.", metavar="FILE", show_default=False),
-    ] = None,
+    ] = None
     picture: Annotated[
         Path | None,
         typer.Option(help="Write charts to FILE: .svg, .png or .pdf.", metavar="FILE", show_default=False),
-    ] = None,
-    api_key: Key = "",
-    output: Output = "text",
-) -> None:
+    ] = None
+    api_key: Key = ""
+    output: Output = "text"
+
+
+def bench(flags: BenchFlags) -> None:
     """Measure throughput and latency of an OpenAI-compatible service. Exit status 3: requests failed."""
-    as_json = _as_json(output)
-    if rate and trace:
+    as_json = _as_json(flags.output)
+    if flags.rate and flags.trace:
         raise SetupError("--rate and --trace exclude each other. Set only one of them.")
     with _needing("chat"):
         from baton_cli.bench.command import BenchPlan, BenchTarget, bench
@@ -184,25 +193,26 @@ def bench(
     from baton_cli.bench.prompts import Shape
     from baton_cli.bench.report import Objective
 
-    limits = (None if one is None else one / 1e3 for one in (ttft_ms, tpot_ms, total_ms))
+    limits = (flags.ttft_ms, flags.tpot_ms, flags.total_ms)
+    lengths = flags.prompt_tokens, flags.output_tokens, flags.shared_tokens
     wanted = BenchPlan(
-        shape=Shape(prompt_tokens, output_tokens, shared_tokens, groups, spread),
-        objective=Objective(*limits),
-        clients=[int(one) for one in _numbers(concurrency, "--concurrency")],
-        rates=_numbers(rate, "--rate"),
-        trace=trace,
-        minutes=minutes,
-        speed=speed,
-        requests=requests,
-        warm_up=warm_up,
-        seed=seed,
-        timeout_s=timeout_s,
+        shape=Shape(*lengths, flags.groups, flags.spread),
+        objective=Objective(*(None if one is None else one / 1e3 for one in limits)),
+        clients=[int(one) for one in _numbers(flags.concurrency, "--concurrency")],
+        rates=_numbers(flags.rate, "--rate"),
+        trace=flags.trace,
+        minutes=flags.minutes,
+        speed=flags.speed,
+        requests=flags.requests,
+        warm_up=flags.warm_up,
+        seed=flags.seed,
+        timeout_s=flags.timeout_s,
     )
-    where = BenchTarget(url=url, api_key=api_key, model=model, started=start)
-    if find is not None:
-        find_profile(where, wanted, find, repeats, as_json)
+    where = BenchTarget(url=flags.url, api_key=flags.api_key, model=flags.model, started=flags.start)
+    if flags.find is not None:
+        find_profile(where, wanted, flags.find, flags.repeats, as_json)
     else:
-        bench(where, wanted, save, picture, as_json)
+        bench(where, wanted, flags.save, flags.picture, as_json)
 
 
 def completion(
@@ -217,7 +227,18 @@ def completion(
 def add_to(app: typer.Typer) -> None:
     """Add the commands to `baton`."""
     for command in (top, status, doctor, bench, completion):
-        app.command(command.__name__)(command)
+        app.command(command.__name__)(_with_flags(BenchFlags, bench) if command is bench else command)
+
+
+def _with_flags(flags: type[Flags], run: Callable[[Flags], None]) -> Callable[..., None]:
+    """Return `run` with the fields of the dataclass `flags` as its parameters, as typer reads them."""
+
+    def command(**values: Any) -> None:
+        run(flags(**values))
+
+    command.__doc__ = run.__doc__
+    command.__signature__ = inspect.signature(flags, eval_str=True)  # type: ignore[attr-defined]
+    return command
 
 
 def _as_json(output: str) -> bool:

@@ -257,7 +257,13 @@ REPEATED = {
 }
 """Metavariables of repeatable flags other than URL."""
 
-PLACES = {"_folder": "FOLDER", "_file": "FILE", "_host": "ADDRESS", "_url": "URL", "_namespace": "NAMESPACE"}
+METAVARS_BY_SUFFIX = {
+    "_folder": "FOLDER",
+    "_file": "FILE",
+    "_host": "ADDRESS",
+    "_url": "URL",
+    "_namespace": "NAMESPACE",
+}
 """Metavariables by the suffix of a field."""
 
 
@@ -276,7 +282,9 @@ def _metavar(name: str, field: FieldInfo) -> str:
     if name.endswith("_s"):
         return "SECONDS"
     if annotation is str:
-        return next((place for suffix, place in PLACES.items() if f"_{name}".endswith(suffix)), "TEXT")
+        return next(
+            (metavar for suffix, metavar in METAVARS_BY_SUFFIX.items() if f"_{name}".endswith(suffix)), "TEXT"
+        )
     return {int: "N", float: "X"}.get(annotation, "TEXT")
 
 

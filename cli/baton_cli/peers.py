@@ -45,6 +45,7 @@ DEPRECATED = {
     "--alone-tokens": "--local-prefill-max-tokens",
     "--page": "--dashboard",
     "--no-page": "--no-dashboard",
+    "--scheduler-patience-s": "--scheduler-timeout-s",
 }
 """Flags of 0.1.0 and their new names. The next version removes the old ones."""
 

@@ -54,11 +54,11 @@ def fetch(uri: str, folder: str, revision: str, patterns: Sequence[str]) -> None
     with display.bars():
         source = fetching.ModelSource(uri, revision, tuple(patterns))
         pinned = os.environ.get(PINNED_REVISION, "")
-        fetched = fetching.fetch(source, Path(folder), Bar(display, "fetch"), pinned)
+        download = fetching.fetch(source, Path(folder), Bar(display, "fetch"), pinned)
     if path := os.environ.get(RESULT_FILE):
-        Path(path).write_text(fetched.revision)
-    done = "Fetched" if fetched.anew else "Already fetched:"
-    print(f"{done} {uri} at {fetched.revision} in {folder}")
+        Path(path).write_text(download.revision)
+    done = "Fetched" if download.fetched else "Already fetched:"
+    print(f"{done} {uri} at {download.revision} in {folder}")
 
 
 def router(given: Mapping[str, Any], announce_fd: int | None) -> None:

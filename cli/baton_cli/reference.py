@@ -1,7 +1,7 @@
 """
 Write the reference pages from the code: settings, HTTP API, errors, metrics, custom resources and others.
 
-    python -m baton_cli.reference           writes docs/reference/
+    python -m baton_cli.reference           writes docs/reference/ and the tables of supported models
     python -m baton_cli.reference --check   fails if a page differs from what would be written
 """
 
@@ -19,7 +19,8 @@ from pydantic_settings import BaseSettings
 from baton_api import generated_files, limits, metrics
 from baton_api.errors import CODES, MESSAGE_LIMIT, RETRY_LIMIT_S, RETRY_SPREAD_S, BatonError, InvalidRequest
 from baton_api.metrics import Label, Metric
-from baton_cli import peers
+from baton_cli import model_tables, peers
+from baton_cli.engine_reference import engines_section
 from baton_cli.options import Option, options_of
 from baton_cli.refusals import REFUSALS
 from baton_cli.schema_reference import custom_resources_page, http_api_page
@@ -248,7 +249,7 @@ PARTS = {
 
 def metrics_page() -> str:
     parts = (line for title, begins in PARTS.items() for line in _part(title, begins))
-    return "\n".join([METRICS, *parts])
+    return "\n".join([METRICS, *parts, *engines_section()])
 
 
 def _part(title: str, begins: str) -> Iterator[str]:
@@ -275,9 +276,10 @@ def _values(label: Label) -> str:
     return ", ".join(f"`{value}`" for value in label.values) or label.bound
 
 
-def main(arguments: list[str], folder: Path = ROOT / "docs" / "reference") -> int:
-    """Write the pages. With `--check`, only name those that differ."""
-    texts = {folder / name: text for name, text in pages().items()}
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    """Write the pages and tables below `root`. With `--check`, only name those that differ."""
+    folder = root / "docs" / "reference"
+    texts = {folder / name: text for name, text in pages().items()} | model_tables.documents(root)
     return generated_files.settle(texts, folder.glob("*.md"), check="--check" in arguments)
 
 

@@ -15,7 +15,7 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def image(binary: Path, tag: str) -> bytes:
-    """The archive of an image that runs `binary`, as nobody."""
+    """Return the archive of an image that runs `binary` as an unprivileged user."""
     layer = tar({binary.name: binary.read_bytes()}, 0o755)
     digest = hashlib.sha256(layer).hexdigest()
     machine = platform.machine()

@@ -45,9 +45,11 @@ def main() -> None:
 
     print("stream:", "".join(chunk.content for chunk in chat.stream(question)))
 
-    asked = chat.bind_tools([get_weather], tool_choice="required").invoke("What is the weather in Rome?")
-    print("tool:", asked.tool_calls[0]["name"], asked.tool_calls[0]["args"]["city"])
-    print("tool said:", get_weather.invoke(asked.tool_calls[0]["args"]))
+    tool_answer = chat.bind_tools([get_weather], tool_choice="required").invoke(
+        "What is the weather in Rome?"
+    )
+    print("tool:", tool_answer.tool_calls[0]["name"], tool_answer.tool_calls[0]["args"]["city"])
+    print("tool said:", get_weather.invoke(tool_answer.tool_calls[0]["args"]))
 
     structured = chat.with_structured_output(Capital, method="json_schema")
     print("structured:", structured.invoke(question))
@@ -57,8 +59,8 @@ def main() -> None:
         model=model, base_url=BASE_URL, api_key="EMPTY", check_embedding_ctx_length=False
     )
     try:
-        made = embeddings.embed_documents(["a relay", "a baton"])
-        print("embeddings:", len(made), "of", len(made[0]), "numbers")
+        embedded = embeddings.embed_documents(["a relay", "a baton"])
+        print("embeddings:", len(embedded), "of", len(embedded[0]), "numbers")
     except openai.BadRequestError as refusal:
         print("embeddings: refused,", refusal.body["message"])
 

@@ -58,14 +58,14 @@ def main() -> None:
     stream = litellm.completion(**served, messages=question, temperature=0, max_tokens=64, stream=True)
     print("stream:", "".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
-    asked = litellm.completion(
+    tool_answer = litellm.completion(
         **served,
         messages=[{"role": "user", "content": "What is the weather in Rome?"}],
         tools=[TOOL],
         tool_choice="required",
         max_tokens=200,
     )
-    call = asked.choices[0].message.tool_calls[0].function
+    call = tool_answer.choices[0].message.tool_calls[0].function
     print("tool:", call.name, json.loads(call.arguments)["city"])
 
     schema = {
@@ -76,8 +76,8 @@ def main() -> None:
     print("structured:", Capital.model_validate_json(filled.choices[0].message.content))
 
     try:
-        made = litellm.embedding(**served, input=["a relay", "a baton"], encoding_format="float")
-        print("embeddings:", len(made.data), "of", len(made.data[0]["embedding"]), "numbers")
+        embedded = litellm.embedding(**served, input=["a relay", "a baton"], encoding_format="float")
+        print("embeddings:", len(embedded.data), "of", len(embedded.data[0]["embedding"]), "numbers")
     except litellm.BadRequestError as refusal:
         print("embeddings: refused,", refusal.message)
 

@@ -55,14 +55,14 @@ def main() -> None:
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     print("stream:", "".join(pieces))
 
-    asked = client.chat.completions.create(
+    tool_answer = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "What is the weather in Rome?"}],
         tools=[TOOL],
         tool_choice="required",
         max_tokens=200,
     )
-    call = asked.choices[0].message.tool_calls[0].function
+    call = tool_answer.choices[0].message.tool_calls[0].function
     print("tool:", call.name, json.loads(call.arguments)["city"])
 
     parsed = client.chat.completions.parse(
@@ -71,8 +71,8 @@ def main() -> None:
     print("structured:", parsed.choices[0].message.parsed)
 
     try:
-        made = client.embeddings.create(model=model, input=["a relay", "a baton"])
-        print("embeddings:", len(made.data), "of", len(made.data[0].embedding), "numbers")
+        embedded = client.embeddings.create(model=model, input=["a relay", "a baton"])
+        print("embeddings:", len(embedded.data), "of", len(embedded.data[0].embedding), "numbers")
     except openai.BadRequestError as refusal:
         print("embeddings: refused,", refusal.body["message"])
 

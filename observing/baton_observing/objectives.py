@@ -8,8 +8,8 @@ Bounds are bucket bounds of the histograms: between two buckets a quantile is on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from baton_api import metrics
@@ -74,6 +74,8 @@ class RecordingRule:
 
     name: str
     expression: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the rule adds."""
 
 
 @dataclass(frozen=True, slots=True)

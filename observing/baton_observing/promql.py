@@ -128,14 +128,19 @@ def ratios(parts: str, total: str) -> str:
     return f"{parts} / on() group_left() ({total} > 0)"
 
 
-def or_zero(expression: str, **labels: str) -> str:
+def or_zero(expression: str, reported: str = "", **labels: str) -> str:
     """
     Return 0, with these labels for the legend, while a series does not exist yet.
 
+    `reported`: an aggregation without labels that exists only where workers report the metric. Without it
+    the metric is unknown, and there is no 0.
+
     >>> or_zero("errors", code="none")
     '(errors) or on() label_replace(vector(0), "code", "none", "", "")'
+    >>> or_zero("errors", reported="sum(requests)")
+    '(errors) or on() 0 * sum(requests)'
     """
-    zero = "vector(0)"
+    zero = f"0 * {reported}" if reported else "vector(0)"
     for label, value in labels.items():
         zero = f'label_replace({zero}, "{label}", "{value}", "", "")'
     return f"({expression}) or on() {zero}"

@@ -1,7 +1,8 @@
 """
 The rule files of Prometheus: `serving.yaml` for routers and workers, `operating.yaml` for the operator.
 
-Load `operating.yaml` only where an operator runs: without one, its alert about a missing leader fires.
+`engines.yaml` maps the metrics of other engines to the contract. Load `operating.yaml` only where an operator
+runs: without one, its alert about a missing leader fires.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 
 import yaml
 
+from baton_observing import engines
 from baton_observing.alerts import OPERATING, SERVING
 from baton_observing.alerts.alert import RUNBOOK_ANNOTATION, Alert
-from baton_observing.objectives import RECORDING_RULES
+from baton_observing.objectives import RECORDING_RULES, RecordingRule
 
 LINE_WIDTH = 110
 HEADER = "# Generated from baton_observing by `make fix`. Do not edit.\n"
@@ -21,18 +23,32 @@ HEADER = "# Generated from baton_observing by `make fix`. Do not edit.\n"
 EVALUATION_INTERVAL = "30s"
 """Of the recording rules."""
 
+ENGINE_INTERVAL = "15s"
+"""Of the rules of engines: the scrape interval, so that rates lose no samples."""
+
 
 def files() -> dict[str, str]:
     """Return the rule files: name and text."""
-    recording = {
-        "name": "baton-recording",
-        "interval": EVALUATION_INTERVAL,
-        "rules": [{"record": rule.name, "expr": rule.expression} for rule in RECORDING_RULES],
-    }
+    recording = _recording("baton-recording", EVALUATION_INTERVAL, RECORDING_RULES)
     return {
+        "engines.yaml": _text(
+            [
+                _recording(f"baton-{name}", ENGINE_INTERVAL, records)
+                for name, records in engines.rules().items()
+            ]
+        ),
         "serving.yaml": _text([recording, _group("baton-serving", SERVING)]),
         "operating.yaml": _text([_group("baton-operating", OPERATING)]),
     }
+
+
+def _recording(name: str, interval: str, records: Iterable[RecordingRule]) -> dict[str, Any]:
+    rules = [
+        {"record": rule.name, "expr": rule.expression}
+        | ({"labels": dict(rule.labels)} if rule.labels else {})
+        for rule in records
+    ]
+    return {"name": name, "interval": interval, "rules": rules}
 
 
 def _group(name: str, alerts: Iterable[Alert]) -> dict[str, Any]:

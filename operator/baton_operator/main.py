@@ -101,7 +101,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
 
     async def work() -> None:
         tasks.extend(map(asyncio.create_task, (leadership.keep(), events.run())))
-        await leadership.wait_until_alone()
+        await leadership.wait_until_sole()
         await _served(free)
         tasks.extend(reflectors.run())
         health.led = True
@@ -175,7 +175,11 @@ def _reconcilers(
 
     issuer = by_issuer(settings.mutual_tls_issuer)
     images = OperatorDefaults(
-        settings.worker_image, settings.router_image, issuer, settings.metrics_namespace
+        settings.worker_image,
+        settings.router_image,
+        issuer,
+        settings.metrics_namespace,
+        {"vLLM": settings.vllm_image, "SGLang": settings.sglang_image},
     )
     reader = ClusterReader(cache, RouterHealthSource(rollout_health.read_text, time.monotonic))
     scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)

@@ -92,9 +92,9 @@ class ServiceMetricsCollector(Collector):
             for one in status.get("conditions", ()):
                 condition.add_metric([*service, one["type"], one["status"]], 1)
             for role in ROLES:
-                if there := status.get(role):
-                    desired.add_metric([*service, role], there["desired"])
-                    ready.add_metric([*service, role], there["ready"])
+                if replicas := status.get(role):
+                    desired.add_metric([*service, role], replicas["desired"])
+                    ready.add_metric([*service, role], replicas["ready"])
             for revision in status.get("revisions", ()):
                 weight.add_metric([*service, revision["name"]], revision["weight"])
         first, token = (

@@ -20,6 +20,9 @@ KV_EVENTS_PORT = 5558
 KV_REPLAY_PORT = 5559
 
 ROUTER_PORT = 8080
+PICKER_PORT = 9002
+"""Port of the routers' endpoint picker for gateways."""
+
 ROUTER = "router"
 """Role of routers in labels."""
 
@@ -30,6 +33,11 @@ OPERATOR = "operator"
 def worker(service: str, role: Role, revision: str) -> str:
     """Name of the Deployment and the headless Service of one role and revision."""
     return f"{service}-{role}-{revision}"
+
+
+def group(service: str, role: Role, revision: str) -> str:
+    """Name of the LeaderWorkerSet of one role and revision. It creates a Service of this name."""
+    return f"{worker(service, role, revision)}-g"
 
 
 def role(service: str, name: str) -> str:
@@ -81,11 +89,11 @@ def of_service(service: str) -> Labels:
 
 def of_role(service: str, role: str, revision: str = "") -> Labels:
     """Return the labels of the objects of a role, and of one revision if it is given."""
-    made = {**of_service(service), "app.kubernetes.io/component": role, labels.ROLE: role}
-    return {**made, labels.REVISION: revision} if revision else made
+    of_all = {**of_service(service), "app.kubernetes.io/component": role, labels.ROLE: role}
+    return {**of_all, labels.REVISION: revision} if revision else of_all
 
 
 def selecting(service: str, role: str, revision: str = "") -> Labels:
     """Return the labels that select the pods of a role."""
-    made = {labels.SERVICE: service, labels.ROLE: role}
-    return {**made, labels.REVISION: revision} if revision else made
+    of_all = {labels.SERVICE: service, labels.ROLE: role}
+    return {**of_all, labels.REVISION: revision} if revision else of_all

@@ -29,12 +29,12 @@ class Rule:
     @property
     def manifest(self) -> Manifest:
         """The rule as an entry of a Role."""
-        made: Manifest = {
+        rule: Manifest = {
             "apiGroups": [self.group],
             "resources": list(self.resources),
             "verbs": list(self.verbs),
         }
-        return {**made, "resourceNames": list(self.names)} if self.names else made
+        return {**rule, "resourceNames": list(self.names)} if self.names else rule
 
 
 SERVICES = (

@@ -61,6 +61,12 @@ class OperatorSettings(BaseSettings):
     router_image: str = ""
     """Default image of routers."""
 
+    vllm_image: str = ""
+    """Default image of workers with `spec.engine.type` vLLM. Empty: such services name their image."""
+
+    sglang_image: str = ""
+    """Default image of workers with `spec.engine.type` SGLang. Empty: such services name their image."""
+
     mutual_tls_issuer: str = Field(default="", pattern=rf"^({ISSUER})?$")
     """Default issuer of mutual TLS certificates for the workers and routers of a service: cert-manager's
     ClusterIssuer/NAME or Issuer/NAME. `spec.security.mutualTls` overrides it. Empty: mutual TLS only

@@ -20,14 +20,14 @@ ORDERS = ("desc", "asc")
 ANCHOR = "created_at"
 
 BATCH_FILE_S = 30 * 86_400
-"""For which a file for a batch is kept, if nothing else is asked for; others stay until they are deleted."""
+"""Default lifetime of a batch input file, in seconds. Other files stay until they are deleted."""
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """Which part of a list."""
+    """The requested page of a list."""
 
     limit: int
     after: str
@@ -106,8 +106,9 @@ def parse_new_batch(body: bytes) -> NewBatch:
 
 def parse_byte_range(header: str, size: int) -> tuple[int, int] | None:
     """
-    The part that `Range` asks for, as start and end; the whole for what is no single range of bytes; None for
-    one that lies outside of the file.
+    Return start and end of the requested range; None if it lies outside of the file.
+
+    Any other header than a single range of bytes returns the whole file.
 
     >>> parse_byte_range("bytes=2-3", 10), parse_byte_range("bytes=-3", 10), parse_byte_range("bytes=10-", 10)
     ((2, 4), (7, 10), None)
@@ -241,7 +242,7 @@ def render_deleted(id: str) -> JsonObject:
 
 
 def render_batch(batch_record: BatchRecord) -> JsonObject:
-    # What was answered while the file was still being read counts once it is known to be a batch.
+    # Results of validation count only after the whole file is valid.
     validated = batch_record.in_progress_at is not None
     counts = {"total": batch_record.total, "completed": batch_record.completed, "failed": batch_record.failed}
     errors = [msgspec.to_builtins(error) for error in batch_record.errors]

@@ -114,7 +114,7 @@ class BatchController:
                     async with asyncio.timeout(failed_s or self._storage.settings.batch_poll_s):
                         await self._woken.wait()
         finally:
-            self._stopping.set()  # for the threads, whom nobody can cancel
+            self._stopping.set()  # for the threads, which cannot be cancelled
             tasks = [renewing, *(task for _, task in self._busy.values())]
             tasks += [sweeping] if sweeping else []
             for task in tasks:
@@ -146,7 +146,7 @@ class BatchController:
         try:
             await self._storage.run_controller(work)
         except (StaleLease, ControllerStopped):
-            pass  # whoever took it goes on
+            pass  # the new holder of the lease continues
         except BatonError as error:
             log.warning("%s stays %s for now: %s", batch.id, batch.status, error)
             self._set_back(batch)

@@ -1,9 +1,9 @@
 """
-One database, SQLite or Postgres: its connections, its two kinds of transaction, and what its errors mean.
+One database, SQLite or Postgres: its connections, its two kinds of transaction, and its errors.
 
-Nothing is connected before the first transaction, so that a router starts, and serves what needs no ledger,
-while its database is away. A lost connection is seen and replaced; what was under way when it was lost ends
-with an error that says to come back.
+The first transaction opens the first connection. A router therefore starts while its database is away, and
+serves requests that need no ledger. A lost connection is detected and replaced; transactions that were in
+progress on it end with an error that asks the client to retry.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Database:
         self._engine.dispose()
 
     def _checked_in(self, _: object, record: ConnectionPoolEntry) -> None:
-        # SQLAlchemy gives it back to a pool that nobody closes any more.
+        # SQLAlchemy returns it to a pool that was closed already.
         if self._closed:
             record.invalidate()
 
@@ -85,7 +85,7 @@ class Database:
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """The schema is there, from the first transaction on."""
+        """Create or migrate the schema before the first transaction."""
         if not self._open:
             with self._opening:
                 if not self._open:
@@ -127,7 +127,7 @@ class Database:
 
 
 def _engine(url: str, busy_s: float) -> tuple[str, Engine]:
-    """What messages call the database, which never shows a password, and the way to it."""
+    """Return the display name of the database, without its password, and its engine."""
     try:
         parsed = sqlalchemy.make_url(url)
     except exc.ArgumentError as error:
@@ -160,7 +160,7 @@ def _sqlite(url: sqlalchemy.URL, busy_s: float) -> Engine:
     @event.listens_for(engine, "connect")
     def connected(connection: sqlite3.Connection, _: object) -> None:
         _write_ahead(connection, busy_s)
-        connection.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives a loss of power
+        connection.execute("PRAGMA synchronous = FULL")  # acknowledged writes survive a loss of power
 
     @event.listens_for(engine, "begin")
     def begun(connection: Connection) -> None:

@@ -1,8 +1,9 @@
 """
-How a router has its batches run: the API for runners, and their supervisor.
+Execution of a router's batches: the API for runners, and their supervisor.
 
-With `--batch-execution subprocess` this router starts runners itself; with `external` somebody else does,
-such as Jobs in Kubernetes for which the router makes BatchJobs; with `off` nobody does, and batches wait.
+With `--batch-execution subprocess` this router starts runners itself. With `external` another system does,
+such as Jobs in Kubernetes for which the router creates BatchJobs. With `off` no runner starts, and batches
+wait.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from baton_batches.storage import Storage
 from baton_batches.supervisor import RunnerSupervisor
 
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""What a process on this machine connects to where a router listens on all addresses."""
+"""Loopback addresses for local processes, by the wildcard address on which the router listens."""
 
 MIN_WINDOW = 512
 WINDOW_PER_WORKER = 64
@@ -30,7 +31,7 @@ WINDOW_PER_WORKER = 64
 
 
 class BatchExecution:
-    """One router's."""
+    """The batch execution of one router."""
 
     def __init__(
         self,
@@ -43,9 +44,9 @@ class BatchExecution:
         cluster: BatchJobApi,
     ) -> None:
         """
-        `ended` hears of it when a batch needs no runner any more. `workers`: how many decode workers there
-        are, at least 1. `beside`: whether others have sent requests lately. Raises SetupError for settings
-        that do not go together.
+        `ended` is called when a batch needs no runner any more. `workers`: number of decode workers, at
+        least 1. `beside`: whether clients sent other requests recently. Raises SetupError for contradictory
+        settings.
         """
         self._workers = workers
         self._beside = beside
@@ -55,7 +56,7 @@ class BatchExecution:
         self._pods = pod_tokens(cluster, settings.batch_jobs) if settings.batch_jobs else None
         self.api = RunnerApi(storage, secret, terms, ended, self._pods)
         self.url = ""
-        """Where this router listens. Runners are started only if somebody has said so."""
+        """URL of this router. Runners are started only once it is set."""
         self._settings = settings
         self._supervisor = RunnerSupervisor(storage, secret, settings.batch_parallel, settings.batch_lease_s)
         self._announcer = BatchJobReporter(

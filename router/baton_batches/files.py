@@ -14,9 +14,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, text, update
 
-from baton_api.errors import INVALID_VALUE, FileNotFound, InvalidRequest, QuotaExceeded
+from baton_api.errors import FileNotFound, QuotaExceeded
 from baton_batches.database import Database
-from baton_batches.tables import batches, bindable, files, promises
+from baton_batches.tables import batches, bindable, fetch_page, files, promises
 from baton_batches.values import ENDED, StoredFile
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
@@ -45,7 +45,7 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class FileQuota:
-    """What one key may store; 0 is unlimited."""
+    """Storage limits of one key; 0: unlimited."""
 
     files: int = 0
     bytes: int = 0
@@ -115,20 +115,8 @@ class FileLedger:
         if purpose:
             query = query.where(files.c.purpose == bindable(purpose))
         with self._database.reading() as connection:
-            if after:
-                seq = connection.scalar(
-                    select(files.c.seq).where(files.c.owner == owner, files.c.id == bindable(after))
-                )
-                if seq is None:
-                    raise InvalidRequest(
-                        f"There is no file {after[:100]!r} to go on after.",
-                        param="after",
-                        code=INVALID_VALUE,
-                    )
-                query = query.where(files.c.seq < seq if newest_first else files.c.seq > seq)
-            order = files.c.seq.desc() if newest_first else files.c.seq.asc()
-            rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
-        return [_file(row) for row in rows[:limit]], len(rows) > limit
+            rows, more = fetch_page(connection, files, owner, query, limit, after, newest_first)
+        return [_file(row) for row in rows], more
 
     def delete(self, owner: str, id: str, now: int) -> None:
         """Raises FileNotFound, also the second time."""

@@ -30,7 +30,7 @@ class LineTooLong(Exception):
 
 
 class RequestLineBody(msgspec.Struct):
-    """What is looked at of a line's request."""
+    """The fields of a line's request that are checked."""
 
     model: Any = None
     stream: Any = None
@@ -82,7 +82,7 @@ def _stripped(line: bytes | bytearray, number: int, limit: int) -> bytes:
 
 
 def parse_line(number: int, line: bytes, endpoint: str) -> RequestLine | LineError:
-    """What the line asks for, or why it is no request of a batch for this endpoint."""
+    """Return the line's request, or why it is not valid in a batch for this endpoint."""
     try:
         parsed = _line.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -98,7 +98,7 @@ def parse_line(number: int, line: bytes, endpoint: str) -> RequestLine | LineErr
 
 
 def _form_error(number: int, line: bytes) -> LineError:
-    """What is wrong with a line that does not have the form of one."""
+    """Return the error of a line with an invalid form."""
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -117,7 +117,7 @@ def _form_error(number: int, line: bytes) -> LineError:
 
 
 def rejected_result(number: int, line: RequestLine) -> LineResult | None:
-    """The answer to a request that no batch can have, whatever serves it; None if it may be tried."""
+    """Return the error of a request that no worker can serve in a batch; None if it may be sent."""
     if line.body.stream is not True:
         return None
     error = InvalidRequest("A batch's requests cannot be streamed.", param="stream", code=INVALID_VALUE)
@@ -137,7 +137,7 @@ class InputCursor:
 
     @classmethod
     def read(cls, text: str) -> InputCursor:
-        """What `str` made; the start for an empty text. Raises ValueError."""
+        """Parse the output of `str`; an empty text is the start. Raises ValueError."""
         if not text:
             return cls()
         position, _, lines = text.partition("-")

@@ -1,8 +1,8 @@
 """
-Which BatchJob of Kubernetes runs which batch: one column of the batch's row, set once and cleared at the end.
+The assignment of batches to BatchJobs: one column of the batch's row, set once and cleared at the end.
 
-A batch that nobody has a BatchJob for is given one by a router; one that a BatchJob has made of a file says
-in its metadata whose it is, and waits for it. Calls wait for the database: make them in a thread.
+A router creates a BatchJob for each batch without one. A batch that a BatchJob created from a file names that
+BatchJob in its metadata, and waits for it. Calls wait for the database: make them in a thread.
 """
 
 from __future__ import annotations

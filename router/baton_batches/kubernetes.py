@@ -7,7 +7,7 @@ nothing. The BatchJob has the name of its batch, so that several routers create 
 is found by the 404 of the next status update.
 
 All routers of a service report, and a late update of one may overwrite the final status of another. So each
-router writes the final status once more after a delay.
+router writes the final status again after a delay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPLY_LIMIT = 1024 * 1024
 
 BATCH_JOBS_PATH = "/apis/baton.dev/v1alpha1/namespaces/{}/batchjobs"
 KEYS_PATH = "/openid/v1/jwks"
-"""What the API server signs accounts' tokens with; every account may read it."""
+"""The keys with which the API server signs the tokens of accounts; every account may read them."""
 
 
 class BatchJobApi:
@@ -91,14 +91,14 @@ UPDATE_S = 2.0
 RETRY_LIMIT_S = 30.0
 
 FINAL_UPDATE_S = 120.0
-"""Seconds after which the end of a batch is said once more, and for the last time: every router that knew
-less has said it too by then."""
+"""Seconds after which the final status of a batch is written a second and last time. By then, every router
+with an older state has written the final status too."""
 
 CREATED, CONFLICT, NOT_FOUND = 201, 409, 404
 
 
 def batch_job_manifest(batch: BatchRecord, service: str, uid: str) -> dict[str, Any]:
-    """What the operator is to run; it goes with the service whose `uid` is given."""
+    """Return the BatchJob for a batch, owned by the service with this `uid`."""
     metadata: dict[str, Any] = {
         "name": batch_jobs.name_of(batch.id),
         "labels": {labels.MANAGED_BY: batch_jobs.ROUTER, labels.SERVICE: service},
@@ -115,7 +115,7 @@ def batch_job_manifest(batch: BatchRecord, service: str, uid: str) -> dict[str, 
 
 
 def batch_job_status(batch: BatchRecord) -> dict[str, Any]:
-    """What the status of a BatchJob says of its batch; the rest of it is the operator's."""
+    """Return the part of a BatchJob's status that describes its batch; the operator writes the rest."""
     return {
         "batchId": batch.id,
         "phase": str(batch.status),
@@ -144,7 +144,7 @@ class BatchJobReporter:
         self._uid = uid
         self._clock = clock
         self._reported: dict[str, tuple[dict[str, Any], float]] = {}
-        """What was last said of a batch, and when."""
+        """By batch: the status last reported, and when."""
         self._refused: dict[str, tuple[float, float]] = {}
         """By batch: when to try its BatchJob again, and the pause in seconds before that."""
 

@@ -28,14 +28,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, exists, func, insert, select, update
 
-from baton_api.errors import (
-    INVALID_VALUE,
-    BatchEnded,
-    BatchNotFound,
-    FileNotFound,
-    InvalidRequest,
-    StaleLease,
-)
+from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, StaleLease
 from baton_batches import api_objects
 from baton_batches.database import Database
 from baton_batches.files import NewFile, add, new_id
@@ -48,6 +41,7 @@ from baton_batches.tables import (
     count_results,
     fetch_batch,
     fetch_held_batch,
+    fetch_page,
     files,
     finalize_if_done,
     free_batches,
@@ -78,7 +72,7 @@ class Ledger:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    # --- What clients ask for ---
+    # --- Clients' requests ---
 
     def create(
         self,
@@ -147,19 +141,8 @@ class Ledger:
         """A page, newest first, and whether more follow. Raises InvalidRequest for an unknown `after`."""
         query = select(batches).where(batches.c.owner == owner)
         with self._database.reading() as connection:
-            if after:
-                seq = connection.scalar(
-                    select(batches.c.seq).where(batches.c.owner == owner, batches.c.id == bindable(after))
-                )
-                if seq is None:
-                    raise InvalidRequest(
-                        f"There is no batch {after[:100]!r} to go on after.",
-                        param="after",
-                        code=INVALID_VALUE,
-                    )
-                query = query.where(batches.c.seq < seq)
-            rows = connection.execute(query.order_by(batches.c.seq.desc()).limit(limit + 1)).all()
-        return [batch_of(row) for row in rows[:limit]], len(rows) > limit
+            rows, more = fetch_page(connection, batches, owner, query, limit, after)
+        return [batch_of(row) for row in rows], more
 
     def request_cancel(self, owner: str, id: str, now: int) -> BatchRecord:
         """

@@ -41,7 +41,7 @@ class BatchMetrics(Collector):
             self._lines.more(failed, "failed")
 
     def retried(self, by_outcome: Mapping[str, int]) -> None:
-        """A runner has tried lines again, by how the tries before ended."""
+        """Count the lines that a runner sent again, by the outcome of the attempt before."""
         with self._lock:
             for outcome, count in by_outcome.items():
                 if outcome in metrics.BATCH_RETRIES.by[0].values:
@@ -85,7 +85,7 @@ class LedgerSummary:
     lines_left: int = 0
     """Of batches in progress."""
     runners: int = 0
-    """Batches in progress whose lease somebody holds."""
+    """Batches in progress with a live lease."""
     late: int = 0
     """Batches in progress that are behind."""
 

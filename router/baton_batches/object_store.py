@@ -30,11 +30,11 @@ class ObjectWriter(Protocol):
         ...
 
     def commit(self) -> None:
-        """All is there, on disk, and can be read from now on. Raises the same."""
+        """Store the object durably; it can be read from now on. Raises the same errors."""
         ...
 
     def abort(self) -> None:
-        """Nothing remains, as far as that can be said of a store that may be away."""
+        """Remove the written bytes, as far as the store can be reached."""
         ...
 
 
@@ -60,10 +60,10 @@ def new_key(owner: str) -> str:
 
 
 class FolderObjectStore:
-    """Objects as files. What is being written stands apart, and moves to its place in one step."""
+    """Objects as files. A writer uses a temporary file, and moves it to its place in one step."""
 
     def __init__(self, root: Path) -> None:
-        """The folder is made when it is first written to."""
+        """The folder is created at the first write."""
         self._root = root
 
     def writer(self, key: str) -> ObjectWriter:

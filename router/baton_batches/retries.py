@@ -1,13 +1,14 @@
 """
-Retries of failed lines: again, again alone, or recorded as an error.
+Retries of failed lines: send again, send again alone, or record an error.
 
-Pure. A refusal for lack of room counts against nobody, and neither does a router that is away: the line waits
-for as long as the batch may take. An error of the service is tried again: a few times while others are
-answered, for a quarter of an hour while nobody is, because then it is not the line.
+Pure. Rejections for lack of capacity and an unreachable router do not count: the line waits for as long as
+the batch may take. A line with a server error is sent again. It gets a few attempts while other lines are
+answered, and a quarter of an hour while no line is, because then the line is not the cause.
 
-A line whose worker was lost may have ended that worker, or may only have been beside the line that did. After
-a few losses it is therefore a suspect: suspects are sent in smaller and smaller groups, so that one harmful
-line is found among hundreds in a few rounds. A line that loses workers when it is alone is given up.
+A line whose worker was lost may have crashed that worker, or may only have been in flight beside the line
+that did. After a few losses it is therefore a suspect. Suspects are sent in smaller and smaller groups, so
+that one harmful line is found among hundreds in a few rounds. A line that loses workers when it is alone is
+given up.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from dataclasses import dataclass, replace
 from baton_api.errors import PoisonRequest, TransferFailed, WorkerLost
 
 FAULTS = 5
-"""Errors of the service after which the last of them is the line's answer."""
+"""Server errors of a line, after which its last error is recorded as its result."""
 
 OUTAGES = 30
-"""The same for errors since the one before which nobody at all was answered."""
+"""The same for errors during an outage, when no other line was answered either."""
 
 TIMEOUTS = 3
-"""Times that a line may take too long."""
+"""Timeouts of a line after which it is given up."""
 
 LOSSES = 2
 """Losses of workers or connections after which a line is a suspect."""
 
 GROUPS = (64, 8, 1, 1)
-"""Suspects under way at once, nothing else beside them: after `LOSSES` losses, after one more, and so on. A
-line that is lost in the last of them is given up."""
+"""Maximum suspects in flight, without other lines: after `LOSSES` losses, after one more, and so on. A line
+that is lost in the last of them is given up."""
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
@@ -46,15 +47,15 @@ WORKER_LOST_CODES = frozenset({WorkerLost.code, TransferFailed.code})
 """Error codes of a 503 whose request had reached a worker that was lost, or that lost its partner."""
 
 
-class TryOutcome(enum.Enum):
-    """How a try ended."""
+class AttemptOutcome(enum.Enum):
+    """The outcome of one attempt at a line."""
 
     ANSWERED = "answered"
-    """With what the same line would be answered again."""
+    """With a final answer: another attempt would get the same."""
     BUSY = "busy"
     FAULT = "fault"
     OUTAGE = "outage"
-    """A fault that others have as well, or that is not the line's."""
+    """A fault that other lines have as well, or that the line did not cause."""
     LOST = "lost"
     """The worker, or the connection while the answer was awaited."""
     SLOW = "slow"
@@ -63,8 +64,8 @@ class TryOutcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LineTries:
-    """What one line has been through, in this runner."""
+class LineAttempts:
+    """The failed attempts at one line, by this runner."""
 
     faults: int = 0
     outages: int = 0
@@ -74,7 +75,7 @@ class LineTries:
 
     @property
     def group(self) -> int:
-        """Most lines under way at once, this one among them, while it is tried; 0: no limit."""
+        """Maximum lines in flight together with this one; 0: no limit."""
         if self.losses < LOSSES:
             return 0
         return GROUPS[min(self.losses - LOSSES, len(GROUPS) - 1)]
@@ -83,24 +84,24 @@ class LineTries:
     def failures(self) -> int:
         return self.faults + self.outages + self.timeouts + self.losses
 
-    def after(self, outcome: TryOutcome) -> LineTries:
+    def after(self, outcome: AttemptOutcome) -> LineAttempts:
         match outcome:
-            case TryOutcome.FAULT:
+            case AttemptOutcome.FAULT:
                 return replace(self, faults=self.faults + 1)
-            case TryOutcome.OUTAGE:
+            case AttemptOutcome.OUTAGE:
                 return replace(self, outages=self.outages + 1)
-            case TryOutcome.SLOW:
+            case AttemptOutcome.SLOW:
                 return replace(self, timeouts=self.timeouts + 1)
-            case TryOutcome.LOST:
+            case AttemptOutcome.LOST:
                 return replace(self, losses=self.losses + 1)
-            case TryOutcome.BUSY | TryOutcome.AWAY:
+            case AttemptOutcome.BUSY | AttemptOutcome.AWAY:
                 return replace(self, refusals=self.refusals + 1)
             case _:
                 return self
 
     @property
     def exhausted(self) -> bool:
-        """Whether it is not to be sent again."""
+        """Whether the line must not be sent again."""
         return (
             self.faults >= FAULTS
             or self.outages >= OUTAGES
@@ -109,22 +110,22 @@ class LineTries:
         )
 
 
-def outcome_of(status: int, code: str | None) -> TryOutcome:
-    """What an answer over HTTP means; `code` is that of its error."""
+def outcome_of(status: int, code: str | None) -> AttemptOutcome:
+    """Classify an HTTP response; `code` is the code of its error."""
     if status == UNAVAILABLE and code in WORKER_LOST_CODES:
-        return TryOutcome.LOST
+        return AttemptOutcome.LOST
     if status in (TOO_MANY_REQUESTS, UNAVAILABLE):
-        return TryOutcome.BUSY
+        return AttemptOutcome.BUSY
     if code == PoisonRequest.code:
-        return TryOutcome.ANSWERED  # the router saw more workers die of it than a runner would try
+        return AttemptOutcome.ANSWERED  # the router saw it crash more workers than a runner would use
     if status == UNAUTHORIZED:  # the runner's token, which is renewed, or a worker's key: never the line
-        return TryOutcome.OUTAGE
+        return AttemptOutcome.OUTAGE
     if status in RETRY_STATUSES or status >= SERVER_ERRORS:
-        return TryOutcome.FAULT
-    return TryOutcome.ANSWERED
+        return AttemptOutcome.FAULT
+    return AttemptOutcome.ANSWERED
 
 
-def backoff_s(tries: int, rng: random.Random) -> float:
-    """Seconds until the next try after so many: twice as long each time, and for everybody another."""
-    longest = float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(tries, 16)))
+def backoff_s(attempts: int, rng: random.Random) -> float:
+    """Return the seconds until the next attempt: doubled each time, and random per line."""
+    longest = float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(attempts, 16)))
     return rng.uniform(longest / 2, longest)

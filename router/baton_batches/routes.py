@@ -165,7 +165,7 @@ def _create(
 
 
 async def _body(request: Request, seconds: float) -> bytes:
-    """Raises BodyTooLarge, and InvalidRequest if it is slow or is not said to be JSON."""
+    """Read the body. Raises BodyTooLarge, and InvalidRequest if it is slow or its type is not JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise InvalidRequest("The body must be JSON, with `Content-Type: application/json`.")
@@ -200,7 +200,8 @@ async def _content(storage: Storage, stored: StoredFile, request: Request) -> Re
     if not whole:
         headers["content-range"] = f"bytes {start}-{end - 1}/{stored.bytes}"
     pieces = storage.objects.read(stored.object, start, end)
-    first = await storage.transfer(partial(next, pieces, b""))  # what is not there is said by the status
+    # Read before the status is sent: a missing object is an error.
+    first = await storage.transfer(partial(next, pieces, b""))
 
     async def streamed() -> AsyncIterator[bytes]:
         piece = first

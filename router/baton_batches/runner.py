@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from baton_batches import retries, values
-from baton_batches.retries import TryOutcome
+from baton_batches.retries import AttemptOutcome
 from baton_batches.runner_gateway import LeaseLost, RunnerGateway, TokenRejected
 from baton_batches.runner_queues import PendingLine, PendingLines, ResultOutbox
 from baton_batches.values import LineResult
@@ -124,7 +124,7 @@ class BatchRunner:
             elif now < self._window.open_at:
                 await _wait_for(self._to_send, self._window.open_at - now)
             elif (pending := self._next(now)) is not None:
-                task = self._tasks.create_task(self._try(pending))
+                task = self._tasks.create_task(self._attempt(pending))
                 self._under_way.add(task)
                 task.add_done_callback(self._on_try_done)
             else:
@@ -134,47 +134,51 @@ class BatchRunner:
     def _next(self, now: float) -> PendingLine | None:
         return self._waiting.next(now, len(self._under_way), self._held >= HELD_BYTES)
 
-    async def _try(self, pending: PendingLine) -> None:
+    async def _attempt(self, pending: PendingLine) -> None:
         number = pending.line.number
         name = values.request_id(self._batch, number)
         body = values.body_of(pending.line.text)
         sent = self._clock()
-        request_id = (
-            f"{name}-{self._lease.epoch}-{next(self._sends)}"  # at a worker no two tries have one name
-        )
+        # Unique per attempt: an earlier attempt may still run at the same worker.
+        request_id = f"{name}-{self._lease.epoch}-{next(self._sends)}"
         answer = await self._gateway.send(self._lease.endpoint, body, request_id, self._lease.line_s)
         outcome, result = answer.outcome, None
         if answer.events:
             result = values.stream_result(number, name)
-        elif outcome is TryOutcome.ANSWERED:
+        elif outcome is AttemptOutcome.ANSWERED:
             result = values.answered_result(number, name, answer.status, answer.body)
-            outcome = outcome if result else TryOutcome.FAULT
-        if outcome is TryOutcome.FAULT and pending.tries.failures and self._answered_at < pending.failed_at:
-            outcome = TryOutcome.OUTAGE
-        tries = pending.tries.after(outcome)
-        if result is None and tries.exhausted:
-            result = values.failed_result(number, name, outcome, tries, answer.status, answer.body)
+            outcome = outcome if result else AttemptOutcome.FAULT
+        none_answered = pending.attempts.failures and self._answered_at < pending.failed_at
+        if outcome is AttemptOutcome.FAULT and none_answered:
+            outcome = AttemptOutcome.OUTAGE
+        attempts = pending.attempts.after(outcome)
+        if result is None and attempts.exhausted:
+            result = values.failed_result(number, name, outcome, attempts, answer.status, answer.body)
         now = self._clock()
         if result is not None:
-            if outcome is TryOutcome.ANSWERED:
+            if outcome is AttemptOutcome.ANSWERED:
                 self._answered_at = now
                 self._window.answered(now)
             self._done(pending, result)
         else:
-            self._retry_later(replace(pending, tries=tries, failed_at=now), outcome, sent, answer.retry_s)
+            self._retry_later(
+                replace(pending, attempts=attempts, failed_at=now), outcome, sent, answer.retry_s
+            )
 
     def _done(self, pending: PendingLine, result: LineResult) -> None:
         self._held -= len(pending.line.text)
         self._outbox.put(result)
 
-    def _retry_later(self, pending: PendingLine, outcome: TryOutcome, sent: float, retry_s: float) -> None:
-        now, tries = pending.failed_at, pending.tries
+    def _retry_later(
+        self, pending: PendingLine, outcome: AttemptOutcome, sent: float, retry_s: float
+    ) -> None:
+        now, attempts = pending.failed_at, pending.attempts
         self._retried[outcome.value] += 1
-        if outcome in (TryOutcome.BUSY, TryOutcome.AWAY):
-            wait = max(retry_s, retries.backoff_s(min(tries.refusals, MAX_REJECTION_BACKOFF), self._rng))
+        if outcome in (AttemptOutcome.BUSY, AttemptOutcome.AWAY):
+            wait = max(retry_s, retries.backoff_s(min(attempts.refusals, MAX_REJECTION_BACKOFF), self._rng))
             self._window.refused(sent, now, wait)
         else:
-            wait = retries.backoff_s(tries.failures - 1, self._rng)
+            wait = retries.backoff_s(attempts.failures - 1, self._rng)
         self._waiting.again(pending, now + wait)
 
     def _on_try_done(self, task: asyncio.Task[None]) -> None:

@@ -1,9 +1,9 @@
 """
-The internal batch API: what a runner may ask of the router, and nothing else.
+The internal batch API: the router's endpoints for batch runners.
 
-It holds no state that counts. Every call carries a token for one batch and one epoch; what a call changes
-is checked against the ledger in the same transaction, so that any replica can answer it, and a runner whose
-lease another has taken changes nothing. See `wire` for the calls.
+It holds no authoritative state. Every call carries a token for one batch and one epoch. A call that changes
+data checks the ledger in the same transaction. Any replica can therefore answer it, and a runner whose lease
+was taken over changes nothing. See `wire` for the calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DONE_CACHE_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class RunnerTerms:
-    """What runners are told when they begin."""
+    """The parameters that runners receive with their lease."""
 
     lease_s: float
     line_s: float
@@ -238,25 +238,25 @@ METHODS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", 
 
 
 def _bearer(scope: Scope) -> str:
-    """The token that a call comes with; empty if there is none."""
+    """Return the token of a call; empty without one."""
     token_text = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, text = token_text.decode("latin-1").partition(" ")
     return text.strip() if scheme.lower() == "bearer" else ""
 
 
 def _is_pod_token(token: str) -> bool:
-    """Whether somebody else has signed it, if anybody has."""
+    """Whether the token is not one of the router's own."""
     return not token.startswith(runner_tokens.PREFIX)
 
 
 def _order(batch: BatchRecord, now: float) -> RunnerOrder:
-    """What its runner is to do at that time."""
+    """Return the order for the batch's runner at that time."""
     runs = batch.status is BatchStatus.IN_PROGRESS and now < batch.expires_at
     return RunnerOrder.GO_ON if runs else RunnerOrder.STOP
 
 
 def _malformed(error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"This is no call of a runner's: {error}.")
+    return InvalidRequest(f"Invalid call of a runner: {error}.")
 
 
 async def _send(send: Send, answer: object, name: bytes) -> None:

@@ -86,7 +86,7 @@ def stored_secret(url: str) -> bytes:
 ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "ES256", "ES384", "ES512"})
 
 LEEWAY_S = 10.0
-"""By which clocks may differ."""
+"""Maximum difference of the clocks, in seconds."""
 
 
 class PodTokens:

@@ -18,7 +18,7 @@ import msgspec
 from baton_api import headers
 from baton_api.errors import NotReady, SetupError, WorkerLost
 from baton_batches import retries, wire
-from baton_batches.retries import TryOutcome
+from baton_batches.retries import AttemptOutcome
 from baton_batches.values import LineResult
 from baton_batches.wire import (
     InputSlice,
@@ -66,7 +66,7 @@ REJECTIONS: dict[int, type[Exception]] = {
 class LineReply:
     """The reply to one try of a line."""
 
-    outcome: TryOutcome
+    outcome: AttemptOutcome
     status: int = 0
     body: bytes = b""
     retry_s: float = 0.0
@@ -126,7 +126,7 @@ class RunnerGateway:
 
     async def _call(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Repeat the call until the router answers. Raises LeaseLost and TokenRejected."""
-        tries = 0
+        attempts = 0
         while True:
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -138,8 +138,8 @@ class RunnerGateway:
                     return reply.body
                 if reply.status in REJECTIONS:
                     raise REJECTIONS[reply.status](reply.body.decode(errors="replace"))
-            await asyncio.sleep(retries.backoff_s(tries, self._rng) / 5)
-            tries += 1
+            await asyncio.sleep(retries.backoff_s(attempts, self._rng) / 5)
+            attempts += 1
 
     async def _fetch(
         self, method: str, path: str, content_type: str, body: bytes, *headers: tuple[str, str]
@@ -157,13 +157,13 @@ class RunnerGateway:
             async with asyncio.timeout(seconds):
                 reply = await self._fetch("POST", path, "application/json", body, *names)
         except TimeoutError:
-            return LineReply(TryOutcome.SLOW)
+            return LineReply(AttemptOutcome.SLOW)
         except NotReady:  # no file descriptor is left
-            return LineReply(TryOutcome.AWAY)
+            return LineReply(AttemptOutcome.AWAY)
         except UpstreamLost as lost:
-            return LineReply(TryOutcome.AWAY if lost.cause == "connect" else TryOutcome.LOST)
+            return LineReply(AttemptOutcome.AWAY if lost.cause == "connect" else AttemptOutcome.LOST)
         except ReplyTooLarge:
-            return LineReply(TryOutcome.LOST)
+            return LineReply(AttemptOutcome.LOST)
         code = _code(reply.body) if reply.status >= retries.SERVER_ERRORS else None
         return LineReply(
             outcome=retries.outcome_of(reply.status, code),
@@ -178,7 +178,7 @@ def upstream_of(url: str) -> Upstream:
     """Connections to a router. Raises SetupError if `url` is invalid."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-        raise SetupError(f"{url!r} is no router's address; one looks like http://127.0.0.1:8080.")
+        raise SetupError(f"Invalid router URL: {url!r}. Expected a URL such as http://127.0.0.1:8080.")
     return Upstream(parts.hostname, parts.port or 80, CONNECT_S)
 
 

@@ -2,8 +2,8 @@
 `baton batch run`: one batch runner as a process, and what its exit status means.
 
 A runner started by a router (`run`) holds a pipe to it on standard input and ends when the pipe closes,
-however the router ended. A runner in the container of a Kubernetes Job (`run_job`) goes on until the batch
-needs no runner: it waits while another pod holds the lease, the input file is being validated, or the router
+however the router ended. A runner in the container of a Kubernetes Job (`run_job`) runs until the batch
+needs no runner. It waits while another pod holds the lease, the input file is being validated, or the router
 restarts. It exits with 0 when nothing is left to run and with 43 when a restart is useless; the Job has a
 rule for 43.
 """
@@ -38,7 +38,7 @@ class ExitStatus(enum.IntEnum):
     """Exit statuses: which of them require another runner."""
 
     DONE = 0
-    """Nothing is left to run."""
+    """The batch needs no runner any more."""
     REJECTED = 43
     """The token is invalid; a restart with it is useless."""
     LEASE_LOST = 75
@@ -212,8 +212,8 @@ async def _run_leases(work: JobOptions, batch: str, rng: random.Random, stop: as
         except TokenRejected:
             if not gateway.leased:
                 raise
-            # It was believed before: the router's secret has changed, or this process stood still for long.
-            log.info("%s asks for %s anew.", name, batch)
+            # It was accepted before: the router's secret has changed, or this process was suspended for long.
+            log.info("%s requests the lease of %s again.", name, batch)
         except LeaseLost as error:
             log.info("%s waits for %s: %s", name, batch, error)
         finally:

@@ -3,7 +3,7 @@ The two queues of a runner: lines that wait to be sent, and results that wait to
 
 `PendingLines` is pure; times are passed in. New lines go in their order, failed lines when their wait is
 over. A suspect, a line that was in flight during several worker losses, is sent after all other lines, in
-groups limited by `retries`. Nothing else is sent while a group is in flight.
+groups limited by `retries`. While a group is in flight, no other line is sent.
 
 `ResultOutbox` posts results in groups, one post at a time. A group without a reply is posted again; the
 ledger keeps the first result of each line, so a repeated post changes nothing.
@@ -19,21 +19,21 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from baton_batches.retries import LineTries
+from baton_batches.retries import LineAttempts
 from baton_batches.values import LineResult
 from baton_batches.wire import InputLine, ResultReceipt
 
-NO_TRIES = LineTries()
+NO_ATTEMPTS = LineAttempts()
 
 
 @dataclass(frozen=True, slots=True)
 class PendingLine:
-    """A line and its tries."""
+    """A line and its failed attempts."""
 
     line: InputLine
-    tries: LineTries = NO_TRIES
+    attempts: LineAttempts = NO_ATTEMPTS
     failed_at: float = -math.inf
-    """When the last try failed."""
+    """When the last attempt failed."""
 
 
 class PendingLines:
@@ -75,8 +75,8 @@ class PendingLines:
         """
         while self._later and self._later[0][0] <= now:
             pending = heapq.heappop(self._later)[2]
-            if pending.tries.group:
-                self._suspects[pending.tries.group].append(pending)
+            if pending.attempts.group:
+                self._suspects[pending.attempts.group].append(pending)
             else:
                 self._new.appendleft(pending)
         if not under_way:

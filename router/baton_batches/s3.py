@@ -1,8 +1,8 @@
 """
-Objects in a bucket that speaks S3, by obstore.
+Objects in an S3 bucket, through obstore.
 
-A large object goes up in parts while it is written, and is there with the last step. What is read is asked
-for piece by piece, so that a slow reader holds no connection open. Credentials come as for any tool of AWS:
+A large object is uploaded in parts while it is written, and becomes visible with the last step. Reads request
+one piece at a time, so that a slow reader holds no connection open. Credentials come as for any tool of AWS:
 from `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, a web identity or the machine's role.
 """
 
@@ -44,7 +44,7 @@ class S3ObjectStore:
             )
         except (BaseError, ValueError) as error:
             raise SetupError(
-                f"--files-store {url!r} is no bucket; one looks like s3://bucket/prefix."
+                f"Invalid --files-store: {url!r}. Expected a bucket such as s3://bucket/prefix."
             ) from error
 
     def writer(self, key: str) -> ObjectWriter:

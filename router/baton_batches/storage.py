@@ -1,9 +1,9 @@
 """
 Files, batches and their contents of one router, opened on first use and accessed in threads.
 
-The ledger, the store of objects and the keeper have threads of their own: a store that takes long for each
-call holds up transfers and the keeper's work, and no lease is lost meanwhile. A router that nobody gives
-files to makes no folder and connects to no database.
+The ledger, the object store and the batch controller have separate threads. A slow object store delays
+transfers and the controller's work, but no lease expires meanwhile. Without files, a router creates no folder
+and connects to no database.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ FILES = "files"
 
 
 class Storage:
-    """What the endpoints and the keeper share."""
+    """The storage that the endpoints and the batch controller share."""
 
     def __init__(self, settings: BatchSettings, port: int) -> None:
-        """Touches nothing yet. Raises SetupError for a setting that cannot be one."""
+        """Opens no file or connection yet. Raises SetupError for an invalid setting."""
         self.settings = settings
         self.metrics = BatchMetrics()
         folder = state_folder(settings.state, port, os.environ)
@@ -58,24 +58,24 @@ class Storage:
         self.jobs = BatchJobAssignments(self._database)
         self.objects = self._objects()
         self._ledger_threads = ThreadPoolExecutor(LEDGER_THREADS, thread_name_prefix="ledger")
-        self._controller_threads = ThreadPoolExecutor(CONTROLLER_THREADS, thread_name_prefix="keeper")
+        self._controller_threads = ThreadPoolExecutor(CONTROLLER_THREADS, thread_name_prefix="controller")
         self._transfers = ThreadPoolExecutor(TRANSFERS, thread_name_prefix="transfer")
 
     @property
     def in_use(self) -> bool:
-        """Whether there may be batches to look after: some were kept before, or others may bring some."""
+        """Whether there may be batches: from before a restart, or from other replicas."""
         return self._shared or (self._folder / LEDGER).exists()
 
     async def run(self, call: Callable[[], Answer]) -> Answer:
-        """A call of the ledger, in a thread; it goes on to its end also if nobody waits for it any more."""
+        """Run a ledger call in a thread; it runs to its end even if the caller is cancelled."""
         return await self._run(self._ledger_threads, call)
 
     async def transfer(self, call: Callable[[], Answer]) -> Answer:
-        """The same for a call of the store of objects."""
+        """Run a call of the object store in a thread."""
         return await self._run(self._transfers, call)
 
     async def run_controller(self, call: Callable[[], Answer]) -> Answer:
-        """The same for the keeper's long work with both."""
+        """Run the batch controller's long work in a thread."""
         return await self._run(self._controller_threads, call)
 
     async def _run(self, threads: ThreadPoolExecutor, call: Callable[[], Answer]) -> Answer:
@@ -86,7 +86,7 @@ class Storage:
             raise
 
     async def refresh_metrics(self, now: float) -> None:
-        """See how many batches there are and how far, for the figures. Raises StorageUnavailable."""
+        """Update the batch metrics from the ledger. Raises StorageUnavailable."""
         self.metrics.summary = await self.run(lambda: summarize(self._database, now))
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ RETRY_STATUSES = frozenset({408, 429, *range(500, 600)})
 
 
 class SubmissionRejected(Exception):
-    """The router makes no batch of this, whoever asks; the text says why."""
+    """The router rejects the request, and a retry is useless; the text has the reason."""
 
 
 class _SubmittedBatch(msgspec.Struct):
@@ -36,7 +36,7 @@ class _BatchPage(msgspec.Struct):
 
 
 class BatchSubmission:
-    """What is asked for in the name of one BatchJob."""
+    """The requests to a router for one BatchJob."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class BatchSubmission:
         window: str = api_objects.DEFAULT_WINDOW,
         rng: random.Random | None = None,
     ) -> None:
-        """`job` is the BatchJob's name and uid, as `name/uid`. Raises SetupError if `url` is no router's."""
+        """`job` is the BatchJob's name and uid, as `name/uid`. Raises SetupError for an invalid `url`."""
         self._upstream = upstream_of(url)
         self._key = key
         self._file = file
@@ -91,7 +91,7 @@ class BatchSubmission:
         """Repeat the request until the router answers. Raises SubmissionRejected."""
         headers = [("content-type", "application/json")]
         headers += [("authorization", f"Bearer {self._key}")] if self._key else []
-        tries = 0
+        attempts = 0
         while True:
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -104,7 +104,7 @@ class BatchSubmission:
                     return reply.body
                 if reply.status not in RETRY_STATUSES:
                     raise SubmissionRejected(reply.body.decode(errors="replace"))
-            await asyncio.sleep(retries.backoff_s(tries, self._rng) / 5)
-            tries += 1
+            await asyncio.sleep(retries.backoff_s(attempts, self._rng) / 5)
+            attempts += 1
             if body and (id := await self._find()):  # the batch was created, but the reply was lost
                 return msgspec.json.encode({"id": id})

@@ -1,10 +1,10 @@
 """
 Runners on one machine: one process for each batch that has lines to run and no runner.
 
-The ledger says which batches those are. A router takes a batch's lease in the name of the runner that it then
-starts, so that of several routers one starts a runner, and of several runners one works. A runner that dies
-loses its lease at once and is started again, more and more slowly while it gets nothing done. No runner
-outlives its router: each holds the end of a pipe that closes with it.
+The ledger lists those batches. A router takes a batch's lease in the name of the runner that it then starts.
+Of several routers, only one therefore starts a runner, and of several runners only one works. A runner that
+dies loses its lease immediately and is started again, with growing pauses while it makes no progress. No
+runner outlives its router: each holds the end of a pipe that closes with it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Backoff:
 def choose_batches(
     waiting: Sequence[BatchRecord], running: Collection[BatchRecord], slots: int
 ) -> list[BatchRecord]:
-    """Who of `waiting` gets the free places: of the owner with the fewest running, the oldest."""
+    """Choose from `waiting` for the free slots: the oldest batch of the owner with the fewest running."""
     running_by_owner = Counter(batch.owner for batch in running)
     remaining = sorted(waiting, key=lambda batch: batch.seq)
     chosen: list[BatchRecord] = []

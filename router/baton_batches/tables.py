@@ -22,6 +22,7 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     Row,
+    Select,
     Table,
     Text,
     func,
@@ -31,7 +32,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from baton_api.errors import BatchNotFound, SetupError, StaleLease
+from baton_api.errors import INVALID_VALUE, BatchNotFound, InvalidRequest, SetupError, StaleLease
 from baton_batches.values import BatchRecord, BatchStatus, LineError, LineResult
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -87,7 +88,7 @@ TYPES = {
         "bytes": "BYTEA",
     },
 }
-"""What the two databases call differently. Neither ever gives a number again that was a deleted row's."""
+"""Types whose names differ by database. Neither database reuses the number of a deleted row."""
 
 MIGRATION_LOCK = 0x6261746F6E
 """Of Postgres' advisory locks, the one for these steps."""
@@ -231,7 +232,7 @@ def free_batches(
     *more: ColumnElement[bool],
 ) -> list[BatchRecord]:
     """
-    Batches of these statuses that nobody holds, but for the ids in `without`.
+    Return unleased batches of these statuses, except the ids in `without`.
 
     However many batches one owner has, the oldest of every other owner is among the first.
     """
@@ -246,6 +247,37 @@ def free_batches(
     wanted = select(batches).join(ranked, ranked.c.seq == batches.c.seq)
     rows = connection.execute(wanted.order_by(ranked.c.place, batches.c.seq).limit(limit))
     return [batch_of(row) for row in rows]
+
+
+def fetch_page(
+    connection: Connection,
+    table: Table,
+    owner: str,
+    query: Select[Any],
+    limit: int,
+    after: str,
+    newest_first: bool = True,
+) -> tuple[Sequence[Row[Any]], bool]:
+    """
+    Return at most `limit` rows of `query`, in order of creation, and whether more follow.
+
+    `after`: id of the owner's object before the page; empty for the first page. Raises InvalidRequest if the
+    owner has no object with this id.
+    """
+    seq = table.c.seq
+    if after:
+        place = connection.scalar(select(seq).where(table.c.owner == owner, table.c.id == bindable(after)))
+        if place is None:
+            raise InvalidRequest(
+                f"Invalid `after`: {after[:100]!r}. Expected an id from the list.",
+                param="after",
+                code=INVALID_VALUE,
+            )
+        query = query.where(seq < place if newest_first else seq > place)
+    rows = connection.execute(
+        query.order_by(seq.desc() if newest_first else seq.asc()).limit(limit + 1)
+    ).all()
+    return rows[:limit], len(rows) > limit
 
 
 def change_batch(connection: Connection, batch: BatchRecord, **values: Any) -> BatchRecord:
@@ -282,14 +314,14 @@ def insert_results(connection: Connection, seq: int, query: Iterable[LineResult]
 
 
 def insert_new(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
-    """An insertion that leaves out rows whose key is there already."""
+    """Return an insertion that skips rows whose key exists already."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
 
 
 def finalize_if_done(connection: Connection, batch: BatchRecord, now: int) -> BatchRecord:
-    """With the last result the batch is ready to be rendered, by whoever takes it."""
+    """Move a batch to finalizing if it has its last result, and release its lease."""
     if batch.status is not BatchStatus.IN_PROGRESS or batch.done < batch.total:
         return batch
     return change_batch(

@@ -35,7 +35,7 @@ from baton_batches.storage import Storage
 from baton_batches.values import StoredFile
 
 FIELD_LIMIT = 1024
-"""Bytes of a field that is no file."""
+"""Maximum bytes of a field other than the file."""
 FIELDS_LIMIT = 32
 NAME_LIMIT = 255
 """Characters of a file's name."""
@@ -46,7 +46,7 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 class UploadForm:
-    """What was read so far."""
+    """A multipart form, as far as it was read."""
 
     def __init__(self, content_type: str, file_limit: int) -> None:
         """Raises InvalidRequest for another type of body."""
@@ -95,7 +95,7 @@ class UploadForm:
             ) from error
 
     def take(self) -> bytes:
-        """What came of the file since the last time."""
+        """Return the bytes of the file that arrived since the last call."""
         taken = b"".join(self.pieces)
         self.pieces.clear()
         return taken
@@ -155,7 +155,7 @@ class UploadForm:
 
 def sanitized(name: str) -> str:
     """
-    What is shown of a name that a client gave; nothing is ever stored under it.
+    Return the displayable part of a name that a client gave; no object is stored under it.
 
     >>> sanitized("../../etc/passwd"), sanitized("C:\\\\in.jsonl"), sanitized("a\\x00\\u202eb.txt")
     ('passwd', 'in.jsonl', 'ab.txt')
@@ -205,7 +205,7 @@ class _FileUpload:
         self._key = new_key(owner)
         self._hash = hashlib.sha256()
         self._writer_lock = threading.Lock()
-        """One thread at a time has the writer: a call goes on after its request was cancelled."""
+        """Serializes use of the writer: a call runs to its end after its request was cancelled."""
         self._undone = False
         self._writer: ObjectWriter | None = None
 
@@ -274,7 +274,7 @@ class _FileUpload:
             return self._storage.files.add(file, self._now, self._quota)
         except QuotaExceeded:
             self._remove()
-            raise  # after any other error there may be a row all the same: what has none is swept up
+            raise  # after any other error a row may exist; the sweep removes objects without a row
 
     def _undo(self) -> None:
         with self._writer_lock, suppress(BatonError):
@@ -305,7 +305,7 @@ async def _body(request: Request, idle_s: float) -> AsyncIterator[bytes]:
             async with asyncio.timeout(idle_s):
                 data = await anext(stream, b"")
         except TimeoutError as error:
-            raise InvalidRequest(f"Nothing of the request's body came for {idle_s:g} seconds.") from error
+            raise InvalidRequest(f"No byte of the request body arrived for {idle_s:g} seconds.") from error
         if not data:
             return
         yield data

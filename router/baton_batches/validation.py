@@ -4,8 +4,8 @@ Validation of an input file: read once, line by line, never held in memory as a 
 The report names all invalid lines up to a limit. Valid lines that can have no answer get their error here,
 so that runners send only lines that are worth a try.
 
-Repeated `custom_id`s are found in eight bytes per name: the first pass keeps a hash of each name, and only
-if two hashes are equal a second pass compares the names themselves.
+The search for repeated `custom_id`s takes eight bytes per name: the first pass keeps a hash of each name.
+Only if two hashes are equal, a second pass compares the names themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUCKETS = 256
 
 
 class CustomIds:
-    """A set of names that can only tell which of them may have come twice."""
+    """A set of name hashes, which finds the names that may occur twice."""
 
     def __init__(self) -> None:
         self._buckets = [array("Q") for _ in range(BUCKETS)]
@@ -56,7 +56,7 @@ RESULTS_PER_WRITE = 200
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """What one batch may bring."""
+    """Limits of one input file."""
 
     bytes: int
     lines: int
@@ -65,7 +65,7 @@ class FileLimits:
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """`errors` if the file is no batch; else how many requests it has, and the first one's model."""
+    """`errors` if the file is invalid; else the number of its requests, and the model of the first one."""
 
     total: int
     model: str | None
@@ -87,7 +87,7 @@ def validate(
     try:
         validation.run(input_file.split_lines(read(), bounds.line))
     except input_file.LineTooLong as fault:
-        message = f"The line is over the limit of {bounds.line} bytes; what follows it was not read."
+        message = f"The line is over the limit of {bounds.line} bytes. Later lines were not read."
         validation.errors.append(LineError("line_too_long", message, None, fault.args[0]))
     if not validation.total and not validation.errors:
         validation.errors.append(LineError("empty_file", "The file has no requests."))
@@ -98,7 +98,7 @@ def validate(
 
 
 class _Validation:
-    """What is known of a file so far."""
+    """The state of one validation."""
 
     def __init__(self, endpoint: str, bounds: FileLimits, keep: Callable[[list[LineResult]], object]) -> None:
         self.total = 0
@@ -114,7 +114,7 @@ class _Validation:
         for number, text in numbered:
             self.total += 1
             if self.total > self._bounds.lines:
-                message = f"The file has more than {self._bounds.lines} requests; what follows was not read."
+                message = f"The file has more than {self._bounds.lines} requests. Later lines were not read."
                 self.errors.append(LineError("too_many_lines", message, None, number))
                 return
             line = input_file.parse_line(number, text, self._endpoint)
@@ -153,4 +153,4 @@ def _duplicates(
             if count >= VALIDATION_LIMIT:
                 return
     except input_file.LineTooLong:
-        return  # said already, by the pass before
+        return  # the first pass has reported it

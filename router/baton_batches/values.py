@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from baton_api.errors import INVALID_VALUE, InvalidRequest, WorkerLost
-from baton_batches.retries import GROUPS, LineTries, TryOutcome
+from baton_batches.retries import GROUPS, AttemptOutcome, LineAttempts
 
 BAD_REQUEST = 400
 
@@ -27,7 +27,7 @@ _raw = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 def request_id(batch: str, line: int) -> str:
-    """What the request is called in the output, and how its name begins in the logs."""
+    """Return the request id in the output file; in the logs it is the prefix of the request's name."""
     return f"req_{hashlib.sha256(f'{batch}:{line}'.encode()).hexdigest()[:24]}"
 
 
@@ -56,38 +56,38 @@ def answered_result(line: int, name: str, status: int, body: bytes) -> LineResul
 
 
 def failed_result(
-    line: int, name: str, outcome: TryOutcome, tries: LineTries, status: int, body: bytes
+    line: int, name: str, outcome: AttemptOutcome, attempts: LineAttempts, status: int, body: bytes
 ) -> LineResult:
     """The result of a line that is not sent again."""
     if (
-        outcome in (TryOutcome.FAULT, TryOutcome.OUTAGE)
+        outcome in (AttemptOutcome.FAULT, AttemptOutcome.OUTAGE)
         and (last := answered_result(line, name, status, body)) is not None
     ):
         return last
     match outcome:
-        case TryOutcome.SLOW:
+        case AttemptOutcome.SLOW:
             code = "request_timeout"
-            message = f"There was no answer in time, {tries.timeouts} times over."
-        case TryOutcome.LOST:
+            message = f"There was no answer in time, {attempts.timeouts} times over."
+        case AttemptOutcome.LOST:
             code = WorkerLost.code
             message = (
-                f"The request was given up: its worker or its connection was lost {tries.losses} times, the "
-                f"last {GROUPS.count(1)} times while no other request of the batch was under way. Look for "
-                f"{name} in the logs of the workers."
+                f"The request was given up: its worker or its connection was lost {attempts.losses} times, "
+                f"the last {GROUPS.count(1)} times while no other request of the batch was in flight. "
+                f"Look for {name} in the logs of the workers."
             )
         case _:
             code = "server_error"
-            times = tries.faults + tries.outages
+            times = attempts.faults + attempts.outages
             message = f"The service answered with status {status} and no JSON, {times} times over."
     return LineResult(line, 0, msgspec.json.encode({"code": code, "message": message}), name)
 
 
 VALIDATION_LIMIT = 100
-"""Bad lines of an input file that are named; a file with more has no one who would read on."""
+"""Maximum reported errors of one input file."""
 
 
 class BatchStatus(enum.StrEnum):
-    """What becomes of a batch; the names are OpenAI's."""
+    """The status of a batch, with OpenAI's names."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -107,7 +107,7 @@ ENDED = frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRE
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """Why an input file is no batch, as far as one line of it is to blame; `line` counts from 1."""
+    """An error of one line that makes the input file invalid; `line` counts from 1."""
 
     code: str
     message: str
@@ -136,7 +136,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file. Whose it is, and where its bytes lie, is for the router alone to know."""
+    """One file. Its owner and the location of its bytes never leave the router."""
 
     seq: int
     """Grows from file to file, so that files of the same second have an order."""
@@ -191,9 +191,9 @@ class BatchRecord:
     epoch: int
     leased_until: float
     job: str
-    """The BatchJob of Kubernetes that runs it, or is to hear of its end; empty if there is none."""
+    """The BatchJob that runs it, or that is to be updated at its end; empty without one."""
     models: frozenset[str] | None
-    """Those that whoever made it could use; None if the owner's rights alone decide."""
+    """Models that its creator could use; None if only the owner's rights apply."""
 
     @property
     def done(self) -> int:
@@ -201,7 +201,7 @@ class BatchRecord:
 
 
 class RecordOutcome(msgspec.Struct, frozen=True):
-    """What came of recording results."""
+    """The outcome of recording results."""
 
     new: int
     """How many lines had no result before."""

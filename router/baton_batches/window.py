@@ -1,12 +1,13 @@
 """
 How many lines of a batch are in flight: it grows while throughput grows, and shrinks on overload.
 
-Pure: times are passed in. A round is the time in which as many lines come back as the window is wide. As
-long as nobody refuses, the window is doubled while that brings more lines per second, then widened by less,
-and from then on tried a little wider and a little narrower in turn: it stays where a line more brings a
-quarter of what a line brought at first, because what is beyond that only makes others wait. Who refuses (429,
-503) is taken at his word: the window is halved, nothing is sent for the seconds of `Retry-After`, and from
-there on it grows as TCP's does, quickly to half of what was too much and then by a little per round.
+Pure: times are passed in. A round is the time in which as many lines are answered as the window is wide.
+Without rejections, the window doubles while that brings more lines per second, and then widens by less. From
+then on, probes of a slightly wider and a slightly narrower window alternate. The window stays where one more
+line brings a quarter of the gain of the first lines, because a wider one only makes other requests wait.
+
+A rejection (429, 503) halves the window and stops sending for the seconds of `Retry-After`. From there it
+grows as TCP's window does: quickly to half of the rejected size, and then by a little per round.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ FIRST = 32
 MOST = 512
 
 ROUND_S = 0.25
-"""Seconds of the shortest round: answers that come at once say little in less."""
+"""Seconds of the shortest round: fast answers make shorter ones too noisy."""
 
 GAIN = 0.25
 """Of the lines per second that a wider window would bring if nothing limited it, what it must bring."""
 
 WIDEST_STEP = 2.0
 STEP = 1.25
-"""By how much another width is tried, at first and in the end; the excess is halved from one to the other."""
+"""Factors of the first and of the last probes; the excess over 1 is halved from one to the next."""
 
 REST_ROUNDS = 8
-"""Rounds from one trial of another width to the next, once a good one is found."""
+"""Rounds between two probes, once a good width is found."""
 
 SMOOTHING = 0.3
-"""Weight of the last round in the rate that others are held against."""
+"""Weight of the last round in the rate of the current width."""
 
 
 class SendWindow:
@@ -39,7 +40,7 @@ class SendWindow:
     def __init__(self, now: float, first: int = FIRST, most: int = MOST) -> None:
         self.size = min(first, most)
         self.open_at = now
-        """Nothing is to be sent before."""
+        """Time before which no line may be sent."""
         self._most = most
         self._began = now
         self._answered = 0
@@ -47,18 +48,18 @@ class SendWindow:
         self._served = True
         """Whether anything was answered since the last cut."""
         self._half = 0
-        """Half of the size that was too much; 0 as long as none was. Then refusals bound the window."""
+        """Half of the rejected size; 0 before a rejection. After one, rejections bound the window."""
         self._kept: tuple[int, float] | None = None
-        """The width that is good, and its lines per second: what others are held against."""
+        """The best width so far and its lines per second, with which probes are compared."""
         self._step = WIDEST_STEP
         self._narrower = False
-        """Whether the next trial is of a narrower one."""
+        """Whether the next probe is narrower."""
         self._resting = 0
         self._doubted = False
-        """Whether the width on trial has failed once: it has two rounds, because chance is in each."""
+        """Whether the probed width has failed once: it gets two rounds, because each one is noisy."""
 
     def bound(self, most: int) -> None:
-        """It is to be no wider than that from now on, and may be as wide."""
+        """Set the maximum width."""
         if most == self._most:
             return
         self._most = most
@@ -84,8 +85,8 @@ class SendWindow:
         """A line that was sent at `sent` came back with a request to come later, in `wait_s` seconds."""
         self.pause(now, wait_s)
         if sent < self._cut_at:
-            return  # it was sent when the window was still as wide as that; to cut again would punish twice
-        if self._served:  # if nobody is served at all, it was not the size that was too much
+            return  # it was sent before the last cut, which accounts for it
+        if self._served:  # without any answer, the size was not the cause
             self._half = max(1, self.size // 2)
         self.size = max(1, self.size // 2)
         self._served = False
@@ -98,7 +99,7 @@ class SendWindow:
         self.open_at = max(self.open_at, now + wait_s)
 
     def _turn(self, rate: float) -> None:
-        """A round is over that brought so many lines per second: how wide is the next?"""
+        """Choose the width of the next round after one with `rate` lines per second."""
         if self._half:
             step = self.size if self.size < self._half else max(1, self.size // 16)
             self.size = min(self._most, self.size + step)
@@ -117,7 +118,7 @@ class SendWindow:
             self._judge(rate, *self._kept)
 
     def _judge(self, rate: float, size: int, before: float) -> None:
-        """A round with another width is over; `size` had `before` lines per second."""
+        """Compare a probe's `rate` with that of `size`, which had `before` lines per second."""
         wanted = before * (1 + GAIN * (self.size / size - 1))
         if rate < wanted and not self._doubted:
             self._doubted = True
@@ -137,11 +138,11 @@ class SendWindow:
             self._try_another()
 
     def _try_another(self) -> None:
-        """The next round is one with another width."""
+        """Probe another width in the next round."""
         if self._narrower:
             self.size = max(1, math.floor(self.size / self._step))
         else:
             self.size = min(self._most, math.ceil(self.size * self._step))
-        if self._kept is not None and self.size == self._kept[0]:  # there is none on this side
+        if self._kept is not None and self.size == self._kept[0]:  # at the limit of this side
             self._narrower = not self._narrower
             self._resting = REST_ROUNDS

@@ -29,39 +29,39 @@ SLICE_BYTES = 1024 * 1024
 
 
 class RunnerOrder(enum.StrEnum):
-    """What the runner is to do with what it has not sent yet."""
+    """The router's order for the lines that the runner has not sent yet."""
 
     GO_ON = "go_on"
     STOP = "stop"
-    """The batch was cancelled, or its time is over: record what is done, let go of the rest."""
+    """The batch was cancelled or has expired: record the finished lines and drop the rest."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
     runner: str
-    """What the ledger calls it; no two are called the same."""
+    """The unique name of the runner in the ledger."""
 
 
 class RunnerLease(msgspec.Struct, frozen=True):
-    """A runner's right to work, and how it is to."""
+    """A runner's lease of a batch, and the parameters of its work."""
 
     epoch: int
     token: str
     lease_s: float
-    """Seconds for which it is good unless it is renewed."""
+    """Seconds until it expires unless it is renewed."""
     endpoint: str
     total: int
     done: int
     window: int
     """Most lines under way at once."""
     line_s: float
-    """Seconds that one try at a line may take."""
+    """Maximum seconds of one attempt at a line."""
 
 
 class RunnerProgress(msgspec.Struct, frozen=True):
-    """What a runner tells of itself, since it told so last."""
+    """A runner's counters since its last report."""
 
     retries: dict[str, int]
-    """Lines that were tried again, by the `retrying.Outcome` of the try before."""
+    """Lines sent again, by the `AttemptOutcome` of the attempt before."""
 
 
 class LeaseRenewal(msgspec.Struct, frozen=True):

@@ -125,7 +125,7 @@ def read_key_set(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK
     try:
         listed = msgspec.json.decode(text, type=KeySet).keys
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SetupError(f"This is no set of keys (JWKS): {error}.") from error
+        raise SetupError(f"Invalid set of keys (JWKS): {error}.") from error
     keys: dict[str, jwt.PyJWK] = {}
     for body in listed:
         if body.get("use", "sig") != "sig" or body.get("kty") == "oct":

@@ -46,7 +46,9 @@ class KubernetesAccess:
     def open(self) -> ApiServerConnection:
         """Raises ApiServerError if the account's files are invalid."""
         if not self.url:
-            raise ApiServerError("this is no pod of a cluster: give its URL with --kubernetes-api")
+            raise ApiServerError(
+                "this process does not run in a pod: set the API server's URL with --kubernetes-api"
+            )
         parts = urlsplit(self.url)
         host = parts.hostname or ""
         if parts.scheme == "http":  # a proxy on this machine, which has an account of its own

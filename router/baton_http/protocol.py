@@ -99,7 +99,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self.max_header:
                 self._refuse_head()
-                raise httptools.HttpParserError("head too large")  # nothing more of it is parsed
+                raise httptools.HttpParserError("head too large")  # stops the parser
         self._unread = 0
         parser = self.parser
         version = parser.get_http_version()
@@ -221,7 +221,7 @@ class RequestCycle(RequestResponseCycle):
         self.on_gone: Callable[[], None] | None = None
         """Called when the client disconnects before the response is complete."""
         self._head = b""
-        """Of an answer that has started, until its first piece is there."""
+        """Head of a response that has started, until its first piece of body is sent."""
 
     def taken(self) -> bytes | None:
         """The body of the request if it has arrived completely."""

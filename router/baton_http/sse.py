@@ -16,8 +16,8 @@ from baton_api.errors import BatonError
 DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")
 
 LAST_RESPONSE = tuple(b"event: response.%b\n" % how for how in (b"completed", b"incomplete", b"failed"))
-"""First lines of the last event of `/v1/responses`. Nothing else can begin with them: JSON has no line
-ends."""
+"""First lines of the last event of `/v1/responses`. Other data cannot begin with them, because JSON has no
+line ends."""
 
 KEEP_ALIVE = b"\n: keep-alive\n\n"
 
@@ -42,6 +42,11 @@ class EventStream:
     def waiting(self) -> bool:
         """Whether a partial line waits."""
         return bool(self._rest)
+
+    @property
+    def generated(self) -> int | None:
+        """Tokens that this worker has generated; None if it does not report them."""
+        return None
 
     @property
     def complete(self) -> bool:

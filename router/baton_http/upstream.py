@@ -81,7 +81,7 @@ class Upstream:
         `holder` gets the exchange at once and may end it.
 
         A worker may close an idle connection in the same moment. If it closes within `STALE_S` without a
-        byte, the request is sent once more on a new connection. If that cannot be opened, or the reset comes
+        byte, the request is sent again on a new connection. If that cannot be opened, or the reset comes
         later, the worker has died with the request.
         """
         reset: UpstreamLost | None = None
@@ -107,7 +107,7 @@ class Upstream:
                     raise
                 reset = lost
                 if holder is not None:
-                    holder.exchange = None  # nothing can be ended while there is only a connection to come
+                    holder.exchange = None  # while the connection opens, there is no exchange to end
             except BaseException:
                 exchange.close()
                 raise
@@ -129,7 +129,7 @@ class Upstream:
             connection.transport.abort()
 
     def close(self) -> None:
-        """Close for good."""
+        """Close all connections, also those in use."""
         self._closed = True
         self.fail_all("gone")
 
@@ -249,7 +249,7 @@ class UpstreamExchange:
         self._wake()
         return True
 
-    # What the connection calls.
+    # Called by the connection.
 
     def took(self, pieces: list[bytes], size: int) -> None:
         """Buffer pieces parsed from `size` bytes."""
@@ -264,7 +264,7 @@ class UpstreamExchange:
 
     def completed(self) -> None:
         self.complete = True
-        if self.paused:  # the connection goes on to others; what waits here has its bound already
+        if self.paused:  # the connection serves other exchanges now; the buffer here is bounded
             self.paused = False
             self._connection.transport.resume_reading()
 
@@ -315,7 +315,7 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
         if exchange is None:
-            self.transport.abort()  # an answer that nobody asked for
+            self.transport.abort()  # an unsolicited response
             return
         exchange.progress = self.upstream.heard = self.loop.time()
         try:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -29,6 +29,7 @@ from baton_api.errors import (
     ModelNotFound,
     NotReady,
     RouteNotFound,
+    SetupError,
 )
 from baton_api.metrics import BackgroundTask
 from baton_api.response_store import ResponseStore, StoreLimits, owner
@@ -43,7 +44,7 @@ from baton_http.http_client import UpstreamPool
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 from baton_router import service_info
 from baton_router.dashboard.endpoints import DATA_PATHS, LiveDashboard
-from baton_router.metrics import registry as front_figures
+from baton_router.metrics import registry as metric_families
 from baton_router.metrics.collectors import CacheMetrics, QueueMetrics, TenantMetrics
 from baton_router.metrics.registry import CertificateMetrics, MetricFamily, RouterMetrics, WorkerStatusMetrics
 from baton_router.metrics.tracing import open_tracing
@@ -59,11 +60,14 @@ from baton_router.settings import RouterSettings
 from baton_router.tenants.access import OWNER, Authenticator, authorization, error_for, tenant_of
 from baton_router.workers.discovery.sources import kubernetes_access
 
+if TYPE_CHECKING:
+    from baton_router.gateway.endpoint_picker import EndpointPicker
+
 log = logging.getLogger(__name__)
 
 
 RECENT_REQUEST_S = 10.0
-"""Seconds for which whoever sent a request is taken to send another."""
+"""Seconds after a request during which more requests are expected."""
 
 
 class RouterApp:
@@ -81,7 +85,7 @@ class RouterApp:
         self.background = self.scheduler.background
         self.metrics = RouterMetrics()
         self.frontend_metrics: Callable[[], dict[str, list[MetricFamily]]] | None = None
-        """What the fronts of this router have counted, if they are processes of their own."""
+        """Returns the metrics of the frontend processes; None if this process serves clients itself."""
         self.access = Authenticator(settings)
         self.tracing = open_tracing(settings)
         self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.metrics, self.tracing)
@@ -108,8 +112,36 @@ class RouterApp:
             settings, self.workers, choose_worker, random.Random(), time.monotonic
         )
         self.dashboard = LiveDashboard(self.scheduler, lambda: self.draining) if settings.dashboard else None
+        self.endpoint_picker = None if settings.gateway_port is None else self._endpoint_picker()
         self._register_metrics(CertificateMetrics(lambda: mutual_tls.validity(tls)))
         self._rest = _fastapi_app(self)
+
+    def _endpoint_picker(self) -> EndpointPicker:
+        """Raises SetupError if its packages are missing."""
+        try:
+            from baton_router.gateway.endpoint_picker import EndpointPicker
+            from baton_router.gateway.exchange import GatewayServices
+            from baton_router.gateway.own_answers import OwnAnswers
+        except ModuleNotFoundError as error:
+            raise SetupError(
+                f"--gateway-port needs more packages ({error}): pip install 'baton[gateway]'."
+            ) from error
+        services = GatewayServices(
+            self.scheduler,
+            self.access,
+            self.metrics,
+            WorkerCredentials.of(self.settings),
+            OwnAnswers(self),
+            self.settings.max_body,
+        )
+        return EndpointPicker(services, self.refusal)
+
+    async def start_endpoint_picker(self) -> None:
+        """Serve gateways, if the settings say so. Raises SetupError."""
+        settings = self.settings
+        if self.endpoint_picker is not None and settings.gateway_port is not None:
+            host = settings.gateway_host or settings.host
+            await self.endpoint_picker.start(host, settings.gateway_port, settings.gateway_certificate)
 
     def _register_metrics(self, certificate: CertificateMetrics) -> None:
         scheduler = self.scheduler
@@ -158,23 +190,23 @@ class RouterApp:
             await self._rest(scope, receive, _with_request_id(scope, send))
 
     def owner_of(self, scope: Scope) -> bytes:
-        """Who sent a request, as stores tell them apart: by tenants, or by keys, whoever judges those."""
+        """Return the owner of a request, as the stores key it: its tenant, else a digest of its key."""
         if OWNER in scope:
             return scope[OWNER]  # type: ignore[no-any-return]
-        if self.access.tells_apart and (id := tenant_of(scope).id):
+        if self.access.owned_by_tenants and (id := tenant_of(scope).id):
             return id.encode()
         return owner(authorization(scope), self._keyed)
 
     def _beside(self) -> bool:
-        """Whether somebody waits for an answer, or did lately."""
+        """Whether a request is in progress, or was within the last `RECENT_REQUEST_S`."""
         return time.monotonic() - self.scheduler.wanted_at < RECENT_REQUEST_S
 
     def measured(self) -> bytes:
-        """All figures in Prometheus' text format."""
+        """Return all metrics in the Prometheus text format."""
         if self.frontend_metrics is None:
             return self.metrics.text()
-        own = front_figures.export_families(self.metrics.registry)
-        return front_figures.merged_text({"scheduler": own, **self.frontend_metrics()})
+        own = metric_families.export_families(self.metrics.registry)
+        return metric_families.merged_text({"scheduler": own, **self.frontend_metrics()})
 
     def models_of(self, scope: Scope) -> tuple[str, ...]:
         """The names of the models that the tenant of a request may use."""
@@ -216,6 +248,8 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
         router.background.start(BackgroundTask.LOOP_LAG, router.metrics.lag.watch)
         router.execution.start(router.background)
         yield
+        if router.endpoint_picker is not None:
+            await router.endpoint_picker.stop(router.settings.drain_s)
         await router.execution.close()
         await router.background.stop()
         router.storage.close()

@@ -41,7 +41,7 @@ def prepare() -> None:
     """Once in a process, when all is imported; its children have it from it."""
     raise_file_limit()
     gc.collect()
-    gc.freeze()  # what is loaded stays for good and need not be looked through
+    gc.freeze()  # modules stay loaded, so the collector need not scan them
     gc.set_threshold(GC_THRESHOLD, 20, 50)
 
 

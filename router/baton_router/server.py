@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 
 KEEP_ALIVE_S = 75
-"""Seconds for which a client's connection is kept without a request: longer than clients keep them, so
-that it is the client who closes and no request meets a closing connection."""
+"""Seconds for which an idle client connection stays open. Clients close theirs earlier, so no request meets
+a closing connection."""
 
 
 class ServedApp(Protocol):
-    """What a server serves: an ASGI application that is told when its process is to end."""
+    """An ASGI application that is notified when its process is to end."""
 
     draining: bool
     access: Authenticator
@@ -50,6 +50,7 @@ async def serve(
 ) -> None:
     """Serve as one process, on a socket that is bound, until a signal says to stop."""
     router = create_app(settings)
+    await router.start_endpoint_picker()
     server = RouterServer(router, settings)
     router.execution.url = url = address(listening)
     server.ending = router.execution.close
@@ -59,13 +60,13 @@ async def serve(
 
 
 def log_startup(settings: RouterSettings, keyed: bool, url: str) -> None:
-    """Say where the router listens, for how many workers, and aloud if anybody may use it."""
+    """Log the address and the number of workers, and warn if the router accepts requests without a key."""
     log.info(
         "The router listens on %s for %d decode and %d prefill workers%s.",
         url,
         len(settings.decode),
         len(settings.prefill),
-        ", and for those that it is told of" if settings.asks_for_workers else "",
+        ", and for discovered workers" if settings.asks_for_workers else "",
     )
     warning = exposure.without_a_key(settings.host, int(url.rpartition(":")[2]), keyed)
     if warning:
@@ -88,7 +89,7 @@ class RouterServer(uvicorn.Server):
                 backlog=BACKLOG,
                 log_config=None,
                 access_log=False,
-                proxy_headers=False,  # nobody here asks whence a client comes
+                proxy_headers=False,  # the router does not use client addresses
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(settings.drain_s),
@@ -98,7 +99,7 @@ class RouterServer(uvicorn.Server):
         self.notice_s = settings.drain_notice_s
         self.listening: Callable[[], None] | None = None
         self.ending: Callable[[], Awaitable[None]] | None = None
-        """Ends what would go on sending requests here."""
+        """Stops the components that send requests to this server."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -14,7 +14,7 @@ from baton_router.workers.worker import Worker, Workers
 HIDDEN_SETTINGS = frozenset(
     {"api_key", "api_key_file", "ticket_secret", "worker_api_key", "batch_secret", "database", "tenants_file"}
 )
-"""Settings that nobody is told."""
+"""Settings that are never shown."""
 
 
 def version() -> dict[str, Any]:
@@ -76,7 +76,7 @@ def worker_json(worker: Worker, now: float) -> dict[str, Any]:
 
 
 def scrape_targets(workers: Iterable[Worker]) -> list[dict[str, Any]]:
-    """The workers as Prometheus is told of them by HTTP, so that a router is all that it has to know."""
+    """Return the workers for Prometheus' HTTP service discovery, which needs only the router's address."""
     return [
         {
             "targets": [worker.name],

@@ -19,7 +19,7 @@ from baton_api import limits
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
 from baton_api.setting_types import Bytes, Names, Origins
-from baton_batches.settings import BatchSettings
+from baton_router.gateway.settings import GatewaySettings
 from baton_router.scheduling import revision_weights
 from baton_router.workers.discovery.dns import DnsName
 
@@ -75,7 +75,7 @@ Algorithm = Literal[
 """Asymmetric algorithms only: a shared secret does not prove who issued a token."""
 
 
-class RouterSettings(BatchSettings):
+class RouterSettings(GatewaySettings):
     """Settings of one router."""
 
     model_config = SettingsConfigDict(
@@ -113,7 +113,9 @@ class RouterSettings(BatchSettings):
     separate scheduler process chooses the workers. Requests to /v1/responses pass through the
     scheduler process, except those that store and continue nothing, or if --responses-kept is 0."""
 
-    scheduler_patience_s: float = Field(default=5.0, gt=0)
+    scheduler_timeout_s: float = Field(
+        default=5.0, gt=0, validation_alias=_renamed("SCHEDULER_TIMEOUT_S", "SCHEDULER_PATIENCE_S")
+    )
     """Maximum time until the scheduler process acknowledges a request, including a restart of the scheduler
     process. Then the request is rejected with 503. --queue-requests and --queue-bytes bound the
     waiting requests of each frontend process."""
@@ -155,6 +157,13 @@ class RouterSettings(BatchSettings):
 
     prefill: tuple[WorkerUrl, ...] = ()
     """URL of a prefill worker; repeatable. Without prefill workers, decode workers compute prompts."""
+
+    worker: tuple[WorkerUrl, ...] = ()
+    """URL of a worker of role both: any server with OpenAI's API, such as llama.cpp, TGI or Ollama;
+    repeatable. The same as --decode."""
+
+    engine: Literal["auto", "baton", "vllm", "sglang", "openai"] = "auto"
+    """Engine of the workers. auto: the router asks each worker. openai: any server with OpenAI's API."""
 
     decode_dns: tuple[DnsQuestion, ...] = ()
     """DNS name of decode workers; repeatable. NAME:PORT stands for all IPv4 addresses of the name, or its

@@ -1,4 +1,4 @@
-"""What a child tells its supervisor."""
+"""Announcements of a child process to its supervisor."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ def heard(reading: int) -> list[Announcement]:
     return [announcements.read(line) for line in os.read(reading, 65536).splitlines()]
 
 
-def test_what_is_announced_is_read_in_order(pipe: tuple[int, int]) -> None:
+def test_announcements_are_read_in_order(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    said: list[Announcement] = [
+    announced: list[Announcement] = [
         Listening(host="::1", port=8000),
         Loading(label="weights", done=1, total=2),
         Refused(reason="no such\nmodel"),
         Ready(control="127.0.0.1:9000"),
     ]
     announce = Announcer(writing)
-    for announcement in said:
+    for announcement in announced:
         announce(announcement)
-    assert heard(reading) == said
+    assert heard(reading) == announced
 
 
-def test_without_a_pipe_nothing_is_said() -> None:
+def test_process_without_a_pipe_announces_nothing() -> None:
     Announcer()(Ready())
 
 
-def test_a_child_notices_that_its_supervisor_is_gone(pipe: tuple[int, int]) -> None:
+def test_child_notices_the_end_of_its_supervisor(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     os.close(reading)
     with pytest.raises(BrokenPipeError):
         Announcer(writing)(Ready())
 
 
-def test_a_bar_of_many_small_steps_makes_few_lines(pipe: tuple[int, int]) -> None:
+def test_progress_in_small_steps_gives_few_lines(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     bar = Bar(Announcer(writing))
     bar.start("weights", 10_000)

@@ -1,4 +1,4 @@
-"""From when to when a certificate is good, against the library that made it."""
+"""The validity of certificates, compared with the library that created them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPANS = {
 
 def certificate(begin: str, end: str, *, large: bool) -> str:
     key = rsa.generate_private_key(65537, 2048) if large else ec.generate_private_key(ec.SECP256R1())
-    made = (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(NAME)
         .issuer_name(NAME)
@@ -35,7 +35,7 @@ def certificate(begin: str, end: str, *, large: bool) -> str:
         .not_valid_after(datetime.datetime.fromisoformat(end))
         .sign(key, hashes.SHA256())
     )
-    return made.public_bytes(serialization.Encoding.PEM).decode()
+    return builder.public_bytes(serialization.Encoding.PEM).decode()
 
 
 def unix(text: str) -> float:
@@ -44,7 +44,7 @@ def unix(text: str) -> float:
 
 @pytest.mark.parametrize("case", SPANS)
 @pytest.mark.parametrize("large", [False, True])
-def test_a_term_is_read(case: str, large: bool) -> None:
+def test_validity_is_read_from_pem(case: str, large: bool) -> None:
     begin, end = SPANS[case]
     pem = certificate(begin, end, large=large)
     assert read_validity(pem) == CertificateValidity(unix(begin), unix(end))
@@ -56,12 +56,12 @@ def test_a_term_is_read(case: str, large: bool) -> None:
 @pytest.mark.parametrize(
     "text", ["", "no certificate", "-----BEGIN CERTIFICATE-----\nMAAAAA==\n-----END CERTIFICATE-----"]
 )
-def test_what_is_none_is_refused(text: str) -> None:
+def test_invalid_certificate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="certificate"):
         read_validity(text)
 
 
-def test_a_context_tells_of_the_certificate_that_it_shows_now(tmp_path: Path) -> None:
+def test_context_reports_the_certificate_that_it_presents(tmp_path: Path) -> None:
     now = 0.0
     folder, authority = tmp_path / "shown", Authority()
     authority.fill(folder, "chat", over=True)

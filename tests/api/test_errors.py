@@ -62,13 +62,13 @@ def below(root: type[BatonError], depth: int = 0) -> Iterator[tuple[int, type[Ba
             yield from below(child, depth + 1)
 
 
-def test_the_docstring_is_the_tree() -> None:
+def test_error_docstring_is_the_class_tree() -> None:
     """Each class stands there once, under its parent, with its status."""
     assert errors.__doc__ is not None
     drawn = re.findall(r"^( *)[*x+] (\w+) +(\d+)$", errors.__doc__, re.MULTILINE)
-    told = sorted((len(indent) // 2, name, int(status)) for indent, name, status in drawn)
+    expected = sorted((len(indent) // 2, name, int(status)) for indent, name, status in drawn)
     real = sorted((depth, kind.__name__, kind.status) for depth, kind in below(BatonError))
-    assert told == real
+    assert expected == real
 
 
 EXAMPLES: list[BatonError] = [
@@ -123,14 +123,14 @@ HOSTILE: list[BatonError] = [
 ]
 
 
-def test_every_error_is_bounded_whatever_it_was_made_of() -> None:
+def test_error_messages_are_bounded_for_any_arguments() -> None:
     kinds = {kind for _, kind in below(BatonError)} - {BatonError}
     assert {type(error) for error in HOSTILE} == kinds
     for error in HOSTILE:
         assert 0 < len(error.message) <= MESSAGE_LIMIT
 
 
-def test_every_error_says_what_it_means_and_what_to_do() -> None:
+def test_error_messages_state_cause_and_remedy() -> None:
     for _, kind in below(BatonError):
         if kind is BatonError:
             continue
@@ -138,10 +138,10 @@ def test_every_error_says_what_it_means_and_what_to_do() -> None:
         assert meaning.endswith(".") and advice.endswith("."), kind.__name__
 
 
-def test_every_code_that_is_said_of_a_request_is_explained() -> None:
-    """In sources and in the table of limits; and each that is explained is said somewhere."""
-    said = {code for limit in table().values() for code in (limit.code, limit.code_below) if code}
-    said |= {kind.code for _, kind in below(InvalidRequest) if kind.code}
+def test_error_codes_are_all_documented() -> None:
+    """Covers codes in sources and in the table of limits. Documented codes must also be in use."""
+    codes = {code for limit in table().values() for code in (limit.code, limit.code_below) if code}
+    codes |= {kind.code for _, kind in below(InvalidRequest) if kind.code}
     for file in ROOT.rglob("baton_*/**/*.py"):
         if "baton_observing" in file.parts:
             continue  # there a code is a label of a metric
@@ -149,21 +149,21 @@ def test_every_code_that_is_said_of_a_request_is_explained() -> None:
             for keyword in call.keywords:
                 value = keyword.value
                 if keyword.arg == "code" and isinstance(value, ast.Name) and hasattr(errors, value.id):
-                    said.add(getattr(errors, value.id))
+                    codes.add(getattr(errors, value.id))
                 elif keyword.arg == "code" and isinstance(value, ast.Constant):
-                    said.add(str(value.value))
-    assert said - {BodyTooLarge.code} == set(CODES)
+                    codes.add(str(value.value))
+    assert codes - {BodyTooLarge.code} == set(CODES)
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_a_body_has_all_four_fields_of_openai(error: BatonError) -> None:
+def test_error_body_has_all_four_fields_of_openai(error: BatonError) -> None:
     body = error.body()["error"]
     assert set(body) == {"message", "type", "param", "code"}
     assert body["message"] == error.message
     assert (body["type"] == "server_error") == (error.status >= 500)
 
 
-def test_messages_name_the_number_and_the_way_out() -> None:
+def test_messages_contain_the_number_and_the_remedy() -> None:
     assert str(ContextTooLong(9000, 10, 8192, param="messages")) == (
         "This model's maximum context length is 8192 tokens, but the request has 9000 prompt tokens "
         "and 10 to generate. Shorten the prompt or lower max_tokens."
@@ -172,11 +172,11 @@ def test_messages_name_the_number_and_the_way_out() -> None:
     assert "Served here: smollm2." in str(ModelNotFound("gpt-x", ("smollm2",)))
 
 
-def test_a_long_message_is_cut_before_it_reaches_a_client() -> None:
+def test_long_message_is_truncated_for_clients() -> None:
     assert len(InvalidRequest("x" * 10_000).message) == MESSAGE_LIMIT
 
 
-def test_those_who_are_refused_together_are_told_different_times() -> None:
+def test_simultaneous_rejections_get_different_retry_times() -> None:
     waits = [int(Overloaded(1, 1).headers["retry-after"]) for _ in range(200)]
     assert set(waits) == set(range(1, 2 + RETRY_SPREAD_S))
     assert all(0 < int(Overloaded(1, 1, retry_after=119).headers["retry-after"]) <= 120 for _ in range(50))
@@ -184,6 +184,6 @@ def test_those_who_are_refused_together_are_told_different_times() -> None:
     assert InvalidRequest("never").headers == {}
 
 
-@pytest.mark.parametrize("asked, told", [(0, 1), (5, 5), (900, 120)])
-def test_retry_after_stays_where_clients_heed_it(asked: int, told: int) -> None:
-    assert Overloaded(1, 1, retry_after=asked).retry_after == told
+@pytest.mark.parametrize("requested, expected", [(0, 1), (5, 5), (900, 120)])
+def test_retry_after_stays_within_the_range_clients_accept(requested: int, expected: int) -> None:
+    assert Overloaded(1, 1, retry_after=requested).retry_after == expected

@@ -1,4 +1,4 @@
-"""Which servers others can reach, and which pages may call them."""
+"""Reachability of servers, and pages that may call them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from baton_api.exposure import advertised_endpoint, advertised_host, reachable, 
         ("gpu-7.example.org", True),
     ],
 )
-def test_only_the_loopback_keeps_others_out(host: str, others: bool) -> None:
+def test_loopback_hosts_are_unreachable_for_others(host: str, others: bool) -> None:
     assert reachable(host) is others
 
 
-def test_a_server_without_a_key_is_warned_of_if_others_reach_it() -> None:
+def test_public_server_without_a_key_warns() -> None:
     warning = without_a_key("0.0.0.0", 30000, keyed=False)
     assert warning is not None
     assert "0.0.0.0:30000" in warning and "BATON_API_KEY" in warning and "127.0.0.1" in warning
@@ -55,7 +55,7 @@ ROUTES = {socket.AF_INET: "10.0.0.7", socket.AF_INET6: "fd00::7"}
         ("127.0.0.1", "203.0.113.5", "127.0.0.1"),
     ],
 )
-def test_advertised_host_is_one_that_others_can_use(host: str, advertise: str, expected: str) -> None:
+def test_advertised_host_is_reachable_by_others(host: str, advertise: str, expected: str) -> None:
     assert advertised_host(host, "--control-host", advertise, ROUTES.get) == expected
 
 
@@ -68,7 +68,7 @@ def test_advertised_host_unknown_for_wildcard_names_setting() -> None:
     "advertise", ["0.0.0.0", "::", "*", "10.0.0.7:7000", "a b", "-a", f"{'a' * 64}.example", "[::1]", "a..b"]
 )
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "127.0.0.1"])
-def test_advertised_host_that_nobody_reaches_is_refused(host: str, advertise: str) -> None:
+def test_unreachable_advertised_host_is_refused(host: str, advertise: str) -> None:
     with pytest.raises(SetupError, match="--advertise-host"):
         advertised_host(host, "--control-host", advertise, ROUTES.get)
 
@@ -99,7 +99,7 @@ def test_advertised_endpoint_keeps_port_and_changes_host(
         (("*",), False, ("*",)),
     ],
 )
-def test_pages_of_all_origins_are_welcome_where_a_key_is_wanted(
+def test_server_with_keys_admits_pages_of_all_origins(
     named: tuple[str, ...], keyed: bool, allowed: tuple[str, ...]
 ) -> None:
     assert exposure.allowed_origins(named, keyed) == allowed

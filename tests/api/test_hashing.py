@@ -7,13 +7,13 @@ import pytest
 from baton_api.hashing import HASH_BYTES, block_hashes, chain_hash, root_hash
 
 
-def test_the_names_never_change_between_releases() -> None:
+def test_block_names_are_stable_across_releases() -> None:
     """Workers of two releases, and the router, must agree; a change here is a new protocol version."""
     assert root_hash().hex() == "5cb8c393df886e11f786ee02c6dcef59"
     assert chain_hash(root_hash(), range(16)).hex() == "7e5e32dbafdf55379f5fbaa651c1901d"
 
 
-def test_only_full_blocks_are_named() -> None:
+def test_partial_blocks_are_not_named() -> None:
     assert [len(block_hashes(range(count), 16, root_hash())) for count in (0, 1, 15, 16, 17, 32, 33)] == [
         0,
         0,
@@ -25,14 +25,14 @@ def test_only_full_blocks_are_named() -> None:
     ]
 
 
-def test_a_longer_prompt_begins_with_the_names_of_its_prefix() -> None:
+def test_longer_prompt_begins_with_the_names_of_its_prefix() -> None:
     tokens = list(range(100))
     whole = block_hashes(tokens, 16, root_hash())
     for count in range(0, 100, 7):
         assert block_hashes(tokens[:count], 16, root_hash()) == whole[: count // 16]
 
 
-def test_a_block_is_named_by_all_tokens_before_it() -> None:
+def test_block_name_depends_on_all_tokens_before_it() -> None:
     one, two = list(range(64)), list(range(64))
     two[20] = 999
     first, second = (block_hashes(tokens, 16, root_hash()) for tokens in (one, two))
@@ -40,7 +40,7 @@ def test_a_block_is_named_by_all_tokens_before_it() -> None:
     assert not set(first[1:]) & set(second[1:])
 
 
-def test_a_name_chains_from_its_parent() -> None:
+def test_block_name_chains_from_its_parent() -> None:
     hashes = block_hashes(range(48), 16, root_hash())
     assert hashes[2] == chain_hash(hashes[1], range(32, 48))
 
@@ -48,17 +48,17 @@ def test_a_name_chains_from_its_parent() -> None:
 ROOTS = [("", ""), ("tenant", ""), ("", "tenant"), ("tenan", "t"), ("t", "enant"), ("tenant", "adapter")]
 
 
-def test_every_salt_and_adapter_has_names_of_its_own() -> None:
+def test_salt_and_adapter_change_all_names() -> None:
     roots = {root_hash(salt, adapter) for salt, adapter in ROOTS}
     assert len(roots) == len(ROOTS)
     assert all(len(root) == HASH_BYTES for root in roots)
 
 
-def test_a_partial_block_has_another_name_than_the_full_one() -> None:
+def test_partial_block_differs_from_the_full_one() -> None:
     assert chain_hash(root_hash(), range(15)) != chain_hash(root_hash(), range(16))
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_a_token_that_is_none_is_no_silent_collision(token: int) -> None:
+def test_token_outside_32_bits_raises(token: int) -> None:
     with pytest.raises(OverflowError):
         chain_hash(root_hash(), [token])

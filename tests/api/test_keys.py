@@ -14,7 +14,7 @@ from baton_api.keys import LOOK_S, OPEN_PATHS, KeyDigest, Keys, read_file
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_without_keys_everybody_is_let_in() -> None:
+def test_server_without_keys_admits_all_clients() -> None:
     keys = Keys()
     assert not keys.required
     assert allows(keys, "") and allows(keys, "Bearer whatever")
@@ -64,12 +64,12 @@ def test_without_keys_everybody_is_let_in() -> None:
         ("Bearer \xff\xfe", False),
     ],
 )
-def test_a_bearer_of_a_key_is_let_in(header: str, good: bool) -> None:
+def test_bearer_of_a_key_is_admitted(header: str, good: bool) -> None:
     keys = Keys((KeyDigest.of("k-1"), KeyDigest.of(hashed("k-2"))))
     assert allows(keys, header) is good
 
 
-def test_monitors_need_no_key_and_nobody_else_is_like_them() -> None:
+def test_keys_only_monitoring_paths_need_none() -> None:
     keys = Keys((KeyDigest.of("k"),))
     assert sorted(OPEN_PATHS) == ["/health", "/metrics", "/ping", "/ready"]
     assert all(allows(keys, "", path) for path in OPEN_PATHS)
@@ -85,7 +85,7 @@ def test_monitors_need_no_key_and_nobody_else_is_like_them() -> None:
         assert not allows(keys, "", path), path
 
 
-def test_who_gives_no_key_and_who_gives_a_wrong_one_are_told_apart_and_told_no_key() -> None:
+def test_missing_and_wrong_keys_differ_and_show_no_key() -> None:
     keys = Keys((KeyDigest.of("right"),))
     with pytest.raises(Unauthorized, match="didn't provide"):
         keys.check("/v1/models", b"")
@@ -95,7 +95,7 @@ def test_who_gives_no_key_and_who_gives_a_wrong_one_are_told_apart_and_told_no_k
     assert wrong.value.headers == {"www-authenticate": 'Bearer realm="baton"'}
 
 
-def test_no_key_is_kept_or_shown() -> None:
+def test_keys_are_neither_stored_nor_shown() -> None:
     key = KeyDigest.of("sk-very-secret", "alice")
     keys = Keys((key,))
     assert "secret" not in repr(key) and key.sha256.hex() not in repr(key)
@@ -110,7 +110,7 @@ def test_key_digest_of_invalid_key_hides_it(text: str) -> None:
     assert not text or text.removeprefix("sha256:") not in str(caught.value)
 
 
-def test_a_file_has_a_key_a_line_with_names_digests_and_comments(file: Path) -> None:
+def test_key_file_has_names_digests_and_comments(file: Path) -> None:
     file.write_text(f"# who may\n\n  k-1  \nalice: k-2\n{hashed('k-3')}\nbob@example.org:{hashed('k-4')}\n")
     keys = Keys((KeyDigest.of("k-0"),), str(file))
     given = [f"Bearer k-{number}".encode() for number in range(5)]
@@ -126,14 +126,14 @@ def test_a_file_has_a_key_a_line_with_names_digests_and_comments(file: Path) -> 
         ("a:sha256:55\n", "line 1: expected 64"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number_and_not_repeated(file: Path, text: str, message: str) -> None:
+def test_bad_line_is_named_by_its_number_and_not_repeated(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(SetupError, match=message) as caught:
         read_file(file)
     assert "cret" not in caught.value.message and "two words" not in caught.value.message
 
 
-def test_a_file_that_is_missing_binary_or_without_keys_is_no_way_to_start(file: Path) -> None:
+def test_missing_binary_or_empty_key_file_prevents_the_start(file: Path) -> None:
     with pytest.raises(SetupError, match=r"Cannot read --api-key-file .*: No such file"):
         Keys((), str(file))
     file.write_text("# none yet\n")
@@ -144,20 +144,18 @@ def test_a_file_that_is_missing_binary_or_without_keys_is_no_way_to_start(file: 
         Keys((), str(file))
 
 
-def test_a_changed_file_counts_within_a_second(file: Path) -> None:
+def test_changed_key_file_applies_within_a_second(file: Path) -> None:
     clock = Clock()
     file.write_text("old\n")
     keys = Keys((KeyDigest.of("fixed"),), str(file), clock)
     replace(file, "new\nmore\n")
-    assert allows(keys, "Bearer old")  # nobody has looked yet
+    assert allows(keys, "Bearer old")  # the file was not checked yet
     clock.now += LOOK_S
     assert not allows(keys, "Bearer old")
     assert allows(keys, "Bearer new") and allows(keys, "Bearer fixed")
 
 
-def test_a_file_that_breaks_leaves_the_keys_as_they_were_and_says_so(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_key_file_keeps_the_keys_and_logs(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     file.write_text("old\n")
     keys = Keys((), str(file), clock)
@@ -174,7 +172,7 @@ def test_a_file_that_breaks_leaves_the_keys_as_they_were_and_says_so(
     assert allows(keys, "Bearer third") and not allows(keys, "Bearer old")
 
 
-def test_a_file_without_keys_takes_them_all_back_and_opens_nothing(file: Path) -> None:
+def test_emptied_key_file_revokes_all_keys(file: Path) -> None:
     clock = Clock()
     file.write_text("old\n")
     keys = Keys((), str(file), clock)

@@ -27,7 +27,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_where_no_person_looks_each_line_is_an_object() -> None:
+def test_lines_without_a_terminal_are_json_objects() -> None:
     stream = begun()
     log.info('All is "well"\nand %d', 7)
     (line,) = lines(stream)
@@ -40,30 +40,30 @@ def test_where_no_person_looks_each_line_is_an_object() -> None:
     }
 
 
-def test_a_line_with_half_a_character_is_an_object_too() -> None:
+def test_line_with_an_undecodable_character_is_json() -> None:
     stream = begun()
     log.info("A file named %s.", "\udcff")
     log.info("Grüße, %s.", "世界")
     assert [line["message"] for line in lines(stream)] == ["A file named \udcff.", "Grüße, 世界."]
 
 
-def test_a_child_of_this_process_is_called_otherwise() -> None:
+def test_renamed_process_appears_in_its_lines() -> None:
     stream = begun()
     logs.called("router-front-1")
     log.info("It serves.")
     assert lines(stream)[0]["process"] == "router-front-1"
 
 
-def test_a_person_reads_a_short_line_with_the_request_once() -> None:
+def test_terminal_line_is_short_with_the_request_once() -> None:
     stream = begun("text")
     log.info("Nobody's.")
     log.warning("Refused.", extra=logs.of("req_1"))
     log.warning("req_2 was refused.", extra=logs.of("req_2"))
-    said = [line.partition("] ")[2] for line in stream.getvalue().splitlines()]
-    assert said == ["Nobody's.", "Refused. (req_1)", "req_2 was refused."]
+    printed = [line.partition("] ")[2] for line in stream.getvalue().splitlines()]
+    assert printed == ["Nobody's.", "Refused. (req_1)", "req_2 was refused."]
 
 
-async def test_what_is_done_for_a_request_belongs_to_it_and_to_no_other() -> None:
+async def test_log_lines_belong_to_their_request_only() -> None:
     stream = begun()
 
     async def deeper(name: str) -> None:
@@ -80,28 +80,28 @@ async def test_what_is_done_for_a_request_belongs_to_it_and_to_no_other() -> Non
     log.info("for nobody")
     with logs.during(object="InferenceService models/chat"):
         log.info("for an object")
-    *mine, nobody, thing = lines(stream)
+    *mine, outside, thing = lines(stream)
     assert {line["message"]: line["request_id"] for line in mine} == {
         f"for req_{number}": f"req_{number}" for number in range(5)
     }
-    assert "request_id" not in nobody and "object" not in nobody
+    assert "request_id" not in outside and "object" not in outside
     assert thing["object"] == "InferenceService models/chat"
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_an_exception_of_a_request_tells_its_type_and_place_and_not_its_words(format: logs.Format) -> None:
+def test_request_exception_logs_type_and_place_without_text(format: logs.Format) -> None:
     stream = begun(format)
     for error in (ValueError(SECRET), InvalidRequest("The field 'n' is no number.")):
         try:
             raise error
         except Exception:
             log.exception("It broke.", extra=logs.of("req_1"))
-    said = stream.getvalue()
-    assert SECRET not in said and "ValueError" in said and "test_logs.py" in said
-    assert "The field 'n' is no number." in said, "our own errors say nothing but names and numbers"
+    printed = stream.getvalue()
+    assert SECRET not in printed and "ValueError" in printed and "test_logs.py" in printed
+    assert "The field 'n' is no number." in printed, "our own errors say nothing but names and numbers"
 
 
-def test_what_nobodys_request_broke_is_told_whole() -> None:
+def test_exception_outside_requests_is_logged_completely() -> None:
     stream = begun()
     try:
         raise ValueError("the disk is gone")
@@ -110,7 +110,7 @@ def test_what_nobodys_request_broke_is_told_whole() -> None:
     assert "the disk is gone" in lines(stream)[0]["exception"]
 
 
-def test_children_write_as_their_parent_does() -> None:
+def test_child_processes_use_the_format_of_their_parent() -> None:
     begun("json")
     assert logs.for_children() == {"BATON_LOG_FORMAT": "json"}
     assert logs.read_format("text") == "text"

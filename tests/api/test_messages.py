@@ -1,4 +1,4 @@
-"""Control messages: what is written is what is read, and what is none is refused with a reason."""
+"""Control messages: they survive a round trip, and invalid ones are refused with a reason."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ EXAMPLES: list[AnyMessage] = [
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
-def test_every_message_comes_back_as_it_was(message: AnyMessage) -> None:
+def test_messages_survive_a_round_trip(message: AnyMessage) -> None:
     frame = messages.encode(message)
     assert messages.frame_length(frame[:LENGTH_BYTES]) == len(frame) - LENGTH_BYTES
     assert messages.decode(frame[LENGTH_BYTES:]) == message
 
 
-def test_every_kind_of_message_has_an_example() -> None:
+def test_message_kinds_all_have_an_example() -> None:
     assert {type(message) for message in EXAMPLES} == set(messages.Message.__subclasses__())
 
 
 @pytest.mark.parametrize(
-    "body, told",
+    "body, complaint",
     {
         "no msgpack": (b"\xc1", "MessagePack"),
         "cut off": (messages.encode(Done(session="r", epoch=1))[LENGTH_BYTES:-1], "truncated"),
@@ -106,18 +106,18 @@ def test_every_kind_of_message_has_an_example() -> None:
         "a list": (msgspec.msgpack.encode([1, 2]), "object"),
     }.values(),
 )
-def test_what_is_no_message_is_refused_with_the_reason(body: bytes, told: str) -> None:
-    with pytest.raises(TransferFailed, match=f"Not a message of the control protocol: .*{told}"):
+def test_invalid_message_is_refused_with_the_reason(body: bytes, complaint: str) -> None:
+    with pytest.raises(TransferFailed, match=f"Not a message of the control protocol: .*{complaint}"):
         messages.decode(body)
 
 
-def test_a_frame_is_allowed_up_to_its_limit_and_no_further() -> None:
+def test_frame_is_allowed_up_to_its_limit() -> None:
     assert messages.frame_length(FRAME_LIMIT.to_bytes(4)) == FRAME_LIMIT
     with pytest.raises(TransferFailed, match=f"{FRAME_LIMIT + 1} bytes is over the limit of {FRAME_LIMIT}"):
         messages.frame_length((FRAME_LIMIT + 1).to_bytes(4))
 
 
-def test_a_prompt_of_a_million_tokens_fits_a_frame_and_one_of_two_does_not() -> None:
+def test_million_token_prompt_fits_a_frame_and_two_do_not() -> None:
     def prefill(count: int) -> Prefill:
         return Prefill(
             session="r",

@@ -1,4 +1,4 @@
-"""Who is let in where both sides show a certificate, and what changes while connections are made."""
+"""Mutual TLS: admission by certificate, and replacement of certificates between connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS, THEIRS = Authority(), Authority()
 
 
 class Clock:
-    """The files are looked at anew each time that somebody asks."""
+    """A clock that advances at each call, so that the files are checked each time."""
 
     now = 0.0
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Greeter:
-    """A server that says hello to whom it lets in."""
+    """A server that greets admitted clients."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
@@ -63,19 +63,19 @@ async def greeter(folder: Path) -> AsyncIterator[Greeter]:
 
 
 def shows(folder: Path, name: str = NAME) -> ssl.SSLContext:
-    made = mutual_tls.client(str(folder), name, Clock())
-    assert made is not None
-    return made
+    context = mutual_tls.client(str(folder), name, Clock())
+    assert context is not None
+    return context
 
 
-def nobody(folder: Path) -> ssl.SSLContext:
+def without_certificate(folder: Path) -> ssl.SSLContext:
     """Trusts the authority, and shows nothing."""
-    made = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-    made.check_hostname = False
-    return made
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    context.check_hostname = False
+    return context
 
 
-async def test_only_who_shows_our_authoritys_certificate_of_that_name_is_let_in(tmp_path: Path) -> None:
+async def test_client_needs_a_valid_certificate_of_the_right_name(tmp_path: Path) -> None:
     async with greeter(OURS.fill(tmp_path / "server", NAME)) as server:
         assert await server.greets(shows(OURS.fill(tmp_path / "right", NAME)))
         of_another = OURS.fill(tmp_path / "name", "other.models.baton")
@@ -86,7 +86,7 @@ async def test_only_who_shows_our_authoritys_certificate_of_that_name_is_let_in(
         assert not await server.greets(shows(of_another))
         assert not await server.greets(shows(foreign))
         assert not await server.greets(shows(over))
-        assert not await server.greets(nobody(server.folder))
+        assert not await server.greets(without_certificate(server.folder))
         assert not await server.greets(None)
         assert await server.greets(shows(tmp_path / "right")), "it serves on"
 
@@ -96,7 +96,7 @@ async def test_only_who_shows_our_authoritys_certificate_of_that_name_is_let_in(
     [(THEIRS, NAME, False), (OURS, "other.models.baton", False), (OURS, NAME, True)],
     ids=["of another authority", "of another name", "over"],
 )
-async def test_a_server_that_shows_another_is_not_spoken_to(
+async def test_server_with_a_wrong_certificate_is_rejected(
     tmp_path: Path, authority: Authority, name: str, over: bool
 ) -> None:
     folder = authority.fill(tmp_path / "server", name, over=over)
@@ -106,13 +106,13 @@ async def test_a_server_that_shows_another_is_not_spoken_to(
             await asyncio.open_connection("127.0.0.1", server.port, ssl=shows(client))
 
 
-async def test_without_a_name_the_authority_decides(tmp_path: Path) -> None:
+async def test_certificate_without_a_name_is_checked_by_authority(tmp_path: Path) -> None:
     async with greeter(OURS.fill(tmp_path / "server", NAME)) as server:
         client = shows(OURS.fill(tmp_path / "client", NAME), name="")
         assert await server.greets(client)
 
 
-async def test_what_is_replaced_holds_for_the_next_connection(tmp_path: Path) -> None:
+async def test_replaced_certificate_applies_to_the_next_connection(tmp_path: Path) -> None:
     folder, client = OURS.fill(tmp_path / "server", NAME), OURS.fill(tmp_path / "client", NAME)
     ours = shows(client)
     async with greeter(folder) as server:
@@ -125,7 +125,7 @@ async def test_what_is_replaced_holds_for_the_next_connection(tmp_path: Path) ->
         assert not await server.greets(stale), "the one before is not believed any more"
 
 
-async def test_half_a_replacement_is_none(tmp_path: Path) -> None:
+async def test_incomplete_replacement_has_no_effect(tmp_path: Path) -> None:
     folder, client = OURS.fill(tmp_path / "server", NAME), OURS.fill(tmp_path / "client", NAME)
     async with greeter(folder) as server:
         (folder / "tls.crt").write_text("half")
@@ -136,7 +136,7 @@ async def test_half_a_replacement_is_none(tmp_path: Path) -> None:
         assert await server.greets(shows(THEIRS.fill(client, NAME)))
 
 
-def test_a_folder_without_the_files_is_refused_in_words(tmp_path: Path) -> None:
+def test_folder_without_the_files_is_refused(tmp_path: Path) -> None:
     assert mutual_tls.server("", "") is None
     with pytest.raises(SetupError, match=r"It needs valid files tls.crt, tls.key and ca.crt"):
         mutual_tls.server(str(tmp_path), "")

@@ -14,8 +14,8 @@ HEAD = otlp.heading({"service.name": "baton-router", "region": "north"}, "router
 
 
 def read(spans: bytes) -> list[Span]:
-    told = ExportTraceServiceRequest.FromString(otlp.request(HEAD, spans))
-    (resource,) = told.resource_spans
+    decoded = ExportTraceServiceRequest.FromString(otlp.request(HEAD, spans))
+    (resource,) = decoded.resource_spans
     (scope,) = resource.scope_spans
     assert {one.key: one.value.string_value for one in resource.resource.attributes} == {
         "service.name": "baton-router",
@@ -25,13 +25,13 @@ def read(spans: bytes) -> list[Span]:
     return list(scope.spans)
 
 
-def one(told: bytes = b"", *, parent: int = PARENT, end_ns: int = 9, failed: bool = False) -> Span:
+def one(decoded: bytes = b"", *, parent: int = PARENT, end_ns: int = 9, failed: bool = False) -> Span:
     place = otlp.place(TRACE, parent)
-    (span,) = read(otlp.span(place, SPAN, "route", otlp.SERVER, 7, end_ns, told, failed=failed))
+    (span,) = read(otlp.span(place, SPAN, "route", otlp.SERVER, 7, end_ns, decoded, failed=failed))
     return span
 
 
-def test_a_span_says_where_it_lies_and_what_it_is() -> None:
+def test_span_has_its_place_and_attributes() -> None:
     span = one()
     assert (span.trace_id.hex(), span.span_id.hex()) == (f"{TRACE:032x}", f"{SPAN:016x}")
     assert span.parent_span_id.hex() == f"{PARENT:016x}"
@@ -60,29 +60,29 @@ VALUES: dict[str, Value] = {
 
 
 @pytest.mark.parametrize("case", VALUES)
-def test_an_attribute_has_the_value_and_type_that_it_was_given(case: str) -> None:
+def test_attribute_keeps_its_value_and_type(case: str) -> None:
     value = VALUES[case]
-    for told in (otlp.attribute("baton.x", value), otlp.known(("baton.x",), value)):
-        (pair,) = one(told).attributes
-        found = getattr(pair.value, pair.value.WhichOneof("value"))
-        assert (pair.key, found, type(found)) == ("baton.x", value, type(value))
+    for decoded in (otlp.attribute("baton.x", value), otlp.cached_attributes(("baton.x",), value)):
+        (pair,) = one(decoded).attributes
+        value_of = getattr(pair.value, pair.value.WhichOneof("value"))
+        assert (pair.key, value_of, type(value_of)) == ("baton.x", value, type(value))
 
 
-def test_what_is_equal_and_not_the_same_is_kept_apart() -> None:
-    told = [otlp.known(("baton.x",), value) for value in (1, 1.0, True)]
-    assert [one(each).attributes[0].value.WhichOneof("value") for each in told] == [
+def test_equal_values_of_different_types_stay_distinct() -> None:
+    decoded = [otlp.cached_attributes(("baton.x",), value) for value in (1, 1.0, True)]
+    assert [one(each).attributes[0].value.WhichOneof("value") for each in decoded] == [
         "int_value",
         "double_value",
         "bool_value",
     ]
 
 
-def test_half_a_character_does_not_spoil_what_came_with_it() -> None:
+def test_undecodable_character_does_not_spoil_the_request() -> None:
     (pair,) = one(otlp.attribute("baton.x", "a\udcff")).attributes
     assert pair.value.string_value == "a?"
 
 
-def test_an_event_lies_within_its_span() -> None:
+def test_event_lies_within_its_span() -> None:
     (event,) = one(otlp.event("retry", 8, {"cause": "lost", "worker": "decode-0"})).events
     assert (event.name, event.time_unix_nano) == ("retry", 8)
     assert {pair.key: pair.value.string_value for pair in event.attributes} == {
@@ -91,7 +91,7 @@ def test_an_event_lies_within_its_span() -> None:
     }
 
 
-def test_spans_one_after_the_other_are_all_there() -> None:
+def test_concatenated_spans_are_all_decoded() -> None:
     place = otlp.place(TRACE, 0)
     many = [otlp.span(place, number, f"span {number % 7}", otlp.INTERNAL, 1, 2) for number in range(1, 1000)]
     assert [int(span.span_id.hex(), 16) for span in read(b"".join(many))] == list(range(1, 1000))

@@ -1,4 +1,4 @@
-"""What one worker serves, from lines through measurements."""
+"""The capacity of one worker, from lines through measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def profile(objectives: Objectives = USUAL, kv_tokens: int = 100_000) -> Profile
         model="tiny",
         machine="one core",
         baton="0",
-        made=0.0,
+        measured_at=0.0,
         prefill=PREFILL,
         step=STEP,
         transfer=TRANSFER,
@@ -45,18 +45,20 @@ def profile(objectives: Objectives = USUAL, kv_tokens: int = 100_000) -> Profile
         ("one prompt does not fit", Objectives(prompt_tokens=20_000), 12_800, 0),
     ],
 )
-def test_streams_of_a_decode_worker(name: str, objectives: Objectives, kv_tokens: int, streams: int) -> None:
-    found = profile(objectives, kv_tokens).capacity
-    assert found.decode_streams == streams
-    assert (found.decode_tokens_per_s > 0) == (streams > 0)
+def test_decode_streams_follow_the_objective(
+    name: str, objectives: Objectives, kv_tokens: int, streams: int
+) -> None:
+    computed = profile(objectives, kv_tokens).capacity
+    assert computed.decode_streams == streams
+    assert (computed.decode_tokens_per_s > 0) == (streams > 0)
 
 
-def test_a_prefill_worker_that_cannot_be_in_time_has_no_capacity() -> None:
+def test_late_prefill_worker_has_no_capacity() -> None:
     hopeless = profile(Objectives(ttft_s=0.05, prompt_tokens=4096)).capacity
     assert hopeless.prefill_tokens_per_s == 0 and hopeless.prefill_per_decode == 0
 
 
-def test_a_laxer_objective_never_leaves_less_and_none_leaves_more_than_the_machine_does() -> None:
+def test_laxer_objective_never_lowers_the_capacity() -> None:
     chance = random.Random(5)
     for _ in range(300):
         prompt = chance.randrange(16, 8000)
@@ -70,23 +72,23 @@ def test_a_laxer_objective_never_leaves_less_and_none_leaves_more_than_the_machi
         assert more.prefill_tokens_per_s <= prompt / PREFILL.seconds(prompt, prompt)
 
 
-def test_the_ratio_keeps_both_roles_equally_busy() -> None:
+def test_ratio_keeps_both_roles_equally_busy() -> None:
     objectives = Objectives(ttft_s=2.0, itl_s=0.03, prompt_tokens=2000, output_tokens=100)
-    found = profile(objectives).capacity
-    requests_of_one_decode = found.decode_tokens_per_s / objectives.output_tokens
+    computed = profile(objectives).capacity
+    requests_of_one_decode = computed.decode_tokens_per_s / objectives.output_tokens
     requests_of_its_prefills = (
-        found.prefill_per_decode * found.prefill_tokens_per_s / objectives.prompt_tokens
+        computed.prefill_per_decode * computed.prefill_tokens_per_s / objectives.prompt_tokens
     )
     assert requests_of_its_prefills == pytest.approx(requests_of_one_decode)
 
 
-def test_what_is_cached_is_not_computed() -> None:
+def test_cached_tokens_are_not_computed() -> None:
     half = profile(Objectives(cached_share=0.5)).capacity
     assert half.prefill_per_decode < profile(Objectives()).capacity.prefill_per_decode
     assert Objectives(cached_share=1.0).uncached == 1
 
 
-def test_waits_are_those_of_a_queue() -> None:
+def test_waits_equal_a_simulated_queue() -> None:
     """A simulated queue that is as busy as `busy_share` says has about the share of late prompts it names."""
     chance = random.Random(1)
     for left in (0.05, 0.2, 0.5):
@@ -99,14 +101,14 @@ def test_waits_are_those_of_a_queue() -> None:
         assert 0.4 * profiles.LATE_SHARE < late < 1.6 * profiles.LATE_SHARE, (left, share, late)
 
 
-def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+def test_profile_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profiles.write(profile(), path)
     assert profiles.read(path) == profile()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[]"])
-def test_what_is_none_is_refused_with_the_way_out(text: str, tmp_path: Path) -> None:
+def test_invalid_profile_is_refused_with_a_remedy(text: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(SetupError, match="baton bench --find"):

@@ -14,7 +14,7 @@ REPORT = PromptReport(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_report_is_read_as_it_was_written(seed: int) -> None:
+def test_report_survives_a_round_trip(seed: int) -> None:
     rng = random.Random(seed)
     tokens = rng.randint(1, 10**6)
     report = PromptReport(
@@ -31,12 +31,12 @@ def test_a_report_is_read_as_it_was_written(seed: int) -> None:
     assert PromptReport.decode(report.encode()) == report
 
 
-def test_what_a_later_worker_adds_does_no_harm() -> None:
+def test_report_of_a_newer_worker_is_read() -> None:
     assert PromptReport.decode(REPORT.encode() + ";colour=red") == REPORT
 
 
 @pytest.mark.parametrize("unsaid", [";fallback=", ";tail=;fallback="])
-def test_an_earlier_worker_says_less(unsaid: str) -> None:
+def test_report_of_an_older_worker_is_read(unsaid: str) -> None:
     assert PromptReport.decode(REPORT.encode().removesuffix(unsaid)) == REPORT
 
 
@@ -58,9 +58,9 @@ def test_an_earlier_worker_says_less(unsaid: str) -> None:
         ("fallback=", "fallback=No such word"),
     ],
 )
-def test_what_makes_no_sense_is_no_report(damage: tuple[str, str]) -> None:
+def test_invalid_header_is_not_a_report(damage: tuple[str, str]) -> None:
     assert PromptReport.decode(REPORT.encode().replace(*damage)) is None
 
 
-def test_an_empty_header_is_no_report() -> None:
+def test_empty_header_is_not_a_report() -> None:
     assert PromptReport.decode("") is None

@@ -46,7 +46,7 @@ def turn(id: str, before: Turn | None = None, text: str = "") -> Turn:
     )
 
 
-def test_what_was_put_is_found_by_its_owner_alone() -> None:
+def test_response_is_found_by_its_owner_only() -> None:
     store, _ = make_store()
     kept = turn("a")
     store.put(ME, kept)
@@ -64,7 +64,7 @@ def test_what_was_put_is_found_by_its_owner_alone() -> None:
             store.delete(someone, id)
 
 
-def test_the_same_id_may_be_two_owners() -> None:
+def test_same_id_may_have_two_owners() -> None:
     store, _ = make_store()
     mine, yours = turn("a"), turn("a")
     store.put(ME, mine)
@@ -73,14 +73,14 @@ def test_the_same_id_may_be_two_owners() -> None:
     assert store.get(ME, "a") is mine
 
 
-def test_a_conversation_is_all_items_in_their_order() -> None:
+def test_conversation_has_all_items_in_order() -> None:
     first = turn("a")
     second = turn("b", first)
     assert second.whole_input == [b'"in a"', b'"out a"', b'""', b'"in b"']
     assert second.conversation == [*second.whole_input, b'"out b"', b'""']
 
 
-def test_the_oldest_go_when_there_are_too_many() -> None:
+def test_oldest_responses_leave_above_the_count() -> None:
     store, _ = make_store(responses=2)
     for id in "abc":
         store.put(ME, turn(id))
@@ -90,7 +90,7 @@ def test_the_oldest_go_when_there_are_too_many() -> None:
     store.get(ME, "b")
 
 
-def test_the_oldest_go_when_they_are_too_large() -> None:
+def test_oldest_responses_leave_above_the_size() -> None:
     store, _ = make_store(bytes=3 * (OVERHEAD + 1000))
     for id in "abcd":
         store.put(ME, turn(id, text="x" * 900))
@@ -99,7 +99,7 @@ def test_the_oldest_go_when_they_are_too_large() -> None:
         store.get(ME, "a")
 
 
-def test_what_is_larger_than_the_store_is_not_kept_and_drives_nothing_out() -> None:
+def test_oversized_response_is_not_stored_and_evicts_nothing() -> None:
     store, _ = make_store(bytes=OVERHEAD + 100)
     store.put(ME, turn("a"))
     store.put(ME, turn("b", text="x" * 900))
@@ -109,13 +109,13 @@ def test_what_is_larger_than_the_store_is_not_kept_and_drives_nothing_out() -> N
 
 
 @pytest.mark.parametrize("limits", [{"responses": 0}, {"bytes": 0}, {"seconds": 0.0}], ids=str)
-def test_a_bound_of_nothing_keeps_nothing(limits: dict[str, int]) -> None:
+def test_zero_bound_stores_nothing(limits: dict[str, int]) -> None:
     store, _ = make_store(**limits)
     store.put(ME, turn("a"))
     assert (len(store), store.size) == (0, 0)
 
 
-def test_they_go_when_their_time_is_over() -> None:
+def test_responses_expire() -> None:
     store, clock = make_store(seconds=60)
     store.put(ME, turn("a"))
     clock.now += 30
@@ -132,7 +132,7 @@ def test_they_go_when_their_time_is_over() -> None:
     assert (len(store), store.size) == (0, 0)
 
 
-def test_what_follows_a_deleted_response_keeps_what_it_needs() -> None:
+def test_successor_of_a_deleted_response_keeps_its_items() -> None:
     store, _ = make_store()
     first = turn("a")
     second = turn("b", first)
@@ -146,7 +146,7 @@ def test_what_follows_a_deleted_response_keeps_what_it_needs() -> None:
     assert store.size == 0
 
 
-def test_a_conversation_of_many_turns_costs_each_of_them_once() -> None:
+def test_long_conversation_stores_each_turn_once() -> None:
     store, _ = make_store(responses=1000)
     last = None
     sizes = 0
@@ -158,21 +158,21 @@ def test_a_conversation_of_many_turns_costs_each_of_them_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_put_deleted_and_waited_for_the_bounds_hold_and_nothing_leaks(seed: int) -> None:
+def test_law_bounds_hold_and_nothing_leaks(seed: int) -> None:
     rng = random.Random(seed)
     limit = 30 * (OVERHEAD + 100)
     store, clock = make_store(responses=20, bytes=limit, seconds=50)
-    known: list[tuple[bytes, Turn]] = []
+    stored: list[tuple[bytes, Turn]] = []
     for number in itertools.count():
         if number == 300:
             break
         someone = rng.choice([ME, YOU])
-        mine = [kept for whose, kept in known if whose == someone]
+        mine = [kept for holder, kept in stored if holder == someone]
         before = rng.choice(mine) if mine and rng.random() < 0.7 else None
         if rng.random() < 0.8:
             added = turn(str(number), before, "x" * rng.randrange(200))
             store.put(someone, added)
-            known.append((someone, added))
+            stored.append((someone, added))
         elif before is not None:
             with contextlib.suppress(ResponseNotFound):  # it has gone by itself
                 store.delete(someone, before.id)
@@ -183,10 +183,10 @@ def test_whatever_is_put_deleted_and_waited_for_the_bounds_hold_and_nothing_leak
     with pytest.raises(ResponseNotFound):
         store.get(ME, "0")
     assert (len(store), store.size) == (0, 0)
-    assert not any(kept.holders for _, kept in known)
+    assert not any(kept.holders for _, kept in stored)
 
 
-def test_each_key_is_an_owner_and_without_keys_there_is_one() -> None:
+def test_key_is_an_owner_and_without_keys_there_is_one() -> None:
     assert owner(b"Bearer one", keyed=True) == owner(b"bearer  one ", keyed=True)
     assert owner(b"Bearer one", keyed=True) != owner(b"Bearer two", keyed=True)
     assert owner(b"Bearer one", keyed=False) == owner(b"", keyed=False)
@@ -233,7 +233,7 @@ ITEMS = [msgspec.json.encode({"id": str(number)}) for number in range(25)]
     ],
     ids=str,
 )
-def test_a_page(query: dict[str, str], ids: range, more: bool) -> None:
+def test_page_has_the_requested_items(query: dict[str, str], ids: range, more: bool) -> None:
     shown = msgspec.json.decode(page(ITEMS, query))
     assert [item["id"] for item in shown["data"]] == [str(id) for id in ids]
     assert shown["has_more"] == more
@@ -256,7 +256,7 @@ def test_a_page(query: dict[str, str], ids: range, more: bool) -> None:
     ],
     ids=str,
 )
-def test_a_page_that_cannot_be(query: dict[str, str], code: str) -> None:
+def test_invalid_page_is_refused(query: dict[str, str], code: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         page(ITEMS, query)
     assert (error.value.param, error.value.code) == (next(iter(query)), code)

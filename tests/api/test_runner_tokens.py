@@ -1,4 +1,4 @@
-"""Tokens of batch runners: good for one batch and epoch, until a time, and for nobody who made them up."""
+"""Tokens of batch runners: valid for one batch and epoch, for a limited time, and not forgeable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECRET = b"s" * 32
 NOW = 1_800_000_000.0
 
 
-def test_a_token_says_what_it_was_issued_for() -> None:
+def test_runner_token_contains_its_batch_and_epoch() -> None:
     token = runner_tokens.issue(SECRET, "batch_7", 3, "the owner. Größe", NOW + 60)
     assert runner_tokens.read(SECRET, token, NOW) == RunnerToken(
         "batch_7", 3, "the owner. Größe", int(NOW) + 60
@@ -21,7 +21,7 @@ def test_a_token_says_what_it_was_issued_for() -> None:
 
 
 @pytest.mark.parametrize("models", [[], ["tiny", "meta-llama/Llama.3 ü"]])
-def test_token_says_which_models_its_batch_may_use(models: list[str]) -> None:
+def test_token_lists_the_models_of_its_batch(models: list[str]) -> None:
     token = runner_tokens.issue(SECRET, "batch_7", 3, "tenant", NOW + 60, frozenset(models))
     read = runner_tokens.read(SECRET, token, NOW)
     assert read is not None and read.models == frozenset(models)
@@ -48,17 +48,17 @@ def test_token_says_which_models_its_batch_may_use(models: list[str]) -> None:
         "expired",
     ],
 )
-def test_a_token_is_good_for_nothing_else(secret: bytes, changed: tuple[str, str], now: float) -> None:
+def test_runner_token_opens_nothing_else(secret: bytes, changed: tuple[str, str], now: float) -> None:
     token = runner_tokens.issue(SECRET, "batch_7", 3, "tenant", NOW + 60)
     assert runner_tokens.read(SECRET, token, NOW)
     assert runner_tokens.read(secret, token.replace(*changed), now) is None
 
 
-def test_nobody_comes_in_with_an_unsigned_token_of_an_empty_secret() -> None:
+def test_unsigned_token_of_an_empty_secret_is_refused() -> None:
     assert runner_tokens.read(b"", runner_tokens.issue(b"", "batch_7", 3, "t", NOW + 60), NOW) is None
 
 
-def test_whatever_else_comes_is_no_token() -> None:
+def test_law_arbitrary_text_is_not_a_token() -> None:
     rng = random.Random(1)
     token = runner_tokens.issue(SECRET, "batch_7", 3, "tenant", NOW + 60)
     for _ in range(2000):

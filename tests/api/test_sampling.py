@@ -51,7 +51,7 @@ def test_example_sets_every_field() -> None:
     assert [name for name in names if getattr(EVERYTHING, name) == getattr(defaults, name)] == []
 
 
-def test_every_field_is_transferred() -> None:
+def test_sampling_fields_are_all_transferred() -> None:
     assert transferred(EVERYTHING) == EVERYTHING
 
 
@@ -78,7 +78,7 @@ def test_valid_parameters_have_no_problem() -> None:
 
 
 @pytest.mark.parametrize("limit", limits.SAMPLING_NUMBERS, ids=lambda limit: limit.field)
-def test_every_number_is_checked_on_both_sides_of_its_range(limit: limits.Limit) -> None:
+def test_sampling_numbers_are_checked_at_both_bounds(limit: limits.Limit) -> None:
     lowest = limit.least + (1e-6 if limit.open_below else 0)
     inside, outside = (lowest, limit.most), (limit.least - 0.1, limit.most + 0.1)
     for value in (*inside, *outside):

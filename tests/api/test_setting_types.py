@@ -12,7 +12,7 @@ from baton_api import exposure, setting_types
 from baton_api.setting_types import JsonObject, Names, Origins, parse_size, show_size
 
 
-def test_the_examples_are_true() -> None:
+def test_setting_examples_are_valid() -> None:
     assert doctest.testmod(setting_types).failed == doctest.testmod(exposure).failed == 0
 
 
@@ -26,12 +26,12 @@ def test_the_examples_are_true() -> None:
         ('["a, x", "b"]', ("a", "x", "b")),
     ],
 )
-def test_names_are_repeated_or_have_commas_between(given: Any, names: tuple[str, ...]) -> None:
+def test_names_may_be_repeated_or_separated_by_commas(given: Any, names: tuple[str, ...]) -> None:
     assert TypeAdapter(Names).validate_python(given) == names
 
 
 @pytest.mark.parametrize("given", ["*", "https://chat.example.org", "http://localhost:3000", '["*"]'])
-def test_origins(given: str) -> None:
+def test_origins_are_read_from_settings(given: str) -> None:
     assert len(TypeAdapter(Origins).validate_python(given)) == 1
 
 
@@ -41,7 +41,7 @@ def test_origin_that_is_invalid_is_rejected(given: str) -> None:
         TypeAdapter(Origins).validate_python(given)
 
 
-def test_an_object_may_be_json() -> None:
+def test_object_may_be_json() -> None:
     adapter = TypeAdapter[dict[str, Any]](JsonObject)
     assert adapter.validate_python('{"enable_thinking": false}') == {"enable_thinking": False}
     assert adapter.validate_python({"a": 1}) == {"a": 1}
@@ -66,12 +66,12 @@ def test_an_object_may_be_json() -> None:
         ("100b", 100),
     ],
 )
-def test_a_size_may_have_a_unit(text: str, count: int) -> None:
+def test_size_may_have_a_unit(text: str, count: int) -> None:
     assert parse_size(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-5MB", "5XB", "1,5GB", "five", "1e9"])
-def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+def test_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="512MiB"):
         parse_size(text)
 

@@ -1,4 +1,4 @@
-"""Where spans go, and what happens to them when nobody takes them."""
+"""Collectors of spans, and spans that no collector accepts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COLLECTORS = {
 
 
 @pytest.mark.parametrize("case", COLLECTORS)
-def test_a_collector_is(case: str) -> None:
+def test_collector_is_read_from_endpoint_and_environment(case: str) -> None:
     endpoint, environment, expected = COLLECTORS[case]
     assert Collector.of(endpoint, environment) == expected
 
@@ -47,17 +47,17 @@ def test_open_spans_invalid_endpoint_is_rejected(endpoint: str) -> None:
         open_spans("baton-router", endpoint)
 
 
-def test_a_certificate_that_is_not_there_is_refused() -> None:
+def test_missing_certificate_is_refused() -> None:
     with pytest.raises(SetupError, match=r"/nonexistent\.pem"):
         Spans("baton-router", Collector(f"https://127.0.0.1:9{PATH}", certificate="/nonexistent.pem"))
 
 
 def span(name: str, size: int = 0) -> bytes:
-    told = otlp.attribute("x", "x" * size)
-    return otlp.span(otlp.place(1, 0), 1, name, otlp.INTERNAL, 1, 2, told)
+    encoded = otlp.attribute("x", "x" * size)
+    return otlp.span(otlp.place(1, 0), 1, name, otlp.INTERNAL, 1, 2, encoded)
 
 
-async def test_what_waits_is_sent_at_the_end_in_its_order() -> None:
+async def test_waiting_spans_are_sent_at_the_end_in_order() -> None:
     async with collector.Collector() as taking:
         spans = open_spans("baton-router", taking.url)
         for number in range(2000):
@@ -66,7 +66,7 @@ async def test_what_waits_is_sent_at_the_end_in_its_order() -> None:
         assert [one.name for one in taking.spans] == [f"span-{number}" for number in range(2000)]
 
 
-async def test_a_collector_that_is_away_is_told_of_once_and_blocks_nobody(
+async def test_unreachable_collector_is_logged_once_and_blocks_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "baton_api.spans"):

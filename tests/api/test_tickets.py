@@ -9,35 +9,35 @@ import pytest
 from baton_api import tickets
 
 SECRET = b"secret"
-ROOM = "chat.1-é"
+SESSION = "chat.1-é"
 PREFILL = "10.0.0.7:7000"
 NOW = 1_700_000_000.0
 
 
 def refusal(ticket: str, **changes: object) -> str | None:
-    asked: dict[str, object] = {
+    fields: dict[str, object] = {
         "secret": SECRET,
         "ticket": ticket,
-        "session": ROOM,
+        "session": SESSION,
         "prefill": PREFILL,
         "now": NOW,
         **changes,
     }
-    return tickets.refusal(**asked)  # type: ignore[arg-type]
+    return tickets.refusal(**fields)  # type: ignore[arg-type]
 
 
-GOOD = tickets.issue(SECRET, ROOM, PREFILL, NOW)
+GOOD = tickets.issue(SECRET, SESSION, PREFILL, NOW)
 
 
-def test_a_ticket_admits_its_room() -> None:
+def test_ticket_admits_its_session() -> None:
     assert refusal(GOOD) is None
 
 
-def test_without_a_secret_everybody_is_admitted() -> None:
+def test_worker_without_a_secret_admits_all() -> None:
     assert refusal("", secret=b"") is None
 
 
-def test_a_ticket_lives_for_its_time_and_the_skew_of_the_clocks() -> None:
+def test_ticket_is_valid_for_its_time_plus_clock_skew() -> None:
     last = NOW + tickets.LIFETIME_S + tickets.CLOCK_SKEW_S
     assert refusal(GOOD, now=last) is None
     assert refusal(GOOD, now=last + 1) == f"the ticket expired {tickets.CLOCK_SKEW_S + 1:.0f} s ago"
@@ -56,11 +56,11 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_the_routers_word_is_refused(case: str) -> None:
-    ticket, changes, told = REFUSED[case]
+def test_forged_ticket_is_refused(case: str) -> None:
+    ticket, changes, message = REFUSED[case]
     answer = refusal(ticket, **changes)
     assert answer is not None
-    assert told in answer
+    assert message in answer
 
 
 def test_law_no_change_of_any_character_is_admitted() -> None:

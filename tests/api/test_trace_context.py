@@ -1,4 +1,4 @@
-"""`traceparent`: what is believed of it, and what is said to whoever is next."""
+"""`traceparent`: accepted values, and the headers for the next hop."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def given(*parents: str, states: tuple[str, ...] = ()) -> list[tuple[bytes, byte
         ([], None),
     ],
 )
-def test_only_what_follows_the_standard_is_a_parent(parents: list[str], sampled: bool | None) -> None:
-    found = read(given(*parents))
+def test_trace_parent_must_follow_the_standard(parents: list[str], sampled: bool | None) -> None:
+    context = read(given(*parents))
     if sampled is None:
-        assert found is None
+        assert context is None
     else:
-        assert found == TraceContext(int(TRACE, 16), int(SPAN, 16), sampled)
+        assert context == TraceContext(int(TRACE, 16), int(SPAN, 16), sampled)
 
 
-def test_the_next_one_is_told_in_the_same_words() -> None:
+def test_next_hop_gets_the_same_headers() -> None:
     parent = f"00-{TRACE}-{SPAN}-01"
-    found = read(given(parent, states=("a=1", "b=2")))
-    assert found is not None
-    assert found.lines == f"traceparent: {parent}\r\ntracestate: a=1,b=2\r\n".encode()
+    context = read(given(parent, states=("a=1", "b=2")))
+    assert context is not None
+    assert context.lines == f"traceparent: {parent}\r\ntracestate: a=1,b=2\r\n".encode()
     without = read(given(parent, states=("a" * (STATE_LIMIT + 1),)))
     assert without is not None and without.lines == f"traceparent: {parent}\r\n".encode()

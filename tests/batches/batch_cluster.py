@@ -1,6 +1,6 @@
 """
-An API server that behaves, as far as routers need one for batches: it keeps BatchJobs, takes their status,
-shows its keys, and signs tokens for pods as kubelets fetch them.
+A fake API server with the functions that routers need for batches. It stores BatchJobs and their status,
+publishes its keys, and signs tokens for pods like those that kubelets fetch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BatchCluster:
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         """Each request: its method and path."""
         self.status = 0
         """With it, everything is answered so."""
@@ -48,19 +48,19 @@ class BatchCluster:
         self.jobs[job["metadata"]["name"]] = job
 
     def token(self, pod: str, service: str = SERVICE, **claims: Any) -> str:
-        """What kubelets fetch for a pod of the runners' account."""
+        """Return the token that a kubelet would fetch for a pod of the runners' account."""
         bound = {"namespace": NAMESPACE, "pod": {"name": pod, "uid": "uid-of-the-pod"}}
-        said = {
+        page = {
             "iss": "https://kubernetes.default.svc",
             "aud": [batch_jobs.audience(NAMESPACE, service)],
             "sub": f"system:serviceaccount:{NAMESPACE}:{batch_jobs.account(service)}",
             "exp": time.time() + 3600,
             "kubernetes.io": bound,
         }
-        return self.issuer.token(**{**said, **claims})
+        return self.issuer.token(**{**page, **claims})
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        self.asked.append(f"{method} {path}")
+        self.requests.append(f"{method} {path}")
         if self.status:
             return self.status, {}
         named = (path.split("/")[-2], (body or {}).get("metadata", {}).get("name"))

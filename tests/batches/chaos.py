@@ -1,8 +1,8 @@
 """
-Batches while processes are killed: a router, its runners and two workers, each as often as chance has it.
+Batches while processes are killed at random: a router, its runners and two workers.
 
-Whatever is killed is started again at once, as a supervisor or a cluster would. What the batches give in the
-end is held against a batch that nobody disturbed: byte for byte, but for the ids that carry the batch's own.
+A killed process is restarted at once, as by a supervisor or a cluster. The output of the batches is compared
+with that of an undisturbed batch: byte for byte, except for the ids that contain the batch's own.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Cluster:
     """A router and two workers on one machine, as processes."""
 
     def __init__(
-        self, folder: Path, environment: Mapping[str, str], seconds: float = 0.05, places: int = 8
+        self, folder: Path, environment: Mapping[str, str], seconds: float = 0.05, slots: int = 8
     ) -> None:
         """`environment` says which database it is, if it is not SQLite in `folder`."""
         self._folder = folder
@@ -88,7 +88,7 @@ class Cluster:
         for number, port in enumerate(self._ports[1:]):
             self.programs[f"worker-{number}"] = self._program(
                 f"worker-{number}",
-                ["tests.batches.mock_worker", f"--port={port}", f"--seconds={seconds}", f"--places={places}"],
+                ["tests.batches.mock_worker", f"--port={port}", f"--seconds={seconds}", f"--slots={slots}"],
             )
         self.router = Router(folder, self._ports[0], self._ports[1:], environment)
         self.programs["router"] = self.router.program
@@ -140,12 +140,12 @@ class Router:
             children = psutil.Process(self.program.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        found = []
+        read_lines = []
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 if "batch" in child.cmdline():
-                    found.append(child)
-        return found
+                    read_lines.append(child)
+        return read_lines
 
     def await_ready(self) -> None:
         def ready() -> bool:
@@ -181,19 +181,19 @@ def anonymous(batch: str, output: bytes) -> bytes:
     """The output without the ids that are made of the batch's; each must be what its line's should be."""
 
     def one(line: bytes) -> bytes:
-        found = re.match(rb'\{"id":"(batch_req_\w+_(\d+))",.*?"request_id":"(\w+)"', line)
-        assert found is not None, line[:200]
-        number = int(found[2])
-        assert found[1].decode() == f"batch_req_{batch.removeprefix('batch_')}_{number}"
-        assert found[3].decode() == values.request_id(batch, number)
-        return line.replace(found[1], b"ID").replace(found[3], b"REQUEST")
+        read_lines = re.match(rb'\{"id":"(batch_req_\w+_(\d+))",.*?"request_id":"(\w+)"', line)
+        assert read_lines is not None, line[:200]
+        number = int(read_lines[2])
+        assert read_lines[1].decode() == f"batch_req_{batch.removeprefix('batch_')}_{number}"
+        assert read_lines[3].decode() == values.request_id(batch, number)
+        return line.replace(read_lines[1], b"ID").replace(read_lines[3], b"REQUEST")
 
     return b"\n".join(one(line) for line in output.splitlines())
 
 
 @dataclass
 class Report:
-    """What came of it."""
+    """Results of a run."""
 
     kills: Counter[str] = field(default_factory=Counter)
     batches: int = 0
@@ -231,7 +231,7 @@ def run(
     lines: int = 600,
     pause_s: tuple[float, float] = (0.0, 0.8),
     at_once: int = 2,
-    told: Callable[[Report], None] = lambda report: None,
+    notify: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Kill `kills` times while batches run; return when all of them have ended."""
     rng = random.Random(seed)
@@ -259,7 +259,7 @@ def run(
                 open_ones.remove(id)
                 report.add(id, output_of(service, batch, folder), expected)
                 report.seconds = time.monotonic() - began
-                told(report)
+                notify(report)
                 if report.kills.total() < kills:
                     open_ones.append(submit(service, source))
     report.seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Every promise of the ledger is held against SQLite and against a real Postgres."""
+"""Fixtures: all tests of the ledger run with SQLite and with a real Postgres."""
 
 from __future__ import annotations
 

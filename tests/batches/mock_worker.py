@@ -1,10 +1,10 @@
 """
 A worker without a model, for what is measured of batches: what it answers is made of what it was asked.
 
-    python -m tests.batches.mock_worker --port 9200 --seconds 0.02 --places 64
+    python -m tests.batches.mock_worker --port 9200 --seconds 0.02 --slots 64
 
-The same body has the same answer, byte for byte, whoever gives it and however often. Each takes about
-`--seconds`, longer or shorter by what the body is; `--places` are computed at a time and the others wait.
+The same body has the same answer, byte for byte, from every worker and at every attempt. Each takes about
+`--seconds`, varied by the body; `--slots` are computed at a time and the others wait.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _http(body: bytes) -> bytes:
     return head % len(body) + body
 
 
-class Places:
+class Slots:
     """How many are computed at a time; the others wait in the order of their coming."""
 
-    def __init__(self, places: int, seconds: float) -> None:
-        self._free = places
+    def __init__(self, slots: int, seconds: float) -> None:
+        self._free = slots
         self._seconds = seconds
         self._waiting: deque[Connection] = deque()
 
@@ -56,7 +56,7 @@ class Places:
             self._waiting.append(connection)
             return
         self._free -= 1
-        body = connection.asked
+        body = connection.received
         share = 0.5 + hashlib.blake2b(body, digest_size=1).digest()[0] / 256
         asyncio.get_running_loop().call_later(self._seconds * share, self._leave, connection, body)
 
@@ -64,18 +64,18 @@ class Places:
         connection.say(answer_to(body))
         self._free += 1
         while self._waiting and self._free:
-            following = self._waiting.popleft()
-            if not following.gone:
-                self.enter(following)
+            next_one = self._waiting.popleft()
+            if not next_one.gone:
+                self.enter(next_one)
 
 
 class Connection(asyncio.Protocol):
     """One connection of a router's."""
 
-    def __init__(self, places: Places, load: bytes) -> None:
-        self.asked = b""
+    def __init__(self, slots: Slots, load: bytes) -> None:
+        self.received = b""
         self.gone = False
-        self._capacity = places
+        self._capacity = slots
         self._load = load
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -91,13 +91,13 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._url = b""
-        self.asked = b""
+        self.received = b""
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_body(self, body: bytes) -> None:
-        self.asked += body
+        self.received += body
 
     def on_message_complete(self) -> None:
         if self._parser.get_method() == b"POST":
@@ -110,11 +110,11 @@ class Connection(asyncio.Protocol):
             self._transport.write(_http(body))
 
 
-async def serve(port: int, places: int, seconds: float) -> None:
+async def serve(port: int, slots: int, seconds: float) -> None:
     """Until it is killed."""
     load = {"role": "decode", "model": MODEL, "total_blocks": 1_000_000, "free_blocks": 1_000_000,
             "compatibility": "c", "epoch": str(time.time_ns())}  # fmt: skip
-    shared = Places(places, seconds)
+    shared = Slots(slots, seconds)
     page = json.dumps(load).encode()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(shared, page), "127.0.0.1", port, backlog=2048)
@@ -124,10 +124,10 @@ async def serve(port: int, places: int, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--places", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=0.02)
     given = parser.parse_args()
-    asyncio.run(serve(given.port, given.places, given.seconds))
+    asyncio.run(serve(given.port, given.slots, given.seconds))
 
 
 if __name__ == "__main__":

@@ -51,15 +51,15 @@ class Story:
 
     def pod(self, job: dict[str, Any], pod: str, **environment: str) -> subprocess.Popen[bytes]:
         """Starts one as a kubelet would: the Job's arguments, its environment and its token."""
-        made = manifests.job(job, InferenceServiceSpec.model_validate(SPEC), "image")
-        (container,) = made["spec"]["template"]["spec"]["containers"]
+        manifest = manifests.job(job, InferenceServiceSpec.model_validate(SPEC), "image")
+        (container,) = manifest["spec"]["template"]["spec"]["containers"]
         token = self.folder / pod
         token.write_text(self.cluster.token(pod))
-        there = {
+        addresses = {
             f"http://{SERVICE}": self.url,
             f"{manifests.TOKEN_FOLDER}/{manifests.TOKEN_FILE}": str(token),
         }
-        arguments = [_replaced(one, there) for one in container["args"]]
+        arguments = [_replaced(one, addresses) for one in container["args"]]
         with (self.folder / f"{pod}.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "baton_cli.main", *arguments],
@@ -88,7 +88,7 @@ class Story:
         report.add(id, output, chaos.anonymous(id, output))
         assert (report.lines, report.lost, report.doubled) == (lines, 0, 0)
 
-    def told(self, name: str, phase: str) -> None:
+    def set_phase(self, name: str, phase: str) -> None:
         def so() -> bool:
             return bool(self.cluster.jobs[name].get("status", {}).get("phase") == phase)
 
@@ -101,16 +101,16 @@ class Story:
         self.service.close()
 
 
-def _replaced(flag: str, there: Mapping[str, str]) -> str:
+def _replaced(flag: str, addresses: Mapping[str, str]) -> str:
     name, _, value = flag.partition("=")
-    return f"{name}={there[value]}" if value in there else flag
+    return f"{name}={addresses[value]}" if value in addresses else flag
 
 
 @contextlib.contextmanager
 def story_of(folder: Path, routers: int, environment: Mapping[str, str]) -> Iterator[Story]:
     """Of so many routers that share a folder; `environment` names the database, if it is not SQLite there."""
     ports = chaos.free_ports(1 + routers)
-    arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--places=8"]
+    arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--slots=8"]
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(BatchCluster())
         stack.callback(Program(arguments, folder / "worker.log", {}).kill)
@@ -123,6 +123,6 @@ def story_of(folder: Path, routers: int, environment: Mapping[str, str]) -> Iter
         for router in started:
             router.await_ready()
         address = stack.enter_context(ServiceAddress(ports[1:]))
-        made = Story(folder, cluster, started, address)
-        stack.callback(made.close)
-        yield made
+        manifest = Story(folder, cluster, started, address)
+        stack.callback(manifest.close)
+        yield manifest

@@ -35,7 +35,7 @@ class Postgres:
         if self._user:
             shutil.chown(self._folder, self._user)
         self._data = self._folder / "data"
-        self._made = 0
+        self._created = 0
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         self._run(
@@ -83,7 +83,7 @@ class Postgres:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGQUIT)  # at once: nobody wants its data any more
+            self._process.send_signal(signal.SIGQUIT)  # immediately: its data are not needed any more
             self._process.wait(START_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -93,10 +93,10 @@ class Postgres:
 
     def new_database(self) -> str:
         """The URL of an empty one."""
-        self._made += 1
+        self._created += 1
         with psycopg.connect(f"{self.server}/postgres", autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE test{self._made} TEMPLATE template0".encode())
-        return f"{self.server}/test{self._made}"
+            connection.execute(f"CREATE DATABASE test{self._created} TEMPLATE template0".encode())
+        return f"{self.server}/test{self._created}"
 
     def _run(self, *command: str) -> None:
         ended = subprocess.run(command, user=self._user, cwd=self._folder, capture_output=True, text=True)

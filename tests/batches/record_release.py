@@ -1,5 +1,5 @@
 """
-What a release leaves in its state folder, recorded by running that release.
+Record the state folder that a release leaves, by running that release.
 
     git worktree add /tmp/release <commit>
     PYTHONPATH=/tmp/release/api:/tmp/release/router:...:/tmp/release \\
@@ -7,7 +7,7 @@ What a release leaves in its state folder, recorded by running that release.
 
 It uses only what release 0.1.0 has. A router with real runners brings batches to their ends and is killed
 while one runs. Batches that are validated, rendered or cancelled at that moment would need chance: the
-release's own ledger makes them afterwards. The record holds the database as SQL, the files' contents, and
+release's own ledger creates them at the end. The record holds the database as SQL, the files' contents, and
 what the release's API showed before it was killed.
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
 def recorded(folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         ports = chaos.free_ports(2)
-        worker = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.3", "--places=2"]
+        worker = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.3", "--slots=2"]
         stack.callback(Program(worker, folder / "worker.log", {}).kill)
         router = Router(folder, ports[1], ports[:1], {})
         stack.callback(router.program.kill)
@@ -86,7 +86,7 @@ def _ended(client: httpx.Client, ledger: Path) -> dict[str, str]:
 
 
 def _by_the_ledger(path: Path, owner: str, inputs: dict[str, str]) -> dict[str, str]:
-    """Batches that nobody has begun, or whose holder died a moment ago."""
+    """Create batches without a holder, or with a holder that just died."""
     from baton_batches.database import Database
     from baton_batches.files import FileLedger
 
@@ -103,8 +103,8 @@ def _by_the_ledger(path: Path, owner: str, inputs: dict[str, str]) -> dict[str, 
         epoch = ledger.lease(ids[name], "runner", now, 15)
         assert epoch is not None
         last = 4 if name == "finalizing" else 2
-        found = [LineResult(number, 200, GOOD, f"req_{number}") for number in range(1, last + 1)]
-        ledger.record(ids[name], epoch, found, now)
+        results = [LineResult(number, 200, GOOD, f"req_{number}") for number in range(1, last + 1)]
+        ledger.record(ids[name], epoch, results, now)
     assert ledger.lease(ids["finalizing"], "keeper that died", now, 15)
     ledger.request_cancel(owner, ids["cancelling"], now)
     files.promise("broken/upload", now)

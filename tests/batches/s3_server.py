@@ -20,7 +20,7 @@ BUILD_S = 900.0
 START_S = 30.0
 
 KEYS = {"AWS_ACCESS_KEY_ID": "baton", "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests", "AWS_REGION": "us-east-1"}
-"""What the server wants, as its clients read it from their environment."""
+"""Credentials of the server, as clients read them from their environment."""
 
 
 class S3Server:
@@ -60,7 +60,7 @@ class S3Server:
             self.stop()
 
     def objects(self) -> list[str]:
-        """What whole objects the bucket has."""
+        """Return the names of the complete objects in the bucket."""
         files = (file.relative_to(self.bucket) for file in self.bucket.rglob("*") if file.is_file())
         return sorted(str(file) for file in files if not file.parts[0].startswith("."))
 
@@ -74,8 +74,8 @@ class S3Server:
 
 def program() -> str:
     """The server's program, built once beside other things that can be made again."""
-    if found := shutil.which("versitygw"):
-        return found
+    if executable := shutil.which("versitygw"):
+        return executable
     place = cache_folder(os.environ) / "tools" / MODULE.rpartition("@")[2]
     built = place / "versitygw"
     if not built.is_file():
@@ -83,7 +83,7 @@ def program() -> str:
         if go is None:
             pytest.skip("neither versitygw nor go, which would build it, is installed")
         try:
-            made = subprocess.run(
+            done = subprocess.run(
                 [go, "install", MODULE],
                 env={**os.environ, "GOBIN": str(place)},
                 capture_output=True,
@@ -92,6 +92,6 @@ def program() -> str:
             )
         except subprocess.TimeoutExpired:
             pytest.skip("versitygw could not be built in time")
-        if made.returncode != 0:
-            pytest.skip(f"versitygw could not be built: {made.stderr.strip()[-300:]}")
+        if done.returncode != 0:
+            pytest.skip(f"versitygw could not be built: {done.stderr.strip()[-300:]}")
     return str(built)

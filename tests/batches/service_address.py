@@ -1,4 +1,4 @@
-"""One address for several servers, as a Service of Kubernetes is one for the pods that are there."""
+"""One address for several servers, like a Service of Kubernetes for its pods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ServiceAddress:
     def __init__(self, ports: Sequence[int]) -> None:
         self.taken: Counter[int] = Counter()
         """Connections by the server's port."""
-        self._turns = itertools.cycle(ports)
+        self._ports = itertools.cycle(ports)
         self._count = len(ports)
         self._lock = threading.Lock()
         self._server = _Server(self)
@@ -36,13 +36,13 @@ class ServiceAddress:
         self._server.server_close()
 
     def connect(self) -> socket.socket:
-        """To whose turn it is. Raises OSError if nobody is there."""
+        """Connect to the next server in turn. Raises OSError if none is reachable."""
         with self._lock:
-            for port in itertools.islice(self._turns, self._count):
+            for port in itertools.islice(self._ports, self._count):
                 with contextlib.suppress(ConnectionRefusedError):
-                    made = socket.create_connection(("127.0.0.1", port))
+                    connection = socket.create_connection(("127.0.0.1", port))
                     self.taken[port] += 1
-                    return made
+                    return connection
         raise ConnectionRefusedError("nobody is there")
 
 
@@ -63,13 +63,13 @@ class _Relay(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         try:
-            there = self.server.address.connect()
+            upstream = self.server.address.connect()
         except OSError:
             return
-        with there:
-            back = threading.Thread(target=_copy, args=(there, self.request), daemon=True)
+        with upstream:
+            back = threading.Thread(target=_copy, args=(upstream, self.request), daemon=True)
             back.start()
-            _copy(self.request, there)
+            _copy(self.request, upstream)
             back.join()
 
 

@@ -91,11 +91,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def run_lines(ledger: Ledger, id: str, found: Sequence[LineResult], now: float) -> None:
-    """As a runner would: under a lease, and letting go of it."""
+def run_lines(ledger: Ledger, id: str, results: Sequence[LineResult], now: float) -> None:
+    """Record results like a runner: under a lease, which is released at the end."""
     epoch = ledger.lease(id, "a test", now, 30)
     assert epoch is not None
-    ledger.record(id, epoch, found, int(now))
+    ledger.record(id, epoch, results, int(now))
     ledger.release(id, epoch)
 
 

@@ -40,7 +40,7 @@ KEYS = {
 }  # fmt: skip
 
 
-async def test_a_batch_from_its_creation_to_its_files() -> None:
+async def test_batch_runs_from_creation_to_its_files() -> None:
     async with serving() as router:
         file = await uploaded(router, line("a") + line("b") + b"\n" + line("c"))
         shown = (await create(router, file, metadata={"job": "night"})).json()
@@ -77,7 +77,7 @@ async def test_a_batch_from_its_creation_to_its_files() -> None:
         assert (await router.client.delete(f"/v1/files/{file}")).status_code == 200
 
 
-async def test_j7_a_line_that_streams_is_that_lines_error() -> None:
+async def test_j7_streaming_line_is_an_error_of_that_line() -> None:
     async with serving() as router:
         id = await created(router, line("a", body={"stream": True}) + line("b"))
         await reaching(router, id, "in_progress")
@@ -88,7 +88,7 @@ async def test_j7_a_line_that_streams_is_that_lines_error() -> None:
         assert error["response"]["body"]["error"]["param"] == "stream"
 
 
-async def test_output_files_expire_when_the_batch_says() -> None:
+async def test_output_files_expire_as_requested() -> None:
     async with serving() as router:
         expiry = {"anchor": "created_at", "seconds": 3600}
         id = await created(router, line("a", body={"stream": True}), output_expires_after=expiry)
@@ -102,7 +102,7 @@ J5_ENDS = {"completed": line("a", body={"stream": True}), "failed": b"nonsense\n
 
 
 @pytest.mark.parametrize("end", J5_ENDS)
-async def test_j5_what_has_ended_cannot_be_cancelled(end: str) -> None:
+async def test_j5_ended_batch_cannot_be_cancelled(end: str) -> None:
     async with serving() as router:
         id = await created(router, J5_ENDS[end])
         await reaching(router, id, end)
@@ -112,7 +112,7 @@ async def test_j5_what_has_ended_cannot_be_cancelled(end: str) -> None:
         assert answer.headers[headers.SHOULD_RETRY] == "false"
 
 
-async def test_j5_cancelling_twice_is_cancelling_once_and_what_is_done_stays() -> None:
+async def test_j5_cancelling_twice_equals_once_and_keeps_results() -> None:
     async with serving() as router:
         id = await created(router, line("a") + line("b"))
         await reaching(router, id, "in_progress")
@@ -135,7 +135,7 @@ async def test_j5_cancelling_twice_is_cancelling_once_and_what_is_done_stays() -
         check_error(await router.client.get("/v1/batches/batch_none"), 404, "id")
 
 
-async def test_a_batch_that_was_cancelled_before_any_line_has_no_files() -> None:
+async def test_batch_cancelled_before_any_line_has_no_files() -> None:
     async with serving() as router:
         id = await created(router, line("a"))
         await router.client.post(f"/v1/batches/{id}/cancel")
@@ -154,7 +154,7 @@ J8: dict[str, tuple[bytes, str, int | None]] = {
 
 
 @pytest.mark.parametrize("name", J8)
-async def test_j8_a_file_that_is_no_batch_fails_with_line_and_code(name: str) -> None:
+async def test_j8_invalid_input_file_fails_with_line_and_code(name: str) -> None:
     text, code, number = J8[name]
     async with serving() as router:
         failed = await reaching(router, await created(router, text), "failed")
@@ -195,7 +195,7 @@ J9: dict[str, tuple[dict[str, Any], int, str, str]] = {
 
 
 @pytest.mark.parametrize("name", J9)
-async def test_j9_a_batch_that_cannot_be(name: str) -> None:
+async def test_j9_impossible_batch_is_refused(name: str) -> None:
     fields, status, param, code = J9[name]
     async with serving() as router:
         file = await uploaded(router, line("a"))
@@ -203,7 +203,7 @@ async def test_j9_a_batch_that_cannot_be(name: str) -> None:
         assert (await router.client.get("/v1/batches")).json()["data"] == []
 
 
-async def test_j9_a_file_of_another_purpose() -> None:
+async def test_j9_file_of_another_purpose_is_refused() -> None:
     async with serving() as router:
         file = (await upload(router, line("a"), purpose="user_data")).json()["id"]
         check_error(await create(router, file), 400, "input_file_id", INVALID_VALUE)
@@ -218,7 +218,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_body_that_is_none(name: str) -> None:
+async def test_invalid_batch_body_is_refused(name: str) -> None:
     body, kind, status = BODIES[name]
     async with serving() as router:
         answer = await router.client.post("/v1/batches", content=body, headers={"content-type": kind})
@@ -237,7 +237,7 @@ async def test_batches_are_listed_in_pages_newest_first() -> None:
             check_error(await router.client.get(f"/v1/batches?{query}"), 400, "limit")
 
 
-async def test_a_batch_has_the_time_that_was_asked_for_it() -> None:
+async def test_batch_has_its_completion_window() -> None:
     async with serving() as router:
         for window, seconds in (("24h", 86_400), ("90m", 5400), ("60s", 60), ("30d", 2_592_000)):
             id = await created(router, line("a"), completion_window=window)

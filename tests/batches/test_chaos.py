@@ -1,5 +1,5 @@
 """
-`kill -9` of runners, router and workers while batches run: no line is lost, none is there twice.
+`kill -9` of runners, router and workers while batches run: no line is lost or duplicated.
 
 Longer, as it is done before a release: `python -m benchmarks.batch_chaos --kills 1000`.
 """
@@ -17,7 +17,7 @@ KILLS = 16
 
 @pytest.mark.processes
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
-def test_batches_come_through_whatever_is_killed(
+def test_law_batches_complete_under_random_kills(
     database: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     url = "" if database == "sqlite" else request.getfixturevalue("postgres").new_database()

@@ -1,4 +1,6 @@
-"""The keeper: batches are validated, ended and swept up, each once, whatever the others and the store do."""
+"""
+The batch controller: each batch is validated, ended and cleaned up once, despite competitors and failures.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,12 @@ def urls(database_url: str) -> str:
 
 def read(storage: Storage, file: str | None, now: float) -> bytes:
     assert file is not None
-    found = storage.files.get("o", file, int(now))
-    return b"".join(storage.objects.read(found.object, 0, found.bytes))
+    batch_rows = storage.files.get("o", file, int(now))
+    return b"".join(storage.objects.read(batch_rows.object, 0, batch_rows.bytes))
 
 
 async def keep_until(keepers: list[BatchController], done: Any) -> None:
-    tasks = [asyncio.create_task(keeper.run()) for keeper in keepers]
+    tasks = [asyncio.create_task(one_controller.run()) for one_controller in keepers]
     try:
         await until(done, 30)
     finally:
@@ -72,13 +74,13 @@ async def keep_until(keepers: list[BatchController], done: Any) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_an_expired_batch_delivers_what_is_done_and_names_the_rest(tmp_path: Path, urls: str) -> None:
+async def test_expired_batch_delivers_results_and_names_the_rest(tmp_path: Path, urls: str) -> None:
     time = Time()
     with kept(tmp_path, urls) as storage:
         ledger = storage.ledger
         id = stored(storage, line("a") + line("b") + line("c"), time.now).id
-        keeper = BatchController(storage, time)
-        await keep_until([keeper], lambda: ledger.find(id).status is BatchStatus.IN_PROGRESS)
+        one_controller = BatchController(storage, time)
+        await keep_until([one_controller], lambda: ledger.find(id).status is BatchStatus.IN_PROGRESS)
         epoch = ledger.lease(id, "a runner", time.now, 30)
         assert epoch is not None
         ledger.record(id, epoch, [answered(2)], int(time.now))
@@ -94,7 +96,7 @@ async def test_an_expired_batch_delivers_what_is_done_and_names_the_rest(tmp_pat
         ]
 
 
-async def test_of_several_keepers_each_batch_is_ended_by_one(tmp_path: Path, urls: str) -> None:
+async def test_batch_is_ended_by_one_of_several_controllers(tmp_path: Path, urls: str) -> None:
     """They share a ledger and a folder; each batch has one output file, with each line once."""
     time = Time()
     with kept(tmp_path, urls) as one, kept(tmp_path, urls) as two, kept(tmp_path, urls) as three:
@@ -119,7 +121,7 @@ async def test_of_several_keepers_each_batch_is_ended_by_one(tmp_path: Path, url
         assert len([file for file in (tmp_path / "files").rglob("*") if file.is_file()]) == 12
 
 
-async def test_a_keeper_that_died_in_the_middle_is_replaced(tmp_path: Path, urls: str) -> None:
+async def test_dead_controller_is_replaced_midway(tmp_path: Path, urls: str) -> None:
     time = Time()
     with kept(tmp_path, urls) as storage:
         id = stored(storage, line("a"), time.now).id
@@ -133,7 +135,7 @@ async def test_a_keeper_that_died_in_the_middle_is_replaced(tmp_path: Path, urls
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_bytes_that_nobody_wants_are_swept_up(tmp_path: Path, urls: str) -> None:
+async def test_unreferenced_bytes_are_deleted(tmp_path: Path, urls: str) -> None:
     time = Time()
     with kept(tmp_path, urls) as storage:
         now = int(time.now)
@@ -162,8 +164,12 @@ async def test_bytes_that_nobody_wants_are_swept_up(tmp_path: Path, urls: str) -
 
 
 @pytest.mark.parametrize("validated", [False, True], ids=["validating", "in progress"])
-async def test_expired_batch_with_keepers_ends_once(tmp_path: Path, urls: str, validated: bool) -> None:
-    """Rendering outlasts many looks of the other keepers at the ledger; each leaves it to the first."""
+async def test_expired_batch_with_several_controllers_ends_once(
+    tmp_path: Path, urls: str, validated: bool
+) -> None:
+    """
+    Rendering takes longer than many checks of the other controllers, which leave the batch to the first.
+    """
     time, lines = Time(), 3000
     with kept(tmp_path, urls) as one, kept(tmp_path, urls) as two, kept(tmp_path, urls) as three:
         storages, ledger = [one, two, three], one.ledger
@@ -193,8 +199,8 @@ async def test_expired_batch_without_its_input_ends(tmp_path: Path, urls: str) -
     with kept(tmp_path, urls) as storage:
         batch = stored(storage, line("a"), time.now)
         storage.objects.delete(batch.input_object)
-        keeper = BatchController(storage, time)
-        await keep_until([keeper], lambda: storage.ledger.find(batch.id).epoch > 0)
+        one_controller = BatchController(storage, time)
+        await keep_until([one_controller], lambda: storage.ledger.find(batch.id).epoch > 0)
         assert storage.ledger.find(batch.id).status is BatchStatus.VALIDATING
         time.now += 86_400
         await keep_until([BatchController(storage, time)], lambda: storage.ledger.find(batch.id).status.ended)
@@ -204,8 +210,8 @@ async def test_expired_batch_without_its_input_ends(tmp_path: Path, urls: str) -
 # --- Beside batches that fail, slow stores and others ---
 
 
-async def test_keeper_with_failing_batches_serves_other_owners(tmp_path: Path, urls: str) -> None:
-    """The input of two batches is lost; they wait longer each time and keep no place from anybody."""
+async def test_controller_with_failing_batches_serves_other_owners(tmp_path: Path, urls: str) -> None:
+    """The input of two batches is lost. They wait longer each time, outside the slots."""
     time = Time()
     with kept(tmp_path, urls) as storage:
         for _ in range(2):
@@ -219,7 +225,7 @@ async def test_keeper_with_failing_batches_serves_other_owners(tmp_path: Path, u
 
 
 class SlowObjects:
-    """A store whose calls take until it is told to go on."""
+    """A store whose calls block until the test releases them."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
@@ -240,14 +246,14 @@ class SlowObjects:
         self._objects.delete(key)
 
 
-async def test_keeper_waiting_for_the_store_keeps_its_lease(tmp_path: Path, urls: str) -> None:
-    """However long one call takes, the lease is renewed, and other work with the ledger goes on."""
+async def test_controller_waiting_for_the_store_keeps_its_lease(tmp_path: Path, urls: str) -> None:
+    """During a long call the lease is renewed, and other work with the ledger continues."""
     time = Time()
     with kept(tmp_path, urls) as storage:
         ledger = storage.ledger
         batches = [stored(storage, line("a"), time.now, owner) for owner in ("p", "q")]
         slow = storage.objects = SlowObjects(storage.objects)
-        keeper = asyncio.create_task(BatchController(storage, time, lease_s=0.3).run())
+        one_controller = asyncio.create_task(BatchController(storage, time, lease_s=0.3).run())
         try:
             await until(lambda: all(ledger.find(one.id).epoch for one in batches))
             for _ in range(3):
@@ -264,11 +270,11 @@ async def test_keeper_waiting_for_the_store_keeps_its_lease(tmp_path: Path, urls
             assert [ledger.find(one.id).epoch for one in batches] == [1, 1]
         finally:
             slow.go_on.set()
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            one_controller.cancel()
+            await asyncio.gather(one_controller, return_exceptions=True)
 
 
-async def test_keeper_sweeping_a_slow_store_goes_on(tmp_path: Path, urls: str) -> None:
+async def test_controller_sweeping_a_slow_store_continues(tmp_path: Path, urls: str) -> None:
     """While the removal of an object takes long, a batch that comes is looked after."""
     time = Time()
     with kept(tmp_path, urls) as storage:
@@ -290,32 +296,32 @@ async def test_keeper_sweeping_a_slow_store_goes_on(tmp_path: Path, urls: str) -
             await asyncio.gather(run, return_exceptions=True)
 
 
-async def test_keeper_that_comes_too_late_takes_no_lease(tmp_path: Path, urls: str) -> None:
-    """It has seen a batch validating; before it asks for the lease another keeper has validated it."""
+async def test_late_controller_takes_no_lease(tmp_path: Path, urls: str) -> None:
+    """It has seen a batch validating. Before it requests the lease, another controller has validated it."""
     time = Time()
     with kept(tmp_path, urls) as one, kept(tmp_path, urls) as two:
-        seen, go_on, tried = threading.Event(), threading.Event(), threading.Event()
+        seen, go_on, attempted = threading.Event(), threading.Event(), threading.Event()
 
         class LateLedger(Ledger):
             def unfinished(
                 self, now: float, status: BatchStatus, *rest: Any, **more: Any
             ) -> list[BatchRecord]:
-                found = super().unfinished(now, status, *rest, **more)
-                if found and status is BatchStatus.VALIDATING:
+                batch_rows = super().unfinished(now, status, *rest, **more)
+                if batch_rows and status is BatchStatus.VALIDATING:
                     seen.set()
                     assert go_on.wait(60)
-                return found
+                return batch_rows
 
             def lease(self, *given: Any) -> int | None:
                 try:
                     return super().lease(*given)
                 finally:
-                    tried.set()
+                    attempted.set()
 
         with contextlib.closing(Database(urls or f"sqlite:///{tmp_path}/ledger.sqlite3")) as database:
             two.ledger = LateLedger(database)
             id = stored(one, line("a"), time.now).id
-            late = asyncio.create_task(keep_until([BatchController(two, time)], tried.is_set))
+            late = asyncio.create_task(keep_until([BatchController(two, time)], attempted.is_set))
             await until(seen.is_set)
             await keep_until(
                 [BatchController(one, time)], lambda: one.ledger.find(id).status is BatchStatus.IN_PROGRESS

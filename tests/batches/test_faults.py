@@ -1,4 +1,4 @@
-"""What clients see, and what is not lost, when the disk is full or read-only, or database or store away."""
+"""Responses and preserved data with a full or read-only disk, and without database or store."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_away(answer: httpx.Response) -> None:
     assert 1 <= int(answer.headers["retry-after"]) <= 120
 
 
-async def test_a_full_disk_is_said_to_be_and_keeps_nothing_in_part(disk: Disk) -> None:
+async def test_full_disk_is_reported_and_stores_nothing_partial(disk: Disk) -> None:
     async with serving(state=str(disk.place / "state")) as router:
         kept = await uploaded(router, line("a"))
         full = await upload(router, b"x" * 2 * DISK)
@@ -103,7 +103,7 @@ async def test_a_full_disk_is_said_to_be_and_keeps_nothing_in_part(disk: Disk) -
         await until(lambda: len(disk.files()) == 1)
 
 
-async def test_a_batch_whose_files_find_no_room_ends_once_there_is(disk: Disk, tmp_path: Path) -> None:
+async def test_batch_without_space_for_its_files_ends_later(disk: Disk, tmp_path: Path) -> None:
     where = {"state": str(tmp_path / "state"), "files_store": str(disk.place / "state" / "files")}
     async with serving(**where) as router:
         id = (await create(router, await uploaded(router, line("a")))).json()["id"]
@@ -118,7 +118,7 @@ async def test_a_batch_whose_files_find_no_room_ends_once_there_is(disk: Disk, t
         assert len(disk.files()) == 2
 
 
-async def test_a_disk_that_became_read_only(disk: Disk, tmp_path: Path) -> None:
+async def test_disk_that_becomes_read_only_is_reported(disk: Disk, tmp_path: Path) -> None:
     where = {"state": str(tmp_path / "state"), "files_store": str(disk.place / "state" / "files")}
     async with serving(**where) as router:
         kept = await uploaded(router, line("a"))
@@ -129,7 +129,7 @@ async def test_a_disk_that_became_read_only(disk: Disk, tmp_path: Path) -> None:
         assert (await upload(router, b"x")).status_code == 200
 
 
-def test_a_database_on_a_read_only_disk(disk: Disk) -> None:
+def test_read_only_database_is_reported(disk: Disk) -> None:
     path = disk.place / "ledger.sqlite3"
     for existed in (False, True):
         disk.read_only(True)
@@ -144,7 +144,7 @@ def test_a_database_on_a_read_only_disk(disk: Disk) -> None:
             database.close()
 
 
-async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+async def test_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     async with serving(state=str(tmp_path / "file" / "state")) as router:
         answer = await upload(router, b"x")
@@ -153,7 +153,7 @@ async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         assert (await router.client.get("/ready")).status_code == 200
 
 
-def test_a_locked_database_is_waited_for_and_then_said_to_be(tmp_path: Path) -> None:
+def test_locked_database_is_awaited_then_reported(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite3"
     database = Database(f"sqlite:///{path}", busy_s=0.1)
     ledger = Ledger(database)
@@ -168,7 +168,7 @@ def test_a_locked_database_is_waited_for_and_then_said_to_be(tmp_path: Path) -> 
     database.close()
 
 
-async def test_a_postgres_that_is_away_for_a_while(postgres: Postgres, tmp_path: Path) -> None:
+async def test_unreachable_postgres_is_retried(postgres: Postgres, tmp_path: Path) -> None:
     settings = {"database": postgres.new_database(), "state": str(tmp_path)}
     async with serving(**settings) as router:
         file = await uploaded(router, line("a") + line("b"))
@@ -195,9 +195,7 @@ async def test_a_postgres_that_is_away_for_a_while(postgres: Postgres, tmp_path:
         assert len((await router.client.get("/v1/files")).json()["data"]) == 2
 
 
-async def test_a_postgres_that_died_and_lost_nothing_that_was_acknowledged(
-    postgres: Postgres, tmp_path: Path
-) -> None:
+async def test_killed_postgres_loses_no_acknowledged_result(postgres: Postgres, tmp_path: Path) -> None:
     async with serving(database=postgres.new_database(), state=str(tmp_path)) as router:
         file = await uploaded(router, line("a"))
         id = (await create(router, file)).json()["id"]
@@ -207,7 +205,7 @@ async def test_a_postgres_that_died_and_lost_nothing_that_was_acknowledged(
         assert await content(router, file) == line("a")
 
 
-async def test_a_bucket_that_is_away_for_a_while(
+async def test_unreachable_bucket_is_retried(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in KEYS.items():

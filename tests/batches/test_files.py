@@ -46,12 +46,12 @@ DAYS_30 = 30 * 86400
 @pytest.mark.parametrize(
     "module", [api_objects, form, input_file, storage], ids=lambda module: module.__name__
 )
-def test_the_examples_are_true(module: ModuleType) -> None:
+def test_upload_examples_are_valid(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
 
 
-async def test_i1_a_file_is_kept_and_described() -> None:
+async def test_i1_file_is_stored_and_described() -> None:
     async with serving() as router:
         before = int(time.time())
         shown = (await upload(router, b"\xef\xbb\xbfa\r\n\x00")).json()
@@ -65,7 +65,7 @@ async def test_i1_a_file_is_kept_and_described() -> None:
         assert kept["expires_at"] is None
 
 
-async def test_i2_a_file_comes_back_byte_by_byte() -> None:
+async def test_i2_file_is_returned_byte_by_byte() -> None:
     sent = b"\xef\xbb\xbfa\r\n\x00\xff" + random.Random(1).randbytes(3_000_000)
     async with serving() as router:
         id = await uploaded(router, sent)
@@ -93,7 +93,7 @@ RANGES: dict[str, tuple[str, int, bytes]] = {
 
 
 @pytest.mark.parametrize("name", RANGES)
-async def test_a_part_of_a_file(name: str) -> None:
+async def test_range_of_a_file_is_returned(name: str) -> None:
     header, status, wanted = RANGES[name]
     async with serving() as router:
         id = await uploaded(router, b"0123456789")
@@ -112,7 +112,7 @@ async def test_a_part_of_a_file(name: str) -> None:
             assert (whole.status_code, whole.content) == (200, b"0123456789")
 
 
-async def test_i3_what_was_deleted_is_gone() -> None:
+async def test_i3_deleted_file_is_gone() -> None:
     async with serving() as router:
         id = await uploaded(router, b"x")
         gone = await router.client.delete(f"/v1/files/{id}")
@@ -142,7 +142,7 @@ I4: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", I4)
-async def test_i4_a_form_that_is_no_upload_is_refused_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+async def test_i4_invalid_upload_form_is_refused_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     form, param, code = I4[name]
     async with serving(state=str(tmp_path)) as router:
         check_error(await router.client.post("/v1/files", **form), 400, param, code)
@@ -154,14 +154,14 @@ SECONDS = {"3599": INTEGER_BELOW_MIN_VALUE, "2592001": INTEGER_ABOVE_MAX_VALUE, 
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-async def test_i4_an_expiry_out_of_bounds(seconds: str) -> None:
+async def test_i4_expiry_out_of_bounds_is_refused(seconds: str) -> None:
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": seconds}
     async with serving() as router:
         answer = await upload(router, b"x", **fields)
         check_error(answer, 400, "expires_after[seconds]", SECONDS[seconds])
 
 
-async def test_an_expiry_within_bounds() -> None:
+async def test_expiry_is_set_by_the_upload() -> None:
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     async with serving() as router:
         shown = (await upload(router, b"x", **fields)).json()
@@ -181,7 +181,7 @@ NOT_FORMS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_FORMS)
-async def test_what_is_no_form_is_refused(name: str, tmp_path: Path) -> None:
+async def test_invalid_form_is_refused(name: str, tmp_path: Path) -> None:
     body, kind = NOT_FORMS[name]
     async with serving(state=str(tmp_path)) as router:
         answer = await router.client.post("/v1/files", content=body, headers={"content-type": kind})
@@ -224,7 +224,7 @@ BAD_PAGES = {
 
 
 @pytest.mark.parametrize("query", BAD_PAGES)
-async def test_i6_a_page_that_cannot_be(query: str) -> None:
+async def test_i6_invalid_page_is_refused(query: str) -> None:
     async with serving() as router:
         check_error(await router.client.get(f"/v1/files?{query}"), 400, BAD_PAGES[query])
 
@@ -242,7 +242,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
-async def test_a_name_is_shown_but_never_a_path(name: str, tmp_path: Path) -> None:
+async def test_file_name_is_shown_without_a_path(name: str, tmp_path: Path) -> None:
     async with serving(state=str(tmp_path / "state")) as router:
         shown = (await upload(router, b"x", name)).json()
         assert shown["filename"] == NAMES[name]
@@ -252,15 +252,15 @@ async def test_a_name_is_shown_but_never_a_path(name: str, tmp_path: Path) -> No
         assert answer.content == b"x" and "attachment" in answer.headers["content-disposition"]
 
 
-async def test_a_key_sees_its_own_files_and_batches_only() -> None:
+async def test_key_sees_only_its_own_files_and_batches() -> None:
     async with serving(api_key=["one", "two"]) as router:
         id = await uploaded(router, b"x\n", key="one")
         batch = (await create(router, id, key="one")).json()["id"]
-        asks = [
+        requests = [
             ("GET", f"/v1/files/{id}"), ("GET", f"/v1/files/{id}/content"), ("DELETE", f"/v1/files/{id}"),
             ("GET", f"/v1/batches/{batch}"), ("POST", f"/v1/batches/{batch}/cancel"),
         ]  # fmt: skip
-        for method, path in asks:
+        for method, path in requests:
             check_error(await router.client.request(method, path, headers=bearer("two")), 404, "id")
         check_error(await create(router, id, key="two"), 404, "input_file_id")
         for path in ("/v1/files", "/v1/batches"):
@@ -272,7 +272,7 @@ async def test_a_key_sees_its_own_files_and_batches_only() -> None:
             assert (await router.client.get(path)).status_code == 401
 
 
-async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_oversized_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     async with serving(state=str(tmp_path), file_limit=1000) as router:
         assert (await upload(router, b"x" * 1000)).status_code == 200
         for size in (1001, 5_000_000):
@@ -280,7 +280,7 @@ async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: 
         await until(lambda: len([f for f in (tmp_path / "files").rglob("*") if f.is_file()]) == 1)
 
 
-async def test_a_key_keeps_no_more_than_its_quota() -> None:
+async def test_key_stores_no_more_than_its_quota() -> None:
     async with serving(files_per_key=2, file_bytes_per_key=100) as router:
         first = await uploaded(router, b"x" * 60)
         check_error(await upload(router, b"x" * 60), 429, None, QuotaExceeded.code)
@@ -292,7 +292,7 @@ async def test_a_key_keeps_no_more_than_its_quota() -> None:
         assert (await upload(router, b"x")).status_code == 200
 
 
-async def test_a_client_that_leaves_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+async def test_disconnected_upload_leaves_nothing(tmp_path: Path) -> None:
     async with serving(state=str(tmp_path)) as router:
         _, writer = await asyncio.open_connection("127.0.0.1", router.port)
         head = "POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -304,7 +304,7 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing(tmp_path: Path)
         assert (await router.client.get("/v1/files")).json()["data"] == []
 
 
-async def test_a_client_that_sends_nothing_more_is_told(tmp_path: Path) -> None:
+async def test_stalled_upload_is_rejected(tmp_path: Path) -> None:
     async with serving(state=str(tmp_path), body_s=0.2) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -314,7 +314,7 @@ async def test_a_client_that_sends_nothing_more_is_told(tmp_path: Path) -> None:
         await until(lambda: nothing_in(tmp_path / "files"))
 
 
-async def test_a_large_upload_and_download_take_no_memory() -> None:
+async def test_large_upload_and_download_use_little_memory() -> None:
     size, memory = 64 * 1024 * 1024, psutil.Process(os.getpid()).memory_info
     piece = b"x" * 65536
 
@@ -326,7 +326,7 @@ async def test_a_large_upload_and_download_take_no_memory() -> None:
 
     headers = {"content-type": "multipart/form-data; boundary=b"}
     async with serving() as router:
-        await uploaded(router, b"x")  # what is loaded by the first is not held against the large one
+        await uploaded(router, b"x")  # modules loaded by the first upload do not count
         before = memory().rss
         shown = (await router.client.post("/v1/files", content=form(), headers=headers)).json()
         assert shown["bytes"] == size
@@ -348,14 +348,14 @@ async def test_files_and_batches_outlive_their_router(tmp_path: Path) -> None:
         assert shown["errors"]["data"][0]["line"] == 1
 
 
-async def test_a_router_that_keeps_nothing_makes_no_folder(tmp_path: Path) -> None:
+async def test_router_without_files_creates_no_folder(tmp_path: Path) -> None:
     async with serving(state=str(tmp_path / "state")) as router:
         assert (await router.client.get("/health")).status_code == 200
         await asyncio.sleep(0.2)  # several looks
     assert not (tmp_path / "state").exists()
 
 
-async def test_a_deleted_input_does_not_disturb_its_batch() -> None:
+async def test_deleted_input_does_not_disturb_its_batch() -> None:
     async with serving() as router:
         id = await created(router, b"not json\n")
         shown = (await router.client.get(f"/v1/batches/{id}")).json()
@@ -363,7 +363,7 @@ async def test_a_deleted_input_does_not_disturb_its_batch() -> None:
         assert (await reaching(router, id, "failed"))["errors"]["data"][0]["code"] == "invalid_json_line"
 
 
-async def test_two_uploads_at_once_do_not_meet(tmp_path: Path) -> None:
+async def test_concurrent_uploads_stay_separate(tmp_path: Path) -> None:
     async with serving(state=str(tmp_path)) as router:
         ids = await asyncio.gather(*(uploaded(router, bytes([65 + n]) * 100_000) for n in range(8)))
         for number, id in enumerate(ids):

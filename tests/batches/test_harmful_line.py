@@ -90,13 +90,13 @@ async def test_batch_with_a_harmful_line_completes_all_others(tmp_path: Path) ->
     source.write_text("".join(map(_line, range(1, LINES + 1))))
     async with contextlib.AsyncExitStack() as stack:
         supervisors = []
-        for worker, front in ((ports[0], ports[1]), (ports[2], ports[3])):
+        for worker, proxied in ((ports[0], ports[1]), (ports[2], ports[3])):
             arguments = ["baton_cli.main", "serve", str(model), "--served-model-name=tiny", "--threads=1"]
             arguments += [f"--port={worker}", "--dtype=float32", "--kv-cache-memory=16MiB"]
             program = Program(arguments, tmp_path / f"worker-{worker}.log", {"OMP_NUM_THREADS": "1"})
             stack.callback(program.kill)
             supervisors.append(Supervisor(program, worker))
-            await stack.enter_async_context(supervisors[-1].listening(front))
+            await stack.enter_async_context(supervisors[-1].listening(proxied))
         router = Router(tmp_path, ports[4], [ports[1], ports[3]], {}, "router", "--retries=0")
         stack.callback(router.program.end)
         await asyncio.to_thread(router.await_ready)

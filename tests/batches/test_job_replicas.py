@@ -1,5 +1,5 @@
 """
-Pods of Jobs and two routers on one Postgres: whichever of them a pod reaches, its batch goes on.
+Pods of Jobs and two routers on one Postgres: a pod continues its batch through either router.
 
 As in a cluster, pods and clients know one address, and each of their connections is for the next router.
 """
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def story(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     environment = {"BATON_ROUTER_DATABASE": postgres.new_database()}
-    with story_of(tmp_path_factory.mktemp("story"), 2, environment) as made:
-        yield made
+    with story_of(tmp_path_factory.mktemp("story"), 2, environment) as created:
+        yield created
 
 
-def test_one_batch_job_is_made_and_its_pod_works_for_both(story: Story) -> None:
+def test_batch_job_is_created_once_and_its_pod_serves_both(story: Story) -> None:
     before = set(story.cluster.jobs)
     id = story.submit()
     name = batch_jobs.name_of(id)
     job = story.batch_job(name)
     assert story.ended(story.pod(job, f"{name}-0-aaaaa")) == ExitStatus.DONE
     story.check(id)
-    story.told(name, "completed")
+    story.set_phase(name, "completed")
     assert set(story.cluster.jobs) - before == {name}
     assert len(story.address.taken) == 2, "both were asked"
     assert not [runner for router in story.routers for runner in router.runners()]
@@ -45,7 +45,7 @@ def test_one_batch_job_is_made_and_its_pod_works_for_both(story: Story) -> None:
         assert shown["status"] == "completed"
 
 
-def test_a_router_dies_and_its_pod_goes_on_with_the_other(story: Story) -> None:
+def test_pod_of_a_dead_router_continues_with_the_other(story: Story) -> None:
     id = story.submit()
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
@@ -55,13 +55,13 @@ def test_a_router_dies_and_its_pod_goes_on_with_the_other(story: Story) -> None:
     try:
         assert story.ended(pod) == ExitStatus.DONE
         story.check(id)
-        story.told(name, "completed")
+        story.set_phase(name, "completed")
     finally:
         router.program.start()
         router.await_ready()
 
 
-def test_a_pod_that_follows_a_killed_one_is_let_in_by_either(story: Story) -> None:
+def test_successor_of_a_killed_pod_is_admitted_by_either_router(story: Story) -> None:
     id = story.submit()
     name = batch_jobs.name_of(id)
     job = story.batch_job(name)
@@ -73,7 +73,7 @@ def test_a_pod_that_follows_a_killed_one_is_let_in_by_either(story: Story) -> No
     story.check(id)
 
 
-def test_what_one_router_cancels_ends_the_pod_that_was_let_in_by_any(story: Story) -> None:
+def test_cancellation_by_one_router_ends_the_pod(story: Story) -> None:
     id = story.submit(3000)
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
@@ -82,10 +82,10 @@ def test_what_one_router_cancels_ends_the_pod_that_was_let_in_by_any(story: Stor
     assert httpx.post(url, trust_env=False).is_success
     assert story.ended(pod) == ExitStatus.DONE
     assert chaos.ended(story.service, id)["status"] == "cancelled"
-    story.told(name, "cancelled")
+    story.set_phase(name, "cancelled")
 
 
-def test_a_file_is_made_one_batch_of_with_the_time_that_its_batch_job_says(story: Story) -> None:
+def test_file_becomes_one_batch_with_the_window_of_its_batch_job(story: Story) -> None:
     source = story.folder / "mine.jsonl"
     chaos.write_lines(source, LINES)
     file = story.service.upload(source, lambda sent, size: None)["id"]
@@ -94,11 +94,11 @@ def test_a_file_is_made_one_batch_of_with_the_time_that_its_batch_job_says(story
         "spec": {"serviceName": SERVICE, "inputFileId": file, "completionWindow": "1h"},
     }
     story.cluster.put(job)
-    made = len([one for one in story.cluster.asked if one == f"POST {JOBS}"])
+    created = len([one for one in story.cluster.requests if one == f"POST {JOBS}"])
     for pod in ("mine-0-aaaaa", "mine-0-bbbbb"):
         assert story.ended(story.pod(job, pod)) == ExitStatus.DONE
     (batch,) = (one for one in story.service.batches(100) if one["input_file_id"] == file)
     assert batch["expires_at"] == batch["created_at"] + 3600
     story.check(batch["id"])
-    story.told("mine", "completed")
-    assert len([one for one in story.cluster.asked if one == f"POST {JOBS}"]) == made
+    story.set_phase("mine", "completed")
+    assert len([one for one in story.cluster.requests if one == f"POST {JOBS}"]) == created

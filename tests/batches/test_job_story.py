@@ -1,7 +1,7 @@
 """
-A batch carried by pods of its Job: the very container that the operator would have run, as a process.
+A batch run by pods of its Job: the container that the operator defines, as a process.
 
-What a cluster does beside it stands still: whoever is killed here is followed by the next pod of the Job.
+The rest of the cluster is fixed: a killed process is followed by the next pod of the Job.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.batches.pods import LINES, Story, story_of
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    with story_of(tmp_path_factory.mktemp("story"), 1, {}) as made:
-        yield made
+    with story_of(tmp_path_factory.mktemp("story"), 1, {}) as opened:
+        yield opened
 
 
 @pytest.mark.processes
-def test_a_killed_pod_is_followed_by_the_next_and_each_line_is_answered_once(story: Story) -> None:
+def test_successor_of_a_killed_pod_answers_each_line_once(story: Story) -> None:
     id = story.submit()
     name = batch_jobs.name_of(id)
     job = story.batch_job(name)
@@ -43,11 +43,11 @@ def test_a_killed_pod_is_followed_by_the_next_and_each_line_is_answered_once(sto
     third = story.pod(job, f"{name}-0-ccccc")
     assert story.ended(second) == story.ended(third) == ExitStatus.DONE
     story.check(id)
-    story.told(name, "completed")
+    story.set_phase(name, "completed")
 
 
 @pytest.mark.processes
-def test_a_router_that_is_killed_and_knows_nobody_any_more_lets_the_same_pod_in_again(story: Story) -> None:
+def test_restarted_router_admits_the_same_pod_again(story: Story) -> None:
     """Its secret is another one then: what the pod had from it is of no use, Kubernetes' own token is."""
     id = story.submit()
     name = batch_jobs.name_of(id)
@@ -59,11 +59,11 @@ def test_a_router_that_is_killed_and_knows_nobody_any_more_lets_the_same_pod_in_
     router.await_ready()
     assert story.ended(pod) == ExitStatus.DONE
     story.check(id)
-    story.told(name, "completed")
+    story.set_phase(name, "completed")
 
 
 @pytest.mark.processes
-def test_one_that_is_told_to_end_records_what_is_done(story: Story) -> None:
+def test_stopping_runner_records_its_results(story: Story) -> None:
     """As when the BatchJob is suspended, or its node drained."""
     id = story.submit()
     name = batch_jobs.name_of(id)
@@ -77,7 +77,7 @@ def test_one_that_is_told_to_end_records_what_is_done(story: Story) -> None:
 
 
 @pytest.mark.processes
-def test_a_batch_that_is_cancelled_ends_its_pod(story: Story) -> None:
+def test_cancelled_batch_ends_its_pod(story: Story) -> None:
     id = story.submit(3000)
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
@@ -85,11 +85,11 @@ def test_a_batch_that_is_cancelled_ends_its_pod(story: Story) -> None:
     assert httpx.post(f"{story.url}/v1/batches/{id}/cancel", trust_env=False).is_success
     assert story.ended(pod) == ExitStatus.DONE
     assert chaos.ended(story.service, id)["status"] == "cancelled"
-    story.told(name, "cancelled")
+    story.set_phase(name, "cancelled")
 
 
 @pytest.mark.processes
-def test_a_file_is_made_a_batch_of_once_however_often_its_pod_starts(story: Story) -> None:
+def test_file_becomes_one_batch_however_often_its_pod_starts(story: Story) -> None:
     source = story.folder / "mine.jsonl"
     chaos.write_lines(source, LINES)
     with source.open("rb") as content:
@@ -113,13 +113,13 @@ def test_a_file_is_made_a_batch_of_once_however_often_its_pod_starts(story: Stor
     assert story.ended(story.pod(job, "mine-0-bbbbb")) == ExitStatus.DONE
     (id,) = {one["id"] for one in _batches(story)} - before
     story.check(id)
-    story.told("mine", "completed")
+    story.set_phase("mine", "completed")
     assert batch_jobs.name_of(id) not in story.cluster.jobs
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("spec", "pod", "said"),
+    ("spec", "pod", "message"),
     [
         ({"batchId": "batch_0"}, "gone-0-aaaaa", "batch_0"),
         ({"inputFileId": "file-0"}, "gone-0-aaaaa", "file-0"),
@@ -127,23 +127,23 @@ def test_a_file_is_made_a_batch_of_once_however_often_its_pod_starts(story: Stor
     ],
     ids=["no such batch", "no such file", "the batch of another"],
 )
-def test_what_cannot_be_run_ends_with_the_status_that_fails_its_job(
-    story: Story, spec: dict[str, Any], pod: str, said: str
+def test_unrunnable_batch_ends_with_the_failing_exit_status(
+    story: Story, spec: dict[str, Any], pod: str, message: str
 ) -> None:
     if spec.get("batchId") == "ANOTHERS":
         id = story.submit(1)
         story.batch_job(batch_jobs.name_of(id))
-        story.told(batch_jobs.name_of(id), "in_progress")
+        story.set_phase(batch_jobs.name_of(id), "in_progress")
         spec = {"batchId": id}
     job = {
         "metadata": {"name": "gone", "namespace": NAMESPACE, "uid": "uid-3"},
         "spec": {"serviceName": SERVICE, **spec},
     }
     assert story.ended(story.pod(job, pod)) == manifests.PERMANENT_FAILURE == ExitStatus.REJECTED
-    assert said in (story.folder / f"{pod}.log").read_text()
+    assert message in (story.folder / f"{pod}.log").read_text()
 
 
 def _batches(story: Story) -> list[dict[str, Any]]:
     answer = httpx.get(f"{story.url}/v1/batches?limit=100", trust_env=False)
-    found: list[dict[str, Any]] = answer.json()["data"]
-    return found
+    shown: list[dict[str, Any]] = answer.json()["data"]
+    return shown

@@ -43,8 +43,8 @@ THREE = b"".join(line(f"c{number}") for number in (1, 2, 3))
 
 @pytest.fixture
 def cluster() -> Iterator[BatchCluster]:
-    with BatchCluster() as made:
-        yield made
+    with BatchCluster() as posted:
+        yield posted
 
 
 def in_a_pod(cluster: BatchCluster, **more: Any) -> AbstractAsyncContextManager[RunningRouter]:
@@ -74,34 +74,34 @@ async def lease(router: RunningRouter, batch: str, token: str) -> httpx.Response
     )
 
 
-async def test_a_batch_gets_its_batch_job_and_its_end_is_told_there(cluster: BatchCluster) -> None:
+async def test_batch_gets_a_batch_job_with_its_final_status(cluster: BatchCluster) -> None:
     async with in_a_pod(cluster) as router:
         reporter = announcer(router)
         id = await created(router, THREE)
         await reaching(router, id, "in_progress")
         name = batch_jobs.name_of(id)
         await reporter.round()
-        made = cluster.jobs[name]
-        assert made["spec"] == {"serviceName": SERVICE, "batchId": id}
-        assert made["metadata"]["ownerReferences"][0]["uid"] == "uid-of-the-service"
-        assert (made["status"]["phase"], made["status"]["progress"]) == ("in_progress", "0/3")
+        posted = cluster.jobs[name]
+        assert posted["spec"] == {"serviceName": SERVICE, "batchId": id}
+        assert posted["metadata"]["ownerReferences"][0]["uid"] == "uid-of-the-service"
+        assert (posted["status"]["phase"], posted["status"]["progress"]) == ("in_progress", "0/3")
         ledger = router.router.storage.ledger
         run_lines(ledger, id, [answered(1), answered(2)], time.time())
         await reporter.round()
-        assert made["status"]["progress"] == "2/3"
+        assert posted["status"]["progress"] == "2/3"
         run_lines(ledger, id, [answered(3)], time.time())
         shown = await reaching(router, id, "completed")
         await reporter.round()
-        assert (made["status"]["phase"], made["status"]["completed"]) == ("completed", 3)
-        assert made["status"]["outputFileId"] == shown["output_file_id"]
+        assert (posted["status"]["phase"], posted["status"]["completed"]) == ("completed", 3)
+        assert posted["status"]["outputFileId"] == shown["output_file_id"]
         await reporter.round()
-        asked = len(cluster.asked)
+        before = len(cluster.requests)
         await reporter.round()
-        assert len(cluster.asked) == asked, "an end is told once more, and then never again"
+        assert len(cluster.requests) == before, "an end is told once more, and then never again"
         assert not router.router.storage.jobs.assigned()
 
 
-async def test_one_that_was_deleted_is_made_anew_while_there_is_something_to_run(
+async def test_deleted_batch_job_is_recreated_while_lines_are_left(
     cluster: BatchCluster,
 ) -> None:
     async with in_a_pod(cluster) as router:
@@ -117,7 +117,7 @@ async def test_one_that_was_deleted_is_made_anew_while_there_is_something_to_run
         assert cluster.jobs[batch_jobs.name_of(id)]["status"]["progress"] == "1/3"
 
 
-async def test_two_routers_make_one(cluster: BatchCluster) -> None:
+async def test_two_routers_create_one_batch_job(cluster: BatchCluster) -> None:
     async with in_a_pod(cluster) as router:
         one, other = announcer(router), announcer(router)
         id = await created(router, THREE)
@@ -128,19 +128,19 @@ async def test_two_routers_make_one(cluster: BatchCluster) -> None:
 
 
 class Late(BatchJobApi):
-    """What is told by it comes when the test lets it."""
+    """A reporter whose updates arrive when the test releases them."""
 
     def __init__(self, router: RunningRouter) -> None:
         super().__init__(kubernetes_access(router.router.settings))
-        self.told, self.comes = asyncio.Event(), asyncio.Event()
+        self.reported, self.comes = asyncio.Event(), asyncio.Event()
 
     async def patch_status(self, name: str, status: object) -> int:
-        self.told.set()
+        self.reported.set()
         await self.comes.wait()
         return await super().patch_status(name, status)
 
 
-async def test_a_word_that_comes_after_another_routers_word_of_the_end_is_made_good(
+async def test_late_report_of_another_router_is_corrected(
     cluster: BatchCluster,
 ) -> None:
     async with in_a_pod(cluster) as router:
@@ -150,18 +150,18 @@ async def test_a_word_that_comes_after_another_routers_word_of_the_end_is_made_g
         id = await created(router, THREE)
         await reaching(router, id, "in_progress")
         await other.round()
-        told = cluster.jobs[batch_jobs.name_of(id)]["status"]
+        reported = cluster.jobs[batch_jobs.name_of(id)]["status"]
         reporter = asyncio.create_task(one.round())
-        await late.told.wait()
+        await late.reported.wait()
         run_lines(storage.ledger, id, [answered(number) for number in (1, 2, 3)], time.time())
         await reaching(router, id, "completed")
         await other.round()
-        assert told["phase"] == "completed"
+        assert reported["phase"] == "completed"
         late.comes.set()
         await reporter
-        assert told["phase"] == "in_progress", "as it was when that was said"
+        assert reported["phase"] == "in_progress", "as it was when that was said"
         await one.round()
-        assert told["phase"] == "completed"
+        assert reported["phase"] == "completed"
         await other.round()
         assert not storage.jobs.assigned()
 
@@ -197,10 +197,10 @@ async def test_announcer_refused_batch_job_delays_no_other(cluster: BatchCluster
         await reporter.round()
         assert list(cluster.jobs) == [batch_jobs.name_of(second)]
         run_lines(router.router.storage.ledger, second, [answered(1)], time.time())
-        attempts = len(cluster.asked)
+        attempts = len(cluster.requests)
         now[0] += 0.9
         await reporter.round()
-        assert len(cluster.asked) == attempts
+        assert len(cluster.requests) == attempts
         now[0] += 10.0
         await reporter.round()
         assert cluster.jobs[batch_jobs.name_of(second)]["status"]["progress"] == "1/3"
@@ -225,7 +225,7 @@ async def test_announcer_without_an_api_server_raises(cluster: BatchCluster) -> 
             await reporter.round()
 
 
-async def test_a_batch_that_a_batch_job_has_made_waits_for_its_pod(cluster: BatchCluster) -> None:
+async def test_batch_of_a_batch_job_waits_for_its_pod(cluster: BatchCluster) -> None:
     async with in_a_pod(cluster) as router:
         file = await uploaded(router, THREE)
         answer = await create(router, file, metadata={batch_jobs.METADATA: "mine/uid-1"})
@@ -240,7 +240,7 @@ async def test_a_batch_that_a_batch_job_has_made_waits_for_its_pod(cluster: Batc
         assert cluster.jobs["mine"]["status"]["batchId"] == id
 
 
-async def test_a_pod_gets_its_own_batchs_lease_and_nothing_else(cluster: BatchCluster) -> None:
+async def test_pod_gets_only_the_lease_of_its_batch(cluster: BatchCluster) -> None:
     async with in_a_pod(cluster) as router:
         reporter = announcer(router)
         ids = [await created(router, THREE) for _ in range(2)]
@@ -299,17 +299,17 @@ async def test_other_tokens_open_nothing(cluster: BatchCluster) -> None:
         assert (await lease(router, id, cluster.token(pod))).status_code == 200
 
 
-async def test_a_router_that_is_told_nothing_of_kubernetes_believes_no_pod(cluster: BatchCluster) -> None:
+async def test_router_without_kubernetes_trusts_no_pod(cluster: BatchCluster) -> None:
     async with serving(batch_execution="external") as router:
         id = await created(router, THREE)
         await reaching(router, id, "in_progress")
         assert (
             await lease(router, id, cluster.token(f"{batch_jobs.name_of(id)}-0-abcde"))
         ).status_code == 401
-    assert not cluster.asked
+    assert not cluster.requests
 
 
-def test_batch_jobs_are_for_batches_that_others_run() -> None:
+def test_batch_jobs_require_external_execution() -> None:
     with pytest.raises(SetupError, match="external"):
         create_app(RouterSettings(decode=("http://127.0.0.1:1",), batch_jobs="chat"))
 
@@ -328,7 +328,7 @@ def _begun(database: Database, **more: Any) -> BatchRecord:
     return ledger.validated(batch.id, epoch, 2, total=3, model="m")
 
 
-def test_the_first_who_claims_a_batch_keeps_it(database: Database) -> None:
+def test_first_claim_of_a_batch_wins(database: Database) -> None:
     jobs, batch = BatchJobAssignments(database), _begun(database)
     assert [one.id for one in jobs.missing()] == [batch.id]
     assert jobs.claim(batch.id, "one").job == "one" == jobs.claim(batch.id, "one").job
@@ -341,7 +341,7 @@ def test_the_first_who_claims_a_batch_keeps_it(database: Database) -> None:
     assert not jobs.assigned() and jobs.claim(batch.id, "two").job == "two"
 
 
-def test_whose_it_is_may_stand_in_its_metadata(database: Database) -> None:
+def test_batch_job_may_be_assigned_by_metadata(database: Database) -> None:
     jobs, batch = BatchJobAssignments(database), _begun(database, metadata={batch_jobs.METADATA: "one/uid"})
     assert not jobs.missing()
     with pytest.raises(Unauthorized):

@@ -70,22 +70,22 @@ def bad(line: int) -> LineResult:
 # --- Files ---
 
 
-def test_files_are_listed_newest_first_page_by_page_also_within_a_second(database: Database) -> None:
+def test_files_are_listed_newest_first_by_page(database: Database) -> None:
     files = FileLedger(database)
-    made = [files.add(new_file(), NOW).id for _ in range(5)]
+    added = [files.add(new_file(), NOW).id for _ in range(5)]
     files.add(new_file("b"), NOW)
     first, more = files.page("a", NOW, limit=2)
-    assert ([one.id for one in first], more) == (made[:2:-1], True)
+    assert ([one.id for one in first], more) == (added[:2:-1], True)
     rest, more = files.page("a", NOW, limit=3, after=first[-1].id)
-    assert ([one.id for one in rest], more) == (made[2::-1], False)
-    ascending, _ = files.page("a", NOW, limit=9, newest_first=False, after=made[1])
-    assert [one.id for one in ascending] == made[2:]
+    assert ([one.id for one in rest], more) == (added[2::-1], False)
+    ascending, _ = files.page("a", NOW, limit=9, newest_first=False, after=added[1])
+    assert [one.id for one in ascending] == added[2:]
     assert files.page("a", NOW, limit=9, purpose="vision") == ([], False)
     with pytest.raises(InvalidRequest, match="nobody"):
         files.page("a", NOW, limit=9, after="nobody")
 
 
-def test_a_file_is_gone_once_deleted_or_expired_and_was_never_there_for_others(database: Database) -> None:
+def test_file_is_gone_once_deleted_or_expired(database: Database) -> None:
     files = FileLedger(database)
     kept, short = files.add(new_file(), NOW), files.add(new_file(expires_at=NOW + 10), NOW)
     assert files.get("a", kept.id, NOW) == kept
@@ -120,20 +120,18 @@ def test_bytes_are_purged_once_and_not_while_a_batch_needs_them(database: Databa
 
 
 @pytest.mark.parametrize("round", range(5))
-def test_a_file_that_is_deleted_while_a_batch_is_made_of_it_is_kept_or_the_batch_is_not(
-    database: Database, round: int
-) -> None:
+def test_file_deleted_during_batch_creation_is_consistent(database: Database, round: int) -> None:
     files, ledger = FileLedger(database), Ledger(database)
-    made = [files.add(new_file(), NOW) for _ in range(8)]
+    added = [files.add(new_file(), NOW) for _ in range(8)]
     begun: list[str] = []
 
     def delete() -> None:
-        for file in made:
+        for file in added:
             files.delete("a", file.id, NOW)
             files.purge(NOW)
 
     def create() -> None:
-        for file in made:
+        for file in added:
             with suppress(FileNotFound):
                 begun.append(ledger.create("a", CHAT, file, NOW).input_object)
 
@@ -142,7 +140,7 @@ def test_a_file_that_is_deleted_while_a_batch_is_made_of_it_is_kept_or_the_batch
     assert len(begun) + len(files.broken(NOW)) == 8
 
 
-def test_a_quota_bounds_files_and_bytes_of_one_key_also_when_many_come_at_once(database: Database) -> None:
+def test_quota_bounds_files_and_bytes_under_concurrency(database: Database) -> None:
     files = FileLedger(database)
     outcomes: list[str] = []
 
@@ -163,7 +161,7 @@ def test_a_quota_bounds_files_and_bytes_of_one_key_also_when_many_come_at_once(d
 # --- The way of a batch ---
 
 
-def test_a_batch_begins_as_openais_does(database: Database) -> None:
+def test_batch_starts_with_the_fields_of_openai(database: Database) -> None:
     file = FileLedger(database).add(new_file(), NOW)
     batch = Ledger(database).create("a", CHAT, file, NOW, metadata={"k": "v"}, output_seconds=3600)
     assert batch == Ledger(database).get("a", batch.id) == Ledger(database).find(batch.id)
@@ -176,22 +174,22 @@ def test_a_batch_begins_as_openais_does(database: Database) -> None:
 
 def test_batches_are_listed_newest_first(database: Database) -> None:
     ledger = Ledger(database)
-    made = [new_batch(database).id for _ in range(4)]
+    added = [new_batch(database).id for _ in range(4)]
     new_batch(database, "b")
     page, more = ledger.page("a", limit=3)
-    assert ([one.id for one in page], more) == (made[:0:-1], True)
+    assert ([one.id for one in page], more) == (added[:0:-1], True)
     page, more = ledger.page("a", limit=3, after=page[-1].id)
-    assert ([one.id for one in page], more) == (made[:1], False)
-    with pytest.raises(InvalidRequest, match=f"There is no batch '{made[0]}'") as refused:
-        ledger.page("b", limit=3, after=made[0])
+    assert ([one.id for one in page], more) == (added[:1], False)
+    with pytest.raises(InvalidRequest, match=f"Invalid `after`: '{added[0]}'") as refused:
+        ledger.page("b", limit=3, after=added[0])
     assert (refused.value.param, refused.value.code) == ("after", INVALID_VALUE)
 
 
 @pytest.mark.parametrize(("limit", "more"), [(1, True), (2, True), (3, False), (4, False)])
 def test_page_of_three_batches_says_whether_more_follow(database: Database, limit: int, more: bool) -> None:
-    made = [new_batch(database).id for _ in range(3)]
+    added = [new_batch(database).id for _ in range(3)]
     page, follow = Ledger(database).page("a", limit=limit)
-    assert ([one.id for one in page], follow) == (made[::-1][:limit], more)
+    assert ([one.id for one in page], follow) == (added[::-1][:limit], more)
 
 
 def test_get_returns_the_batch_of_that_id(database: Database) -> None:
@@ -249,7 +247,7 @@ def test_reassign_gives_files_and_batches_to_another(database: Database) -> None
     assert ledger.get("c", kept.id) == kept and len(files.page("c", NOW, limit=9)[0]) == 1
 
 
-def test_from_validation_to_the_end(database: Database) -> None:
+def test_batch_runs_from_validation_to_the_end(database: Database) -> None:
     ledger, id, epoch = running(database, total=3)
     assert ledger.find(id).status is BatchStatus.IN_PROGRESS
     assert ledger.record(id, epoch, [good(1), bad(2)], NOW + 1) == RecordOutcome(
@@ -284,7 +282,7 @@ def test_validated_batch_is_in_progress_and_free(database: Database) -> None:
 
 
 def test_validated_cancelled_batch_stays_cancelled(database: Database) -> None:
-    """Its lines are known all the same, and whoever renders its files can lease it at once."""
+    """Its lines are known nevertheless, and a renderer can lease it at once."""
     ledger, id = Ledger(database), new_batch(database).id
     epoch = leased(ledger, id)
     ledger.request_cancel("a", id, NOW + 1)
@@ -317,12 +315,12 @@ def test_results_are_those_of_one_batch_page_by_page(database: Database) -> None
     assert ledger.results(batch) == lines[:500]
 
 
-def test_a_file_that_is_no_batch_fails_with_its_errors(database: Database) -> None:
+def test_file_that_is_not_a_batch_fails_with_its_errors(database: Database) -> None:
     ledger = Ledger(database)
     id = new_batch(database).id
-    told = (LineError("invalid_json_line", "no JSON", line=2), LineError("empty_file", "empty"))
-    batch = ledger.validated(id, leased(ledger, id), NOW + 1, total=0, model=None, errors=told)
-    assert (batch.status, batch.failed_at, batch.errors) == (BatchStatus.FAILED, NOW + 1, told)
+    reported = (LineError("invalid_json_line", "no JSON", line=2), LineError("empty_file", "empty"))
+    batch = ledger.validated(id, leased(ledger, id), NOW + 1, total=0, model=None, errors=reported)
+    assert (batch.status, batch.failed_at, batch.errors) == (BatchStatus.FAILED, NOW + 1, reported)
     assert ledger.lease(id, "r", NOW, 30) is None
 
 
@@ -342,7 +340,7 @@ CANCELS: dict[str, tuple[BatchStatus, ...]] = {
 
 
 @pytest.mark.parametrize("when", CANCELS)
-def test_cancelling_keeps_what_is_done(database: Database, when: str) -> None:
+def test_cancelling_keeps_results(database: Database, when: str) -> None:
     ledger = Ledger(database)
     id = new_batch(database).id
     epoch = leased(ledger, id)
@@ -366,7 +364,7 @@ def test_cancelling_keeps_what_is_done(database: Database, when: str) -> None:
 
 
 @pytest.mark.parametrize("end", [BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.FAILED])
-def test_what_has_ended_cannot_be_cancelled(database: Database, end: BatchStatus) -> None:
+def test_ended_batch_cannot_be_cancelled(database: Database, end: BatchStatus) -> None:
     ledger, id, epoch = running(database, total=1)
     if end is BatchStatus.COMPLETED:
         ledger.record(id, epoch, [good(1)], NOW)
@@ -383,7 +381,7 @@ OPEN = {"validating": False, "in progress": True}
 
 
 @pytest.mark.parametrize("when", OPEN)
-def test_overdue_lists_open_batches_that_nobody_holds(database: Database, when: str) -> None:
+def test_overdue_lists_open_batches_without_holder(database: Database, when: str) -> None:
     """A batch expires in either status, once its window has passed and its last holder's lease has ended."""
     ledger = Ledger(database)
     if OPEN[when]:
@@ -434,7 +432,7 @@ def test_unfinished_leaves_out_what_expires(database: Database) -> None:
 
 
 def test_renew_of_a_released_lease_leaves_it_free(database: Database) -> None:
-    """A heartbeat that comes after its holder's last word takes the batch from nobody."""
+    """A heartbeat after its holder's last call does not take the batch from another one."""
     ledger = Ledger(database)
     id = new_batch(database).id
     epoch = leased(ledger, id)
@@ -446,7 +444,7 @@ def test_renew_of_a_released_lease_leaves_it_free(database: Database) -> None:
 
 
 def test_lease_for_a_status_that_has_passed_is_refused(database: Database) -> None:
-    """A keeper that saw a batch validating and comes too late takes it from no runner."""
+    """A controller that saw a batch validating and is late does not take it from a runner."""
     ledger = Ledger(database)
     id = new_batch(database).id
     assert ledger.lease(id, "first", NOW, 30, BatchStatus.VALIDATING) == 1
@@ -456,13 +454,13 @@ def test_lease_for_a_status_that_has_passed_is_refused(database: Database) -> No
 
 
 def test_unfinished_shows_every_owner_whatever_one_has(database: Database) -> None:
-    """A hundred batches of one owner hide nobody else's; of each owner the oldest comes first."""
+    """A hundred batches of one owner hide no other owner's. The oldest batch of each owner comes first."""
     ledger = Ledger(database)
     file = FileLedger(database).add(new_file("a"), NOW)
     many = [ledger.create("a", CHAT, file, NOW).id for _ in range(120)]
     late = new_batch(database, "b").id
-    found = [one.id for one in ledger.unfinished(NOW, BatchStatus.VALIDATING)]
-    assert found[:3] == [many[0], late, many[1]] and len(found) == 100
+    shown = [one.id for one in ledger.unfinished(NOW, BatchStatus.VALIDATING)]
+    assert shown[:3] == [many[0], late, many[1]] and len(shown) == 100
     rest = ledger.unfinished(NOW, BatchStatus.VALIDATING, without=[many[0], late])
     assert [one.id for one in rest] == many[1:101]
     overdue = ledger.overdue(NOW + 86400)
@@ -471,7 +469,7 @@ def test_unfinished_shows_every_owner_whatever_one_has(database: Database) -> No
     assert [one.id for one in ledger.unfinished(NOW, BatchStatus.VALIDATING, limit=2)] == [many[0], late]
 
 
-def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database) -> None:
+def test_ended_batches_keep_no_result_rows(database: Database) -> None:
     ledger, id, epoch = running(database, total=5)
     other, other_id, other_epoch = running(database, total=5)
     other.record(other_id, other_epoch, [good(1)], NOW)
@@ -492,7 +490,7 @@ def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database
 # --- Leases ---
 
 
-def test_a_summary_counts_batches_lines_runners_and_who_is_behind(database: Database) -> None:
+def test_summary_counts_batches_lines_runners_and_late_ones(database: Database) -> None:
     assert summarize(database, NOW) == LedgerSummary()
     ledger, id, epoch = running(database, total=10)
     running(database, total=4)
@@ -506,7 +504,7 @@ def test_a_summary_counts_batches_lines_runners_and_who_is_behind(database: Data
     assert summarize(database, later) == LedgerSummary(statuses, lines_left=4, runners=0, late=1)
 
 
-def test_only_one_lease_is_live_and_a_new_one_is_higher(database: Database) -> None:
+def test_lease_is_unique_and_its_epoch_grows(database: Database) -> None:
     ledger, id, epoch = running(database)
     assert ledger.lease(id, "other", NOW + 29, 30) is None
     assert ledger.unfinished(NOW + 29, BatchStatus.IN_PROGRESS) == []
@@ -534,7 +532,7 @@ def stale_writes(ledger: Ledger, id: str, epoch: int) -> list[Callable[[], Any]]
     ]
 
 
-def test_of_two_results_of_a_line_the_first_stands(database: Database) -> None:
+def test_first_result_of_a_line_stays(database: Database) -> None:
     ledger, id, epoch = running(database)
     assert ledger.record(id, epoch, [good(1, "first"), good(1, "second"), bad(1)], NOW).new == 1
     assert ledger.record(id, epoch, [bad(1), good(2)], NOW).new == 1
@@ -543,7 +541,7 @@ def test_of_two_results_of_a_line_the_first_stands(database: Database) -> None:
 
 
 @pytest.mark.parametrize(("status", "completed"), [(0, 0), (199, 0), (200, 1), (299, 1), (300, 0), (500, 0)])
-def test_counts_take_2xx_alone_as_completed(database: Database, status: int, completed: int) -> None:
+def test_counts_take_only_2xx_as_completed(database: Database, status: int, completed: int) -> None:
     ledger, id, epoch = running(database)
     assert ledger.record(id, epoch, [LineResult(3, status, b"{}")], NOW).completed == completed
     assert ledger.record(id, epoch, [good(3)], NOW) == RecordOutcome(0, BatchStatus.IN_PROGRESS, 0), (
@@ -584,8 +582,8 @@ def test_done_lines_come_as_ranges_page_by_page(database: Database) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_however_many_runners_come_and_go_each_line_has_one_result(database: Database, seed: int) -> None:
-    """Threads that lease, take, record overlapping lines, forget to renew, and go on with stale epochs."""
+def test_law_each_line_has_one_result_with_any_runners(database: Database, seed: int) -> None:
+    """Threads that lease, take, record overlapping lines, forget to renew, and continue with stale epochs."""
     ledger, id, epoch = running(database, total=60)
     ledger.release(id, epoch)
     accepted: list[tuple[int, list[int]]] = []
@@ -602,11 +600,11 @@ def test_however_many_runners_come_and_go_each_line_has_one_result(database: Dat
             if not mine:
                 continue
             lines = chance.sample(range(1, 61), chance.randrange(1, 8))
-            found = [good(line, f"{number}.{step}") if chance.random() < 0.8 else bad(line) for line in lines]
+            shown = [good(line, f"{number}.{step}") if chance.random() < 0.8 else bad(line) for line in lines]
             try:
                 if what > 0.9:
                     ledger.release(id, mine)
-                recorded = ledger.record(id, mine, found, now)
+                recorded = ledger.record(id, mine, shown, now)
             except StaleLease:
                 mine = 0
                 continue
@@ -624,7 +622,7 @@ def test_however_many_runners_come_and_go_each_line_has_one_result(database: Dat
     assert (batch.status is BatchStatus.FINALIZING) == (batch.done == 60)
 
 
-def record_all(url: str, id: str, seed: int, told: Any) -> None:
+def record_all(url: str, id: str, seed: int, reported: Any) -> None:
     """One process: while there is something to do, take the batch and record a part of it."""
     chance = random.Random(seed)
     database = Database(url, busy_s=30)
@@ -644,20 +642,20 @@ def record_all(url: str, id: str, seed: int, told: Any) -> None:
         if recorded.status is BatchStatus.FINALIZING:
             break
     database.close()
-    told.put(new)
+    reported.put(new)
 
 
-def test_processes_that_take_a_batch_from_one_another_lose_and_double_nothing(database_url: str) -> None:
+def test_law_competing_processes_lose_and_duplicate_nothing(database_url: str) -> None:
     database = Database(database_url, busy_s=30)
     ledger, id, _ = running(database, total=300)
     spawning = multiprocessing.get_context("spawn")
-    told: Any = spawning.Queue()
+    reported: Any = spawning.Queue()
     processes = [
-        spawning.Process(target=record_all, args=(database_url, id, seed, told)) for seed in range(3)
+        spawning.Process(target=record_all, args=(database_url, id, seed, reported)) for seed in range(3)
     ]
     for process in processes:
         process.start()
-    new = sum(told.get(timeout=60) for _ in processes)
+    new = sum(reported.get(timeout=60) for _ in processes)
     for process in processes:
         process.join(30)
     batch = ledger.find(id)
@@ -668,7 +666,7 @@ def test_processes_that_take_a_batch_from_one_another_lose_and_double_nothing(da
 
 
 @pytest.mark.parametrize("round", range(3))
-def test_of_all_who_would_end_a_batch_one_does(database: Database, round: int) -> None:
+def test_batch_is_ended_by_one_of_many_competitors(database: Database, round: int) -> None:
     ledger, id, epoch = running(database, total=1)
     ledger.record(id, epoch, [good(1)], NOW)
     ended: list[BatchRecord] = []
@@ -688,7 +686,7 @@ def test_of_all_who_would_end_a_batch_one_does(database: Database, round: int) -
 
 
 def at_once(calls: list[Callable[[], None]]) -> None:
-    """All of them in threads that begin together; what any of them raises is raised."""
+    """Run all of them in threads that start together, and raise their errors."""
     failures: list[BaseException] = []
     gate = threading.Barrier(len(calls))
 
@@ -708,7 +706,7 @@ def at_once(calls: list[Callable[[], None]]) -> None:
         raise failures[0]
 
 
-def test_what_no_database_can_be_asked_is_not_there(database: Database) -> None:
+def test_impossible_ids_are_not_found(database: Database) -> None:
     files, ledger = FileLedger(database), Ledger(database)
     for id in ("\0", "batch_\0", "é" * 5000, "'; DROP TABLE files; --"):
         with pytest.raises(FileNotFound):
@@ -730,16 +728,16 @@ def test_what_no_database_can_be_asked_is_not_there(database: Database) -> None:
 # --- The schema ---
 
 
-def test_the_tables_are_those_that_the_migrations_make(database: Database) -> None:
+def test_tables_equal_those_of_the_migrations(database: Database) -> None:
     with database.reading() as connection:
         seen = inspect(connection)
         names = [name for name in seen.get_table_names() if name != "baton_schema"]
-        made = {name: {column["name"] for column in seen.get_columns(name)} for name in names}
-    known = {table.name: {column.name for column in table.columns} for table in METADATA.sorted_tables}
-    assert made == known
+        added = {name: {column["name"] for column in seen.get_columns(name)} for name in names}
+    declared = {table.name: {column.name for column in table.columns} for table in METADATA.sorted_tables}
+    assert added == declared
 
 
-def test_many_open_an_empty_database_at_once(database_url: str) -> None:
+def test_empty_database_may_be_opened_concurrently(database_url: str) -> None:
     databases = [Database(database_url, busy_s=30) for _ in range(6)]
     at_once([lambda one=one: new_batch(one) and None for one in databases])  # type: ignore[misc]
     assert len(Ledger(databases[0]).page("a", limit=9)[0]) == 6
@@ -748,7 +746,7 @@ def test_many_open_an_empty_database_at_once(database_url: str) -> None:
 
 
 def test_closed_database_closes_connections_in_use(database_url: str) -> None:
-    """A keeper may still be in a transaction when its router stops: its connection must not stay open."""
+    """A controller may be in a transaction when its router stops. Its connection must not stay open."""
     database = Database(database_url, busy_s=30)
     with database.reading() as connection:
         used: Any = connection.connection.dbapi_connection
@@ -758,7 +756,7 @@ def test_closed_database_closes_connections_in_use(database_url: str) -> None:
         used.execute("SELECT 1")
 
 
-def test_a_database_of_a_newer_version_is_refused(database: Database, database_url: str) -> None:
+def test_newer_database_is_refused(database: Database, database_url: str) -> None:
     with database.writing() as connection:
         connection.execute(text("UPDATE baton_schema SET version = 99"))
     newer = Database(database_url)
@@ -773,7 +771,7 @@ def test_other_databases_are_refused(url: str) -> None:
         Database(url)
 
 
-def test_a_stored_file_knows_what_was_stored(database: Database) -> None:
+def test_stored_file_has_its_fields(database: Database) -> None:
     file = new_file(size=7, expires_at=NOW + 5)
     kept = FileLedger(database).add(file, NOW)
     assert isinstance(kept, StoredFile)

@@ -50,14 +50,14 @@ SIZES = [0, 1, 1000, PART_BYTES - 1, PART_BYTES + 1, 2 * PART_BYTES + 12345]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_was_written_is_read(store: ObjectStore, size: int) -> None:
+def test_written_object_is_read_back(store: ObjectStore, size: int) -> None:
     content = random.Random(size).randbytes(size)
     key = kept(store, content)
     assert whole(store, key, 0, size) == content
     assert whole(store, key, size // 3, size // 2) == content[size // 3 : size // 2]
 
 
-def test_nothing_is_there_before_the_last_step(store: ObjectStore) -> None:
+def test_object_is_absent_before_the_last_step(store: ObjectStore) -> None:
     key = new_key("")
     writer = store.writer(key)
     writer.write(b"x" * (PART_BYTES + 1))
@@ -68,7 +68,7 @@ def test_nothing_is_there_before_the_last_step(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("size", [10, PART_BYTES + 1])
-def test_what_was_given_up_is_not_there(store: ObjectStore, size: int) -> None:
+def test_abandoned_object_is_absent(store: ObjectStore, size: int) -> None:
     key = new_key("")
     writer = store.writer(key)
     writer.write(b"x" * size)
@@ -77,13 +77,13 @@ def test_what_was_given_up_is_not_there(store: ObjectStore, size: int) -> None:
         whole(store, key, 0, 1)
 
 
-def test_a_second_end_does_no_harm(store: ObjectStore) -> None:
+def test_second_finish_has_no_effect(store: ObjectStore) -> None:
     writer = store.writer(new_key(""))
     writer.abort()
     writer.abort()
 
 
-def test_what_was_deleted_is_gone_and_may_be_deleted_again(store: ObjectStore) -> None:
+def test_deleted_object_is_gone_and_may_be_deleted_again(store: ObjectStore) -> None:
     key = kept(store, b"abc")
     store.delete(key)
     store.delete(key)
@@ -91,13 +91,13 @@ def test_what_was_deleted_is_gone_and_may_be_deleted_again(store: ObjectStore) -
         whole(store, key, 0, 3)
 
 
-def test_an_object_that_is_shorter_than_it_was_is_no_shorter_answer(store: ObjectStore) -> None:
+def test_truncated_object_is_not_a_shorter_answer(store: ObjectStore) -> None:
     key = kept(store, b"abc")
     with pytest.raises(StorageUnavailable):
         whole(store, key, 0, 4)
 
 
-def test_many_write_at_once(store: ObjectStore) -> None:
+def test_parallel_writes_are_complete(store: ObjectStore) -> None:
     keys: dict[int, str] = {}
 
     def write(number: int) -> None:
@@ -112,7 +112,7 @@ def test_many_write_at_once(store: ObjectStore) -> None:
         assert whole(store, key, 0, 300_000) == bytes([number]) * 300_000
 
 
-def test_a_bucket_that_is_away_is_said_to_be(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_bucket_is_reported(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     store = S3ObjectStore("s3://bucket/away", s3.endpoint)
@@ -131,6 +131,6 @@ def test_a_bucket_that_is_away_is_said_to_be(s3: S3Server, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///prefix"])
-def test_a_url_that_is_no_bucket(url: str) -> None:
+def test_invalid_bucket_url_is_refused(url: str) -> None:
     with pytest.raises(SetupError, match="--files-store"):
         S3ObjectStore(url)

@@ -69,10 +69,10 @@ class Left:
             assert opened.execute("SELECT version FROM baton_schema").fetchone() == (SCHEMA,)
 
     def results(self, id: str) -> dict[int, bytes]:
-        """What the ledger has for lines of that batch."""
-        asked = "SELECT line, body FROM results WHERE batch = (SELECT seq FROM batches WHERE id = ?)"
+        """Return the ledger's results of that batch."""
+        query = "SELECT line, body FROM results WHERE batch = (SELECT seq FROM batches WHERE id = ?)"
         with contextlib.closing(sqlite3.connect(self.path)) as opened:
-            return dict(opened.execute(asked, (id,)).fetchall())
+            return dict(opened.execute(query, (id,)).fetchall())
 
 
 @contextlib.contextmanager
@@ -97,16 +97,16 @@ def asking(url: str) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_ledger_of_0_1_0_reads_as_it_was_left(tmp_path: Path) -> None:
-    """Every batch and every result of the release is there in the schema of this version."""
+def test_ledger_of_0_1_0_is_read_completely(tmp_path: Path) -> None:
+    """All batches and results of the release exist in the schema of this version."""
     left = Left(tmp_path)
     before = {id: left.results(id) for id in left.ids.values()}
     with contextlib.closing(Database(f"sqlite:///{left.path}")) as database:
         ledger = Ledger(database)
         for id in left.ids.values():
             batch = ledger.find(id)
-            found = ledger.results(batch)
-            assert {one.line: one.body for one in found} == before[id]
+            stored = ledger.results(batch)
+            assert {one.line: one.body for one in stored} == before[id]
             if not batch.status.ended:
                 assert ledger.counts(id) == (batch.completed, batch.failed)
     with contextlib.closing(sqlite3.connect(left.path)) as opened:
@@ -114,8 +114,8 @@ def test_ledger_of_0_1_0_reads_as_it_was_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_router_takes_over_from_0_1_0_while_requests_go_on(tmp_path: Path) -> None:
-    """Batches go on where they were, ended ones and files stay as they were, every chat is answered."""
+def test_router_replaces_0_1_0_under_load(tmp_path: Path) -> None:
+    """Batches continue, ended ones and files are unchanged, and every chat is answered."""
     left = Left(tmp_path)
     recorded = left.results(left.ids["running"])
     assert recorded

@@ -14,12 +14,12 @@ NUMBERED = [(number, json.dumps({"custom_id": f"n{number}", "x": 1}).encode()) f
 
 
 def rendered(*results: LineResult, expired: bool = False) -> list[tuple[int, dict[str, object]]]:
-    found = list(rows("batch_7", NUMBERED, iter(results), expired))
-    assert all(row.endswith(b"\n") and row.count(b"\n") == 1 and b"\r" not in row for _, row in found)
-    return [(result.line, json.loads(row)) for result, row in found]
+    lines = list(rows("batch_7", NUMBERED, iter(results), expired))
+    assert all(row.endswith(b"\n") and row.count(b"\n") == 1 and b"\r" not in row for _, row in lines)
+    return [(result.line, json.loads(row)) for result, row in lines]
 
 
-def test_rows_are_openais_in_the_order_of_the_input() -> None:
+def test_rows_have_openai_format_in_input_order() -> None:
     good = LineResult(1, 200, b'{"a":[1, 2]}', "req_1")
     refused = LineResult(3, 400, b'{"error":{}}', "req_3")
     lost = LineResult(9, 0, b'{"code":"worker_error","message":"m"}')
@@ -33,7 +33,7 @@ def test_rows_are_openais_in_the_order_of_the_input() -> None:
     ]  # fmt: skip
 
 
-def test_a_body_is_kept_byte_for_byte_unless_it_has_line_ends() -> None:
+def test_body_is_kept_byte_for_byte_without_line_ends() -> None:
     (_, row), (_, other) = rows(
         "batch_7",
         NUMBERED,
@@ -44,23 +44,23 @@ def test_a_body_is_kept_byte_for_byte_unless_it_has_line_ends() -> None:
     assert json.loads(other)["response"]["body"] == {"a": "\n"}
 
 
-def test_an_answer_that_is_no_json_becomes_a_string() -> None:
+def test_non_json_answer_becomes_a_string() -> None:
     [(_, row)] = rendered(LineResult(1, 502, b"<html>\n\xff"))
     assert row["response"]["body"] == "<html>\n\ufffd"  # type: ignore[index]
 
 
-def test_what_ran_out_of_time_is_said_to_have() -> None:
-    found = rendered(LineResult(3, 200, b"{}"), expired=True)
-    assert [number for number, _ in found] == [1, 3, 4, 9]
-    assert found[0][1]["error"] == {
+def test_expired_lines_are_rendered_as_expired() -> None:
+    lines = rendered(LineResult(3, 200, b"{}"), expired=True)
+    assert [number for number, _ in lines] == [1, 3, 4, 9]
+    assert lines[0][1]["error"] == {
         "code": "batch_expired",
         "message": "This request could not be executed before the completion window expired.",
     }
-    assert found[0][1]["response"] is None
+    assert lines[0][1]["response"] is None
     assert rendered(LineResult(3, 200, b"{}"))[0][0] == 3
 
 
-def test_usage_is_the_sum_of_what_answers_say() -> None:
+def test_usage_is_the_sum_of_the_answers() -> None:
     usage = BatchUsage()
     chat = {
         "prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15,

@@ -1,4 +1,4 @@
-"""Several routers on one Postgres, or several processes of one: any goes on with what another began."""
+"""Several routers on one Postgres, or several processes of one: each continues the work of another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Pair:
         chaos.await_true(some_done, chaos.START_S, f"{id} has begun")
 
     def who_runs(self) -> int:
-        """Which router has a runner: one only, once a second one has seen that it came too late."""
+        """Return the only router with a runner, once the other has noticed that it was late."""
 
         def having() -> list[int]:
             return [number for number, router in enumerate(self.routers) if router.runners()]
@@ -52,7 +52,7 @@ class Pair:
 def pair(postgres: Postgres, tmp_path: Path) -> Iterator[Pair]:
     ports = chaos.free_ports(3)
     environment = {"BATON_ROUTER_DATABASE": postgres.new_database()}
-    arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--places=8"]
+    arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--slots=8"]
     with contextlib.ExitStack() as stack:
         worker = Program(arguments, tmp_path / "worker.log", {})
         stack.callback(worker.kill)
@@ -71,7 +71,7 @@ def pair(postgres: Postgres, tmp_path: Path) -> Iterator[Pair]:
 
 
 @pytest.mark.processes
-def test_one_cancels_what_the_other_runs(pair: Pair) -> None:
+def test_batch_run_by_one_router_is_cancelled_by_another(pair: Pair) -> None:
     id = pair.submit(to=0, lines=3000)
     pair.running(id)
     other = 1 - pair.who_runs()
@@ -86,7 +86,7 @@ def test_one_cancels_what_the_other_runs(pair: Pair) -> None:
 
 
 @pytest.mark.processes
-def test_whichever_dies_the_other_goes_on(pair: Pair) -> None:
+def test_dead_router_is_replaced_by_the_other(pair: Pair) -> None:
     id = pair.submit(to=0)
     pair.running(id)
     first = pair.who_runs()
@@ -103,7 +103,7 @@ def test_whichever_dies_the_other_goes_on(pair: Pair) -> None:
 
 
 @pytest.mark.processes
-def test_a_router_of_several_processes_runs_batches_too(tmp_path: Path) -> None:
+def test_router_with_several_processes_runs_batches(tmp_path: Path) -> None:
     ports = chaos.free_ports(2)
     arguments = ["tests.batches.mock_worker", f"--port={ports[0]}"]
     source = tmp_path / "input.jsonl"

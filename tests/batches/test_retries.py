@@ -1,4 +1,4 @@
-"""Which answers are final, which lines are sent again, alone, or not any more."""
+"""Final answers, and lines that are sent again, in isolation, or not any more."""
 
 from __future__ import annotations
 
@@ -19,69 +19,69 @@ from baton_api.errors import (
     WorkerLost,
 )
 from baton_batches import retries
-from baton_batches.retries import LineTries, TryOutcome
+from baton_batches.retries import AttemptOutcome, LineAttempts
 
 
 @pytest.mark.parametrize(
     ("status", "code", "means"),
     [
-        (200, None, TryOutcome.ANSWERED),
-        (400, CONTEXT_LENGTH_EXCEEDED, TryOutcome.ANSWERED),
-        (404, ModelNotFound.code, TryOutcome.ANSWERED),
-        (413, None, TryOutcome.ANSWERED),
-        (401, Unauthorized.code, TryOutcome.OUTAGE),
-        (403, None, TryOutcome.ANSWERED),
-        (408, None, TryOutcome.FAULT),
-        (429, RateLimited.code, TryOutcome.BUSY),
-        (499, RequestAborted.code, TryOutcome.FAULT),
-        (500, InternalError.code, TryOutcome.FAULT),
-        (500, PoisonRequest.code, TryOutcome.ANSWERED),
-        (502, None, TryOutcome.FAULT),
-        (503, Overloaded.code, TryOutcome.BUSY),
-        (503, None, TryOutcome.BUSY),
-        (503, WorkerLost.code, TryOutcome.LOST),
-        (503, TransferFailed.code, TryOutcome.LOST),
-        (504, None, TryOutcome.FAULT),
+        (200, None, AttemptOutcome.ANSWERED),
+        (400, CONTEXT_LENGTH_EXCEEDED, AttemptOutcome.ANSWERED),
+        (404, ModelNotFound.code, AttemptOutcome.ANSWERED),
+        (413, None, AttemptOutcome.ANSWERED),
+        (401, Unauthorized.code, AttemptOutcome.OUTAGE),
+        (403, None, AttemptOutcome.ANSWERED),
+        (408, None, AttemptOutcome.FAULT),
+        (429, RateLimited.code, AttemptOutcome.BUSY),
+        (499, RequestAborted.code, AttemptOutcome.FAULT),
+        (500, InternalError.code, AttemptOutcome.FAULT),
+        (500, PoisonRequest.code, AttemptOutcome.ANSWERED),
+        (502, None, AttemptOutcome.FAULT),
+        (503, Overloaded.code, AttemptOutcome.BUSY),
+        (503, None, AttemptOutcome.BUSY),
+        (503, WorkerLost.code, AttemptOutcome.LOST),
+        (503, TransferFailed.code, AttemptOutcome.LOST),
+        (504, None, AttemptOutcome.FAULT),
     ],
 )
-def test_what_an_answer_means(status: int, code: str | None, means: TryOutcome) -> None:
+def test_retry_decision_follows_the_answer(status: int, code: str | None, means: AttemptOutcome) -> None:
     assert retries.outcome_of(status, code) is means
 
 
 @pytest.mark.parametrize(
     ("outcome", "times"),
-    [(TryOutcome.FAULT, 5), (TryOutcome.SLOW, 3), (TryOutcome.LOST, 6)],
+    [(AttemptOutcome.FAULT, 5), (AttemptOutcome.SLOW, 3), (AttemptOutcome.LOST, 6)],
 )
-def test_after_so_many_a_line_is_given_up(outcome: TryOutcome, times: int) -> None:
-    tries = LineTries()
+def test_line_is_given_up_after_its_attempts(outcome: AttemptOutcome, times: int) -> None:
+    attempts = LineAttempts()
     for _ in range(times):
-        assert not tries.exhausted
-        tries = tries.after(outcome)
-    assert tries.exhausted
+        assert not attempts.exhausted
+        attempts = attempts.after(outcome)
+    assert attempts.exhausted
 
 
-@pytest.mark.parametrize("outcome", [TryOutcome.BUSY, TryOutcome.AWAY])
-def test_what_is_not_the_lines_fault_never_counts(outcome: TryOutcome) -> None:
-    tries = LineTries()
+@pytest.mark.parametrize("outcome", [AttemptOutcome.BUSY, AttemptOutcome.AWAY])
+def test_external_failures_never_count_against_a_line(outcome: AttemptOutcome) -> None:
+    attempts = LineAttempts()
     for _ in range(1000):
-        tries = tries.after(outcome)
-    assert not tries.exhausted and not tries.group
+        attempts = attempts.after(outcome)
+    assert not attempts.exhausted and not attempts.group
 
 
-def test_tries_after_each_loss_bound_the_group_further() -> None:
-    """The last of all tries are alone, and after them the line is given up."""
-    tries = LineTries()
+def test_losses_reduce_the_group_size() -> None:
+    """The last of all attempts are alone, and after them the line is given up."""
+    attempts = LineAttempts()
     seen = []
-    while not tries.exhausted:
-        seen.append(tries.group)
-        tries = tries.after(TryOutcome.LOST)
+    while not attempts.exhausted:
+        seen.append(attempts.group)
+        attempts = attempts.after(AttemptOutcome.LOST)
     assert seen == [0, 0, 64, 8, 1, 1]
 
 
-def test_waits_grow_to_a_bound_and_differ() -> None:
+def test_delays_grow_to_a_bound_with_jitter() -> None:
     rng = random.Random(7)
-    waits = [[retries.backoff_s(tries, rng) for _ in range(50)] for tries in range(12)]
-    for tries, drawn in enumerate(waits):
-        longest = min(30.0, 0.5 * 2**tries)
+    waits = [[retries.backoff_s(attempts, rng) for _ in range(50)] for attempts in range(12)]
+    for attempts, drawn in enumerate(waits):
+        longest = min(30.0, 0.5 * 2**attempts)
         assert longest / 2 <= min(drawn) < max(drawn) <= longest
         assert len(set(drawn)) > 40

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from baton_api.errors import WorkerLost
-from baton_batches.retries import GROUPS, LOSSES, TryOutcome
+from baton_batches.retries import GROUPS, LOSSES, AttemptOutcome
 from baton_batches.runner import HELD_BYTES, BatchRunner
 from baton_batches.runner_gateway import LeaseLost, LineReply, RunnerGateway
 from baton_batches.values import LineResult
@@ -39,7 +39,7 @@ def line(number: int, kind: str = "good", **body: object) -> InputLine:
 
 
 class FakeRouter(RunnerGateway):
-    """A router, its ledger and one worker, in memory; what a line is answered stands in the line."""
+    """A router, its ledger and one worker, in memory. A line contains its own answer."""
 
     def __init__(self, lines: list[InputLine], rng: random.Random, *, busy: float = 0.0) -> None:
         self.lines_left = lines
@@ -48,7 +48,7 @@ class FakeRouter(RunnerGateway):
         self.window = 64
         self.recorded: dict[int, LineResult] = {}
         self.posts = 0
-        self.tries: Counter[int] = Counter()
+        self.attempts: Counter[int] = Counter()
         self.names: set[str] = set()
         self.retried: Counter[str] = Counter()
         self.under_way: dict[int, asyncio.Future[LineReply]] = {}
@@ -85,16 +85,16 @@ class FakeRouter(RunnerGateway):
         return ResultReceipt(len(new), self.order, self.window)
 
     async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> LineReply:
-        asked = json.loads(body)
-        number, kind = asked["number"], asked["kind"]
+        request = json.loads(body)
+        number, kind = request["number"], request["kind"]
         assert request_id not in self.names
         self.names.add(request_id)
         now = asyncio.get_running_loop().time()
         if now < self.away_until:
-            return LineReply(TryOutcome.AWAY)
+            return LineReply(AttemptOutcome.AWAY)
         if self.rng.random() < self.busy:
-            return LineReply(TryOutcome.BUSY, 503, b"{}", 1.0)
-        self.tries[number] += 1
+            return LineReply(AttemptOutcome.BUSY, 503, b"{}", 1.0)
+        self.attempts[number] += 1
         lost: asyncio.Future[LineReply] = asyncio.get_running_loop().create_future()
         self.under_way[number] = lost
         self.widest = max(self.widest, len(self.under_way))
@@ -112,27 +112,27 @@ class FakeRouter(RunnerGateway):
     def answer(self, number: int, kind: str) -> LineReply:
         match kind:
             case "good":
-                return LineReply(TryOutcome.ANSWERED, 200, GOOD)
+                return LineReply(AttemptOutcome.ANSWERED, 200, GOOD)
             case "bad":
-                return LineReply(TryOutcome.ANSWERED, 400, b'{"error": {"param": "temperature"}}')
+                return LineReply(AttemptOutcome.ANSWERED, 400, b'{"error": {"param": "temperature"}}')
             case "broken":
-                return LineReply(TryOutcome.FAULT, 500, b'{"error": {}}')
+                return LineReply(AttemptOutcome.FAULT, 500, b'{"error": {}}')
             case "shaky":
-                if self.tries[number] < 4:
-                    return LineReply(TryOutcome.FAULT, 502, b"<html>")
-                return LineReply(TryOutcome.ANSWERED, 200, b'{\n "choices": []\n}')
+                if self.attempts[number] < 4:
+                    return LineReply(AttemptOutcome.FAULT, 502, b"<html>")
+                return LineReply(AttemptOutcome.ANSWERED, 200, b'{\n "choices": []\n}')
             case "slow":
-                return LineReply(TryOutcome.SLOW)
+                return LineReply(AttemptOutcome.SLOW)
             case "events":
-                return LineReply(TryOutcome.ANSWERED, 200, b"data: {}\n\n", events=True)
+                return LineReply(AttemptOutcome.ANSWERED, 200, b"data: {}\n\n", events=True)
             case "nonsense":
-                return LineReply(TryOutcome.ANSWERED, 200, b"<html>")
+                return LineReply(AttemptOutcome.ANSWERED, 200, b"<html>")
             case _:
                 assert kind == "poison"
                 for other in self.under_way.values():  # they were at the same worker
                     if not other.done():
-                        other.set_result(LineReply(TryOutcome.LOST))
-                return LineReply(TryOutcome.LOST, 503, b"{}")
+                        other.set_result(LineReply(AttemptOutcome.LOST))
+                return LineReply(AttemptOutcome.LOST, 503, b"{}")
 
 
 def served(router: FakeRouter, total: int, window: int = 64) -> dict[int, LineResult]:
@@ -158,47 +158,47 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_how_each_kind_of_line_ends(kind: str) -> None:
+def test_line_kinds_end_as_expected(kind: str) -> None:
     router = FakeRouter([line(1, kind), line(2)], random.Random(1))
-    found = served(router, 2)
+    by_line = served(router, 2)
     status, part = KINDS[kind]
-    assert found[1].status == status and part in found[1].body.decode()
-    assert (found[2].status, found[2].body) == (200, GOOD)
+    assert by_line[1].status == status and part in by_line[1].body.decode()
+    assert (by_line[2].status, by_line[2].body) == (200, GOOD)
 
 
-def test_runner_with_a_harmful_line_gives_up_that_line_alone() -> None:
+def test_runner_with_a_harmful_line_gives_up_only_that_line() -> None:
     """Each try of the line loses everything that is under way; 511 lines beside it are answered."""
     router = FakeRouter([line(1, "poison"), *(line(number) for number in range(2, 513))], random.Random(1))
-    found = served(router, 512, window=512)
-    assert router.tries[1] == LOSSES + len(GROUPS)
+    by_line = served(router, 512, window=512)
+    assert router.attempts[1] == LOSSES + len(GROUPS)
     assert router.beside[1] == 0
-    assert [number for number, result in found.items() if result.status != 200] == [1]
+    assert [number for number, result in by_line.items() if result.status != 200] == [1]
 
 
 def test_runner_with_a_harmful_line_isolates_it_in_few_tries() -> None:
-    """Suspects are narrowed down by groups: the last tries, one at a time, are for less than a group."""
+    """Suspects are narrowed down by groups: the last attempts, one at a time, are for less than a group."""
     router = FakeRouter([line(1, "poison"), *(line(number) for number in range(2, 513))], random.Random(1))
     served(router, 512, window=512)
     assert sum(router.beside[number] == 0 for number in range(1, 513)) <= GROUPS[1]
-    assert max(router.tries.values()) == router.tries[1]
+    assert max(router.attempts.values()) == router.attempts[1]
 
 
-def test_runner_holding_only_suspects_goes_on_with_its_input() -> None:
+def test_runner_with_only_suspects_reads_further_input() -> None:
     """Suspects fill all the memory that lines may take; more are fetched once they are through."""
     large = "x" * (HELD_BYTES // 8)
     lines = [line(number, "poison" if number < 10 else "good", text=large) for number in range(1, 30)]
-    found = served(FakeRouter(lines, random.Random(1)), 29)
-    assert [number for number, result in found.items() if result.status == 200] == list(range(10, 30))
-    assert len(found) == 29
+    by_line = served(FakeRouter(lines, random.Random(1)), 29)
+    assert [number for number, result in by_line.items() if result.status == 200] == list(range(10, 30))
+    assert len(by_line) == 29
 
 
-def test_the_window_bounds_what_is_under_way() -> None:
+def test_window_bounds_the_lines_in_flight() -> None:
     router = FakeRouter([line(number) for number in range(1, 200)], random.Random(1))
     served(router, 199, window=7)
     assert router.widest == 7
 
 
-def test_it_makes_room_when_the_router_says_so_and_takes_it_back() -> None:
+def test_runner_follows_the_window_of_the_router() -> None:
     router = FakeRouter([line(number) for number in range(1, 4001)], random.Random(1))
     widest = []
 
@@ -223,31 +223,31 @@ def test_results_are_posted_in_groups() -> None:
     assert router.posts < 200
 
 
-def test_a_router_that_is_away_is_waited_for() -> None:
+def test_unreachable_router_is_awaited() -> None:
     router = FakeRouter([line(number) for number in range(1, 100)], random.Random(1))
     router.away_until = 3600.0
     assert len(served(router, 99)) == 99
-    assert set(router.tries.values()) == {1}
+    assert set(router.attempts.values()) == {1}
 
 
-def test_a_service_that_fails_for_everybody_is_waited_for() -> None:
+def test_failing_service_is_awaited() -> None:
     router = FakeRouter([line(number) for number in range(1, 400)], random.Random(1))
     router.broken_until = 300.0
-    found = served(router, 399)
-    assert {result.status for result in found.values()} == {200}
-    again = sum(router.tries.values()) - 399
-    told = sum(router.retried.values())
-    assert 0.8 * again < told <= again, "but for those after the last heartbeat"
+    by_line = served(router, 399)
+    assert {result.status for result in by_line.values()} == {200}
+    again = sum(router.attempts.values()) - 399
+    reported = sum(router.retried.values())
+    assert 0.8 * again < reported <= again, "but for those after the last heartbeat"
     assert set(router.retried) == {"fault", "outage"}
 
 
-def test_a_line_that_fails_alone_is_given_up_soon() -> None:
+def test_failing_line_is_given_up_soon() -> None:
     router = FakeRouter([line(1, "broken"), *(line(number) for number in range(2, 400))], random.Random(1))
     assert served(router, 399, window=4)[1].status == 500
-    assert router.tries[1] <= 6
+    assert router.attempts[1] <= 6
 
 
-def test_a_cancelled_batch_keeps_what_is_done_and_starts_no_more() -> None:
+def test_cancelled_batch_keeps_results_and_starts_no_lines() -> None:
     router = FakeRouter([line(number) for number in range(1, 1000)], random.Random(1))
 
     router.window = 8
@@ -261,10 +261,10 @@ def test_a_cancelled_batch_keeps_what_is_done_and_starts_no_more() -> None:
     virtual_time.run(work())
     assert 50 < len(router.recorded) < 300
     assert not router.under_way
-    assert sum(router.tries.values()) <= len(router.recorded) + 8
+    assert sum(router.attempts.values()) <= len(router.recorded) + 8
 
 
-def test_who_was_dismissed_stops_at_once() -> None:
+def test_dismissed_runner_stops_at_once() -> None:
     router = FakeRouter([line(number) for number in range(1, 1000)], random.Random(1))
 
     router.window = 8
@@ -281,15 +281,15 @@ def test_who_was_dismissed_stops_at_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_every_line_has_the_result_that_is_its_own(seed: int) -> None:
+def test_law_every_line_gets_its_own_result(seed: int) -> None:
     rng = random.Random(seed)
     weights = [40, 3, 1, 3, 0.3, 1, 0.3, 0.5]
     kinds = rng.choices(list(KINDS), weights, k=rng.randint(1, 400))
     router = FakeRouter(
         [line(number, kind) for number, kind in enumerate(kinds, 1)], rng, busy=rng.choice([0.0, 0.05, 0.3])
     )
-    found = served(router, len(kinds), rng.choice([1, 4, 64, 512]))
-    assert len(found) == len(kinds)
+    by_line = served(router, len(kinds), rng.choice([1, 4, 64, 512]))
+    assert len(by_line) == len(kinds)
     for number, kind in enumerate(kinds, 1):
         status, part = KINDS[kind]
-        assert found[number].status == status and part in found[number].body.decode(), (number, kind)
+        assert by_line[number].status == status and part in by_line[number].body.decode(), (number, kind)

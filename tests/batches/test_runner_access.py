@@ -57,7 +57,7 @@ def scope_of(
     return {"path": path, "method": "POST", "headers": headers}
 
 
-async def test_they_are_the_tenants_but_of_the_lowest_class_and_without_its_limits(tmp_path: Path) -> None:
+async def test_runner_acts_for_its_tenant_in_the_batch_class(tmp_path: Path) -> None:
     given = settings(tmp_path)
     access = Authenticator(given)
     assert access.tenants is not None
@@ -73,7 +73,7 @@ async def test_they_are_the_tenants_but_of_the_lowest_class_and_without_its_limi
     assert scope["headers"] == [(header_names.CLASS.encode(), b"batch")]
 
 
-async def test_where_owners_are_keys_they_are_nobodys_in_particular(tmp_path: Path) -> None:
+async def test_runner_of_a_key_owner_uses_the_default_tenant(tmp_path: Path) -> None:
     given = RouterSettings(api_key=("k",))  # type: ignore[arg-type]
     scope = scope_of(given, hashlib.sha256(b"k").digest())
     await Authenticator(given).enter(scope)
@@ -84,13 +84,13 @@ async def test_where_owners_are_keys_they_are_nobodys_in_particular(tmp_path: Pa
     ("path", "epoch"),
     [("/v1/models", 1), ("/v1/files", 1), ("/generate", 1), (CHAT, runner_tokens.START)],
 )
-async def test_a_token_opens_nothing_else(tmp_path: Path, path: str, epoch: int) -> None:
+async def test_token_opens_no_other_endpoint(tmp_path: Path, path: str, epoch: int) -> None:
     given = settings(tmp_path)
     with pytest.raises(Unauthorized):
         await Authenticator(given).enter(scope_of(given, b"tenant:acme", path, epoch))
 
 
-async def test_a_token_of_another_router_opens_nothing(tmp_path: Path) -> None:
+async def test_token_of_another_router_opens_nothing(tmp_path: Path) -> None:
     given = settings(tmp_path)
     scope = scope_of(RouterSettings(batch_secret="another"), b"tenant:acme")  # type: ignore[arg-type]
     with pytest.raises(Unauthorized):
@@ -127,11 +127,11 @@ async def test_token_outlives_the_password_of_the_database(postgres: Postgres) -
 
 async def test_secret_of_routers_that_start_at_once_is_one(postgres: Postgres) -> None:
     given = RouterSettings(database=SecretStr(postgres.new_database()))
-    found = await asyncio.gather(*(RunnerSecret(given, "").get() for _ in range(6)))
-    assert len(set(found)) == 1 and len(found[0]) == 32
+    secrets = await asyncio.gather(*(RunnerSecret(given, "").get() for _ in range(6)))
+    assert len(set(secrets)) == 1 and len(secrets[0]) == 32
 
 
-async def test_token_with_its_secret_out_of_reach_is_answered_later() -> None:
+async def test_token_with_unreachable_secret_is_answered_later() -> None:
     """While the database is away a runner is asked to come back: its token may be good."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
@@ -160,7 +160,9 @@ OWNERS: dict[str, tuple[bytes, bool]] = {
 
 
 @pytest.mark.parametrize(("owner", "let_in"), OWNERS.values(), ids=OWNERS)
-async def test_lines_run_only_while_their_owner_is_let_in(tmp_path: Path, owner: bytes, let_in: bool) -> None:
+async def test_lines_run_only_while_their_owner_is_admitted(
+    tmp_path: Path, owner: bytes, let_in: bool
+) -> None:
     """Lines of others get 503: the runner keeps them until the batch is stopped, and none fails for it."""
     given = settings(tmp_path, api_key=["plain"], api_key_file=named_key(tmp_path, "ops"))
     access = Authenticator(given)
@@ -208,7 +210,7 @@ async def test_batch_of_a_narrowed_token_has_its_models_only(tmp_path: Path) -> 
                 body = {**QUESTION, "model": model}
                 answer = await router.client.post(CHAT, json=body, headers=bearer(token))
                 assert answer.status_code == status
-        assert not other.asked
+        assert not other.requests
 
 
 async def test_batch_never_has_more_models_than_the_tenant_has_now(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ async def test_batch_never_has_more_models_than_the_tenant_has_now(tmp_path: Pat
 
 
 async def test_batches_of_a_removed_tenant_are_cancelled_with_a_reason(tmp_path: Path) -> None:
-    """Once it was refused for REFUSED_S; what is done is delivered, and other owners' batches go on."""
+    """After rejections for REFUSED_S its results are delivered, and other owners' batches continue."""
     now = 1_700_000_000.0
     storage = Storage(BatchSettings.model_validate({"state": str(tmp_path), "batch_poll_s": 0.01}), 0)
     ledger, gone, looks = storage.ledger, set[str](), 0

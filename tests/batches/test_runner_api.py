@@ -1,4 +1,4 @@
-"""The internal batch API: a token opens one batch in one epoch; whoever lost the lease changes nothing."""
+"""The internal batch API: a token opens one batch in one epoch, and a lost lease allows no change."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def _held(router: RunningRouter, worker: FakeWorker) -> Held:
     return Held(router, worker, ledger.find(id), secret)
 
 
-async def test_a_batch_from_lease_to_end() -> None:
+async def test_batch_runs_from_lease_to_end() -> None:
     async with held() as batch:
         lease = await batch.lease()
         assert (lease.total, lease.done, lease.endpoint) == (3, 0, CHAT)
@@ -92,7 +92,7 @@ async def test_a_batch_from_lease_to_end() -> None:
         assert (await batch.ask("lease", batch.token(), wire.encode(LeaseRequest("late")))).status_code == 204
 
 
-async def test_a_fresh_runner_gets_the_lines_that_are_left() -> None:
+async def test_new_runner_gets_the_remaining_lines() -> None:
     async with held() as batch:
         first = await batch.lease()
         await batch.record(first.token, 2)
@@ -103,7 +103,7 @@ async def test_a_fresh_runner_gets_the_lines_that_are_left() -> None:
         assert [one.number for one in part.lines] == [1, 3]
 
 
-async def test_a_result_that_comes_twice_counts_once_and_the_first_stands() -> None:
+async def test_repeated_result_counts_once_and_the_first_stays() -> None:
     async with held() as batch:
         token = (await batch.lease()).token
         assert wire.decode_receipt((await batch.record(token, 1)).content).new == 1
@@ -113,14 +113,14 @@ async def test_a_result_that_comes_twice_counts_once_and_the_first_stands() -> N
         assert [(one.line, one.body) for one in kept] == [(1, GOOD), (2, b'{"other":1}')]
 
 
-async def test_two_runners_cannot_both_have_it() -> None:
+async def test_lease_cannot_belong_to_two_runners() -> None:
     async with held() as batch:
         await batch.lease("runner 1")
         answer = await batch.ask("lease", batch.token(), wire.encode(LeaseRequest("runner 2")))
         assert answer.status_code == 409
 
 
-async def test_a_runner_whose_lease_was_taken_changes_nothing() -> None:
+async def test_runner_with_a_lost_lease_changes_nothing() -> None:
     async with held() as batch:
         old = await batch.lease()
         ledger = batch.router.router.storage.ledger
@@ -136,14 +136,14 @@ async def test_a_runner_whose_lease_was_taken_changes_nothing() -> None:
         assert batch.now() == before and ledger.counts(batch.batch.id) == (0, 0)
 
 
-async def test_a_lease_is_given_to_the_runner_in_whose_name_it_was_taken() -> None:
+async def test_lease_belongs_to_the_named_runner() -> None:
     async with held() as batch:
         taken = batch.router.router.storage.ledger.lease(batch.batch.id, "mine", time.time(), 60)
         assert taken is not None and (await batch.lease("mine")).epoch == taken + 1
 
 
 @pytest.mark.parametrize("call", ["lease", "renew", "lines", "results", "release"])
-async def test_no_call_is_open_to_others(call: str) -> None:
+async def test_runner_endpoints_are_closed_to_others(call: str) -> None:
     async with held() as batch:
         epoch = 0 if call == "lease" else (await batch.lease()).epoch
         body = wire.encode([LineResult(1, 200, GOOD)] if epoch else LeaseRequest("runner 2"))
@@ -162,7 +162,7 @@ async def test_no_call_is_open_to_others(call: str) -> None:
         assert batch.now() == before
 
 
-async def test_what_makes_no_sense_is_refused() -> None:
+async def test_invalid_calls_are_refused() -> None:
     async with held() as batch:
         token = (await batch.lease()).token
         assert (await batch.ask("results", token, b"nonsense")).status_code == 400
@@ -172,7 +172,7 @@ async def test_what_makes_no_sense_is_refused() -> None:
         assert (await batch.router.client.get(path, headers=bearer(token))).status_code == 405
 
 
-async def test_a_cancelled_batch_tells_its_runner_to_stop_and_takes_what_is_done() -> None:
+async def test_cancelled_batch_stops_its_runner_and_accepts_results() -> None:
     async with held() as batch:
         lease = await batch.lease()
         await batch.router.client.post(f"/v1/batches/{batch.batch.id}/cancel")
@@ -204,7 +204,7 @@ async def test_runner_of_an_expired_batch_stops_and_keeps_its_results(tmp_path: 
         assert batch.now().epoch == lease.epoch + 1
 
 
-async def test_a_heartbeat_after_the_last_result_does_not_hold_up_the_files() -> None:
+async def test_late_heartbeat_does_not_delay_the_files() -> None:
     async with held(lease_s=600) as batch:
         lease = await batch.lease()
         await batch.record(lease.token, 1, 2, 3)
@@ -233,12 +233,12 @@ async def test_window_of_a_batch_grows_with_the_cluster(workers: int, given: int
 # --- The same tokens where lines are sent ---
 
 
-async def test_a_runner_sends_lines_in_the_lowest_class_and_without_its_token() -> None:
+async def test_runner_lines_have_the_lowest_class_and_no_token() -> None:
     async with held() as batch:
         token = (await batch.lease()).token
         answer = await batch.router.client.post(CHAT, json=QUESTION, headers=bearer(token))
         assert answer.status_code == 200
-        seen = batch.worker.asked[-1].headers
+        seen = batch.worker.requests[-1].headers
         assert not any("bbt1" in value or name == "authorization" for name, value in seen)
         urgent = {**bearer(token), headers.CLASS: "interactive"}
         answer = await batch.router.client.post(CHAT, json=QUESTION, headers=urgent)
@@ -246,13 +246,13 @@ async def test_a_runner_sends_lines_in_the_lowest_class_and_without_its_token() 
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/files", "/v1/batches", "/metrics", "/flush_cache"])
-async def test_a_runners_token_is_no_key(path: str) -> None:
+async def test_runner_token_is_not_a_key(path: str) -> None:
     async with held() as batch:
         token = (await batch.lease()).token
         assert (await batch.router.client.get(path, headers=bearer(token))).status_code == 401
 
 
-async def test_a_token_to_begin_with_sends_no_lines() -> None:
+async def test_start_token_sends_no_lines() -> None:
     async with held() as batch:
         answer = await batch.router.client.post(CHAT, json=QUESTION, headers=bearer(batch.token()))
         assert answer.status_code == 401

@@ -1,4 +1,4 @@
-"""Whose batches are run when there is room for some, and how soon a runner that failed is started again."""
+"""The choice of batches for free slots, and delays before a failed runner is restarted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def batch(seq: int, owner: str) -> BatchRecord:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "running", "places", "begun"),
+    ("waiting", "running", "slots", "begun"),
     [
         ("", "", 2, []),
         ("a", "", 2, [1]),
@@ -43,25 +43,25 @@ def batch(seq: int, owner: str) -> BatchRecord:
         "who has two waits longer",
     ],
 )
-def test_owners_take_turns(waiting: str, running: str, places: int, begun: list[int]) -> None:
+def test_owners_take_turns(waiting: str, running: str, slots: int, begun: list[int]) -> None:
     candidates = [batch(number, owner) for number, owner in enumerate(waiting, 1)]
     held = [batch(100 + number, owner) for number, owner in enumerate(running)]
-    assert [one.seq for one in choose_batches(candidates, held, places)] == begun
+    assert [one.seq for one in choose_batches(candidates, held, slots)] == begun
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_owner_has_two_more_than_one_who_waits(seed: int) -> None:
+def test_choose_batches_shares_places_between_owners(seed: int) -> None:
     rng = random.Random(seed)
     waiting = [batch(number, rng.choice("abcd")) for number in range(rng.randint(0, 30))]
-    places = rng.randint(1, 12)
-    begun = choose_batches(waiting, [], places)
-    assert len(begun) == min(places, len(waiting))
+    slots = rng.randint(1, 12)
+    begun = choose_batches(waiting, [], slots)
+    assert len(begun) == min(slots, len(waiting))
     held = Counter(one.owner for one in begun)
     for owner in {one.owner for one in waiting if one not in begun}:
         assert max(held.values(), default=0) - held[owner] <= 1
 
 
-def test_a_runner_that_gets_nothing_done_is_started_less_and_less_often() -> None:
+def test_unsuccessful_runner_is_restarted_with_growing_delays() -> None:
     setback: Backoff | None = None
     waits = []
     for _ in range(9):

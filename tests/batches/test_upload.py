@@ -19,11 +19,11 @@ from tests.router.running import until
 
 
 class SlowWriter:
-    """A real writer whose `slow` call takes until it is told to go on; no two calls may meet."""
+    """A real writer whose `slow` call blocks until the test releases it. Calls must not overlap."""
 
     def __init__(self, writer: ObjectWriter, slow: str) -> None:
         self._writer, self._slow = writer, slow
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
         self.waiting, self.go_on = threading.Event(), threading.Event()
         self.met = False
 
@@ -37,7 +37,7 @@ class SlowWriter:
         self._call("abort")
 
     def _call(self, name: str, *given: bytes) -> None:
-        if not self._alone.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             self.met = True
             return
         try:
@@ -46,7 +46,7 @@ class SlowWriter:
                 assert self.go_on.wait(60)
             getattr(self._writer, name)(*given)
         finally:
-            self._alone.release()
+            self._lock.release()
 
 
 def nothing_in(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Which input files are batches, what is said of the others, and that a million lines take little memory."""
+"""Valid input files, errors of invalid ones, and the memory for a million lines."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ BAD: dict[str, tuple[bytes, str, int | None, str | None]] = {
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("cut", [7, 65536])
-def test_each_kind_of_bad_line_is_named(name: str, cut: int) -> None:
+def test_bad_lines_are_reported_by_kind(name: str, cut: int) -> None:
     content, code, number, param = BAD[name]
-    verdict, _ = examined(content, cut=cut)
-    (error,) = verdict.errors
+    result, _ = examined(content, cut=cut)
+    (error,) = result.errors
     assert (error.code, error.line, error.param) == (code, number, param)
     assert error.message.endswith(".")
 
@@ -86,25 +86,25 @@ GOOD: dict[str, tuple[bytes, int]] = {
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("cut", [1, 65536])
-def test_what_is_a_batch(name: str, cut: int) -> None:
+def test_valid_files_are_batches(name: str, cut: int) -> None:
     content, total = GOOD[name]
-    verdict, kept = examined(content, cut=cut)
-    assert verdict == ValidationResult(total, None if name == "no model" else "tiny")
+    result, kept = examined(content, cut=cut)
+    assert result == ValidationResult(total, None if name == "no model" else "tiny")
     assert kept == []
 
 
-def test_lines_that_can_have_no_answer_are_answered_while_the_batch_goes_on() -> None:
-    verdict, kept = examined(
+def test_lines_without_possible_answer_get_400_and_others_run() -> None:
+    result, kept = examined(
         text(line("a", body={"stream": True}), b"\n", line("b"), line("c", body={"stream": True}))
     )
-    assert (verdict.total, verdict.errors) == (3, ())
+    assert (result.total, result.errors) == (3, ())
     assert [(one.line, one.status) for one in kept] == [(1, 400), (4, 400)]
     assert msgspec.json.decode(kept[0].body)["error"]["param"] == "stream"
 
 
-def test_all_bad_lines_are_named_up_to_a_limit() -> None:
-    verdict, _ = examined(text(*(line(number) for number in range(150))))
-    assert [error.line for error in verdict.errors] == list(range(1, VALIDATION_LIMIT + 1))
+def test_bad_lines_are_listed_up_to_a_limit() -> None:
+    result, _ = examined(text(*(line(number) for number in range(150))))
+    assert [error.line for error in result.errors] == list(range(1, VALIDATION_LIMIT + 1))
     mixed, _ = examined(text(line("a"), b"x\n", line("a"), line(method="GET"), line("a")))
     assert [(error.line, error.code) for error in mixed.errors] == [
         (2, "invalid_json_line"), (3, "duplicate_custom_id"),
@@ -112,7 +112,7 @@ def test_all_bad_lines_are_named_up_to_a_limit() -> None:
     ]  # fmt: skip
 
 
-def test_a_batch_has_bounds() -> None:
+def test_file_limits_are_exact() -> None:
     content = text(*(line(str(number)) for number in range(5)))
     assert examined(content, FileLimits(len(content), 5, 1000))[0].total == 5
     too_many, _ = examined(content, FileLimits(len(content), 4, 1000))
@@ -125,7 +125,7 @@ def test_a_batch_has_bounds() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_lines_are_the_same_however_they_are_cut(seed: int) -> None:
+def test_lines_are_equal_for_any_pieces(seed: int) -> None:
     chance = random.Random(seed)
     parts = [b"a", b"{}", b"\n", b"\r\n", b"\xef\xbb\xbf", b" ", b"xyz"]
     content = b"".join(chance.choice(parts) for _ in range(chance.randrange(40)))
@@ -147,17 +147,17 @@ def test_lines_are_the_same_however_they_are_cut(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_names_that_come_twice_are_found_and_no_others(seed: int) -> None:
+def test_duplicate_custom_ids_are_found_exactly(seed: int) -> None:
     chance = random.Random(seed)
     given = [str(chance.randrange(2000)) for _ in range(chance.randrange(1, 200))]
     names = CustomIds()
     for name in given:
         names.add(name)
-    found = [number for number, _ in repeated(enumerate(given), names.suspects())]
-    assert found == [number for number, name in enumerate(given) if name in given[:number]]
+    repeats = [number for number, _ in repeated(enumerate(given), names.suspects())]
+    assert repeats == [number for number, name in enumerate(given) if name in given[:number]]
 
 
-def test_a_hash_that_two_names_share_accuses_nobody() -> None:
+def test_hash_collision_of_custom_ids_is_not_a_duplicate() -> None:
     assert list(repeated([(1, "a"), (2, "b")], suspects=all_hashes("a", "b"))) == []
 
 
@@ -168,17 +168,17 @@ def all_hashes(*given: str) -> set[int]:
     return names.suspects()
 
 
-def test_a_large_file_is_never_held_whole() -> None:
+def test_large_file_is_never_held_in_memory() -> None:
     one = json.dumps(line("{}", body={"model": "tiny", "x": "y" * 200})).encode() + b"\n"
 
     def read() -> Iterator[bytes]:
         for start in range(0, 200_000, 500):
             yield b"".join(one.replace(b"{}", b"%d" % number, 1) for number in range(start, start + 500))
 
-    validate(lambda: iter([one]), len(one), CHAT, BOUNDS, list)  # what is loaded once does not count
+    validate(lambda: iter([one]), len(one), CHAT, BOUNDS, list)  # modules loaded once do not count
     tracemalloc.start()
-    verdict = validate(read, 200_000 * len(one), CHAT, FileLimits(10**12, 10**6, 1000), list)
+    result = validate(read, 200_000 * len(one), CHAT, FileLimits(10**12, 10**6, 1000), list)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert verdict == ValidationResult(200_000, "tiny")
+    assert result == ValidationResult(200_000, "tiny")
     assert peak < 8_000_000, "for 60 MB; eight bytes of it are kept for each line"

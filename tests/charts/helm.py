@@ -88,7 +88,7 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
 
 
 def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
-    """What it says; the values are given on standard input."""
+    """Run helm with the values on standard input, and return its result."""
     given = ["--values=-"] if values is not None else []
     return subprocess.run(
         [program("helm"), *arguments, *given],

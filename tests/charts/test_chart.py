@@ -36,14 +36,14 @@ def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def schema_of(path: str) -> dict[str, Any]:
-    found: dict[str, Any] = SCHEMA
+    part: dict[str, Any] = SCHEMA
     for name in path.split("."):
-        found = found["properties"][name]
-    return found
+        part = part["properties"][name]
+    return part
 
 
 class TestValues:
-    def test_each_is_described_in_the_schema_and_the_other_way_round(self) -> None:
+    def test_values_match_the_schema(self) -> None:
         def same(values: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> None:
             if not schema.get("properties") or path == "resources":
                 return
@@ -56,7 +56,7 @@ class TestValues:
         Draft202012Validator.check_schema(SCHEMA)
 
     @pytest.mark.parametrize("path", list(leaves(DEFAULTS)))
-    def test_each_is_used(self, path: str) -> None:
+    def test_value_is_used_in_a_template(self, path: str) -> None:
         ways = [path.split(".")[:length] for length in range(1, path.count(".") + 2)]
         used = any(re.search(rf"\.Values\.{'.'.join(map(re.escape, way))}\b", TEMPLATES) for way in ways)
         image = re.fullmatch(r"images\.(\w+)\.(\w+)", path)
@@ -65,12 +65,12 @@ class TestValues:
             used = f'"image" "{name}"' in TEMPLATES and f"$image.{field}" in TEMPLATES
         assert used
 
-    def test_each_is_explained(self) -> None:
+    def test_values_have_comments(self) -> None:
         lines = (CHART / "values.yaml").read_text().splitlines()
         for path in leaves(DEFAULTS):
             name, indent = path.rpartition(".")[2], "  " * path.count(".")
-            found = [at for at, line in enumerate(lines) if line.startswith(f"{indent}{name}:")]
-            assert any(lines[at - 1].startswith(f"{indent}#") for at in found), path
+            lines_of_field = [at for at, line in enumerate(lines) if line.startswith(f"{indent}{name}:")]
+            assert any(lines[at - 1].startswith(f"{indent}#") for at in lines_of_field), path
 
     @pytest.mark.parametrize(
         ("values", "named"),
@@ -95,7 +95,7 @@ class TestValues:
         ],
         ids=str,
     )
-    def test_what_is_none_is_refused_and_named(self, values: dict[str, Any], named: str) -> None:
+    def test_values_invalid_value_is_rejected_and_named(self, values: dict[str, Any], named: str) -> None:
         done = helm("template", "baton", str(CHART), values=values)
         assert done.returncode != 0
         assert named in done.stderr.replace("'", "").replace(".", "/")
@@ -107,13 +107,13 @@ class TestEverySet:
         done = helm("lint", "--strict", str(CHART), values=values)
         assert done.returncode == 0, done.stdout
 
-    def test_nothing_is_made_twice(self, values: dict[str, Any]) -> None:
-        made = [
+    def test_chart_objects_are_unique(self, values: dict[str, Any]) -> None:
+        names = [
             (one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"]) for one in render(values)
         ]
-        assert len(made) == len(set(made))
+        assert len(names) == len(set(names))
 
-    def test_the_operators_flags_are_settings(self, values: dict[str, Any]) -> None:
+    def test_chart_operator_flags_are_settings(self, values: dict[str, Any]) -> None:
         (deployment,) = of_kind(render(values), "Deployment")
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         command, *flags = container["args"]
@@ -121,7 +121,7 @@ class TestEverySet:
         settings = OperatorSettings(**{name.replace("-", "_"): value for name, value in given.items()})
         assert command == "operator"
         assert settings.worker_image and settings.router_image
-        assert settings.host == "0.0.0.0"  # else nobody could ask for its health
+        assert settings.host == "0.0.0.0"  # otherwise kubelets could not probe its health
         assert settings.port == container["ports"][0]["containerPort"]
         assert settings.lease_namespace == NAMESPACE
 
@@ -145,7 +145,7 @@ class TestEverySet:
 
 
 class TestRights:
-    def test_for_the_whole_cluster_they_are_those_that_the_operator_names(self) -> None:
+    def test_chart_cluster_rights_are_the_operators(self) -> None:
         manifests = render({})
         assert rules((*SERVICES, *CLUSTER)) in [one["rules"] for one in of_kind(manifests, "ClusterRole")]
         (lease,) = of_kind(manifests, "Role")
@@ -176,7 +176,7 @@ class TestRights:
                 (subject,) = binding["subjects"]
                 assert (subject["name"], subject["namespace"]) == (account, NAMESPACE)
 
-    def test_the_handbook_lists_each_with_its_reason(self) -> None:
+    def test_docs_list_every_right_with_its_reason(self) -> None:
         text = (ROOT / "docs" / "guides" / "operator-permissions.md").read_text()
         for rule in (*SERVICES, *CLUSTER, *own("baton-operator")):
             resources = ", ".join(f"`{name}`" for name in rule.resources)
@@ -185,19 +185,19 @@ class TestRights:
 
 class TestCustomResources:
     def test_they_stay_when_the_release_goes(self) -> None:
-        made = of_kind(render({}), "CustomResourceDefinition")
-        assert len(made) == len(RESOURCES)
-        for one in made:
+        definitions = of_kind(render({}), "CustomResourceDefinition")
+        assert len(definitions) == len(RESOURCES)
+        for one in definitions:
             assert one["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
         written = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
-        by_name = {one["metadata"]["name"]: one for one in made}
+        by_name = {one["metadata"]["name"]: one for one in definitions}
         assert by_name == {one["metadata"]["name"]: one for one in written}
 
-    def test_what_is_generated_is_current(self) -> None:
+    def test_chart_generated_files_are_current(self) -> None:
         assert {name: (CHART / name).read_text() for name in chart.generated()} == chart.generated()
 
 
-def test_the_pods_are_as_those_that_the_operator_makes() -> None:
+def test_chart_pods_have_the_operators_security() -> None:
     manifests = render({})
     (deployment,), (test,) = of_kind(manifests, "Deployment"), of_kind(manifests, "Pod", tests=True)
     wanted = pods.pod_security()
@@ -207,10 +207,10 @@ def test_the_pods_are_as_those_that_the_operator_makes() -> None:
         assert [one["securityContext"] for one in pod["containers"]] == [pods.container_security()]
 
 
-def test_a_monitor_is_made_only_where_the_cluster_knows_it() -> None:
+def test_chart_monitor_is_made_only_if_the_api_exists() -> None:
     assert not of_kind(render({}), "ServiceMonitor")
-    known = "--api-versions=monitoring.coreos.com/v1/ServiceMonitor"
-    (monitor,) = of_kind(render(VALUES["everything"], known), "ServiceMonitor")
+    api_flag = "--api-versions=monitoring.coreos.com/v1/ServiceMonitor"
+    (monitor,) = of_kind(render(VALUES["everything"], api_flag), "ServiceMonitor")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 

@@ -1,4 +1,4 @@
-"""Without CUDA's libraries, what is linked to them loads all the same, and is told of no device."""
+"""Without CUDA's libraries, binaries linked to them still load, and find no device."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ print(torch.counted(), torch.version(), torch.length(b"what the system has"))
 
 
 def _called(path: Path) -> subprocess.CompletedProcess[str]:
-    """What the library's three functions return."""
+    """Call the library's three functions and print their results."""
     return subprocess.run(
         [sys.executable, "-c", CALL, str(path)], capture_output=True, text=True, check=False
     )
 
 
-def test_what_is_linked_to_cuda_is_told_that_there_is_no_device(packages: Path) -> None:
+def test_cpu_only_linked_library_finds_no_device(packages: Path) -> None:
     path = packages / "torch/lib/libtorch.so"
     assert "libcudart.so.13: cannot open shared object file" in _called(path).stderr
     cpu_only.main(packages, [str(COMPILER)])
@@ -69,37 +69,37 @@ def test_what_is_linked_to_cuda_is_told_that_there_is_no_device(packages: Path) 
     assert _called(path).stdout.split() == [none, none, "19"]
 
 
-def test_nothing_else_is_added_and_what_is_for_many_gpus_goes(packages: Path) -> None:
+def test_cpu_only_adds_only_stubs_and_removes_multi_gpu_files(packages: Path) -> None:
     cpu_only.main(packages, [str(COMPILER)])
-    there = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
-    assert there == {f"torch/lib/{name}" for name in ("libtorch.so", "libcudart.so.13", "libnccl.so.2")}
+    files = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
+    assert files == {f"torch/lib/{name}" for name in ("libtorch.so", "libcudart.so.13", "libnccl.so.2")}
     assert not (packages / cpu_only.EXPERTS[0]).exists()
 
 
-def test_what_a_library_wants_is_known_with_its_version(packages: Path) -> None:
+def test_cpu_only_missing_symbols_have_their_versions(packages: Path) -> None:
     wanted = cpu_only.missing([cpu_only.Library(packages / "torch/lib/libtorch.so")])
-    nccl = cpu_only.Wanted("ncclGetVersion", "", "")
-    count = cpu_only.Wanted("cudaGetDeviceCount", "libcudart.so.13", "libcudart.so.13")
+    nccl = cpu_only.Imported("ncclGetVersion", "", "")
+    count = cpu_only.Imported("cudaGetDeviceCount", "libcudart.so.13", "libcudart.so.13")
     assert wanted == {"libcudart.so.13": {count, nccl}, "libnccl.so.2": {nccl}}
 
 
-def test_a_torch_for_cpus_stays_as_it_is(packages: Path) -> None:
+def test_cpu_only_cpu_torch_is_unchanged(packages: Path) -> None:
     path = packages / "torch/lib/libtorch.so"
     _library(path, "int one(void) { return 1; }")
     cpu_only.main(packages, [str(COMPILER)])
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_cpu_only_file_that_is_no_library_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "libnot.so").write_text("INPUT(libc.so.6)")
-    with pytest.raises(ValueError, match=r"libnot\.so is no 64-bit ELF file"):
+    with pytest.raises(ValueError, match=r"libnot\.so is not a 64-bit ELF file"):
         cpu_only.Library(tmp_path / "libnot.so")
 
 
 def test_all_of_cuda_that_is_pinned_is_spared_and_nothing_else() -> None:
     pinned = (ROOT / "constraints.txt").read_text()
     names = {line.partition("==")[0] for line in pinned.splitlines()}
-    spared = {line.partition(";")[0] for line in cpu_only.spared(pinned).splitlines()}
+    spared = {line.partition(";")[0] for line in cpu_only.excluded(pinned).splitlines()}
     assert {"nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "triton"} <= spared <= names
     assert not spared & {"torch", "nixl", "numpy"}
 

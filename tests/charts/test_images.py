@@ -1,4 +1,4 @@
-"""What the images are made of is there, and is what the chart and the operator take them for."""
+"""The images' sources exist, and the images match the chart's and the operator's expectations."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ BOOKWORM, NEWER, WITH_BUILDX = ("20.10.24+dfsg1", 1), ("28.2.2", 1), ("28.2.2", 
 """Clients: their version, and the exit status of `docker buildx`."""
 
 
-def test_there_is_a_target_for_each_image_of_the_chart() -> None:
+def test_images_have_a_target_for_each_image_of_the_chart() -> None:
     images = yaml.safe_load((CHART / "values.yaml").read_text())["images"]
     wanted = {name for name, image in images.items() if isinstance(image, dict)}
     assert wanted == {"operator", "router", "worker"}
     assert wanted <= set(re.findall(r"^FROM run AS (\w+)$", DOCKERFILE, re.MULTILINE))
 
 
-def test_every_extra_that_is_installed_exists() -> None:
+def test_images_installed_extras_exist() -> None:
     named = set(re.findall(r"--extra (\S+)", DOCKERFILE))
     assert named and named <= set(PROJECT["project"]["optional-dependencies"])
 
 
-def test_every_file_that_is_copied_exists_and_is_let_in() -> None:
+def test_images_copied_files_exist_and_are_not_ignored() -> None:
     lines = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
     sources = [source for line in lines for source in line.split()[:-1] if source != "."]
     assert sources
@@ -90,7 +90,7 @@ def test_stage_has_every_module_that_it_imports(tmp_path: Path, stage: str, modu
                 shutil.copytree(ROOT / source, folder, dirs_exist_ok=True)
             else:
                 shutil.copy(ROOT / source, folder)
-    # -S: neither the packages of this environment, nor Baton itself, are there.
+    # -S: neither the packages of this environment nor Baton itself can be imported.
     command = [sys.executable, "-S", "-c", f"import {module}"]
     done = subprocess.run(
         command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
@@ -156,9 +156,9 @@ def _images_docker(
     tools = home / "tools"
     tools.mkdir()
     for name in ("bash", "sh", "dirname", "cp"):
-        found = shutil.which(name)
-        assert found
-        (tools / name).symlink_to(found)
+        tool = shutil.which(name)
+        assert tool
+        (tools / name).symlink_to(tool)
     environment = {"PATH": f"{home / 'first'}:{home / 'debian'}:{tools}", "HOME": str(home)}
     command = [str(tools / "bash"), str(ROOT / "e2e" / "images"), "docker", "where"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Whom the operator's pods reach, and who reaches them, by the policy that the chart renders."""
+"""Connections of the operator's pods that the chart's network policy allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton_operator.settings import OperatorSettings
 from tests.charts.helm import NAMESPACE, VALUES, Manifest, of_kind, render
 from tests.operator import network_policies
 from tests.operator.network_policies import NAME, Peer, allows
-from tests.operator.test_network_policies import RESTRICTED, made, roles
+from tests.operator.test_network_policies import RESTRICTED, roles, service_objects
 
 MONITORING = "monitoring"
 NAMESPACES = {one: {NAME: one} for one in (NAMESPACE, MONITORING, "kube-system", "models", "strangers")}
@@ -60,7 +60,7 @@ def test_policies_allow_what_the_operator_does_and_no_more(
 ) -> None:
     """The chart's policy together with those that the operator makes for a service."""
     _, values, source, target, port, expected = case
-    chart, service = render(values), made(RESTRICTED)
+    chart, service = render(values), service_objects(RESTRICTED)
     (deployment,) = of_kind(chart, "Deployment")
     pods = {"operator": Peer.of(deployment["spec"]["template"], NAMESPACE, "10.2.0.1"), **roles(service)}
     source, target = (pods[one] if isinstance(one, str) else one for one in (source, target))

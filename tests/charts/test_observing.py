@@ -1,4 +1,4 @@
-"""What the chart brings along for Prometheus and Grafana."""
+"""The chart's objects for Prometheus and Grafana."""
 
 from __future__ import annotations
 
@@ -26,26 +26,31 @@ def dashboards(manifests: list[Manifest]) -> list[Manifest]:
 
 
 def relabelled(endpoint: dict[str, Any], pod: dict[str, str]) -> dict[str, str]:
-    """What Prometheus makes of a pod."""
-    found = {}
+    """Return the labels that Prometheus gives a pod; empty if it drops the pod."""
+    target_labels = {}
     for step in endpoint["relabelings"]:
         value = ";".join(pod.get(name, "") for name in step["sourceLabels"])
         matched = re.fullmatch(step.get("regex", "(.*)"), value)
-        if matched:
-            found[step["targetLabel"]] = matched.expand(step.get("replacement", "$1").replace("$", "\\"))
-    return {name: value for name, value in found.items() if value}
+        if step.get("action") == "drop":
+            if matched:
+                return {}
+        elif matched:
+            target_labels[step["targetLabel"]] = matched.expand(
+                step.get("replacement", "$1").replace("$", "\\")
+            )
+    return {name: value for name, value in target_labels.items() if value}
 
 
-def test_without_a_word_there_are_no_dashboards_and_nothing_that_the_cluster_does_not_know() -> None:
+def test_chart_default_has_no_dashboards_and_no_missing_apis() -> None:
     manifests = render({})
     assert not dashboards(manifests)
     assert not [one for one in manifests if one["apiVersion"] == API]
 
 
-def test_dashboards_come_as_the_files_are_with_the_label_that_the_sidecar_looks_for() -> None:
-    made = dashboards(render({"observing": {"dashboards": {"enabled": True}}}))
-    assert len(made) == len(BOARDS) == 6
-    for one, path in zip(made, BOARDS, strict=True):
+def test_chart_dashboards_equal_the_files_with_sidecar_label() -> None:
+    boards = dashboards(render({"observing": {"dashboards": {"enabled": True}}}))
+    assert len(boards) == len(BOARDS) == 6
+    for one, path in zip(boards, BOARDS, strict=True):
         assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
         assert one["metadata"]["namespace"] == NAMESPACE
         ((name, text),) = one["data"].items()
@@ -55,11 +60,11 @@ def test_dashboards_come_as_the_files_are_with_the_label_that_the_sidecar_looks_
 
 @pytest.mark.parametrize("values", [VALUES["none"], VALUES["everything"]], ids=["none", "everything"])
 def test_rules_are_the_files_and_link_only_to_an_absolute_url(values: dict[str, Any]) -> None:
-    """A path is no address that Alertmanager could make a link of."""
+    """Alertmanager cannot make a link from a path."""
     where = values.get("observing", {}).get("runbooks", RUNBOOKS)
-    made = of_kind(render(values, *KINDS), "PrometheusRule")
-    assert len(made) == len(RULES) == 2
-    for one, path in zip(made, RULES, strict=True):
+    rules = of_kind(render(values, *KINDS), "PrometheusRule")
+    assert len(rules) == len(RULES) == 3
+    for one, path in zip(rules, RULES, strict=True):
         assert one["spec"] == yaml.safe_load(with_runbook_url(path.read_text(), where))
         alerts = [rule for group in one["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
         links = [
@@ -84,8 +89,11 @@ def test_pods_are_scraped_under_the_names_that_dashboards_go_by(role: str) -> No
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert endpoint["honorLabels"] is True
         assert relabelled(endpoint, pod) == {"service": "chat", "role": role, **own}
+        for index, is_scraped in (("0", True), ("1", False), ("12", False)):
+            of_group = pod | {"__meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_worker_index": index}
+            assert bool(relabelled(endpoint, of_group)) == is_scraped
 
 
-def test_only_the_namespaces_that_are_watched_are_scraped() -> None:
+def test_chart_pod_monitor_scrapes_only_watched_namespaces() -> None:
     (monitor,) = of_kind(render(VALUES["two namespaces"], *KINDS), "PodMonitor")
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["models", "more-models"]}

@@ -1,4 +1,4 @@
-"""Files and batches of a service that behaves, and loses connections when it is told to."""
+"""Files and batches of a service that behaves, and loses connections on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeBatches:
         self.url = ""
         self.files: dict[str, bytes] = {}
         self.batches: dict[str, dict[str, Any]] = {}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         """Method and path of each request, in order."""
         self.ranges: list[str] = []
         self.keys: list[str] = []
@@ -29,7 +29,7 @@ class FakeBatches:
         self.short = 0
         """So many of the next downloads end after 100 bytes."""
         self.polls: list[dict[str, Any]] = []
-        """What each look at a batch changes of it first."""
+        """Changes that each read of a batch applies first."""
 
     def add_batch(self, **more: Any) -> str:
         id = f"batch_{len(self.batches)}"
@@ -46,17 +46,17 @@ class FakeBatches:
         match method, path.removeprefix("/v1").split("/")[1:]:
             case "POST", ["files"]:
                 id = f"file-{len(self.files)}"
-                found = re.search(rb"\r\n\r\n(\{.*?)\r\n--", body, re.DOTALL)
-                self.files[id] = found[1] if found else b""
+                file_part = re.search(rb"\r\n\r\n(\{.*?)\r\n--", body, re.DOTALL)
+                self.files[id] = file_part[1] if file_part else b""
                 return 200, json.dumps({"id": id, "bytes": len(self.files[id])}).encode()
             case "GET", ["files", id]:
                 return 200, json.dumps({"id": id, "bytes": len(self.files[id])}).encode()
             case "GET", ["files", id, "content"]:
                 return 200, self.files[id]
             case "POST", ["batches"]:
-                asked = json.loads(body)
-                id = self.add_batch(input_file_id=asked["input_file_id"], endpoint=asked["endpoint"])
-                self.batches[id]["metadata"] = asked.get("metadata")
+                fields = json.loads(body)
+                id = self.add_batch(input_file_id=fields["input_file_id"], endpoint=fields["endpoint"])
+                self.batches[id]["metadata"] = fields.get("metadata")
                 return 200, json.dumps(self.batches[id]).encode()
             case "GET", ["batches"]:
                 rows = list(reversed(self.batches.values()))
@@ -87,7 +87,7 @@ def fake_batches() -> Iterator[FakeBatches]:
         protocol_version = "HTTP/1.1"
 
         def _serve(self) -> None:
-            state.asked.append(f"{self.command} {self.path.partition('?')[0]}")
+            state.requests.append(f"{self.command} {self.path.partition('?')[0]}")
             state.keys.append(self.headers.get("authorization", ""))
             body = self._body()
             if state.cut:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible service that says what it is told, over a real socket."""
+"""An OpenAI-compatible service with scripted answers, over a real socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FakeService:
 
     answers: list[str]
     relay: dict[str, Any] | None = None
-    """What `/debug/requests` tells of every answer."""
+    """The relay that `/debug/requests` reports for every answer."""
     hangs: bool = False
     """After the first word of an answer, nothing more comes."""
     seen: list[dict[str, Any]] = field(default_factory=list)

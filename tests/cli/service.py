@@ -44,22 +44,22 @@ class RunningUp:
     def await_line(self, part: str, seconds: float = START_S) -> str:
         """The first line with `part` in it; fails if the process ends or the time is over before."""
 
-        def found() -> str | None:
+        def matching() -> str | None:
             return next((line for line in self.lines if part in line), None)
 
         with self._news:
-            self._news.wait_for(lambda: found() or not self._reader.is_alive(), seconds)
-        line = found()
+            self._news.wait_for(lambda: matching() or not self._reader.is_alive(), seconds)
+        line = matching()
         assert line is not None, f"no line with {part!r} in:\n{self.log}"
         return line
 
     def children(self) -> dict[str, psutil.Process]:
         """The processes that were started, by role."""
-        found = {}
+        by_role = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[child.cmdline()[3]] = child
-        return found
+                by_role[child.cmdline()[3]] = child
+        return by_role
 
     def workers(self) -> dict[str, str]:
         """URLs of the workers as the router knows them, by role."""
@@ -110,23 +110,23 @@ def start_baton(*arguments: str) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def running_up(model: Path, *flags: str) -> Iterator[RunningUp]:
-    """A service of one prefill and one decode worker; whatever a test leaves is killed."""
+    """A service of one prefill and one decode worker; processes that a test leaves are killed."""
     process = start_baton("up", str(model), *TINY, *flags)
     up = RunningUp(process)
-    known: list[psutil.Process] = []
+    started: list[psutil.Process] = []
     try:
         up.await_line("Ready:")
-        known = psutil.Process(process.pid).children(recursive=True)
+        started = psutil.Process(process.pid).children(recursive=True)
         yield up
     finally:
         if process.poll() is None:
-            known += psutil.Process(process.pid).children(recursive=True)
+            started += psutil.Process(process.pid).children(recursive=True)
             process.kill()
         process.wait(END_S)
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()
-        for child in known:
+        for child in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 
@@ -140,7 +140,7 @@ def await_true(claim: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def await_gone(processes: Sequence[psutil.Process], seconds: float = END_S) -> None:
-    """All of them have ended (one that nobody has waited for yet has ended too)."""
+    """All of them have ended (a zombie counts as ended)."""
 
     def gone(process: psutil.Process) -> bool:
         try:

@@ -8,7 +8,7 @@ from baton_api.metrics import CONTRACT
 from baton_cli.reference import descendants, errors_page, limits_page, metrics_page
 
 KINDS = {"invalid_request_error", "server_error", "requests", "tokens", QuotaExceeded.code}
-"""What the field's clients know as an error's type."""
+"""Error types that clients of OpenAI's API know."""
 
 
 def table_of(page: str, header: str) -> list[list[str]]:
@@ -17,7 +17,7 @@ def table_of(page: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in lines]
 
 
-def test_every_error_has_a_row_with_all_that_a_client_sees_and_can_do() -> None:
+def test_error_reference_has_a_row_for_every_error() -> None:
     rows = table_of(errors_page(), "| class |")
     assert [row[0] for row in rows] == [error.__name__ for error in descendants(BatonError)]
     for _, status, kind, _, _, meaning, advice in rows:
@@ -27,13 +27,13 @@ def test_every_error_has_a_row_with_all_that_a_client_sees_and_can_do() -> None:
     assert ["`invalid_api_key`", ""] in [row[3:5] for row in rows]
 
 
-def test_every_code_has_a_row() -> None:
+def test_error_reference_has_a_row_for_every_code() -> None:
     assert [row[0] for row in table_of(errors_page(), "| code | meaning |")] == [
         f"`{code}`" for code in CODES
     ]
 
 
-def test_every_limit_has_a_row_with_both_ends() -> None:
+def test_limit_reference_has_a_row_for_every_limit() -> None:
     rows = table_of(limits_page(), "| what |")
     assert len(rows) == len(limits.table())
     assert ["`temperature`", "chat, completions", "0", "2", "400 `decimal_above_max_value`"] in rows
@@ -44,16 +44,16 @@ def test_every_limit_has_a_row_with_both_ends() -> None:
     assert penalty[2:4] == ["> 0", "10,000"]
 
 
-def test_the_page_of_metrics_has_each_one_with_its_labels_and_what_bounds_them() -> None:
+def test_metrics_reference_has_every_metric_with_its_labels() -> None:
     page = metrics_page()
-    entries = page.split("### ")[1:]
+    entries = [f"`{entry}" for entry in page.split("### `")[1:]]
     assert sorted(entry.partition("\n")[0] for entry in entries) == sorted(
         f"`{one.name}`" for one in CONTRACT
     )
     by_name = {entry.partition("\n")[0].strip("`"): entry for entry in entries}
     for metric in CONTRACT:
-        told = by_name[metric.name]
-        assert metric.help in told
-        assert metric.kind in told or metric.unit == "yes or no"
-        assert all(f"- `{label}`: " in told for label in metric.labels)
-        assert ("Buckets: " in told) == (metric.kind == "histogram")
+        section = by_name[metric.name]
+        assert metric.help in section
+        assert metric.kind in section or metric.unit == "yes or no"
+        assert all(f"- `{label}`: " in section for label in metric.labels)
+        assert ("Buckets: " in section) == (metric.kind == "histogram")

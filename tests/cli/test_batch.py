@@ -32,7 +32,7 @@ def service(batches: FakeBatches) -> Iterator[BatchService]:
     """A patient client that has met its service, and waits without time passing."""
     client = BatchService(batches.url, "", lambda reason: None, sleep=lambda seconds: None)
     list(client.batches(1))
-    batches.asked.clear()
+    batches.requests.clear()
     yield client
     client.close()
 
@@ -75,7 +75,7 @@ def test_with_watch_it_ends_when_the_batch_does(
     assert baton(batches, "submit", requests(tmp_path), "--watch") == 0
     printed = capsys.readouterr()
     assert printed.out == "batch_0: completed; 5 of 5 completed, 0 failed; 7 s\n"
-    assert printed.err == ""  # no bar where nobody looks
+    assert printed.err == ""  # no progress bar without a terminal
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,16 @@ def test_with_watch_it_ends_when_the_batch_does(
     ],
     ids=["all answered", "one line failed", "cancelled", "expired", "no batch"],
 )
-def test_the_exit_status_says_how_it_ended(batches: FakeBatches, last: dict[str, Any], status: int) -> None:
+def test_batch_exit_status_follows_the_batchs_end(
+    batches: FakeBatches, last: dict[str, Any], status: int
+) -> None:
     id = batches.add_batch()
     batches.polls = [last]
     assert baton(batches, "watch", id) == status
     assert exit_status(batches.batches[id]) == status
 
 
-def test_a_file_that_is_no_batch_is_told_with_its_line() -> None:
+def test_batch_invalid_file_names_its_line() -> None:
     errors = {"data": [{"line": 3, "message": "The line has no body."}, {"line": 4, "message": "x"}]}
     shown = {"id": "batch_1", "created_at": 1, **end("failed", errors=errors)}
     assert summary(shown) == "batch_1: failed; line 3: The line has no body. (and 1 more)"
@@ -111,7 +113,9 @@ def test_json_is_for_scripts(batches: FakeBatches, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["status"] == "completed"
 
 
-def test_a_list_is_whole_where_nobody_looks(batches: FakeBatches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_list_without_terminal_is_not_cut(
+    batches: FakeBatches, capsys: pytest.CaptureFixture[str]
+) -> None:
     batches.add_batch(**end("in_progress", 4, 1), model="a" * 60)
     assert baton(batches, "list") == 0
     assert capsys.readouterr().out.splitlines()[1].split() == [
@@ -122,7 +126,7 @@ def test_a_list_is_whole_where_nobody_looks(batches: FakeBatches, capsys: pytest
 def test_all_batches_come_page_by_page(batches: FakeBatches, service: BatchService) -> None:
     names = [batches.add_batch() for _ in range(250)]
     assert [batch["id"] for batch in service.batches(0)] == names[::-1]
-    assert batches.asked == ["GET /v1/batches"] * 3
+    assert batches.requests == ["GET /v1/batches"] * 3
     assert [batch["id"] for batch in service.batches(150)] == names[:-151:-1]
 
 
@@ -134,7 +138,7 @@ def test_cancel_says_what_it_is_now(batches: FakeBatches, capsys: pytest.Capture
 # --- Downloads ---
 
 
-def test_a_download_goes_on_where_it_broke_off(
+def test_batch_download_resumes_after_a_break(
     batches: FakeBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -147,7 +151,7 @@ def test_a_download_goes_on_where_it_broke_off(
     assert (tmp_path / f"{id}_output.jsonl").read_bytes() == batches.files["file-9"]
 
 
-def test_a_later_call_goes_on_with_what_an_earlier_one_left(batches: FakeBatches, tmp_path: Path) -> None:
+def test_batch_download_resumes_an_earlier_calls_part(batches: FakeBatches, tmp_path: Path) -> None:
     batches.files["file-9"] = b"0123456789"
     id = batches.add_batch(status="completed", error_file_id="file-9")
     (tmp_path / "out.file-9.part").write_bytes(b"01234")
@@ -158,7 +162,7 @@ def test_a_later_call_goes_on_with_what_an_earlier_one_left(batches: FakeBatches
 
 
 @pytest.mark.parametrize(
-    ("batch", "flags", "told"),
+    ("batch", "flags", "message"),
     [
         (end("in_progress", 1), [], "is in_progress and has no files yet"),
         (end("completed", 1, output_file_id="f"), ["--errors"], "has no errors"),
@@ -170,24 +174,24 @@ def test_why_there_is_nothing_to_download(
     batches: FakeBatches,
     batch: dict[str, Any],
     flags: list[str],
-    told: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert baton(batches, "download", batches.add_batch(**batch), *flags) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # --- Connections that are lost ---
 
 
-def test_a_question_is_asked_until_it_is_answered(batches: FakeBatches, service: BatchService) -> None:
+def test_batch_request_is_retried_until_answered(batches: FakeBatches, service: BatchService) -> None:
     id = batches.add_batch()
     batches.cut = 7
     assert service.batch(id)["id"] == id
-    assert batches.asked == [f"GET /v1/batches/{id}"] * 8
+    assert batches.requests == [f"GET /v1/batches/{id}"] * 8
 
 
-def test_an_upload_is_begun_anew(batches: FakeBatches, service: BatchService, tmp_path: Path) -> None:
+def test_batch_upload_is_restarted(batches: FakeBatches, service: BatchService, tmp_path: Path) -> None:
     batches.cut = 2
     moved: list[int] = []
     service.upload(Path(requests(tmp_path)), lambda done, total: moved.append(done))
@@ -197,22 +201,20 @@ def test_an_upload_is_begun_anew(batches: FakeBatches, service: BatchService, tm
         service.upload(Path(requests(tmp_path)), lambda done, total: None)
 
 
-def test_a_batch_is_created_once_though_the_answer_is_lost(
-    batches: FakeBatches, service: BatchService
-) -> None:
+def test_batch_create_with_lost_answer_makes_one_batch(batches: FakeBatches, service: BatchService) -> None:
     batches.add_batch(input_file_id="another")
     batches.cut_after = 1
     created = service.create("file-0", "/v1/embeddings", {})
     assert created["input_file_id"] == "file-0" and len(batches.batches) == 2
 
 
-def test_a_batch_that_was_not_created_is_created(batches: FakeBatches, service: BatchService) -> None:
+def test_batch_create_with_lost_request_is_retried(batches: FakeBatches, service: BatchService) -> None:
     batches.cut = 1
     assert service.create("file-0", "/v1/embeddings", {})["id"] == "batch_0"
     assert len(batches.batches) == 1
 
 
-def test_a_person_who_watches_hears_of_it_once(batches: FakeBatches) -> None:
+def test_batch_watch_reports_a_lost_connection_once(batches: FakeBatches) -> None:
     written = io.StringIO()
     display = BatchDisplay(False, errors=Console(file=written, force_terminal=True, width=100))
     for reason in ("refused", "refused", "", "", "reset", ""):
@@ -220,7 +222,7 @@ def test_a_person_who_watches_hears_of_it_once(batches: FakeBatches) -> None:
     assert written.getvalue().count("Retrying.") == written.getvalue().count("answers again.") == 2
 
 
-def test_a_service_that_was_never_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_missing_service_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["batch", "list", "--url", "http://127.0.0.1:9"])
     assert ended.value.code == 2
@@ -231,7 +233,7 @@ def test_a_service_that_was_never_there_is_named(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["submit", "nowhere.jsonl"], "Cannot read nowhere.jsonl"),
         (["submit", "x", "--endpoint", "/v1/foo"], "Invalid --endpoint '/v1/foo'"),
@@ -241,13 +243,13 @@ def test_a_service_that_was_never_there_is_named(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_mistakes_end_with_status_2(
-    batches: FakeBatches, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    batches: FakeBatches, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert baton(batches, *arguments) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_runner_without_a_token_says_so(
+def test_batch_runner_without_token_names_the_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BATON_BATCH_TOKEN", raising=False)
@@ -257,14 +259,14 @@ def test_a_runner_without_a_token_says_so(
     assert "BATON_BATCH_TOKEN" in capsys.readouterr().err
 
 
-def test_only_a_router_can_be_run_for() -> None:
+def test_batch_runner_rejects_an_address_that_is_no_router() -> None:
     from baton_batches.runner_process import run
 
-    with pytest.raises(SetupError, match="is no router's address"):
+    with pytest.raises(SetupError, match="Invalid router URL"):
         run("https://example.org", "batch_1", "token")
 
 
-def test_the_statuses_of_ends_are_all_known() -> None:
+def test_batch_commands_know_all_ended_statuses() -> None:
     from baton_batches.values import ENDED
 
     assert {str(status) for status in ENDED} == batch_commands.ENDED

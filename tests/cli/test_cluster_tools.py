@@ -19,7 +19,7 @@ from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 SERVICES = f"/apis/{GROUP}/{VERSION}/namespaces/default/inferenceservices"
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -45,7 +45,7 @@ def kubeconfig(api: RealKubernetes, folder: Path, token: str) -> str:
 
 async def answers(api: RealKubernetes, path: str) -> None:
     """A custom resource is served a moment after it was defined."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while (await api.admin.get(path)).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
@@ -53,7 +53,7 @@ async def answers(api: RealKubernetes, path: str) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_rights_resources_and_services_are_found(api: RealKubernetes, tmp_path: Path) -> None:
     admin = kubeconfig(api, tmp_path, "token-of-the-admin")
-    nobody = kubeconfig(api, tmp_path, "token-of-the-router")
+    unprivileged = kubeconfig(api, tmp_path, "token-of-the-router")
 
     before = await asyncio.to_thread(clusters.inspect, admin, "default")
     assert not before.trouble and not before.denied
@@ -75,21 +75,21 @@ async def test_rights_resources_and_services_are_found(api: RealKubernetes, tmp_
     assert after.crds is not None
     missing = {crd.name: crd.missing for crd in after.crds if crd.missing}
     assert missing == {f"inferenceservices.{GROUP}": ("spec.suspend",)}
-    refused = await asyncio.to_thread(clusters.inspect, nobody, "default")
+    refused = await asyncio.to_thread(clusters.inspect, unprivileged, "default")
     assert "create inferenceservices in default" in refused.denied and refused.crds is None
 
     spec = {"model": {"uri": "builtin://smollm2"}, "decode": {"replicas": 1}}
     body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "InferenceService", "spec": spec}
     await api.post(SERVICES, {**body, "metadata": {"name": "chat"}})
-    (found,) = await status.services("chat", admin, "default")
-    assert not found.serving and "has reconciled generation 0 of 1" in found.troubles[0].what
+    (service,) = await status.services("chat", admin, "default")
+    assert not service.serving and "has reconciled generation 0 of 1" in service.problems[0].message
     with pytest.raises(SetupError, match="The InferenceService other does not exist in default"):
         await status.services("other", admin, "default")
     with pytest.raises(SetupError, match="The cluster rejected the request"):
-        await status.services("", nobody, "default")
+        await status.services("", unprivileged, "default")
 
 
-def test_a_cluster_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+def test_cluster_unreachable_is_reported(tmp_path: Path) -> None:
     text = {
         "apiVersion": "v1",
         "kind": "Config",

@@ -1,4 +1,4 @@
-"""What a shell is told when somebody presses Tab."""
+"""Completions that a shell gets."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_bash_takes_the_script(tmp_path: Path) -> None:
     if bash is None:
         pytest.skip("bash is not installed")
     (tmp_path / "baton.bash").write_text(script("bash"))
-    told = f"source {tmp_path}/baton.bash; complete -p baton"
-    done = subprocess.run([bash, "-c", told], capture_output=True, text=True, check=True)
+    commands = f"source {tmp_path}/baton.bash; complete -p baton"
+    done = subprocess.run([bash, "-c", commands], capture_output=True, text=True, check=True)
     assert "_baton_completion" in done.stdout
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_shell_has_a_script(shell: str) -> None:
+def test_completion_each_shell_has_a_script(shell: str) -> None:
     assert "_BATON_COMPLETE" in script(shell)
 
 

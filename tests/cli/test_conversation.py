@@ -1,4 +1,4 @@
-"""`baton chat` against a service that says what it is told."""
+"""`baton chat` against a service with scripted answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cli.fake_service import FakeService, serving
 
 
 async def talk(service: FakeService, lines: Iterable[str], system: str = "") -> str:
-    """What the terminal shows when these lines are typed, and then Ctrl-D."""
+    """Return the terminal's content after these lines and Ctrl-D are typed."""
     screen = io.StringIO()
     typed = iter(lines)
 
@@ -31,7 +31,7 @@ async def talk(service: FakeService, lines: Iterable[str], system: str = "") -> 
     return screen.getvalue()
 
 
-async def test_each_answer_follows_from_all_that_was_said() -> None:
+async def test_chat_each_request_has_the_whole_conversation() -> None:
     async with serving(FakeService(["Paris it is.", "Two million people."])) as service:
         screen = await talk(service, ["What is the capital of France?", "", "How large is it?"], "Be brief.")
     assert "Paris it is.\n" in screen and "Two million people.\n" in screen
@@ -74,7 +74,7 @@ async def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
     ]
 
 
-async def test_a_question_that_failed_is_not_part_of_the_conversation() -> None:
+async def test_chat_failed_question_is_not_in_the_conversation() -> None:
     async with serving(FakeService([])) as service:
         screen = await talk(service, ["Hello?", "Still there?"])
     assert screen.count("Nothing left to say.") == 2
@@ -82,6 +82,6 @@ async def test_a_question_that_failed_is_not_part_of_the_conversation() -> None:
 
 
 async def test_without_a_service_the_way_out_is_named() -> None:
-    nobody = FakeService([], url="http://127.0.0.1:9")
+    missing = FakeService([], url="http://127.0.0.1:9")
     with pytest.raises(SetupError, match="baton up"):
-        await talk(nobody, [])
+        await talk(missing, [])

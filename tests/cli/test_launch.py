@@ -61,7 +61,7 @@ class Serving:
             self.log.append(line.rstrip())
             if place := re.search(r" on http://[^ ]*:(\d+)/v1", line):
                 self.port = int(place[1])
-            # Whatever is said at start is said before the first request is answered.
+            # All start messages come before the first request is answered.
             if "fired up and ready to roll" in line:
                 self._up.set()
         self._up.set()
@@ -86,7 +86,7 @@ def serving(*arguments: str) -> Iterator[Serving]:
             stream.close()
 
 
-def test_the_tutorials_launch_line_works_and_warns_that_it_is_open_to_all(tiny: Path) -> None:
+def test_serve_tutorial_line_works_and_warns_of_open_access(tiny: Path) -> None:
     line = f"--model-path {tiny} --host 0.0.0.0 --port 0 --mem-fraction-static 0.8"
     with serving(*line.split(), "--threads=1", "--served-model-name=tiny,org/other") as server:
         assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["tiny", "org/other"]
@@ -100,9 +100,7 @@ def test_the_tutorials_launch_line_works_and_warns_that_it_is_open_to_all(tiny: 
     )
 
 
-def test_a_server_with_a_key_file_is_closed_and_takes_new_keys_without_a_restart(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_serve_key_file_is_reloaded_without_a_restart(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice:k-first-key\n")
     flags = ("--port=0", "--kv-cache-memory=4MiB", "--threads=1", f"--api-key-file={file}", "--log-requests")
@@ -129,7 +127,7 @@ def _await_status(server: Serving, key: str, status: int) -> None:
     await_true(lambda: server.get("/v1/models", key).status_code == status, 60, f"{key} is answered {status}")
 
 
-def test_a_whole_service_wants_the_key_and_shows_it_to_nobody(tiny: Path) -> None:
+def test_up_api_key_is_required_and_never_shown(tiny: Path) -> None:
     flags = ("--api-key=k-of-a-client", "--served-model-name=tiny,org/other", "--random-seed=3")
     with running_up(tiny, *flags) as up:
         headers = _bearer("k-of-a-client")

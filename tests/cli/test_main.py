@@ -26,7 +26,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     assert done.stdout.strip().endswith("LOADED []")
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["version"])
     assert ended.value.code == 0
@@ -34,13 +34,15 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "prefill", "decode", "router", "up", "demo"])
-def test_every_process_has_its_settings_as_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_processes_have_their_settings_as_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert "--drain-s" in capsys.readouterr().out
 
 
-def test_a_bad_setting_ends_with_status_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_invalid_setting_exits_2_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["up", "--kv-cache-memory", "lots"])
     assert ended.value.code == 2

@@ -113,7 +113,7 @@ def test_invalid_environment_value_names_variable(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("settings", [WorkerSettings, RouterSettings, OperatorSettings])
-def test_every_setting_has_help_and_group(settings: type[BaseSettings]) -> None:
+def test_options_have_help_and_group(settings: type[BaseSettings]) -> None:
     for option in options_of(settings):
         assert option.help.endswith(".") and option.group, option.flag
 

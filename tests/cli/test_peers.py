@@ -63,9 +63,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main.main(list(arguments))
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ('--allowed-origins ["*"]', {"allowed_origins": ("*",)}),
     ],
 )
-def test_a_launch_line_from_elsewhere_means_here_what_it_means_there(
-    line: str, fields: dict[str, Any]
-) -> None:
+def test_peer_launch_line_gives_the_same_settings(line: str, fields: dict[str, Any]) -> None:
     settings = serve(*line.split())
     assert {name: getattr(settings, name) for name in fields} == fields
 
@@ -153,20 +151,20 @@ def test_a_launch_line_from_elsewhere_means_here_what_it_means_there(
         ("serve --allowed-origins localhost", ("'localhost' is not an origin",)),
     ],
 )
-def test_what_has_no_meaning_here_is_refused_in_one_line_with_the_way_out(
+def test_peer_unsupported_flag_is_rejected_with_an_alternative(
     capsys: pytest.CaptureFixture[str], line: str, parts: tuple[str, ...]
 ) -> None:
-    said = complaint(capsys, *line.split())
+    message = complaint(capsys, *line.split())
     for part in parts:
-        assert part in said
-    assert "beef" not in said
+        assert part in message
+    assert "beef" not in message
 
 
-def test_a_value_that_looks_like_a_flag_is_a_value() -> None:
+def test_peer_value_that_looks_like_a_flag_is_a_value() -> None:
     assert serve("--chat-template", "--tp-size").chat_template == "--tp-size"
 
 
-def test_every_name_of_others_stands_for_a_setting_of_ours() -> None:
+def test_peer_aliases_name_existing_settings() -> None:
     for table, own in ((peers.WORKER_ALIASES, OWN), (peers.ROUTER_ALIASES, ROUTERS)):
         for other, ours in peers.flags(table).items():
             assert ours in own | {"--model-path"}, other
@@ -174,7 +172,7 @@ def test_every_name_of_others_stands_for_a_setting_of_ours() -> None:
     assert set(peers.NOTES) <= {"model", *peers.WORKER_ALIASES, *peers.ROUTER_ALIASES}
 
 
-def test_no_refusal_is_out_of_reach_or_unfinished() -> None:
+def test_peer_refusals_are_reachable_and_complete() -> None:
     seen: list[str] = []
     for refusal in REFUSALS:
         assert refusal.reason and refusal.reason[0] not in " A" and not refusal.reason.endswith(".")
@@ -192,16 +190,16 @@ PATHS = set(openapi.document(("m",), "worker", keyed=False)["paths"])
 
 
 def test_refusals_name_flags_that_exist() -> None:
-    """What to use instead is a flag of a worker or a router, or of the command that is named with it."""
+    """Alternatives are flags of a worker or a router, or of the command that is named with them."""
     commands = {name: {option.name for option in command.params} for name, command in COMMANDS.items()}
-    known = WORKER | ROUTER | {"chunked_prefill_size", "help"}
+    existing = WORKER | ROUTER | {"chunked_prefill_size", "help"}
     for refusal in REFUSALS:
         for quoted in re.findall(r"`baton (\w+)", refusal.reason):
             assert quoted in commands, refusal.reason
         for flag in FLAG.findall(refusal.reason):
             field = flag.removeprefix("--").replace("-", "_")
             of = re.search(rf"`baton (\w+)[^`]*{flag}", refusal.reason)
-            assert field in (commands[of[1]] if of else known), refusal.reason
+            assert field in (commands[of[1]] if of else existing), refusal.reason
 
 
 FACTS: dict[str, bool] = {
@@ -254,7 +252,7 @@ FACTS: dict[str, bool] = {
     "--enable-reasoning": "reasoning_parser" in WORKER,
     "--response-role": "response_role" not in WORKER,
     "--chat-template-content-format": "content" not in WORDS,
-    "--completion-template": 'refuse_not_served(fields, ("suffix"' in SOURCES,
+    "--completion-template": 'reject_unsupported(fields, ("suffix"' in SOURCES,
     "--enable-force-include-usage": "stream_include_usage" in WORKER,
     "--enable-request-id-headers": headers.REQUEST_ID == headers.REQUEST_ID,
     "--return-tokens-as-token-ids": '"return_token_ids"' in SOURCES,
@@ -292,7 +290,7 @@ def test_refusals_facts_belong_to_refusals() -> None:
     assert FACTS.keys() == {refusal.flags.split()[0] for refusal in REFUSALS}
 
 
-def test_the_examples_are_true() -> None:
+def test_command_doctests_pass() -> None:
     assert doctest.testmod(command).failed == 0
 
 
@@ -302,11 +300,11 @@ def test_keys_may_be_repeated_and_are_hashed_as_they_are_read() -> None:
     assert "k-one" not in repr(settings)
 
 
-def test_the_environment_gives_keys_with_commas_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_keys_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_API_KEY", "k-one,k-two")
     workers, router = WorkerSettings().api_key, RouterSettings()
     assert len(workers) == 2
-    assert router.api_key == workers  # who sets this one wants a key everywhere
+    assert router.api_key == workers  # this variable sets a key everywhere
     assert router.worker_api_key.get_secret_value() == "k-one"
     monkeypatch.setenv("BATON_ROUTER_API_KEY", "k-three")
     monkeypatch.setenv("BATON_ROUTER_WORKER_API_KEY", "k-four")
@@ -316,14 +314,14 @@ def test_the_environment_gives_keys_with_commas_between(monkeypatch: pytest.Monk
     assert "k-four" not in repr(router)
 
 
-def test_a_bad_key_in_the_environment_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_invalid_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_API_KEY", "my secret")
     with pytest.raises(SetupError, match="BATON_API_KEY: expected a key") as caught:
         read_settings(WorkerSettings, {})
     assert "my secret" not in caught.value.message
 
 
-def test_a_key_file_is_a_path_like_any_other(tmp_path: Path) -> None:
+def test_option_key_file_is_a_path(tmp_path: Path) -> None:
     assert serve("--api-key-file", str(tmp_path / "k")).api_key_file == str(tmp_path / "k")
 
 
@@ -336,12 +334,19 @@ def test_router_flags_of_0_1_0_are_read_by_new_names() -> None:
         *("--dashboard", "--no-dashboard"),
     ]
     for name in ("up", "router"):
-        known = {flag for one in COMMANDS[name].params for flag in (*one.opts, *one.secondary_opts)}
-        assert {"--dashboard", "--no-dashboard"} <= known
-    assert "--local-prefill-max-tokens" in ROUTERS
+        existing = {flag for one in COMMANDS[name].params for flag in (*one.opts, *one.secondary_opts)}
+        assert {"--dashboard", "--no-dashboard"} <= existing
+    assert {"--local-prefill-max-tokens", "--scheduler-timeout-s"} <= set(ROUTERS)
+    assert peers.DEPRECATED["--scheduler-patience-s"] == "--scheduler-timeout-s"
 
 
 @pytest.mark.parametrize("prefix", ["ALONE_TOKENS", "LOCAL_PREFILL_MAX_TOKENS"])
 def test_router_variable_is_read_by_both_names(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
     monkeypatch.setenv(f"BATON_ROUTER_{prefix}", "9")
     assert RouterSettings(decode=("http://127.0.0.1:1",)).local_prefill_max_tokens == 9
+
+
+@pytest.mark.parametrize("name", ["SCHEDULER_PATIENCE_S", "SCHEDULER_TIMEOUT_S"])
+def test_scheduler_timeout_is_read_by_both_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"BATON_ROUTER_{name}", "9")
+    assert RouterSettings(decode=("http://127.0.0.1:1",)).scheduler_timeout_s == 9

@@ -1,4 +1,4 @@
-"""What `baton up` makes of its flags, before anything is started."""
+"""The plan that `baton up` makes of its flags, before a process starts."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def plan(tiny: Path, front: dict[str, Any] | None = None, decode: int = 1, **given: Any) -> Plan:
+def plan(tiny: Path, router_fields: dict[str, Any] | None = None, decode: int = 1, **given: Any) -> Plan:
     display = Display(Console(file=io.StringIO()))
-    return make_plan(display, 1, decode, front or {}, {"model": str(tiny), **given})
+    return make_plan(display, 1, decode, router_fields or {}, {"model": str(tiny), **given})
 
 
-def test_the_examples_are_true() -> None:
+def test_up_doctests_pass() -> None:
     assert doctest.testmod(up).failed == 0
 
 
 def test_workers_share_a_share_of_the_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan(tiny, decode=3, memory_share="0.8")
-    assert all("--memory-share=0.2" in command.arguments for command in made.worker_commands(8))
+    planned = plan(tiny, decode=3, memory_share="0.8")
+    assert all("--memory-share=0.2" in command.arguments for command in planned.worker_commands(8))
     assert not any("share" in part for part in plan(tiny).worker_commands(8)[0].arguments)
     monkeypatch.setenv("BATON_MEMORY_SHARE", "0.6")
     assert all("--memory-share=0.3" in command.arguments for command in plan(tiny).worker_commands(8))
 
 
 def test_switches_and_names_reach_every_worker(tiny: Path) -> None:
-    made = plan(tiny, served_model_name=("a,b", "c"), cache_report=False, log_requests=True)
-    assert made.names == ("a", "b", "c")
-    for command in made.worker_commands(2):
+    planned = plan(tiny, served_model_name=("a,b", "c"), cache_report=False, log_requests=True)
+    assert planned.names == ("a", "b", "c")
+    for command in planned.worker_commands(2):
         assert {"--no-cache-report", "--log-requests"} <= set(command.arguments)
         names = [part for part in command.arguments if part.startswith("--served-model-name")]
         assert names == [f"--served-model-name={name}" for name in "abc"]
@@ -54,21 +54,19 @@ def test_workers_serve_a_path_by_its_last_part_and_as_given(tiny: Path) -> None:
     assert plan(odd).names == ("a,b",)
 
 
-def test_workers_tell_the_router_what_they_hold_and_nobody_what_was_asked(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = {"--kv-events=tcp://127.0.0.1:0", "--no-kv-tokens"}
-    assert all(told <= set(command.arguments) for command in plan(tiny).worker_commands(2))
-    for made in (plan(tiny, kv_events="ipc:///run/kv"), plan(tiny, kv_events="")):
-        assert not any(told & set(command.arguments) for command in made.worker_commands(2))
+def test_plan_workers_publish_kv_events_without_tokens(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    event_flags = {"--kv-events=tcp://127.0.0.1:0", "--no-kv-tokens"}
+    assert all(event_flags <= set(command.arguments) for command in plan(tiny).worker_commands(2))
+    for planned in (plan(tiny, kv_events="ipc:///run/kv"), plan(tiny, kv_events="")):
+        assert not any(event_flags & set(command.arguments) for command in planned.worker_commands(2))
     monkeypatch.setenv("BATON_KV_EVENTS", "tcp://127.0.0.1:5557")
-    assert not any(told & set(command.arguments) for command in plan(tiny).worker_commands(2))
+    assert not any(event_flags & set(command.arguments) for command in plan(tiny).worker_commands(2))
 
 
-def test_an_open_service_has_no_keys_within(tiny: Path) -> None:
-    made = plan(tiny)
-    assert made.key == ""
-    for command in [*made.worker_commands(2), made.router_command([], [], "")]:
+def test_plan_open_service_has_no_internal_key(tiny: Path) -> None:
+    planned = plan(tiny)
+    assert planned.key == ""
+    for command in [*planned.worker_commands(2), planned.router_command([], [], "")]:
         assert all(
             value == ""
             for name, value in command.environment.items()
@@ -76,28 +74,28 @@ def test_an_open_service_has_no_keys_within(tiny: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("front", [{"api_key": ("k-1",)}, {"api_key_file": "/keys"}])
-def test_a_closed_service_has_a_key_of_its_own_within(tiny: Path, front: dict[str, Any]) -> None:
-    made = plan(tiny, front)
-    router = made.router_command(["http://127.0.0.1:1"], ["http://127.0.0.1:2"], "")
-    workers = made.worker_commands(2)
-    assert {command.environment["BATON_API_KEY"] for command in workers} == {made.key}
+@pytest.mark.parametrize("router_fields", [{"api_key": ("k-1",)}, {"api_key_file": "/keys"}])
+def test_plan_closed_service_has_its_own_internal_key(tiny: Path, router_fields: dict[str, Any]) -> None:
+    planned = plan(tiny, router_fields)
+    router = planned.router_command(["http://127.0.0.1:1"], ["http://127.0.0.1:2"], "")
+    workers = planned.worker_commands(2)
+    assert {command.environment["BATON_API_KEY"] for command in workers} == {planned.key}
     assert {command.environment["BATON_API_KEY_FILE"] for command in workers} == {""}
-    assert router.environment["BATON_ROUTER_WORKER_API_KEY"] == made.key
-    assert router.environment["BATON_ROUTER_API_KEY_FILE"] == front.get("api_key_file", "")
+    assert router.environment["BATON_ROUTER_WORKER_API_KEY"] == planned.key
+    assert router.environment["BATON_ROUTER_API_KEY_FILE"] == router_fields.get("api_key_file", "")
     read = RouterSettings.model_validate({"api_key": router.environment["BATON_ROUTER_API_KEY"]})
-    assert len(read.api_key) == len(front.get("api_key", ())) + 1
+    assert len(read.api_key) == len(router_fields.get("api_key", ())) + 1
     assert "k-1" not in router.environment["BATON_ROUTER_API_KEY"]
     for command in [*workers, router]:
-        assert not any("k-1" in part or made.key in part for part in command.arguments)
-    assert made.key != plan(tiny, front).key
+        assert not any("k-1" in part or planned.key in part for part in command.arguments)
+    assert planned.key != plan(tiny, router_fields).key
 
 
-def test_the_router_is_told_where_to_keep_what_it_keeps_and_secrets_by_environment(tiny: Path) -> None:
-    made = plan(
+def test_plan_router_gets_storage_and_secrets_by_environment(tiny: Path) -> None:
+    planned = plan(
         tiny, {"database": "postgresql://u:hidden@h/d", "batch_secret": "signed", "batch_parallel": 3}
     )
-    router = made.router_command([], [], "/state")
+    router = planned.router_command([], [], "/state")
     assert router.environment["BATON_ROUTER_DATABASE"] == "postgresql://u:hidden@h/d"
     assert router.environment["BATON_ROUTER_BATCH_SECRET"] == "signed"
     assert router.environment["BATON_ROUTER_STATE"] == "/state"

@@ -14,10 +14,10 @@ def test_pages_of_repository_are_current() -> None:
 
 
 def test_check_names_stale_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reference.main([], tmp_path / "new") == 0
-    assert reference.main(["--check"], tmp_path / "new") == 0
-    (tmp_path / "new" / "settings.md").write_text("old")
-    assert reference.main(["--check"], tmp_path / "new") == 1
+    assert reference.main([], tmp_path) == 0
+    assert reference.main(["--check"], tmp_path) == 0
+    (tmp_path / "docs" / "reference" / "settings.md").write_text("old")
+    assert reference.main(["--check"], tmp_path) == 1
     assert "settings.md is not current. Run `make fix`." in capsys.readouterr().err
 
 
@@ -29,7 +29,7 @@ def test_setting_has_flag_default_and_variable() -> None:
     assert "Environment: `BATON_ROUTER_HEALTH_INTERVAL_S`." in page
 
 
-def test_every_module_has_a_summary() -> None:
+def test_reference_every_module_has_a_summary() -> None:
     lines = reference.pages()["modules.md"].splitlines()
     modules = [line for line in lines if line.startswith("- `")]
     assert len(modules) > 50

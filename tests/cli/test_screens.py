@@ -8,7 +8,7 @@ from baton_cli.screens import FOLDER, SCREENS, drawn
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_a_screen_in_the_docs_is_as_the_command_draws_it_now(name: str) -> None:
+def test_screens_in_the_docs_are_current(name: str) -> None:
     text = drawn(name)
     assert (FOLDER / f"{name}.svg").read_text() == text, "run python -m baton_cli.screens"
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http://127.0.0.1:8080", "")

@@ -9,11 +9,11 @@ import pytest
 from baton_cli.supervisor import CALM_S, FIRST_DELAY_S, LONGEST_DELAY_S, History, end_order, threads_each
 
 
-def test_a_process_that_never_was_ready_is_not_started_again() -> None:
+def test_history_process_never_ready_is_not_restarted() -> None:
     assert History().ended(5.0).delay_s is None
 
 
-def test_the_first_crash_is_answered_soon() -> None:
+def test_history_first_crash_restarts_soon() -> None:
     assert History().ready(10.0).ended(11.0).delay_s == FIRST_DELAY_S
 
 
@@ -27,16 +27,16 @@ def test_crashes_in_a_row_are_answered_less_and_less_often() -> None:
     assert delays[-1] == LONGEST_DELAY_S
 
 
-def test_a_start_that_fails_after_an_earlier_one_was_ready_is_tried_again() -> None:
+def test_history_failed_restart_is_retried_later() -> None:
     assert History().ready(0.0).ended(1.0).ended(2.0).delay_s == 2 * FIRST_DELAY_S
 
 
-def test_a_calm_time_makes_earlier_crashes_forgotten() -> None:
+def test_history_calm_time_resets_the_delay() -> None:
     history = History().ready(0.0).ended(1.0).ended(2.0).ended(3.0)
     assert history.ready(10.0).ended(10.0 + CALM_S).delay_s == FIRST_DELAY_S
 
 
-def test_a_short_time_does_not() -> None:
+def test_history_short_time_keeps_the_delay() -> None:
     history = History().ready(0.0).ended(1.0).ended(2.0)
     assert history.ready(10.0).ended(10.0 + CALM_S - 1).delay_s == 4 * FIRST_DELAY_S
 
@@ -60,9 +60,9 @@ def test_threads_fit_the_cores_and_nobody_gets_none(cores: int, workers: int, th
     assert threads_each(cores, workers) == threads
 
 
-def test_the_router_ends_first_and_prefill_workers_last() -> None:
+def test_end_order_router_first_and_prefill_workers_last() -> None:
     assert end_order(["prefill", "prefill", "decode", "router", "decode"]) == [[3], [2, 4], [0, 1]]
 
 
-def test_a_service_that_never_got_a_router_ends_too() -> None:
+def test_end_order_without_a_router() -> None:
     assert end_order(["decode", "both"]) == [[0, 1]]

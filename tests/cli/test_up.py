@@ -30,9 +30,9 @@ def relays(worker: str) -> list[dict[str, object]]:
     return [relay for record in records for relay in record["relays"]]
 
 
-def test_a_service_answers_outlives_its_workers_and_leaves_nothing(tiny: Path) -> None:
+def test_up_service_survives_worker_crashes_and_leaves_nothing(tiny: Path) -> None:
     with running_up(tiny) as up:
-        # Prompts are computed in one process and go on in another.
+        # Prompts are computed in one process and continued in another.
         first = up.ask(LONG)
         assert first.status_code == 200, first.text
         workers = up.workers()
@@ -68,7 +68,7 @@ def test_a_service_answers_outlives_its_workers_and_leaves_nothing(tiny: Path) -
         assert "Traceback" not in up.log
 
 
-def test_a_killed_supervisor_takes_its_processes_with_it(tiny: Path) -> None:
+def test_up_killed_supervisor_ends_its_processes(tiny: Path) -> None:
     with running_up(tiny) as up:
         left = psutil.Process(up.process.pid).children(recursive=True)
         assert len(left) == 3
@@ -76,7 +76,7 @@ def test_a_killed_supervisor_takes_its_processes_with_it(tiny: Path) -> None:
         await_gone(left)
 
 
-def test_a_port_in_use_is_one_line_with_the_way_out(tiny: Path) -> None:
+def test_serve_port_in_use_is_one_line_with_the_flag(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         _, complaint, status = _run("serve", str(tiny), f"--port={port}")
@@ -85,14 +85,14 @@ def test_a_port_in_use_is_one_line_with_the_way_out(tiny: Path) -> None:
     assert "Traceback" not in complaint
 
 
-def test_an_unknown_model_is_one_line_with_the_ways_out() -> None:
+def test_up_unknown_model_is_one_line_with_alternatives() -> None:
     _, complaint, status = _run("up", "nobody/such-a-model")
     assert status == 2
     assert "nobody/such-a-model" in complaint and "smollm2" in complaint
     assert "Traceback" not in complaint
 
 
-def test_a_worker_that_cannot_start_ends_the_service_with_its_reason(tiny: Path) -> None:
+def test_up_worker_that_cannot_start_ends_with_its_reason(tiny: Path) -> None:
     _, complaint, status = _run("up", str(tiny), "--port=0", "--kv-cache-memory=1KiB")
     assert status == 2
     assert "--kv-cache-memory" in complaint.splitlines()[-1]

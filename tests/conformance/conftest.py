@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nothing of this folder runs on beside other tests."""
+    """Keep this folder's deployments from running beside other tests."""
     running = item.session.stash.get(_running, None)
     if running is not None and (nextitem is None or HERE not in nextitem.path.parents):
         running.close()
@@ -35,7 +35,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What the deployment wrote last stands beside a failure."""
+    """Add the deployment's last log lines to a failure's report."""
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         for name, value in item.funcargs.items():

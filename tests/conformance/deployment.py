@@ -1,8 +1,8 @@
 """
 Deployments as users start them: `baton serve`, and `baton up` with router, prefill and decode worker.
 
-Seen from outside only: by their command line, their log and HTTP. Nothing of the server is imported, so
-that what the tests say holds for whoever speaks the API.
+Seen from outside only: by their command line, their log and HTTP. The tests import no part of the server, so
+their results hold for every client of the API.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAYS = (ONE_WORKER, PAIR)
 
 START_S = 300.0
 END_S = 30.0
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 """For any one answer."""
 
 POLL_S = 0.02
@@ -62,7 +62,7 @@ class Deployment:
     process: subprocess.Popen[str]
     log: list[str]
     api_key: str = "None"
-    known: dict[int, psutil.Process] = field(default_factory=dict)
+    seen_processes: dict[int, psutil.Process] = field(default_factory=dict)
     """Every process that was ever seen here, so that none is left."""
 
     @property
@@ -75,7 +75,7 @@ class Deployment:
 
     @cached_property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, headers=self.headers)
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, headers=self.headers)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -87,7 +87,7 @@ class Deployment:
             base_url=f"{self.url}/v1",
             api_key=self.api_key,
             max_retries=max_retries,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             http_client=DefaultHttpxClient(trust_env=False),
         )
 
@@ -145,7 +145,7 @@ class Deployment:
         return length
 
     def workers(self) -> dict[str, str]:
-        """URLs of the workers, by role; one worker alone is `both`."""
+        """URLs of the workers, by role; a single worker is `both`."""
         if not self.is_pair:
             return {"both": self.url}
         rows = self.http.get("/workers").raise_for_status().json()["data"]
@@ -153,7 +153,7 @@ class Deployment:
 
     def metrics(self, url: str = "") -> dict[str, float]:
         """`name{labels}` to value, of this deployment's front or of the worker at `url`."""
-        answer = httpx.get(f"{url or self.url}/metrics", timeout=PATIENCE_S, trust_env=False)
+        answer = httpx.get(f"{url or self.url}/metrics", timeout=TIMEOUT_S, trust_env=False)
         rows = re.finditer(r"^(\w+(?:\{.*\})?) (\S+)$", answer.raise_for_status().text, re.MULTILINE)
         return {row[1]: float(row[2]) for row in rows}
 
@@ -176,12 +176,12 @@ class Deployment:
 
     def children(self) -> dict[str, psutil.Process]:
         """The processes that `baton up` started, by role."""
-        found = {}
+        by_role = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[child.cmdline()[3]] = child
-                self.known[child.pid] = child
-        return found
+                by_role[child.cmdline()[3]] = child
+                self.seen_processes[child.pid] = child
+        return by_role
 
     def close(self) -> None:
         """End every process and both clients."""
@@ -193,7 +193,7 @@ class Deployment:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(END_S)
         assert self.process.stdout is not None
-        for child in self.known.values():
+        for child in self.seen_processes.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 
@@ -224,7 +224,7 @@ def start(way: str, model: str, name: str, *flags: str, api_key: str = "None") -
 
     def is_ready() -> bool:
         assert process.poll() is None, f"`baton {command}` ended"
-        address[:] = [found[1] for line in tuple(log) if (found := ADDRESS[way].search(line))]
+        address[:] = [match[1] for line in tuple(log) if (match := ADDRESS[way].search(line))]
         return bool(address) and _answers(address[-1])
 
     try:
@@ -242,7 +242,7 @@ def start(way: str, model: str, name: str, *flags: str, api_key: str = "None") -
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", trust_env=False, timeout=PATIENCE_S).is_success
+        return httpx.get(f"{url}/ready", trust_env=False, timeout=TIMEOUT_S).is_success
     except httpx.TransportError:
         return False
 
@@ -282,7 +282,7 @@ def choices_of(events: Sequence[dict[str, Any]], index: int = 0) -> Iterator[dic
 
 
 def joined(events: Sequence[dict[str, Any]], index: int = 0, key: str = "content") -> str:
-    """What the deltas of one choice of a chat stream add up to."""
+    """Add up the deltas of one choice of a chat stream."""
     return "".join(choice["delta"].get(key) or "" for choice in choices_of(events, index))
 
 

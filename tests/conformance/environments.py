@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from baton_engine.machine import cache_folder
-from tests.conformance.deployment import PATIENCE_S
+from tests.conformance.deployment import TIMEOUT_S
 
 INSTALL_S = 300.0
 
 
 def run_client(script: Path, address: str, packages: tuple[str, ...] = ()) -> str:
-    """What a script prints, run with these packages; it must end well and say nothing of warnings."""
+    """Return a script's output, run with these packages; it must end well and print no warnings."""
     if script.suffix == ".sh":
         if shutil.which("curl") is None:
             pytest.skip("curl is not installed")
@@ -33,7 +33,7 @@ def run_client(script: Path, address: str, packages: tuple[str, ...] = ()) -> st
         # The base interpreter sees nothing of the environment that the tests run in.
         command = [_base_python(), "-s", str(script), address]
         environment = {**os.environ, "PYTHONPATH": str(client_environment(packages))}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * TIMEOUT_S, env=environment)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr[-3000:]}"
     return ended.stdout
 
@@ -50,11 +50,11 @@ def client_environment(packages: tuple[str, ...]) -> Path:
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:
             target = Path(folder) / "packages"
             command = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--target", str(target)]
-            made = subprocess.run(
+            created = subprocess.run(
                 [*command, *packages], capture_output=True, text=True, timeout=INSTALL_S, env=_index()
             )
-            if made.returncode != 0:
-                pytest.skip(f"{', '.join(packages)} could not be installed: {made.stderr.strip()[-300:]}")
+            if created.returncode != 0:
+                pytest.skip(f"{', '.join(packages)} could not be installed: {created.stderr.strip()[-300:]}")
             try:
                 target.rename(place)
             except OSError:
@@ -72,12 +72,12 @@ def _index() -> dict[str, str]:
     environment = dict(os.environ)
     if not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & set(environment):
         if (index := environment.get("PIP_INDEX_URL", "")) == "":
-            asked = subprocess.run(
+            resolved = subprocess.run(
                 [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
                 capture_output=True,
                 text=True,
             )
-            index = asked.stdout.strip()
+            index = resolved.stdout.strip()
         if index:
             environment["UV_DEFAULT_INDEX"] = index
     return environment

@@ -1,4 +1,4 @@
-"""What answers are held against: the shape of an error, and texts that are forced."""
+"""Expected answers: the shape of an error, and texts that are forced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANY: Any = object()
 MESSAGE_BYTES = 4096
 
 TRACES = re.compile(r"Traceback|File \"|\.py\b|/(?:root|home|usr|tmp|work)/")
-"""What no message to a client may hold: a server's insides."""
+"""A server's internals, which no message to a client may contain."""
 
 
 def check_error(

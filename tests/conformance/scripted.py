@@ -1,10 +1,10 @@
 """
 A model that always says the same: real tokenizer and template of Qwen3, weights that were written by hand.
 
-Random weights say nothing that could be checked, and a model that thinks is too large for a test. So the
-head is made to answer each token of a script with the next one; attention and the rest stay random and
-small, so that what is sampled still depends on the KV cache a little. After the template's opening it
-thinks, and then answers; with thinking switched off, the template's empty thought leads to the same answer.
+Random weights give no text that could be checked, and a reasoning model is too large for a test. The head
+answers each token of a script with the next one. Attention and the rest stay random and small, so that
+sampled tokens still depend on the KV cache a little. After the template's opening it thinks, and then
+answers; with thinking switched off, the template's empty thought leads to the same answer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def make_scripted(folder: Path) -> Path:
         embeddings = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1) * HIDDEN**0.5
         model.model.embed_tokens.weight.copy_(embeddings)
         model.lm_head.weight.normal_(std=0.02)
-        for token, following in pairwise(_script(tokenizer)):
-            model.lm_head.weight[following] += SURE / HIDDEN**0.5 * embeddings[token]
+        for token, next_token in pairwise(_script(tokenizer)):
+            model.lm_head.weight[next_token] += SURE / HIDDEN**0.5 * embeddings[token]
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.conftest import smollm2
-from tests.conformance.deployment import PAIR, PATIENCE_S, Deployment, Deployments
+from tests.conformance.deployment import PAIR, TIMEOUT_S, Deployment, Deployments
 
 pytestmark = pytest.mark.nixl
 
@@ -23,19 +23,19 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def served(deployments: Deployments) -> Deployment:
-    """The built-in model; batches are the router's, so one worker alone has none."""
+    """The built-in model behind a router: a single worker has no batches."""
     pytest.importorskip("nixl", reason="the NIXL library is missing")
     return smollm2(deployments, PAIR)
 
 
 def run(*command: str, cwd: Path | None = None) -> list[str]:
-    """What it printed, line by line; `baton` is this one."""
+    """Return its output, line by line; `baton` is this one."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     ended = subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=4 * PATIENCE_S,
+        timeout=4 * TIMEOUT_S,
         cwd=cwd,
         env={**os.environ, "PATH": path},
     )
@@ -65,16 +65,14 @@ def test_two_twenty_and_five_hundred_that_are_cancelled(served: Deployment) -> N
     assert end and 0 < int(end[1]) < 500
 
 
-def test_a_batch_by_curl(served: Deployment) -> None:
+def test_batch_story_with_curl(served: Deployment) -> None:
     rows = run("sh", str(EXAMPLES / "curl.sh"), served.url)
     assert rows[0].startswith("batch: batch_") and "status: completed" in rows
     names = [json.loads(row)["custom_id"] for row in rows if row.startswith("{")]
     assert names == ["request-1", "request-2", "request-3"]
 
 
-def test_a_hundred_by_the_command_line_are_answered_as_each_is_alone(
-    served: Deployment, tmp_path: Path
-) -> None:
+def test_batch_story_hundred_requests_equal_single_answers(served: Deployment, tmp_path: Path) -> None:
     requests = write_requests(served, tmp_path / "requests.jsonl", 100, 4)
     rows = run("sh", str(EXAMPLES / "command_line.sh"), served.url, "requests.jsonl", cwd=tmp_path)
     assert re.fullmatch(r"batch_\w+: completed; 100 of 100 completed, 0 failed; \d+ s", rows[0])
@@ -82,5 +80,5 @@ def test_a_hundred_by_the_command_line_are_answered_as_each_is_alone(
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [line["custom_id"] for line in lines] == [request["custom_id"] for request in requests]
     for request, line in list(zip(requests, lines, strict=True))[::25]:
-        alone = served.post(CHAT, request["body"]).json()
-        assert line["response"]["body"]["choices"] == alone["choices"]
+        single = served.post(CHAT, request["body"]).json()
+        assert line["response"]["body"]["choices"] == single["choices"]

@@ -17,7 +17,7 @@ from baton_api import metrics
 from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, ModelNotFound
 from tests.conformance import deployment
 from tests.conformance.conftest import ALWAYS_RELAYED, smollm2
-from tests.conformance.deployment import PAIR, PATIENCE_S, QUESTION, Deployment, Deployments, await_true
+from tests.conformance.deployment import PAIR, QUESTION, TIMEOUT_S, Deployment, Deployments, await_true
 from tests.conformance.expected import check_error
 from tests.engine.models import make_model
 
@@ -68,7 +68,7 @@ def created(served: Deployment, *lines: Any) -> Batch:
     return batch
 
 
-def ended(served: Deployment, batch: Batch, seconds: float = PATIENCE_S) -> Batch:
+def ended(served: Deployment, batch: Batch, seconds: float = TIMEOUT_S) -> Batch:
     return list(watched(served, batch, seconds))[-1]
 
 
@@ -137,7 +137,7 @@ def test_J1_the_tutorials_batch(instructed: Deployment, tmp_path: Path) -> None:
 
 def test_J3_what_is_seen_of_a_batch_while_it_runs(served: Deployment) -> None:
     batch = created(served, *(line(served, number, body={"max_tokens": 64}) for number in range(20)))
-    seen = list(watched(served, batch, PATIENCE_S))
+    seen = list(watched(served, batch, TIMEOUT_S))
     order = [IN_ORDER.index(one.status) for one in seen]
     assert order == sorted(order)
     done = [sum(counts(one)[1:]) for one in seen]
@@ -154,16 +154,14 @@ def test_J3_what_is_seen_of_a_batch_while_it_runs(served: Deployment) -> None:
 def test_J4_a_cancelled_batch_keeps_what_was_done(served: Deployment) -> None:
     long = {"max_tokens": 64, "ignore_eos": True}
     batch = created(served, *(line(served, number, body=long) for number in range(500)))
-    await_true(
-        lambda: counts(served.client.batches.retrieve(batch.id))[1] > 0, PATIENCE_S, "one is completed"
-    )
+    await_true(lambda: counts(served.client.batches.retrieve(batch.id))[1] > 0, TIMEOUT_S, "one is completed")
     cancelling = served.client.batches.cancel(batch.id)
     assert cancelling.status == "cancelling" and cancelling.cancelling_at
     last = ended(served, cancelling)
     assert last.status == "cancelled" and last.cancelled_at
     assert 0 < counts(last)[1] < 500
     assert len(rows(served, last.output_file_id)) == counts(last)[1]
-    await_true(lambda: served.total(metrics.WORKER_RUNNING.name) == 0, PATIENCE_S, "no request runs any more")
+    await_true(lambda: served.total(metrics.WORKER_RUNNING.name) == 0, TIMEOUT_S, "no request runs any more")
     assert served.client.files.delete(batch.input_file_id).deleted
 
 
@@ -199,10 +197,10 @@ def test_J7_lines_that_cannot_be_served_are_errors_of_their_own(served: Deployme
     assert (batch.status, counts(batch)) == ("completed", (4, 1, 3))
     errors = rows(served, batch.error_file_id)
     assert [row["response"]["status_code"] for row in errors] == [400, 404, 400]
-    told = [row["response"]["body"]["error"] for row in errors]
-    assert told[0]["param"] == "stream"
-    assert (told[1]["param"], told[1]["code"]) == ("model", ModelNotFound.code)
-    assert told[2]["code"] == CONTEXT_LENGTH_EXCEEDED
+    details = [row["response"]["body"]["error"] for row in errors]
+    assert details[0]["param"] == "stream"
+    assert (details[1]["param"], details[1]["code"]) == ("model", ModelNotFound.code)
+    assert details[2]["code"] == CONTEXT_LENGTH_EXCEEDED
 
 
 def no_batches(served: Deployment) -> dict[str, list[Any]]:

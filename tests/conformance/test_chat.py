@@ -51,7 +51,7 @@ def test_B1_the_tutorials_question_has_every_required_field(served: Deployment) 
     assert isinstance(usage.completion_tokens_details.reasoning_tokens, int)
 
 
-def test_B2_the_same_question_again_has_the_same_answer_and_is_cached(served: Deployment) -> None:
+def test_B2_repeated_question_has_the_same_cached_answer(served: Deployment) -> None:
     first, second = (served.chat(**GREEDY, max_tokens=64) for _ in range(2))
     assert first.choices[0].message.content == second.choices[0].message.content
     assert cached(second) >= cached(first)
@@ -104,7 +104,7 @@ def test_B8_stops_are_at_most_four_and_not_empty(served: Deployment) -> None:
     assert served.chat(stop=["w", "x", "y", "z"], max_tokens=1).choices
 
 
-def test_B9_a_stop_token_ends_the_text_where_a_grammar_would_go_on(served: Deployment) -> None:
+def test_B9_stop_token_ends_the_text_inside_a_grammar(served: Deployment) -> None:
     (token,) = served.tokenize(" b")
     completion = served.chat(
         logit_bias={str(token): 100},
@@ -197,17 +197,17 @@ def test_B15_a_logit_bias_that_cannot_be_is_refused(served: Deployment, bias: An
     ids=["frequency", "presence and frequency"],
 )
 def test_B16_penalties_apply(served: Deployment, penalty: dict[str, float]) -> None:
-    """A token that is pushed up is all that is said, until saying it again is penalised."""
+    """A token with a high bias is the whole text, until its repetition is penalized."""
     (token,) = served.tokenize(" b")
 
-    def said(**more: Any) -> int:
+    def repetitions(**more: Any) -> int:
         fields = {"logit_bias": {str(token): 40}, "max_tokens": 64, "ignore_eos": True, **GREEDY, **more}
         answer = served.post_chat(**fields).raise_for_status()
         content: str = answer.json()["choices"][0]["message"]["content"]
         return content.count(" b")
 
-    assert said() == 64
-    assert said(**penalty) < 64
+    assert repetitions() == 64
+    assert repetitions(**penalty) < 64
 
 
 @pytest.mark.parametrize("penalty", [{"repetition_penalty": 2}, {"presence_penalty": 2}])
@@ -303,7 +303,7 @@ def test_B24_max_tokens_is_from_1_to_the_context(served: Deployment, tokens: Cal
     check_error(served.post_chat(max_tokens=tokens(served.context)), 400, "max_tokens")
 
 
-def test_B24_prompt_and_max_tokens_together_are_within_the_context(served: Deployment) -> None:
+def test_B24_prompt_and_max_tokens_over_the_context_is_a_400(served: Deployment) -> None:
     check_error(served.post_chat(max_tokens=served.context), 400, code=CONTEXT_LENGTH_EXCEEDED)
 
 

@@ -12,19 +12,19 @@ from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, DECIMAL_ABOVE_MAX_VALUE, M
 from tests.conformance.deployment import QUESTION, Deployment, choices_of, data_events, joined
 from tests.conformance.expected import check_error, check_param, exactly
 
-ASKED: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
+FIELDS: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def test_C1_a_stream_is_framed_and_ends_with_done(served: Deployment) -> None:
-    answer = served.post_chat(stream=True, **ASKED)
+    answer = served.post_chat(stream=True, **FIELDS)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert data_events(answer.content)
 
 
-def test_C2_role_and_end_come_once_and_the_head_is_the_same_throughout(served: Deployment) -> None:
-    events = served.stream_chat(**ASKED)
+def test_C2_role_and_end_come_once_with_a_constant_head(served: Deployment) -> None:
+    events = served.stream_chat(**FIELDS)
     heads = {(event["id"], event["created"], event["model"], event["object"]) for event in events}
     ((ident, _, model, kind),) = heads
     assert ident.startswith("chatcmpl-") and (model, kind) == (served.model, "chat.completion.chunk")
@@ -38,16 +38,16 @@ def test_C2_role_and_end_come_once_and_the_head_is_the_same_throughout(served: D
 
 
 def test_C3_a_stream_adds_up_to_the_whole_answer(served: Deployment) -> None:
-    whole = served.chat(**ASKED).choices[0]
-    events = served.stream_chat(**ASKED)
+    whole = served.chat(**FIELDS).choices[0]
+    events = served.stream_chat(**FIELDS)
     assert joined(events) == whole.message.content
     assert [choice["finish_reason"] for choice in choices_of(events)][-1] == whole.finish_reason
     assert len(list(choices_of(events))) > 4  # it came in pieces
 
 
 def test_C4_usage_is_the_last_event_when_asked_for(served: Deployment) -> None:
-    usage = served.chat(**ASKED).usage
-    events = served.stream_chat(stream_options={"include_usage": True}, **ASKED)
+    usage = served.chat(**FIELDS).usage
+    events = served.stream_chat(stream_options={"include_usage": True}, **FIELDS)
     assert [event["choices"] == [] for event in events] == [False] * (len(events) - 1) + [True]
     totals = ("prompt_tokens", "completion_tokens", "total_tokens")
     assert usage and [events[-1]["usage"][key] for key in totals] == [getattr(usage, key) for key in totals]
@@ -91,12 +91,12 @@ def test_C8_choices_of_one_stream_do_not_mix(served: Deployment) -> None:
 
 def test_C9_the_sdks_helper_adds_the_stream_up(served: Deployment) -> None:
     with served.client.chat.completions.stream(
-        model=served.model, messages=[{"role": "user", "content": QUESTION[0]["content"]}], **ASKED
+        model=served.model, messages=[{"role": "user", "content": QUESTION[0]["content"]}], **FIELDS
     ) as stream:
         final = stream.get_final_completion()
     message = final.choices[0].message
     assert message.role == "assistant"
-    assert message.content == joined(served.stream_chat(**ASKED))
+    assert message.content == joined(served.stream_chat(**FIELDS))
 
 
 def test_C10_a_bad_request_for_a_stream_has_a_real_status(served: Deployment) -> None:
@@ -121,7 +121,7 @@ def test_C12_obfuscation_may_be_asked_for(served: Deployment) -> None:
 
 
 def test_C13_a_stream_comes_as_it_is_made(served: Deployment) -> None:
-    """The first text is there long before the end: nothing on the way waits for the whole."""
+    """The first text arrives long before the end: no component waits for the whole answer."""
     body = served.chat_body(stream=True, max_tokens=200, ignore_eos=True, temperature=0)
     texts = 0
     with served.http.stream("POST", "/v1/chat/completions", json=body) as answer:

@@ -40,17 +40,17 @@ def test_G2_sixteen_tokens_where_nothing_is_said(served: Deployment) -> None:
 
 def test_G3_choices_of_several_prompts_are_in_order(served: Deployment) -> None:
     prompts = ["One", "Two words", "Three words here"]
-    alone = [served.complete(prompt, max_tokens=6, temperature=0) for prompt in prompts]
+    single = [served.complete(prompt, max_tokens=6, temperature=0) for prompt in prompts]
     completion = served.complete(prompts, n=2, max_tokens=6, temperature=0)
     assert [choice.index for choice in completion.choices] == list(range(6))
     for index, choice in enumerate(completion.choices):
-        assert choice.text == alone[index // 2].choices[0].text
+        assert choice.text == single[index // 2].choices[0].text
     assert completion.usage
     assert completion.usage.prompt_tokens == sum(
-        answer.usage.prompt_tokens for answer in alone if answer.usage
+        answer.usage.prompt_tokens for answer in single if answer.usage
     )
     assert completion.usage.completion_tokens == 2 * sum(
-        answer.usage.completion_tokens for answer in alone if answer.usage
+        answer.usage.completion_tokens for answer in single if answer.usage
     )
 
 

@@ -19,8 +19,8 @@ from tests.conformance.conftest import smollm2
 from tests.conformance.deployment import (
     ONE_WORKER,
     PAIR,
-    PATIENCE_S,
     START_S,
+    TIMEOUT_S,
     Deployment,
     Deployments,
     await_true,
@@ -36,7 +36,7 @@ pair_only = pytest.mark.parametrize("way", [pytest.param(PAIR, marks=pytest.mark
 
 
 def owned_blocks(served: Deployment) -> float:
-    """KV blocks that somebody's request holds, on all workers."""
+    """KV blocks that requests hold, on all workers."""
     return sum(
         value
         for url in served.workers().values()
@@ -55,7 +55,7 @@ def test_L1_a_client_that_leaves_a_stream_stops_it(served: Deployment) -> None:
     before = owned_blocks(served)
     body = served.chat_body(max_tokens=LONG_RUN, ignore_eos=True, stream=True)
     with (
-        httpx.Client(base_url=served.url, timeout=PATIENCE_S, trust_env=False) as leaving,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT_S, trust_env=False) as leaving,
         leaving.stream("POST", CHAT, json=body) as answer,
     ):
         chunks = 0
@@ -65,8 +65,8 @@ def test_L1_a_client_that_leaves_a_stream_stops_it(served: Deployment) -> None:
             if chunks == 5:
                 break
         assert chunks == 5 and served.total(RUNNING) >= 1
-    await_true(lambda: busy(served) == 0, PATIENCE_S, "no request is running")
-    await_true(lambda: owned_blocks(served) == before, PATIENCE_S, "its KV blocks are free again")
+    await_true(lambda: busy(served) == 0, TIMEOUT_S, "no request is running")
+    await_true(lambda: owned_blocks(served) == before, TIMEOUT_S, "its KV blocks are free again")
 
 
 def test_L2_a_client_that_leaves_a_whole_answer_stops_it(served: Deployment) -> None:
@@ -74,13 +74,13 @@ def test_L2_a_client_that_leaves_a_whole_answer_stops_it(served: Deployment) -> 
     body = served.chat_body(max_tokens=LONG_RUN, ignore_eos=True)
     with (
         httpx.Client(
-            base_url=served.url, timeout=httpx.Timeout(PATIENCE_S, read=1.0), trust_env=False
+            base_url=served.url, timeout=httpx.Timeout(TIMEOUT_S, read=1.0), trust_env=False
         ) as http,
         pytest.raises(httpx.ReadTimeout),
     ):
         http.post(CHAT, json=body)
-    await_true(lambda: busy(served) == 0, PATIENCE_S, "no request is running")
-    await_true(lambda: owned_blocks(served) == before, PATIENCE_S, "its KV blocks are free again")
+    await_true(lambda: busy(served) == 0, TIMEOUT_S, "no request is running")
+    await_true(lambda: owned_blocks(served) == before, TIMEOUT_S, "its KV blocks are free again")
 
 
 def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
@@ -97,7 +97,7 @@ def test_L3_overload_is_refused_with_a_time_to_come_back(guarded: Deployment) ->
             f"{guarded.url}{CHAT}",
             json=streamed,
             headers=guarded.headers,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             trust_env=False,
         )
 
@@ -111,8 +111,8 @@ def test_L3_overload_is_refused_with_a_time_to_come_back(guarded: Deployment) ->
             answer.json()["error"], kind="server_error" if answer.status_code == 503 else "requests"
         )
         assert 1 <= int(answer.headers["retry-after"]) <= 120
-    for parity in (0, 1):
-        assert any(answer.status_code != 200 for answer in answers[parity::2])
+    for kind in (0, 1):
+        assert any(answer.status_code != 200 for answer in answers[kind::2])
     assert len({answer.headers["retry-after"] for answer in refused}) > 1, "all would come back at once"
 
 
@@ -136,7 +136,7 @@ def test_L3_the_sdks_retries_get_everybody_through(guarded: Deployment) -> None:
 
 
 @pair_only
-def test_L4_without_a_decode_worker_requests_are_refused_until_it_is_back(guarded: Deployment) -> None:
+def test_L4_without_a_decode_worker_requests_are_rejected(guarded: Deployment) -> None:
     workers = guarded.workers()
     with not_restarted(guarded):
         check_a_lost_stream(guarded)
@@ -144,7 +144,7 @@ def test_L4_without_a_decode_worker_requests_are_refused_until_it_is_back(guarde
             answer = guarded.post_chat(max_tokens=4, stream=stream)
             check_error(answer, 503, kind="server_error")
             assert 1 <= int(answer.headers["retry-after"]) <= 120
-        await_true(lambda: guarded.http.get("/ready").status_code == 503, PATIENCE_S, "/ready says so")
+        await_true(lambda: guarded.http.get("/ready").status_code == 503, TIMEOUT_S, "/ready says so")
         models = guarded.http.get("/v1/models")
         check_error(models, 503, kind="server_error")
         assert guarded.http.get("/health").status_code == 200
@@ -152,7 +152,7 @@ def test_L4_without_a_decode_worker_requests_are_refused_until_it_is_back(guarde
 
 
 def check_a_lost_stream(guarded: Deployment) -> None:
-    """An event that says so, and then no clean end: nobody may take what came for the whole answer."""
+    """An event that says so, and then no clean end: no client may take the part for the whole answer."""
     body = guarded.chat_body(max_tokens=3000, ignore_eos=True, stream=True)
     lines = []
     with (
@@ -204,7 +204,7 @@ def check_comes_back(guarded: Deployment, worker: str) -> None:
             return False
 
     await_true(is_up, START_S, "the worker is started again")
-    await_true(lambda: guarded.http.get("/ready").status_code == 200, PATIENCE_S, "the router is ready")
+    await_true(lambda: guarded.http.get("/ready").status_code == 200, TIMEOUT_S, "the router is ready")
     fresh = random.Random(time.monotonic_ns())
 
     def relayed() -> bool:
@@ -213,7 +213,7 @@ def check_comes_back(guarded: Deployment, worker: str) -> None:
         assert guarded.post_completion(prompt, max_tokens=2).status_code == 200
         return guarded.moved() > before
 
-    await_true(relayed, PATIENCE_S, "prompts come from the prefill worker again")
+    await_true(relayed, TIMEOUT_S, "prompts come from the prefill worker again")
 
 
 PROMPTS = 100
@@ -223,17 +223,17 @@ PROMPTS = 100
 def test_L7_a_pair_says_what_one_worker_says(deployments: Deployments) -> None:
     pytest.importorskip("nixl", reason="the NIXL library is missing")
     one, pair = (smollm2(deployments, way) for way in (ONE_WORKER, PAIR))
-    places = ("France", "Japan", "Peru", "Kenya", "Norway", "Chile", "India", "Cuba", "Mali", "Laos")
-    asked: tuple[str, ...] = (
+    countries = ("France", "Japan", "Peru", "Kenya", "Norway", "Chile", "India", "Cuba", "Mali", "Laos")
+    topics: tuple[str, ...] = (
         "capital",
         "largest city",
         "longest river",
         "highest mountain",
         "best known dish",
     )
-    asked += ("flag", "currency", "national animal", "neighbours", "climate")
+    topics += ("flag", "currency", "national animal", "neighbours", "climate")
     questions = [
-        f"What is the {thing} of {place}? Answer in one sentence." for place in places for thing in asked
+        f"What is the {thing} of {place}? Answer in one sentence." for place in countries for thing in topics
     ]
     assert len(set(questions)) == PROMPTS
     before = pair.moved()
@@ -261,17 +261,17 @@ def test_L5_several_prompts_and_choices_are_the_same_from_a_pair(deployments: De
     """Each prompt of a list is a prefill of its own, and so is nothing of a choice."""
     pytest.importorskip("nixl", reason="the NIXL library is missing")
     prompts = ["The capital of France is", "Water boils at", "A relay race has"]
-    found = []
+    answered = []
     for way in (ONE_WORKER, PAIR):
         served = smollm2(deployments, way)
         completion = served.complete(prompts, n=2, temperature=1, seed=11, max_tokens=8)
         assert completion.usage
-        found.append(
+        answered.append(
             (
                 [(choice.index, choice.text) for choice in completion.choices],
                 completion.usage.prompt_tokens,
                 completion.usage.completion_tokens,
             )
         )
-    assert found[0] == found[1]
-    assert len({text for _, text in found[0][0]}) > 3
+    assert answered[0] == answered[1]
+    assert len({text for _, text in answered[0][0]}) > 3

@@ -67,15 +67,15 @@ def test_I4_what_is_no_upload_is_named(served: Deployment) -> None:
 
 
 def test_I6_files_are_listed_in_pages(served: Deployment) -> None:
-    made = [served.client.files.create(file=io.BytesIO(b"x"), purpose="batch").id for _ in range(5)]
+    ids = [served.client.files.create(file=io.BytesIO(b"x"), purpose="batch").id for _ in range(5)]
     other = served.client.files.create(file=io.BytesIO(b"x"), purpose="user_data").id
     listed = [file.id for file in served.client.files.list(limit=2, purpose="batch")]
-    assert [id for id in listed if id in made] == made[::-1]
+    assert [id for id in listed if id in ids] == ids[::-1]
     assert len(listed) == len(set(listed)) and other not in listed
     ascending = [file.id for file in served.client.files.list(limit=2, order="asc")]
-    assert [id for id in ascending if id in (*made, other)] == [*made, other]
+    assert [id for id in ascending if id in (*ids, other)] == [*ids, other]
     page = served.http.get("/v1/files", params={"limit": 2}).json()
     assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][1]["id"])
     assert page["has_more"] is True and page["object"] == "list"
-    for id in (*made, other):
+    for id in (*ids, other):
         served.client.files.delete(id)

@@ -1,4 +1,4 @@
-"""A: HTTP, authorisation, models."""
+"""A: HTTP, authorization, models."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_A7_another_content_type_is_refused(served: Deployment) -> None:
     check_error(answer, 400, None, None)
 
 
-def test_A8_unknown_paths_and_methods_have_errors_of_the_same_shape(served: Deployment) -> None:
+def test_A8_unknown_paths_and_methods_have_the_error_shape(served: Deployment) -> None:
     check_error(served.http.get("/v1/nothing"), 404, None, None)
     check_error(served.http.get(CHAT), 405, None, None)
     check_error(served.http.delete("/v1/models"), 405, None, None)
@@ -169,7 +169,7 @@ def test_A12_headers_of_sdks_are_let_through(served: Deployment) -> None:
 
 
 @pytest.mark.parametrize("depth", [200, 100_000])
-def test_A13_a_deeply_nested_body_is_refused_and_the_server_lives(served: Deployment, depth: int) -> None:
+def test_A13_deeply_nested_body_is_rejected_and_the_server_lives(served: Deployment, depth: int) -> None:
     content = b'{"model":"' + served.model.encode() + b'","messages":' + b"[" * depth + b"]" * depth + b"}"
     check_error(served.http.post(CHAT, content=content, headers=JSON), 400, ANY, ANY)
     assert served.chat(max_tokens=1).choices

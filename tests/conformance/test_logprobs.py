@@ -12,12 +12,12 @@ from tests.conformance.deployment import ONE_WORKER, PAIR, Deployment, Deploymen
 from tests.conformance.expected import check_error, exactly
 
 COUNTING = [{"role": "user", "content": "Count from 1 to 50"}]
-ASKED: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 8, "temperature": 0}
+FIELDS: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 8, "temperature": 0}
 PROMPT = "The capital of France is"
 
 
 def entries_of(served: Deployment, **more: Any) -> list[dict[str, Any]]:
-    answer = served.post_chat(COUNTING, **{**ASKED, **more}).raise_for_status().json()
+    answer = served.post_chat(COUNTING, **{**FIELDS, **more}).raise_for_status().json()
     logprobs = answer["choices"][0]["logprobs"]
     assert logprobs["refusal"] is None
     entries: list[dict[str, Any]] = logprobs["content"]
@@ -26,7 +26,7 @@ def entries_of(served: Deployment, **more: Any) -> list[dict[str, Any]]:
 
 
 def test_F1_each_token_has_its_logprob_and_the_best(served: Deployment) -> None:
-    completion = served.chat(COUNTING, **ASKED)
+    completion = served.chat(COUNTING, **FIELDS)
     choice = completion.choices[0]
     assert choice.logprobs and choice.logprobs.content and completion.usage
     entries = choice.logprobs.content
@@ -43,7 +43,7 @@ def test_F1_each_token_has_its_logprob_and_the_best(served: Deployment) -> None:
 
 def test_F2_streamed_logprobs_are_the_same(served: Deployment) -> None:
     whole = entries_of(served)
-    events = served.stream_chat(COUNTING, **ASKED)
+    events = served.stream_chat(COUNTING, **FIELDS)
     streamed = [
         entry for choice in choices_of(events) for entry in (choice["logprobs"] or {}).get("content") or ()
     ]
@@ -115,7 +115,7 @@ def test_F6_echoed_prompts_have_logprobs_too(served: Deployment, length: int) ->
 
 
 @pytest.mark.nixl
-def test_F7_the_first_token_of_a_pair_has_the_value_of_one_worker(deployments: Deployments) -> None:
+def test_F7_first_token_of_a_pair_equals_one_workers(deployments: Deployments) -> None:
     pytest.importorskip("nixl", reason="the NIXL library is missing")
     one, pair = (entries_of(smollm2(deployments, way)) for way in (ONE_WORKER, PAIR))
     assert pair[0]["token"] == one[0]["token"]
@@ -127,7 +127,7 @@ def test_F7_the_first_token_of_a_pair_has_the_value_of_one_worker(deployments: D
 
 def test_F8_bytes_of_split_characters_add_up(served: Deployment) -> None:
     text = "家族 👨‍👩‍👧 ok"
-    answer = served.post_chat(COUNTING, **{**ASKED, "max_tokens": 100}, **exactly(text)).json()
+    answer = served.post_chat(COUNTING, **{**FIELDS, "max_tokens": 100}, **exactly(text)).json()
     choice = answer["choices"][0]
     spelled = b"".join(bytes(entry["bytes"] or ()) for entry in choice["logprobs"]["content"])
     assert choice["message"]["content"] == text
@@ -145,6 +145,6 @@ def test_F9_prompt_logprobs_are_given_when_asked_for(served: Deployment) -> None
 
 def test_F10_a_banned_token_has_a_logprob_that_json_can_hold(served: Deployment) -> None:
     (token,) = served.tokenize("1")
-    fields = {**ASKED, "logit_bias": {str(token): -100}, "top_logprobs": 20}
+    fields = {**FIELDS, "logit_bias": {str(token): -100}, "top_logprobs": 20}
     for entry in entries_of(served, **fields):
         assert all(-1e4 <= top["logprob"] <= 0 for top in entry["top_logprobs"])

@@ -16,7 +16,7 @@ from openai.types.responses import Response
 
 from baton_api import metrics
 from baton_api.errors import MISSING_REQUIRED_PARAMETER, ModelNotFound
-from tests.conformance.deployment import PATIENCE_S, QUESTION, Deployment, await_true
+from tests.conformance.deployment import QUESTION, TIMEOUT_S, Deployment, await_true
 from tests.conformance.expected import check_error, check_param, refusal
 
 EMOJI = "Grüße 👋🏽 aus 東京, e\u0301"
@@ -36,15 +36,15 @@ def test_K1_embeddings_or_a_clear_refusal(served: Deployment) -> None:
     if answer.status_code != 200:
         check_error(answer, 400, "model")
         return
-    found = answer.json()
-    assert found["object"] == "list" and found["model"] == served.model
-    assert [row["index"] for row in found["data"]] == [0, 1, 2]
-    assert {row["object"] for row in found["data"]} == {"embedding"}
-    first, second, third = (row["embedding"] for row in found["data"])
+    reply = answer.json()
+    assert reply["object"] == "list" and reply["model"] == served.model
+    assert [row["index"] for row in reply["data"]] == [0, 1, 2]
+    assert {row["object"] for row in reply["data"]} == {"embedding"}
+    first, second, third = (row["embedding"] for row in reply["data"])
     assert len(first) == len(second) and first != second
     assert first == pytest.approx(third, abs=1e-3)
     assert all(math.isfinite(value) for value in first)
-    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] > 0
+    assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] > 0
     spelled = served.post("/v1/embeddings", {**body, "encoding_format": "base64"}).json()
     raw = base64.b64decode(spelled["data"][0]["embedding"])
     assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == pytest.approx(first, abs=1e-3)
@@ -118,22 +118,22 @@ def test_K4_a_streamed_response_is_numbered_and_adds_up(served: Deployment) -> N
 def test_K5_a_response_goes_on_from_an_earlier_one(served: Deployment) -> None:
     first = respond(served, "My name is Ada.", temperature=0)
     second = respond(served, "What is my name?", previous_response_id=first.id, temperature=0)
-    alone = respond(served, "What is my name?", temperature=0)
+    single = respond(served, "What is my name?", temperature=0)
     assert second.previous_response_id == first.id
-    assert second.usage and alone.usage and second.usage.input_tokens > alone.usage.input_tokens
+    assert second.usage and single.usage and second.usage.input_tokens > single.usage.input_tokens
     unknown = refusal(lambda: respond(served, previous_response_id="resp_none"), openai.APIStatusError)
     assert unknown.status_code in (400, 404)
     check_error(unknown, unknown.status_code)
 
 
 def test_K6_a_stored_response_can_be_read_and_deleted(served: Deployment) -> None:
-    made = respond(served, temperature=0)
-    found = served.client.responses.retrieve(made.id)
-    assert found.id == made.id and found.output_text == made.output_text
-    items = served.client.responses.input_items.list(made.id).data
+    created = respond(served, temperature=0)
+    retrieved = served.client.responses.retrieve(created.id)
+    assert retrieved.id == created.id and retrieved.output_text == created.output_text
+    items = served.client.responses.input_items.list(created.id).data
     assert len(items) == 1
-    served.client.responses.delete(made.id)
-    gone = refusal(lambda: served.client.responses.retrieve(made.id), openai.NotFoundError)
+    served.client.responses.delete(created.id)
+    gone = refusal(lambda: served.client.responses.retrieve(created.id), openai.NotFoundError)
     check_error(gone, 404)
     unstored = respond(served, store=False)
     refusal(lambda: served.client.responses.retrieve(unstored.id), openai.NotFoundError)
@@ -153,8 +153,8 @@ def test_K7_a_response_is_checked_like_a_chat(served: Deployment) -> None:
 
 def test_K8_counters_grow_by_what_was_done(served: Deployment) -> None:
     choices, tokens = metrics.WORKER_REQUESTS.name, metrics.WORKER_GENERATION_TOKENS.name
-    front = metrics.ROUTER_REQUESTS.name
-    before = [served.total(choices), served.total(tokens), fronted(served, front)]
+    requests_metric = metrics.ROUTER_REQUESTS.name
+    before = [served.total(choices), served.total(tokens), fronted(served, requests_metric)]
     usages = [served.chat(max_tokens=3 + index % 2).usage for index in range(10)]
     spent = sum(usage.completion_tokens for usage in usages if usage)
 
@@ -162,11 +162,13 @@ def test_K8_counters_grow_by_what_was_done(served: Deployment) -> None:
         return [
             now - then
             for now, then in zip(
-                (served.total(choices), served.total(tokens), fronted(served, front)), before, strict=True
+                (served.total(choices), served.total(tokens), fronted(served, requests_metric)),
+                before,
+                strict=True,
             )
         ]
 
-    await_true(lambda: grown()[0] >= 10, PATIENCE_S, "ten requests are counted")
+    await_true(lambda: grown()[0] >= 10, TIMEOUT_S, "ten requests are counted")
     assert grown() == [10, spent, 10 if served.is_pair else 0]
     page = served.http.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain")
@@ -174,17 +176,17 @@ def test_K8_counters_grow_by_what_was_done(served: Deployment) -> None:
 
 
 def fronted(served: Deployment, name: str) -> float:
-    """What the process that clients speak to has counted."""
+    """Count of the process that clients connect to."""
     return sum(value for key, value in served.metrics().items() if key.partition("{")[0] == name)
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 def test_K9_text_becomes_tokens_and_text_again(served: Deployment, prefix: str) -> None:
-    made = served.post(
+    tokenized = served.post(
         f"{prefix}/tokenize", {"model": served.model, "prompt": EMOJI, "add_special_tokens": False}
     )
-    assert made.status_code == 200, made.text
-    body = made.json()
+    assert tokenized.status_code == 200, tokenized.text
+    body = tokenized.json()
     assert body["count"] == len(body["tokens"]) and isinstance(body["max_model_len"], int)
     back = served.post(f"{prefix}/detokenize", {"model": served.model, "tokens": body["tokens"]})
     assert back.status_code == 200, back.text
@@ -227,13 +229,13 @@ def test_K13_generate_in_its_own_words(served: Deployment) -> None:
     body = {"text": QUESTION[0]["content"], "sampling_params": parameters}
     answer = served.post("/generate", body)
     assert answer.status_code == 200, answer.text
-    found = answer.json()
+    reply = answer.json()
     plain = served.complete(
         QUESTION[0]["content"], max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
     )
-    assert found["text"] == plain.choices[0].text
-    assert len(found["output_ids"]) == 8
-    details = found["meta_info"]
+    assert reply["text"] == plain.choices[0].text
+    assert len(reply["output_ids"]) == 8
+    details = reply["meta_info"]
     assert details["completion_tokens"] == 8 and details["finish_reason"] == {"type": "length", "length": 8}
     assert plain.usage and details["prompt_tokens"] == plain.usage.prompt_tokens
     by_ids = served.post(
@@ -260,12 +262,12 @@ def test_K15_a_request_is_aborted_by_its_id(served: Deployment, stream: bool) ->
     running = threading.Thread(target=lambda: answers.append(served.post("/v1/chat/completions", body)))
     running.start()
     try:
-        await_true(lambda: served.total(metrics.WORKER_RUNNING.name) >= 1, PATIENCE_S, "it runs")
+        await_true(lambda: served.total(metrics.WORKER_RUNNING.name) >= 1, TIMEOUT_S, "it runs")
         aborted = served.post("/abort_request", {"rid": f"abort-me-{stream}"})
         assert aborted.status_code == 200, aborted.text
     finally:
         running.join(timeout=60)
-    await_true(lambda: served.total(metrics.WORKER_RUNNING.name) == 0, PATIENCE_S, "nothing runs")
+    await_true(lambda: served.total(metrics.WORKER_RUNNING.name) == 0, TIMEOUT_S, "nothing runs")
     (answer,) = answers
     assert 'finish_reason":"abort' not in answer.text.replace(" ", "")
     unknown = served.post("/abort_request", {"rid": "nobody"})

@@ -11,21 +11,21 @@ from tests.conformance.deployment import QUESTION, Deployment, choices_of, joine
 from tests.conformance.expected import check_error, exactly
 from tests.conformance.scripted import ANSWER, THOUGHT
 
-ASKED: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
+FIELDS: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 NOT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 MARKS = ("<think>", "</think>")
 
 
 def message_of(served: Deployment, **more: Any) -> dict[str, Any]:
-    answer = served.post_chat(**ASKED, **more)
+    answer = served.post_chat(**FIELDS, **more)
     assert answer.status_code == 200, answer.text
     message: dict[str, Any] = answer.json()["choices"][0]["message"]
     return message
 
 
 def test_E9_a_thought_is_apart_from_the_answer(thinker: Deployment) -> None:
-    completion = thinker.chat(**ASKED, extra_body={**THINKING, "separate_reasoning": True})
+    completion = thinker.chat(**FIELDS, extra_body={**THINKING, "separate_reasoning": True})
     choice = completion.choices[0]
     message = choice.message.model_dump()
     assert message["reasoning_content"] == THOUGHT
@@ -40,7 +40,7 @@ def test_E9_a_thought_is_apart_from_the_answer(thinker: Deployment) -> None:
 
 
 def test_E10_without_thinking_there_is_no_thought(thinker: Deployment) -> None:
-    completion = thinker.chat(**ASKED, extra_body={**NOT_THINKING, "separate_reasoning": True})
+    completion = thinker.chat(**FIELDS, extra_body={**NOT_THINKING, "separate_reasoning": True})
     message = completion.choices[0].message.model_dump()
     assert message.get("reasoning_content") is None
     assert message["content"] == ANSWER
@@ -52,14 +52,14 @@ def test_E11_a_thought_can_be_left_in_the_content(thinker: Deployment) -> None:
     message = message_of(thinker, separate_reasoning=False, **THINKING)
     assert message["content"] == f"<think>{THOUGHT}</think>\n\n{ANSWER}"
     assert message.get("reasoning_content") is None
-    events = thinker.stream_chat(separate_reasoning=False, **THINKING, **ASKED)
+    events = thinker.stream_chat(separate_reasoning=False, **THINKING, **FIELDS)
     assert joined(events) == message["content"]
     assert not joined(events, key="reasoning_content")
 
 
 def test_E12_a_streamed_thought_comes_first_and_whole(thinker: Deployment) -> None:
     whole = message_of(thinker, **THINKING)
-    events = thinker.stream_chat(**THINKING, **ASKED)
+    events = thinker.stream_chat(**THINKING, **FIELDS)
     assert joined(events, key="reasoning_content") == whole["reasoning_content"] == THOUGHT
     assert joined(events) == whole["content"] == ANSWER
     deltas = [choice["delta"] for choice in choices_of(events)]
@@ -73,7 +73,7 @@ def test_E12_a_streamed_thought_comes_first_and_whole(thinker: Deployment) -> No
 
 
 def test_E17_a_thought_can_be_held_until_its_end(thinker: Deployment) -> None:
-    events = thinker.stream_chat(stream_reasoning=False, **THINKING, **ASKED)
+    events = thinker.stream_chat(stream_reasoning=False, **THINKING, **FIELDS)
     thoughts = [
         choice["delta"]["reasoning_content"]
         for choice in choices_of(events)
@@ -91,7 +91,7 @@ def test_E18_a_constraint_begins_after_the_thought(thinker: Deployment) -> None:
 
 
 def test_E19_a_budget_ends_the_thought(thinker: Deployment) -> None:
-    completion = thinker.chat(**ASKED, extra_body={**THINKING, "thinking_token_budget": 2})
+    completion = thinker.chat(**FIELDS, extra_body={**THINKING, "thinking_token_budget": 2})
     message = completion.choices[0].message.model_dump()
     assert THOUGHT.startswith(message["reasoning_content"]) and message["reasoning_content"] != THOUGHT
     assert not any(mark in (message["content"] or "") for mark in MARKS)
@@ -116,7 +116,7 @@ def test_E22_reasoning_can_be_left_out(thinker: Deployment) -> None:
 
 
 def test_E23_a_thought_that_is_cut_is_no_answer(thinker: Deployment) -> None:
-    answer = thinker.post_chat(**{**ASKED, "max_tokens": 3}, **THINKING).json()
+    answer = thinker.post_chat(**{**FIELDS, "max_tokens": 3}, **THINKING).json()
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["reasoning_content"] and not choice["message"]["content"]
@@ -133,6 +133,6 @@ def test_E24_arguments_of_templates_are_checked(thinker: Deployment) -> None:
 def test_E25_an_earlier_thought_may_come_back_in(thinker: Deployment) -> None:
     first = message_of(thinker, **THINKING)
     messages = [*QUESTION, first, {"role": "user", "content": "Again."}]
-    answer = thinker.post_chat(messages, **ASKED)
+    answer = thinker.post_chat(messages, **FIELDS)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"] == ANSWER

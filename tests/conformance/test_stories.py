@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.deployment import PATIENCE_S, Deployment
+from tests.conformance.deployment import TIMEOUT_S, Deployment
 from tests.conformance.environments import run_client
 from tests.conformance.scripted import ANSWER
 
@@ -26,7 +26,7 @@ CLIENTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_the_story_is_the_same_with_every_library(thinker: Deployment, client: str) -> None:
+def test_story_is_the_same_with_every_library(thinker: Deployment, client: str) -> None:
     script, packages = CLIENTS[client]
     printed = run_client(EXAMPLES / "clients" / script, f"{thinker.url}/v1", packages)
     lines = dict(line.split(": ", 1) for line in printed.splitlines() if not line.startswith("error"))
@@ -43,15 +43,15 @@ def test_the_story_is_the_same_with_every_library(thinker: Deployment, client: s
     assert len(errors) == 2 and errors[0].startswith("error: 404") and errors[1].startswith("error: 400")
 
 
-def test_the_story_is_the_same_with_curl(thinker: Deployment) -> None:
+def test_story_is_the_same_with_curl(thinker: Deployment) -> None:
     printed = run_client(EXAMPLES / "clients" / "curl.sh", f"{thinker.url}/v1")
     client, *rows = printed.splitlines()
     assert client.startswith("client: curl ")
     parsed = []
     for row in rows:
-        found = re.fullmatch(r"(\w+): (\d{3}) (.*)", row)
-        assert found, row
-        parsed.append((found[1], int(found[2]), found[3]))
+        match = re.fullmatch(r"(\w+): (\d{3}) (.*)", row)
+        assert match, row
+        parsed.append((match[1], int(match[2]), match[3]))
     assert [(name, status) for name, status, _ in parsed] == [
         ("model", 200),
         ("chat", 200),
@@ -89,32 +89,32 @@ SECTIONS = (
 )
 
 
-def test_the_tutorials_calls_are_answered(served: Deployment) -> None:
+def test_tutorial_calls_are_answered(served: Deployment) -> None:
     ended = subprocess.run(
         [sys.executable, str(EXAMPLES / "openai_tutorial.py"), served.url],
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE_S,
+        timeout=2 * TIMEOUT_S,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     parts = re.split(r"^--- (.*)\n", ended.stdout, flags=re.MULTILINE)[1:]
-    found = dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
-    assert tuple(found) == SECTIONS
-    assert found["GET /v1/models"] == served.model
-    chat = json.loads(found["POST /v1/chat/completions"])
+    printed = dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
+    assert tuple(printed) == SECTIONS
+    assert printed["GET /v1/models"] == served.model
+    chat = json.loads(printed["POST /v1/chat/completions"])
     choice = chat["choices"][0]
     assert chat["object"] == "chat.completion" and choice["message"]["content"]
     assert "matched_stop" in choice and choice["message"].get("reasoning_content") is None
-    assert found["POST /v1/chat/completions, every parameter"]
-    assert found["POST /v1/chat/completions, streamed"]
+    assert printed["POST /v1/chat/completions, every parameter"]
+    assert printed["POST /v1/chat/completions, streamed"]
     for thinking in (True, False):
-        part = found[f"POST /v1/chat/completions, enable_thinking={thinking}"]
+        part = printed[f"POST /v1/chat/completions, enable_thinking={thinking}"]
         assert re.fullmatch(r"reasoning_content: None\ncontent: .+", part, re.DOTALL)
-    completion = json.loads(found["POST /v1/completions"])
+    completion = json.loads(printed["POST /v1/completions"])
     assert completion["object"] == "text_completion" and completion["choices"][0]["text"]
     assert completion["usage"]["completion_tokens"] == 64 or completion["choices"][0]["matched_stop"]
-    assert found["POST /v1/completions, every parameter"]
-    info = json.loads(found["GET /get_model_info"])
+    assert printed["POST /v1/completions, every parameter"]
+    info = json.loads(printed["GET /get_model_info"])
     assert info["model_path"] and info["is_generation"] is True
-    generated = json.loads(found["POST /generate"])
+    generated = json.loads(printed["POST /generate"])
     assert generated["text"] and generated["meta_info"]["completion_tokens"] == 8

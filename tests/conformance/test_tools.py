@@ -42,7 +42,7 @@ TOOL = function("get_weather", WEATHER)
 TOOLS = [TOOL, function("get_time", TIME)]
 SCHEMAS = {"get_weather": WEATHER, "get_time": TIME}
 
-ASKED: dict[str, Any] = {"temperature": 1, "max_tokens": 300}
+FIELDS: dict[str, Any] = {"temperature": 1, "max_tokens": 300}
 AT_ONCE = {"chat_template_kwargs": {"enable_thinking": False}}
 """The model calls or answers without a thought before."""
 
@@ -61,7 +61,7 @@ def check_call(call: Any, names: tuple[str, ...] = ("get_weather",)) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_D1_required_calls_with_valid_arguments(thinker: Deployment, seed: int) -> None:
     completion = thinker.chat(
-        WEATHER_QUESTION, tools=[TOOL], tool_choice="required", seed=seed, extra_body=AT_ONCE, **ASKED
+        WEATHER_QUESTION, tools=[TOOL], tool_choice="required", seed=seed, extra_body=AT_ONCE, **FIELDS
     )
     choice = completion.choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -77,7 +77,7 @@ def test_D2_a_named_function_is_the_one_that_is_called(thinker: Deployment) -> N
     for name in SCHEMAS:
         chosen = {"type": "function", "function": {"name": name}}
         completion = thinker.chat(
-            WEATHER_QUESTION, tools=TOOLS, tool_choice=chosen, extra_body=AT_ONCE, **ASKED
+            WEATHER_QUESTION, tools=TOOLS, tool_choice=chosen, extra_body=AT_ONCE, **FIELDS
         )
         choice = completion.choices[0]
         assert choice.finish_reason in ("tool_calls", "stop")
@@ -88,7 +88,7 @@ def test_D2_a_named_function_is_the_one_that_is_called(thinker: Deployment) -> N
 
 def test_D3_none_calls_nothing(thinker: Deployment) -> None:
     completion = thinker.chat(
-        WEATHER_QUESTION, tools=TOOLS, tool_choice="none", extra_body={**AT_ONCE, **exactly(CALL)}, **ASKED
+        WEATHER_QUESTION, tools=TOOLS, tool_choice="none", extra_body={**AT_ONCE, **exactly(CALL)}, **FIELDS
     )
     message = completion.choices[0].message
     assert not message.tool_calls and message.content == CALL
@@ -142,7 +142,7 @@ def test_D5_a_tool_that_cannot_be_is_named(thinker: Deployment, tool: Any) -> No
 
 
 def test_D6_a_streamed_call_has_its_id_and_name_once(thinker: Deployment) -> None:
-    fields = {"tools": [TOOL], "tool_choice": "required", "seed": 3, **AT_ONCE, **ASKED}
+    fields = {"tools": [TOOL], "tool_choice": "required", "seed": 3, **AT_ONCE, **FIELDS}
     events = thinker.stream_chat(WEATHER_QUESTION, **fields)
     whole = thinker.post_chat(WEATHER_QUESTION, **fields).json()["choices"][0]["message"]["tool_calls"]
     calls = streamed_calls(events)
@@ -180,7 +180,7 @@ def test_D7_the_sdks_helper_doubles_nothing(thinker: Deployment) -> None:
         tools=[{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}],
         tool_choice="required",
         extra_body=AT_ONCE,
-        **ASKED,
+        **FIELDS,
     ) as stream:
         final = stream.get_final_completion()
     calls = final.choices[0].message.tool_calls
@@ -198,7 +198,7 @@ def test_D8_without_parallel_calls_there_is_one(thinker: Deployment) -> None:
             tools=TOOLS,
             parallel_tool_calls=parallel,
             extra_body={**AT_ONCE, **two},
-            **ASKED,
+            **FIELDS,
         )
         assert len(completion.choices[0].message.tool_calls or ()) == count
     for seed in range(3):
@@ -209,14 +209,14 @@ def test_D8_without_parallel_calls_there_is_one(thinker: Deployment) -> None:
             parallel_tool_calls=False,
             seed=seed,
             extra_body=AT_ONCE,
-            **ASKED,
+            **FIELDS,
         )
         assert len(completion.choices[0].message.tool_calls or ()) == 1
 
 
 def test_D9_a_call_and_its_result_go_back_in(thinker: Deployment) -> None:
     first = thinker.chat(
-        WEATHER_QUESTION, tools=[TOOL], tool_choice="required", extra_body=AT_ONCE, **ASKED
+        WEATHER_QUESTION, tools=[TOOL], tool_choice="required", extra_body=AT_ONCE, **FIELDS
     ).choices[0]
     assert first.message.tool_calls
     results = [
@@ -224,7 +224,7 @@ def test_D9_a_call_and_its_result_go_back_in(thinker: Deployment) -> None:
         for call in first.message.tool_calls
     ]
     messages = [*WEATHER_QUESTION, first.message.model_dump(exclude_none=True), *results]
-    second = thinker.chat(messages, tools=[TOOL], extra_body=AT_ONCE, **ASKED).choices[0]
+    second = thinker.chat(messages, tools=[TOOL], extra_body=AT_ONCE, **FIELDS).choices[0]
     assert second.message.content == ANSWER or second.message.tool_calls
     messages[1]["content"] = None
     assert thinker.chat(messages, max_tokens=1).choices
@@ -237,7 +237,7 @@ def test_D10_deprecated_functions_are_answered_in_their_own_form(thinker: Deploy
         functions=functions,
         function_call={"name": "get_weather"},
         extra_body=AT_ONCE,
-        **ASKED,
+        **FIELDS,
     )
     choice = completion.choices[0]
     assert choice.finish_reason == "function_call" and not choice.message.tool_calls
@@ -245,7 +245,7 @@ def test_D10_deprecated_functions_are_answered_in_their_own_form(thinker: Deploy
     validate(json.loads(choice.message.function_call.arguments), WEATHER)
 
 
-def test_D11_a_forced_call_and_another_constraint_do_not_go_together(thinker: Deployment) -> None:
+def test_D11_forced_call_with_another_constraint_is_rejected(thinker: Deployment) -> None:
     for constraint in (
         {"response_format": {"type": "json_object"}},
         {"regex": "a"},
@@ -271,7 +271,7 @@ def test_D12_a_call_that_is_cut_ends_with_length(thinker: Deployment) -> None:
 
 def test_D13_auto_finds_a_call_in_the_text(thinker: Deployment) -> None:
     text = f"Let me look.\n{CALL}"
-    fields = {"tools": TOOLS, "tool_choice": "auto", **AT_ONCE, **exactly(text), **ASKED}
+    fields = {"tools": TOOLS, "tool_choice": "auto", **AT_ONCE, **exactly(text), **FIELDS}
     choice = thinker.post_chat(WEATHER_QUESTION, **fields).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]
@@ -286,13 +286,13 @@ def test_D13_auto_finds_a_call_in_the_text(thinker: Deployment) -> None:
 
 
 def test_D14_auto_leaves_text_alone(thinker: Deployment) -> None:
-    choice = thinker.chat(WEATHER_QUESTION, tools=TOOLS, extra_body=AT_ONCE, **ASKED).choices[0]
+    choice = thinker.chat(WEATHER_QUESTION, tools=TOOLS, extra_body=AT_ONCE, **FIELDS).choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.content == ANSWER and not choice.message.tool_calls
 
 
 def test_D15_a_thought_may_come_before_a_forced_call(thinker: Deployment) -> None:
-    fields = {"tools": [TOOL], "tool_choice": "required", **ASKED}
+    fields = {"tools": [TOOL], "tool_choice": "required", **FIELDS}
     message = thinker.post_chat(WEATHER_QUESTION, **fields).json()["choices"][0]["message"]
     assert message["reasoning_content"] == THOUGHT
     assert message["tool_calls"] and message["content"] in (None, "")
@@ -310,7 +310,7 @@ def test_D17_strict_arguments_validate(thinker: Deployment) -> None:
     strict = function("get_weather", WEATHER, strict=True)
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         completion = thinker.chat(
-            WEATHER_QUESTION, tools=[strict], tool_choice=choice, extra_body=AT_ONCE, **ASKED
+            WEATHER_QUESTION, tools=[strict], tool_choice=choice, extra_body=AT_ONCE, **FIELDS
         )
         calls = completion.choices[0].message.tool_calls
         assert calls
@@ -328,7 +328,7 @@ def test_D18_allowed_tools_narrow_the_choice(thinker: Deployment) -> None:
     }
     for seed in range(3):
         answer = thinker.post_chat(
-            WEATHER_QUESTION, tools=TOOLS, tool_choice=allowed, seed=seed, **AT_ONCE, **ASKED
+            WEATHER_QUESTION, tools=TOOLS, tool_choice=allowed, seed=seed, **AT_ONCE, **FIELDS
         )
         assert answer.status_code == 200, answer.text
         calls = answer.json()["choices"][0]["message"]["tool_calls"]

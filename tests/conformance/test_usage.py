@@ -11,7 +11,7 @@ COUNT = 1000
 
 
 def fresh_prompt(served: Deployment, seed: int) -> list[int]:
-    """A thousand tokens that nobody has sent before."""
+    """A thousand tokens that no request has had before."""
     return random.Random(f"{served.way} {seed}").choices(range(1000, 20_000), k=COUNT)
 
 

@@ -18,7 +18,7 @@ CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
 MISSING = next((name for name, path in (("chromium", CHROMIUM), ("chromedriver", DRIVER)) if not path), "")
 
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 LARGE = (1360, 1000)
 
 
@@ -48,7 +48,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": listed})
 
     def complaints(self) -> list[str]:
-        """What the console has had to say since this was last asked: errors, and breaches of the policy."""
+        """Return new messages of the console: errors, and violations of the content policy."""
         entries = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
         return [entry["message"] for entry in entries]
 
@@ -69,7 +69,7 @@ class Browser:
         return str(self.run(script, selector))
 
     def until(self, claim: Callable[[], object], what: str) -> None:
-        await_true(lambda: bool(claim()), PATIENCE_S, what)
+        await_true(lambda: bool(claim()), TIMEOUT_S, what)
 
     def until_live(self) -> None:
         self.until(lambda: self.text("#connection") == "Live", "the page is connected")
@@ -79,7 +79,7 @@ class Browser:
         webdriver.ActionChains(self.driver).send_keys(*keys).perform()
 
     def focused(self) -> str:
-        """What has the focus: its id, or what it is."""
+        """Return the focused element: its id, class, or tag and text."""
         return str(
             self.run(
                 "const one = document.activeElement;"
@@ -98,7 +98,7 @@ class Browser:
 def browsing() -> Iterator[Browser]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
-    # Root has no sandbox, containers have little of /dev/shm, and nothing is to be asked of anybody else.
+    # Root has no sandbox, containers have a small /dev/shm, and the browser must not connect elsewhere.
     for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu", "no-first-run"):
         options.add_argument(f"--{flag}")
     for flag in ("disable-background-networking", "disable-component-update", "disable-sync"):

@@ -20,25 +20,25 @@ from baton_router.dashboard.endpoints import FOLDER, TYPES, WATCHERS_LIMIT
 from tests.router.fake_worker import (
     STREAM_END,
     STREAM_HEAD,
-    Asked,
     FakeWorker,
+    WorkerRequest,
     chunk,
     die_at_once,
     gated,
     whole_stream,
 )
 from tests.router.running import CHAT, STREAM, RunningRouter, anew, running_router, until
-from tests.router.test_frontend_pool import running_fronts
+from tests.router.test_frontend_pool import running_pool
 
 REPORT = PromptReport(
     tokens=100, cached=40, held=0, queue_s=0.0, compute_s=0.0, transfer_s=0.0, remote=True, tail=""
 )
 
 
-async def reporting(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def reporting(worker: FakeWorker, received: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     """A whole stream of a prompt that a prefill worker computed."""
-    said = b"x-baton-prompt: %b\r\n\r\n" % REPORT.encode().encode()
-    writer.write(STREAM_HEAD.replace(b"\r\n\r\n", b"\r\n" + said) + chunk(whole_stream()) + STREAM_END)
+    report_line = b"x-baton-prompt: %b\r\n\r\n" % REPORT.encode().encode()
+    writer.write(STREAM_HEAD.replace(b"\r\n\r\n", b"\r\n" + report_line) + chunk(whole_stream()) + STREAM_END)
 
 
 @asynccontextmanager
@@ -55,8 +55,8 @@ async def a_pair(**settings: Any) -> AsyncIterator[RunningRouter]:
 async def now(router: RunningRouter, key: str = "") -> dict[str, Any]:
     answer = await router.client.get("/page/now", headers=bearer(key))
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    reply: dict[str, Any] = answer.json()
+    return reply
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -65,7 +65,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def events(router: RunningRouter, key: str = "") -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
-    """What a page is told, as it comes."""
+    """Yield the events that a page receives."""
 
     async def read(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
         kind = ""
@@ -81,21 +81,21 @@ async def events(router: RunningRouter, key: str = "") -> AsyncIterator[AsyncIte
         yield read(answer)
 
 
-async def next_request(told: AsyncIterator[tuple[str, Any]]) -> dict[str, Any]:
-    async for kind, value in told:
+async def next_request(stream: AsyncIterator[tuple[str, Any]]) -> dict[str, Any]:
+    async for kind, value in stream:
         if kind == "requests":
-            found: dict[str, Any] = value["requests"][-1]
-            return found
+            reply: dict[str, Any] = value["requests"][-1]
+            return reply
     raise AssertionError("the events have ended")
 
 
-async def test_without_the_setting_there_is_no_page() -> None:
+async def test_dashboard_is_absent_without_the_setting() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         for path in ("/", "/page/main.js", "/page/now", "/page/events"):
             assert (await router.client.get(path)).status_code == 404
 
 
-async def test_every_file_is_served_and_a_browser_may_do_nothing_else_with_it() -> None:
+async def test_files_are_served_with_a_strict_policy() -> None:
     async with a_pair(api_key="k-1") as router:
         names = [path.name for path in FOLDER.iterdir() if path.suffix in TYPES]
         paths = ["/", *(f"/page/{name}" for name in names if name != "index.html")]
@@ -121,13 +121,13 @@ FORBIDDEN = ("http:", "https:", "@import", "innerHTML", "outerHTML", "insertAdja
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
-def test_no_file_names_another_address_or_writes_markup(path: Path) -> None:
+def test_files_name_no_other_address_and_write_no_markup(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert not [word for word in FORBIDDEN if word in text]
     assert path.suffix != ".html" or not re.search(r"\s(style|on\w+)=", text)
 
 
-async def test_a_request_is_shown_with_all_four_phases_and_what_was_decided() -> None:
+async def test_request_is_shown_with_four_phases_and_its_decision() -> None:
     async with a_pair() as router:
         assert (await router.post(STREAM)).status_code == 200
         shown = await now(router)
@@ -142,7 +142,7 @@ async def test_a_request_is_shown_with_all_four_phases_and_what_was_decided() ->
         assert all(0 <= shown["service"]["now"] - time < 60_000 for time in times)
 
 
-async def test_the_service_is_shown_with_workers_queue_and_pace() -> None:
+async def test_service_is_shown_with_workers_queue_and_rates() -> None:
     async with a_pair() as router:
         await router.post(STREAM)
         service = (await now(router))["service"]
@@ -158,39 +158,39 @@ async def test_the_service_is_shown_with_workers_queue_and_pace() -> None:
         assert pace["first_token_s"] >= 0
 
 
-async def test_an_open_page_is_told_of_a_request_as_it_goes_on() -> None:
+async def test_open_page_receives_the_progress_of_a_request() -> None:
     async with (
         FakeWorker(gated) as worker,
         running_router([worker], dashboard=True) as router,
-        events(router) as told,
+        events(router) as stream,
     ):
-        kind, service = await anext(told)
+        kind, service = await anext(stream)
         assert kind == "service" and service["workers"][0]["state"] == "ready"
         asking = asyncio.ensure_future(router.post(anew(STREAM)))
-        running = await next_request(told)
+        running = await next_request(stream)
         while running["phases"][-1]["name"] != "decode":
-            running = await next_request(told)
+            running = await next_request(stream)
         assert running["outcome"] == "running" and running["phases"][-1]["end"] is None
         worker.release.set()
-        ended = await next_request(told)
+        ended = await next_request(stream)
         assert (ended["number"], ended["outcome"]) == (running["number"], "whole")
         assert ended["phases"][-1]["end"] is not None
         await asking
 
 
-async def test_a_worker_that_was_lost_is_told_of_beside_the_one_that_answered() -> None:
+async def test_lost_worker_is_shown_beside_the_one_that_answered() -> None:
     async with (
         FakeWorker(die_at_once) as one,
         FakeWorker(reporting) as other,
         running_router([one, other], dashboard=True) as router,
     ):
-        while not one.asked:
+        while not one.requests:
             await router.post(anew(STREAM))
         outcomes = {request["outcome"] for request in (await now(router))["requests"]}
         assert outcomes == {"lost", "whole"}
 
 
-async def test_nobody_knows_anything_without_a_key() -> None:
+async def test_endpoints_without_a_key_reveal_nothing() -> None:
     async with a_pair(api_key="k-1") as router:
         for path in ("/page/now", "/page/events"):
             assert (await router.client.get(path)).status_code == 401
@@ -199,7 +199,7 @@ async def test_nobody_knows_anything_without_a_key() -> None:
         await now(router, "k-1")
 
 
-async def test_a_tenant_sees_its_own_requests_and_no_load(tmp_path: Path) -> None:
+async def test_tenant_sees_its_own_requests_and_no_load(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     tenants = [("red", False), ("blue", False), ("boss", True)]
     entries = [{"name": name, "keys": [_sha256(name)], "admin": admin} for name, admin in tenants]
@@ -222,11 +222,11 @@ async def test_a_tenant_sees_its_own_requests_and_no_load(tmp_path: Path) -> Non
         assert len(named) == 2 and mine and mine <= named
         assert boss["requests"][1]["number"] - boss["requests"][0]["number"] < 10
         assert blue["requests"][0]["number"] - red["requests"][0]["number"] > 10, "no count of all requests"
-        async with events(router, "red") as told:
-            assert {one["tenant"] for one in [await next_request(told)]} == {"red"}
+        async with events(router, "red") as stream:
+            assert {one["tenant"] for one in [await next_request(stream)]} == {"red"}
 
 
-async def test_there_are_only_so_many_pages_and_one_that_is_closed_makes_room() -> None:
+async def test_pages_are_limited_and_a_closed_one_frees_its_place() -> None:
     async with a_pair() as router:
         page = router.router.dashboard
         assert page is not None
@@ -238,29 +238,29 @@ async def test_there_are_only_so_many_pages_and_one_that_is_closed_makes_room() 
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
         await until(lambda: page.watched == 0, 60)
-        async with events(router) as told:
-            assert (await anext(told))[0] == "service"
+        async with events(router) as stream:
+            assert (await anext(stream))[0] == "service"
 
 
-async def test_several_fronts_show_one_page() -> None:
-    async with FakeWorker(reporting) as worker, running_fronts(worker, dashboard=True) as fronts:
-        assert (await fronts.client.get("/")).headers["content-type"] == "text/html; charset=utf-8"
-        for _ in range(4):  # whichever front they come to
-            assert (await fronts.post(anew(STREAM))).status_code == 200
+async def test_frontend_processes_share_one_dashboard() -> None:
+    async with FakeWorker(reporting) as worker, running_pool(worker, dashboard=True) as pool:
+        assert (await pool.client.get("/")).headers["content-type"] == "text/html; charset=utf-8"
+        for _ in range(4):  # through any frontend process
+            assert (await pool.post(anew(STREAM))).status_code == 200
         numbers: list[int] = []
         while len(numbers) < 4:
-            shown = (await fronts.client.get("/page/now")).json()
+            shown = (await pool.client.get("/page/now")).json()
             numbers = [one["number"] for one in shown["requests"] if one["outcome"] == "whole"]
-        async with fronts.client.stream("GET", "/page/events") as answer:
+        async with pool.client.stream("GET", "/page/events") as answer:
             lines = answer.aiter_lines()
             assert await anext(lines) == "event: service"
 
 
-async def test_an_open_page_does_not_hold_up_the_end() -> None:
-    async with a_pair(drain_s=60) as router, events(router) as told:
-        await anext(told)
+async def test_open_page_does_not_delay_the_shutdown() -> None:
+    async with a_pair(drain_s=60) as router, events(router) as stream:
+        await anext(stream)
         router.router.draining = True
-        assert [kind async for kind, _ in told if kind == "requests"] == []
+        assert [kind async for kind, _ in stream if kind == "requests"] == []
 
 
 async def _read(router: RunningRouter) -> None:

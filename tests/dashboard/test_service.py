@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 PHASES = ["queue", "prefill", "transfer", "decode"]
 NEWEST = "#requests > li:first-child"
-TRIES = 5
+ATTEMPTS = 5
 
 PAIRS = [
     *[(text, ground) for text in ("ink", "soft") for ground in ("ground", "surface", "sunk", "queue-tint")],
@@ -25,7 +25,7 @@ PAIRS = [
     *[("bad", ground) for ground in ("bad-tint", "ground", "sunk")],
     ("surface", "ink"),
 ]
-"""Colours of text, and what it stands on."""
+"""Colors of text and of its background."""
 
 CONTRAST = """
   const probe = document.body.appendChild(document.createElement("i"));
@@ -71,25 +71,25 @@ def ask(page: Browser, text: str, tokens: int = 24) -> None:
 
 def ask_both(page: Browser, text: str) -> None:
     """Ask until both workers had a part in the answer: on a busy machine one may do without the other."""
-    for attempt in range(TRIES):
+    for attempt in range(ATTEMPTS):
         page.one("#anew").click()
         ask(page, f"{attempt}: {text}")
         page.until(lambda: page.all(".answer .bar") and not page.all(".answer .open"), "its timeline ends")
         if phases(page, ".answer") == PHASES:
             page.until(lambda: phases(page, f"{NEWEST} .timeline") == PHASES, "so it does in the list")
             return
-    raise AssertionError(f"of {TRIES} prompts none came from the prefill worker")
+    raise AssertionError(f"of {ATTEMPTS} prompts none came from the prefill worker")
 
 
 def phases(page: Browser, within: str) -> list[str]:
     script = (
         "return [...document.querySelectorAll(arguments[0])].map((one) => one.className.split(' ').at(-1))"
     )
-    found: list[str] = page.run(script, f"{within} .bar")
-    return found
+    names: list[str] = page.run(script, f"{within} .bar")
+    return names
 
 
-def test_both_workers_are_shown_and_nothing_complains(page: Browser) -> None:
+def test_both_workers_are_shown_without_console_errors(page: Browser) -> None:
     page.until(lambda: len(page.all("#relay .worker")) == 2, "both workers are shown")
     assert [one.text for one in page.all("#relay .title")] == ["Router", "Prefill 1", "Decode 1"]
     assert page.all("#relay .link.blocks")
@@ -100,24 +100,24 @@ def test_both_workers_are_shown_and_nothing_complains(page: Browser) -> None:
     assert "KV blocks in use" in page.text(".worker.decode")
 
 
-def test_an_answer_says_which_workers_made_it_and_when(page: Browser) -> None:
+def test_answer_names_its_workers_and_times(page: Browser) -> None:
     ask_both(page, "What is the capital of France?")
     assert page.text(".answer .text") and not page.all(".problem")
     page.until(lambda: phases(page, ".answer") == PHASES, "the answer's timeline has all phases")
     page.until(lambda: " token" in page.text(".answer .about"), "the answer is described")
     about = page.text(".answer .about")
-    assert "Prefill 1 read the prompt, Decode 1 answered" in about
-    assert "from a cache" in about and "first token after" in about
+    assert "Prefill 1 computed the prompt, Decode 1 generated the answer" in about
+    assert " cached" in about and "first token after" in about
 
     assert page.text(f"{NEWEST} .way") == "Prefill 1 → Decode 1"
     page.one(f"{NEWEST} button").click()
     details = page.text(f"{NEWEST} .details")
     assert "KV blocks moved" in details or "KV block moved" in details
-    assert "Prefill 1 computed the prompt" in details and "predicted were" in details
+    assert "Prefill 1 computed the prompt" in details and "predicted: " in details
     page.until(lambda: page.text("#figure-first").endswith("s"), "the figures follow")
 
 
-def test_a_conversation_goes_on_and_its_beginning_comes_from_a_cache(page: Browser) -> None:
+def test_second_turn_comes_from_the_prefix_cache(page: Browser) -> None:
     ask(page, "List 3 countries and their capitals.", 8)
     ask(page, "And then?", 8)
     page.until(lambda: len(page.all(".answer .track")) == 2, "both timelines are there")
@@ -129,7 +129,7 @@ def test_a_conversation_goes_on_and_its_beginning_comes_from_a_cache(page: Brows
     assert not page.all(".message")
 
 
-def test_what_moves_in_the_picture_are_the_blocks_of_a_request(page: Browser) -> None:
+def test_moving_marks_are_the_blocks_of_a_request(page: Browser) -> None:
     watch(page)
     ask_both(page, "A relay has four runners.")
     page.until(lambda: "mark blocks" in page.run("return window.seen"), "blocks have moved")
@@ -137,7 +137,7 @@ def test_what_moves_in_the_picture_are_the_blocks_of_a_request(page: Browser) ->
     page.until(lambda: not page.all(".mark"), "all have arrived")
 
 
-def test_nothing_moves_for_those_who_want_it_so(page: Browser) -> None:
+def test_reduced_motion_moves_nothing(page: Browser) -> None:
     page.emulate(prefers_reduced_motion="reduce")
     watch(page)
     ask_both(page, "each one hands the baton to the next.")
@@ -160,7 +160,7 @@ def watch(page: Browser) -> None:
     )
 
 
-def test_the_keyboard_is_enough(page: Browser) -> None:
+def test_keyboard_reaches_everything(page: Browser) -> None:
     page.press(Keys.TAB)
     assert page.focused() == "skip"
     page.press(Keys.ENTER)
@@ -185,7 +185,7 @@ def test_the_keyboard_is_enough(page: Browser) -> None:
     assert page.one("#requests .details").is_displayed()
 
 
-def test_it_is_dark_where_the_system_is_and_as_somebody_chose(page: Browser) -> None:
+def test_theme_follows_the_system_or_the_choice(page: Browser) -> None:
     def brightness() -> float:
         colour = page.run("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
         return float(sum(colour[:3]))
@@ -202,14 +202,14 @@ def test_it_is_dark_where_the_system_is_and_as_somebody_chose(page: Browser) -> 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_can_be_read(page: Browser, scheme: str) -> None:
+def test_text_has_sufficient_contrast(page: Browser, scheme: str) -> None:
     page.emulate(prefers_color_scheme=scheme)
     contrasts = dict(zip(PAIRS, page.run(CONTRAST, PAIRS), strict=True))
     assert {pair: contrast for pair, contrast in contrasts.items() if contrast < 4.5} == {}
 
 
 @pytest.mark.parametrize("width", [320, 390, 700])
-def test_a_small_screen_shows_all_of_it(page: Browser, width: int) -> None:
+def test_small_screen_shows_everything(page: Browser, width: int) -> None:
     page.size(width, 740)
     page.until(
         lambda: page.run("return document.querySelector('#relay svg').clientWidth") < width, "drawn anew"
@@ -221,7 +221,7 @@ def test_a_small_screen_shows_all_of_it(page: Browser, width: int) -> None:
     assert prefill["y"] < decode["y"] if width < 620 else prefill["x"] < decode["x"]
 
 
-def test_every_field_has_a_name(page: Browser) -> None:
+def test_form_fields_all_have_a_name(page: Browser) -> None:
     page.one(".wishes summary").click()
     nameless = page.run(
         """

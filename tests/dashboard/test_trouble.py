@@ -1,4 +1,4 @@
-"""The page in Chromium, before workers that are told what to do: hostile ones, slow ones, and none at all."""
+"""The dashboard in Chromium with controlled workers: hostile ones, slow ones, and none at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.router.fake_worker import FakeWorker, event, gated, streaming
 from tests.router.running import RunningRouter, running_router
 
 HOSTILE = '<img src=x onerror="window.hurt = 1"><script>window.hurt = 1</script>'
-UNKEYED = "An API key is needed"
+UNKEYED = "API key required"
 
 # A browser is waited for in a thread: the router that it asks is in this one.
 browsing = asyncio.to_thread
@@ -40,7 +40,7 @@ def delta(**fields: object) -> bytes:
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-async def test_an_answer_is_shown_as_it_comes_and_can_be_stopped(browser: Browser) -> None:
+async def test_answer_is_shown_while_it_arrives_and_can_be_stopped(browser: Browser) -> None:
     worker = FakeWorker(gated)
 
     def story(url: str) -> None:
@@ -48,12 +48,12 @@ async def test_an_answer_is_shown_as_it_comes_and_can_be_stopped(browser: Browse
         browser.until_live()
         browser.ask("What is the capital of France?")
         browser.until(lambda: browser.text(".answer.running .text") == "The", "the first token is shown")
-        browser.until(lambda: "runs" in browser.text("#requests .total"), "its timeline runs")
+        browser.until(lambda: "running" in browser.text("#requests .total"), "its timeline runs")
         browser.until(lambda: browser.all("#relay .box.decode.busy"), "the picture shows who is busy")
         browser.one("#stop").click()
         browser.until(browser.answered, "the answer has ended")
         browser.until(worker.left.is_set, "the worker was told")
-        browser.until(lambda: "runs" not in browser.text("#requests .total"), "its timeline ends")
+        browser.until(lambda: "running" not in browser.text("#requests .total"), "its timeline ends")
         browser.until(lambda: "stopped" in browser.text(".answer .about"), "it says why")
         assert browser.text(".answer .text") == "The"
         assert browser.one("#send").is_displayed() and not browser.one("#stop").is_displayed()
@@ -63,7 +63,7 @@ async def test_an_answer_is_shown_as_it_comes_and_can_be_stopped(browser: Browse
         await browsing(story, router.url)
 
 
-async def test_hostile_text_stays_text(browser: Browser) -> None:
+async def test_hostile_text_is_shown_as_text(browser: Browser) -> None:
     call = {"index": 0, "id": "a", "function": {"name": HOSTILE, "arguments": HOSTILE}}
     parts = [delta(content=HOSTILE), delta(reasoning_content=HOSTILE), delta(tool_calls=[call])]
     worker = FakeWorker(streaming(*parts, event(None, "stop"), b"data: [DONE]\n\n"), model=HOSTILE)
@@ -89,20 +89,20 @@ async def test_hostile_text_stays_text(browser: Browser) -> None:
         await browsing(story, router.url)
 
 
-async def test_the_policy_stops_a_script_all_the_same(browser: Browser) -> None:
+async def test_content_policy_blocks_injected_scripts(browser: Browser) -> None:
     def story(url: str) -> None:
         browser.open(url)
         refused = browser.run(
             "try { document.body.innerHTML = arguments[0]; return false } catch { return true }", HOSTILE
         )
         assert refused and browser.run("return window.hurt") is None
-        assert browser.complaints()  # it has told the console
+        assert browser.complaints()  # the console reports it
 
     async with service(FakeWorker()) as router:
         await browsing(story, router.url)
 
 
-async def test_without_a_key_nothing_is_shown_and_with_one_all_is(browser: Browser) -> None:
+async def test_dashboard_shows_nothing_until_a_key_is_entered(browser: Browser) -> None:
     def story(url: str) -> None:
         browser.open(url)
         browser.until(lambda: browser.one("#key").is_displayed(), "a key is asked for")
@@ -134,7 +134,7 @@ async def test_without_a_key_nothing_is_shown_and_with_one_all_is(browser: Brows
         await browsing(story, router.url)
 
 
-async def test_a_lost_connection_is_said_and_comes_back(browser: Browser) -> None:
+async def test_lost_connection_is_shown_and_restored(browser: Browser) -> None:
     def opened(url: str) -> None:
         browser.open(url)
         browser.until_live()
@@ -157,7 +157,7 @@ async def test_a_lost_connection_is_said_and_comes_back(browser: Browser) -> Non
             await browsing(back)
 
 
-async def test_a_service_without_workers_says_what_is_missing(browser: Browser) -> None:
+async def test_service_without_workers_names_what_is_missing(browser: Browser) -> None:
     def story(url: str) -> None:
         browser.open(url)
         browser.until_live()
@@ -170,12 +170,12 @@ async def test_a_service_without_workers_says_what_is_missing(browser: Browser) 
         await browsing(story, router.url)
 
 
-async def test_the_page_asks_nobody_but_its_server(browser: Browser) -> None:
+async def test_page_connects_only_to_its_server(browser: Browser) -> None:
     def story(url: str) -> None:
         browser.open(url)
         browser.until_live()
-        asked = browser.run("return performance.getEntriesByType('resource').map((one) => one.name)")
-        assert asked and all(address.startswith(url) for address in asked)
+        addresses = browser.run("return performance.getEntriesByType('resource').map((one) => one.name)")
+        assert addresses and all(address.startswith(url) for address in addresses)
 
     async with service(FakeWorker()) as router:
         await browsing(story, router.url)

@@ -32,8 +32,8 @@ from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
 
 QUICK = Pace(tick_s=0.05, silent_ticks=8, connect_s=1.0, handshake_s=0.5, close_s=0.2)
-PATIENCE_S = 60.0
-"""For what must come at all; machines that run tests are slow at times."""
+TIMEOUT_S = 60.0
+"""Time limit for events that must come; machines that run tests are slow at times."""
 
 _numbers = itertools.count()
 
@@ -85,7 +85,7 @@ class Side:
         return self.client.snapshot()
 
     async def generate(self, request: Request) -> list[Output]:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             return [output async for output in self.client.generate(request)]
 
     async def open(self) -> None:
@@ -129,23 +129,23 @@ class Pair:
         await eventually(lambda: not self.held(), lambda: self.held())
 
     def held(self) -> dict[str, int]:
-        figures = {"sessions": self.server.sessions, "unsettled": self.prefills.unsettled}
+        counts = {"sessions": self.server.sessions, "unsettled": self.prefills.unsettled}
         for side in (self.prefill, self.decode):
             now = side.now
             for what in ("running", "queued", "fetching", "held", "owned_blocks", "pinned_blocks"):
-                figures[f"{side.name} {what}"] = getattr(now, what)
-            figures[f"{side.name} quarantined"] = now.quarantined_blocks
-        return {name: count for name, count in figures.items() if count}
+                counts[f"{side.name} {what}"] = getattr(now, what)
+            counts[f"{side.name} quarantined"] = now.quarantined_blocks
+        return {name: count for name, count in counts.items() if count}
 
 
-async def eventually(claim: Callable[[], object], told: Callable[[], object] = lambda: "") -> None:
-    """Wait until `claim` holds; fails with what `told` says."""
+async def eventually(claim: Callable[[], object], describe: Callable[[], object] = lambda: "") -> None:
+    """Wait until `claim` holds; fails with what `describe` returns."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while not claim():  # noqa: ASYNC110 - the claims are figures of other threads, which set no event
                 await asyncio.sleep(0.002)
     except TimeoutError:
-        raise AssertionError(f"it never came to hold: {told()}") from None
+        raise AssertionError(f"it never came to hold: {describe()}") from None
 
 
 async def no_matcher(

@@ -2,8 +2,8 @@
 Both sides of a session, joined by an unreliable network and memory.
 
 Messages are dropped, doubled, reordered and delayed, and the connection is cut. Reads take their time,
-copy block by block, fail or hang. A block that its owner lets go is at once somebody else's and gets
-other content, on both sides. All of it is decided by one seeded generator.
+copy block by block, fail or hang. A released block belongs to another owner at once and gets other content,
+on both sides. One seeded generator decides all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 BLOCK = 4
 STRANGER = -1
-"""Content of a block that belongs to somebody else."""
+"""Content of a block that belongs to another owner."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Schedule:
     chance: random.Random = field(init=False)
     fetched: list[FetchResult] = field(default_factory=list)
     overwritten: list[int] = field(default_factory=list)
-    """Local blocks that a read wrote after they were somebody else's."""
+    """Local blocks that a read wrote after another owner had them."""
     releases: int = 0
     submits: int = 0
 
@@ -204,7 +204,7 @@ class Schedule:
                 self.do_prefill(self.maker.deadline())
             case 4 if self.maker is not None:
                 self.do_prefill(self.maker.failed("chance", retry=True))
-            case 5:  # what an earlier attempt said, late
+            case 5:  # a late message of an earlier attempt
                 old = Chunk(session="r", epoch=1, first_block=self.start, blocks=[63], checksums=[STRANGER])
                 self.to_decode.append(old)
             case 6 if self.summed:  # a bit flips after the checksum was taken

@@ -1,4 +1,4 @@
-"""Constrained answers by way of a pair: whoever draws the first token keeps to the constraint too."""
+"""Constrained answers through a pair: the constraint holds for the prefill worker's first token too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 PATTERN = "[0-9]{2}(-[0-9]){0,3}"
 ANSWER = rf"(.*</think>)?{PATTERN}(<\|end\|>|<\|stop\|>)?"
-"""What was drawn: a thought may come first, an end last."""
+"""Pattern of a drawn answer: a thought may come first, an end last."""
 
 
 def side(name: str) -> Side:
@@ -48,36 +48,36 @@ async def answer(pair: Pair, *, remote: bool = True, pattern: str = PATTERN, **h
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_pair_says_what_one_worker_says(case: str) -> None:
+async def test_guided_pair_equals_one_worker(case: str) -> None:
     async with open_pair(side("prefill"), side("decode"), matchers=GRAMMARS.prepare) as pair:
-        alone = await answer(pair, remote=False, **CASES[case])
-        together = await answer(pair, **CASES[case])
-        assert together == alone
-        assert re.fullmatch(ANSWER, together)
+        expected = await answer(pair, remote=False, **CASES[case])
+        answered = await answer(pair, **CASES[case])
+        assert answered == expected
+        assert re.fullmatch(ANSWER, answered)
         assert pair.prefills.outcomes["whole"] == 1
 
 
-async def test_a_first_token_that_is_the_whole_answer_ends_it() -> None:
+async def test_guided_pair_first_token_may_be_the_whole_answer() -> None:
     async with open_pair(side("prefill"), side("decode"), matchers=GRAMMARS.prepare) as pair:
         assert await answer(pair, pattern="7") == "7"
 
 
-async def test_a_constraint_that_fails_at_the_prefill_worker_is_kept_to_by_the_other() -> None:
-    asked: list[Constraint | None] = []
+async def test_guided_pair_prefill_rejection_is_served_by_decode() -> None:
+    requested: list[Constraint | None] = []
 
     async def refuse(
         constraint: Constraint | None, thinking: Thinking | None
     ) -> Callable[[], GrammarMatcher]:
-        asked.append(constraint)
+        requested.append(constraint)
         return await no_matcher(constraint, thinking)
 
     async with open_pair(side("prefill"), side("decode"), matchers=refuse) as pair:
         assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
-        assert asked == [Constraint("regex", PATTERN)], "it is not asked a second time"
+        assert requested == [Constraint("regex", PATTERN)], "it is not asked a second time"
         assert pair.prefills.outcomes["rejected"] == 1
 
 
-async def test_a_guide_that_breaks_at_the_prefill_worker_costs_only_its_help() -> None:
+async def test_guided_pair_broken_prefill_matcher_is_recomputed() -> None:
     class Broken:
         ends = ()
         finished = False

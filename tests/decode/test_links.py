@@ -1,4 +1,4 @@
-"""Prefill workers that are none, or bad ones: each costs a request a reason and nothing else."""
+"""Missing or bad prefill workers: each costs a request a fallback with a reason, and nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Script = Callable[[ControlConnection, Side], Awaitable[None]]
 
 
 def welcome(side: Side, **changes: object) -> Welcome:
-    """What a good worker would say."""
+    """Return the hello of a correct worker."""
     good = side.me.welcome(side.transfer.metadata, side.transfer.pool)
     changed: Welcome = msgspec.structs.replace(good, **changes)
     return changed
@@ -95,9 +95,9 @@ async def greet(connection: ControlConnection, side: Side) -> Prefill:
     assert isinstance(await connection.receive(), Hello)
     connection.send(welcome(side))
     connection.start_heartbeat()
-    asked = await connection.receive()
-    assert isinstance(asked, Prefill)
-    return asked
+    requested = await connection.receive()
+    assert isinstance(requested, Prefill)
+    return requested
 
 
 async def vanish_after_the_question(connection: ControlConnection, side: Side) -> None:
@@ -106,30 +106,30 @@ async def vanish_after_the_question(connection: ControlConnection, side: Side) -
 
 async def fall_silent_after_the_question(connection: ControlConnection, side: Side) -> None:
     assert isinstance(await connection.receive(), Hello)
-    connection.send(welcome(side))  # and no heartbeat, as a stopped process has none
+    connection.send(welcome(side))  # and no heartbeat, as with a stopped process
     await asyncio.Event().wait()
 
 
 async def announce_blocks_that_are_none(connection: ControlConnection, side: Side) -> None:
-    asked = await greet(connection, side)
-    connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[10**6], checksums=[0]))
+    requested = await greet(connection, side)
+    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[10**6], checksums=[0]))
     await asyncio.Event().wait()
 
 
 async def announce_with_a_wrong_checksum(connection: ControlConnection, side: Side) -> None:
-    asked = await greet(connection, side)
-    connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
+    requested = await greet(connection, side)
+    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
     await asyncio.Event().wait()
 
 
 async def commit_to_another_prompt(connection: ControlConnection, side: Side) -> None:
-    asked = await greet(connection, side)
+    requested = await greet(connection, side)
     connection.send(
         Commit(
-            session=asked.session,
+            session=requested.session,
             epoch=1,
             first=TokenChoice(token=1),
-            prompt_tokens=len(asked.tokens),
+            prompt_tokens=len(requested.tokens),
             cached_tokens=0,
             tail=b"another",
         )
@@ -138,8 +138,8 @@ async def commit_to_another_prompt(connection: ControlConnection, side: Side) ->
 
 
 async def say_what_only_decode_workers_say(connection: ControlConnection, side: Side) -> None:
-    asked = await greet(connection, side)
-    connection.send(asked)
+    requested = await greet(connection, side)
+    connection.send(requested)
     await asyncio.Event().wait()
 
 
@@ -203,7 +203,7 @@ def request(prefills: PrefillWorkers, address: str, name: str = "q", ticket: str
 
 
 @pytest.mark.parametrize("script", BAD, ids=lambda script: script.__name__)
-async def test_a_bad_prefill_worker_costs_a_recomputation(script: Script) -> None:
+async def test_link_bad_prefill_worker_costs_a_recomputation(script: Script) -> None:
     async with open_bad_worker(script) as (decode, prefills, address, _):
         assert tokens(await decode.generate(request(prefills, address))) == EXPECTED
         assert prefills.outcomes == {BAD[script]: 1}
@@ -235,18 +235,18 @@ async def test_prefills_without_valid_ticket_dial_nobody(case: str) -> None:
         await prefills.close()
 
 
-async def test_a_connection_that_dies_before_anything_came_is_made_again_once() -> None:
+async def test_link_lost_before_any_message_is_reconnected_once() -> None:
     async with open_bad_worker(vanish_after_the_question) as (decode, prefills, address, calls):
         await decode.generate(request(prefills, address))
         assert len(calls) == 2
 
 
 async def vanish_in_mid_read(connection: ControlConnection, side: Side) -> None:
-    asked = await greet(connection, side)
-    connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
+    requested = await greet(connection, side)
+    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
 
 
-async def test_a_connection_that_dies_in_mid_read_is_not_tried_again_over_the_same_blocks() -> None:
+async def test_link_lost_in_mid_read_is_not_retried_on_its_blocks() -> None:
     async with open_bad_worker(vanish_in_mid_read) as (decode, prefills, address, calls):
         decode.faulty.hold()
         assert tokens(await decode.generate(request(prefills, address))) == EXPECTED
@@ -255,7 +255,7 @@ async def test_a_connection_that_dies_in_mid_read_is_not_tried_again_over_the_sa
         decode.faulty.release()
 
 
-async def test_an_address_without_an_answer_is_left_alone_for_a_while() -> None:
+async def test_link_unreachable_address_is_avoided_for_a_while() -> None:
     async with open_bad_worker(say_nothing) as (decode, prefills, address, calls):
         await asyncio.gather(*(decode.generate(request(prefills, address, f"q{n}")) for n in range(5)))
         assert prefills.outcomes == {"unreachable": 5}

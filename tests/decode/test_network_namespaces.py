@@ -26,7 +26,7 @@ from tests.engine.models import make_model
 pytestmark = [pytest.mark.nixl, pytest.mark.processes]
 
 PREFILL, DECODE = "198.51.100.1", "198.51.100.2"
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 PROMPT = list(range(3, 303))
 CALL = """
 import json, sys, urllib.request
@@ -62,23 +62,23 @@ class Machine:
             )
         self.processes.append(process)
         port = next(argument for argument in arguments if argument.startswith("--port=")).partition("=")[2]
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while self.get(f"http://127.0.0.1:{port}/ready") is None:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
 
     def get(self, url: str, body: dict[str, Any] | None = None) -> str | None:
-        """The answer to one request made on this machine; None if it is no success."""
-        asked = json.dumps([url, body]).encode()
-        done = subprocess.run(self.command("-c", CALL), input=asked, capture_output=True, check=False)
+        """The answer to one request made on this machine; None if it failed."""
+        requested = json.dumps([url, body]).encode()
+        done = subprocess.run(self.command("-c", CALL), input=requested, capture_output=True, check=False)
         return done.stdout.decode() if done.returncode == 0 else None
 
     def json(self, url: str, body: dict[str, Any] | None = None) -> Any:
         answer = self.get(url, body)
-        assert answer is not None, f"{url} was not answered on {self.name}: {self.said()}"
+        assert answer is not None, f"{url} was not answered on {self.name}: {self.messages()}"
         return json.loads(answer)
 
-    def said(self) -> str:
+    def messages(self) -> str:
         return "\n".join(log.read_text()[-3000:] for log in sorted(self.logs.glob("*.log")))
 
     def end(self) -> None:
@@ -99,11 +99,13 @@ def machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
     )
     with contextlib.ExitStack() as stack:
         for machine in (first, second):
-            made = subprocess.run(
+            created = subprocess.run(
                 ["ip", "netns", "add", machine.name], capture_output=True, text=True, check=False
             )
-            if made.returncode:
-                pytest.skip(f"network namespaces cannot be made here (root is needed): {made.stderr.strip()}")
+            if created.returncode:
+                pytest.skip(
+                    f"network namespaces cannot be made here (root is needed): {created.stderr.strip()}"
+                )
             stack.callback(subprocess.run, ["ip", "netns", "del", machine.name], check=True)
         cable = f"link add eth0 netns {first.name} type veth peer name eth0 netns {second.name}"
         joined = subprocess.run(["ip", *cable.split()], capture_output=True, text=True, check=False)
@@ -153,11 +155,11 @@ def test_pair_on_two_machines_relays_prompt_over_tcp(
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "seed": 7, "ignore_eos": True}
     answer = second.json("http://127.0.0.1:8080/v1/completions", body)
     relays = second.json("http://127.0.0.1:8000/debug/requests")["data"][0]["relays"]
-    assert relays, second.said()
+    assert relays, second.messages()
     assert (relays[0]["prefill_worker"], relays[0]["transport"]) == ("prefill-0", "nixl/ucx tcp")
     assert relays[0]["computed_tokens"] == len(PROMPT)
-    alone = first.json("http://127.0.0.1:8000/v1/completions", body)
-    assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+    expected = first.json("http://127.0.0.1:8000/v1/completions", body)
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
 
 
 def test_worker_without_default_route_demands_advertised_host(
@@ -171,5 +173,5 @@ def test_worker_without_default_route_demands_advertised_host(
     refused = subprocess.run(first.command(*arguments), capture_output=True, text=True, check=False)
     assert refused.returncode and "Set --advertise-host" in refused.stderr
     advertised = first.command(*arguments, PREFILL)
-    found = subprocess.run(advertised, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == PREFILL
+    advertised_address = subprocess.run(advertised, capture_output=True, text=True, check=True)
+    assert advertised_address.stdout.strip() == PREFILL

@@ -93,7 +93,7 @@ class Race:
     prefill: Side | None = None
     """If it is in this process."""
     transports: list[str] = field(default_factory=list)
-    """By which each prompt's blocks came."""
+    """The transport of each prompt's blocks."""
 
     def request(self, prompt: list[int], **sampling: Any) -> Request:
         name = f"q{next(_numbers)}"
@@ -103,8 +103,8 @@ class Race:
     async def equal(self, prompt: list[int], **sampling: Any) -> list[Output]:
         """Give the prompt to both, compare all that a client can see, and return the pair's outputs."""
         request = self.request(prompt, **sampling)
-        alone = Request(request.id, request.prompt, request.sampling)
-        ours, expected = await asyncio.gather(self.decode.generate(request), self.one.generate(alone))
+        local = Request(request.id, request.prompt, request.sampling)
+        ours, expected = await asyncio.gather(self.decode.generate(request), self.one.generate(local))
         assert tokens(ours) == tokens(expected)
         assert (ours[-1].finish, ours[-1].stop_id) == (expected[-1].finish, expected[-1].stop_id)
         for mine, theirs in zip(choices(ours), choices(expected), strict=True):
@@ -168,7 +168,7 @@ async def open_race(folder: Path, route: str = LOOPBACK, prefill: str = "") -> A
 
 @contextlib.asynccontextmanager
 async def open_nixl(decode: Side, ucx_tls: str) -> AsyncIterator[PrefillWorkers]:
-    """The decode worker alone, with NIXL kept to some of UCX's transports."""
+    """A decode worker whose NIXL is limited to some of UCX's transports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", ucx_tls)
         decode.transfer = await create_transfer("nixl", decode.cache, decode.name)
@@ -194,7 +194,7 @@ LENGTHS = (1, 15, 16, 17, 47, 48, 49, 100, 145)
 
 
 @each_run
-async def test_every_length_of_prompt(
+async def test_pair_equals_one_for_every_prompt_length(
     folder: Path, prefill_at: Callable[[str], str], route: str, way: str
 ) -> None:
     async with open_race(folder, route, prefill_at(route)) as race:
@@ -210,7 +210,7 @@ async def test_every_length_of_prompt(
 
 @each_run
 @pytest.mark.parametrize("length", [80, 81, 95])
-async def test_every_length_of_prefix_that_the_decode_worker_holds(
+async def test_pair_equals_one_for_every_cached_prefix_length(
     folder: Path, prefill_at: Callable[[str], str], route: str, way: str, length: int
 ) -> None:
     """Peers' defects 2, 7 and 28: hits of none to all blocks, each mapped by its position."""
@@ -227,7 +227,7 @@ async def test_every_length_of_prefix_that_the_decode_worker_holds(
 
 
 async def test_usage_is_the_same_where_both_hold_the_same_prefix(folder: Path) -> None:
-    """Peers' defect 29: cached tokens are counted once, whoever held them."""
+    """Peers' defect 29: cached tokens are counted once, on whichever worker they are."""
     async with open_race(folder) as race:
         for held in range(6):
             prompt = text(7000 + held, 90)
@@ -235,12 +235,12 @@ async def test_usage_is_the_same_where_both_hold_the_same_prefix(folder: Path) -
                 await race.warm(prompt[: held * BLOCK], race.decode, race.prefill, race.one)
             request = race.request(prompt)
             ours = await race.decode.generate(request)
-            alone = await race.one.generate(Request(request.id, request.prompt, request.sampling))
-            assert ours[0].cached_tokens == alone[0].cached_tokens == held * BLOCK
-            assert len(tokens(ours)) == len(tokens(alone)) == 12
+            expected = await race.one.generate(Request(request.id, request.prompt, request.sampling))
+            assert ours[0].cached_tokens == expected[0].cached_tokens == held * BLOCK
+            assert len(tokens(ours)) == len(tokens(expected)) == 12
 
 
-async def test_a_prefix_that_only_the_prefill_worker_holds_counts_as_cached(folder: Path) -> None:
+async def test_pair_prefix_cached_only_on_prefill_counts_as_cached(folder: Path) -> None:
     async with open_race(folder) as race:
         prompt = text(1, 90)
         await race.warm(prompt[:48], race.prefill)
@@ -262,7 +262,7 @@ async def test_max_tokens_of_one_and_two(
 
 
 @each_run
-async def test_a_stop_on_the_first_token(
+async def test_pair_stop_on_the_first_token_ends_the_request(
     folder: Path, prefill_at: Callable[[str], str], route: str, way: str
 ) -> None:
     """Peers' defect 30: the prefill worker's token is under the stop rules like any other."""
@@ -307,7 +307,7 @@ async def test_prompts_that_share_batches_on_both_sides(
         assert race.prefills.outcomes == {"whole": 18}
 
 
-async def test_what_broke_half_way_goes_on_from_the_good_prefix_with_the_same_tokens(
+async def test_pair_broken_transfer_resumes_from_the_good_prefix(
     folder: Path,
 ) -> None:
     async with open_race(folder) as race:
@@ -315,6 +315,6 @@ async def test_what_broke_half_way_goes_on_from_the_good_prefix_with_the_same_to
         prompt = text(21, 100)
         request = race.request(prompt, **SAMPLED, max_tokens=12)
         ours = await race.decode.generate(request)
-        alone = await race.one.generate(Request(request.id, request.prompt, request.sampling))
+        expected = await race.one.generate(Request(request.id, request.prompt, request.sampling))
         assert race.prefills.outcomes == {"checksum": 1}
-        assert tokens(ours) == tokens(alone)
+        assert tokens(ours) == tokens(expected)

@@ -14,14 +14,14 @@ from baton_api.reports import PromptReport
 from baton_engine.api.choices import report_of
 from baton_engine.requests import FinishReason, Request
 from baton_engine.transfer.loopback import LoopbackTransfer
-from tests.decode.pair import PATIENCE_S, eventually, fake_side, open_pair, serve, tokens
+from tests.decode.pair import TIMEOUT_S, eventually, fake_side, open_pair, serve, tokens
 from tests.engine.fake_model import FakeModel
 
 PROMPT = list(range(30))
 EXPECTED = FakeModel().greedy(PROMPT, 4)
 
 
-async def test_a_prompt_comes_over_with_its_first_token_and_its_figures() -> None:
+async def test_prefill_workers_prompt_arrives_with_token_and_relay() -> None:
     async with open_pair() as pair:
         outputs = await pair.generate(PROMPT)
         assert tokens(outputs) == EXPECTED
@@ -36,7 +36,7 @@ async def test_a_prompt_comes_over_with_its_first_token_and_its_figures() -> Non
         assert pair.prefills.outcomes == {"whole": 1}
 
 
-async def test_only_what_the_decode_worker_lacks_is_moved() -> None:
+async def test_prefill_workers_move_only_missing_blocks() -> None:
     async with open_pair() as pair:
         await pair.generate(PROMPT)
         outputs = await pair.generate([*PROMPT[:17], 90, 91, 92, 93, 94])
@@ -54,7 +54,7 @@ async def test_many_prompts_share_one_connection() -> None:
         assert len(pair.prefills._links) == 1
 
 
-async def test_the_load_of_the_prefill_worker_is_known_from_its_heartbeat() -> None:
+async def test_prefill_workers_load_comes_with_heartbeats() -> None:
     async with open_pair() as pair:
         await pair.generate(PROMPT)
         await eventually(lambda: pair.prefills.loads)
@@ -79,7 +79,7 @@ LONG_LABEL = f"{'a' * 64}.example:7000"
 @pytest.mark.parametrize(
     "address", ["", "nonsense", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", ":80", LONG_LABEL]
 )
-async def test_an_address_that_is_none_fails_no_request(address: str) -> None:
+async def test_prefill_workers_invalid_address_falls_back(address: str) -> None:
     async with open_pair() as pair:
         remote = pair.prefills.remote(address, "", "q")
         request = Request("q", tuple(PROMPT), pair.request(PROMPT).sampling, remote=remote)
@@ -89,11 +89,11 @@ async def test_an_address_that_is_none_fails_no_request(address: str) -> None:
         assert request.fallback == "unreachable"
         report = report_of(request, outputs[0])
         assert report is not None and PromptReport.decode(report.encode()) is not None
-        assert report.compute_s < PATIENCE_S
+        assert report.compute_s < TIMEOUT_S
 
 
 async def test_prefills_unexpected_error_ends_only_its_request() -> None:
-    """An error that nobody foresaw is answered at once: the request does not wait for its deadline."""
+    """An unforeseen error is answered at once: the request does not wait for its deadline."""
     async with open_pair(answer_deadline_s=600.0) as pair:
         pair.decode.faulty.refuse_next(KeyError("a defect"))
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
@@ -119,7 +119,7 @@ async def test_prefills_ticket_lasts_while_request_waits_in_queue() -> None:
         assert pair.prefills.outcomes == {"whole": 1}
 
 
-async def test_a_damaged_block_is_found_and_computed_here() -> None:
+async def test_prefill_workers_damaged_block_is_recomputed_locally() -> None:
     """Peers' defect 24: a flipped bit never becomes text; the blocks before it are kept."""
     async with open_pair() as pair:
         pair.decode.faulty.flip_bit_next(position=1)
@@ -129,7 +129,7 @@ async def test_a_damaged_block_is_found_and_computed_here() -> None:
         assert tokens(outputs) == EXPECTED, "the damaged block is in no cache"
 
 
-async def test_a_read_that_ends_in_an_error_is_computed_here() -> None:
+async def test_prefill_workers_failed_read_is_recomputed_locally() -> None:
     """Peers' defects 21 and 33: a remote disconnect costs a recomputation, never a wrong answer."""
     async with open_pair() as pair:
         pair.decode.faulty.fail_next(after=1)
@@ -137,8 +137,8 @@ async def test_a_read_that_ends_in_an_error_is_computed_here() -> None:
         assert pair.prefills.outcomes == {"transport": 1}
 
 
-async def test_a_hung_read_is_given_up_quarantined_and_freed_when_it_settles() -> None:
-    """Peers' defect 1: what lands late lands in quarantine, not in somebody's context."""
+async def test_prefill_workers_hung_read_is_quarantined_until_settled() -> None:
+    """Peers' defect 1: late bytes land in quarantine, not in another request's context."""
     async with open_pair(transfer_deadline_s=0.1, answer_deadline_s=600.0) as pair:
         pair.decode.faulty.hold()
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
@@ -154,7 +154,7 @@ async def test_a_hung_read_is_given_up_quarantined_and_freed_when_it_settles() -
         assert tokens(await pair.generate(PROMPT, remote=False)) == EXPECTED
 
 
-async def test_a_prompt_that_nobody_computes_in_time_is_computed_here() -> None:
+async def test_prefill_workers_late_prompt_is_computed_locally() -> None:
     prefill = fake_side("prefill")
     assert isinstance(prefill.model, FakeModel)
     async with open_pair(prefill, answer_deadline_s=0.2) as pair:
@@ -166,7 +166,7 @@ async def test_a_prompt_that_nobody_computes_in_time_is_computed_here() -> None:
         assert pair.prefills.outcomes == {"deadline": 1}
 
 
-async def test_an_abort_in_mid_read_frees_no_block_that_is_still_written() -> None:
+async def test_prefill_workers_abort_in_mid_read_keeps_written_blocks() -> None:
     """Peers' defects 5 and 35: abort while the read is under way, reuse the pool, let the read land."""
     async with open_pair(decode=fake_side("decode", 12)) as pair:
         pair.decode.faulty.hold()
@@ -181,7 +181,7 @@ async def test_an_abort_in_mid_read_frees_no_block_that_is_still_written() -> No
         assert tokens(await pair.generate(other, remote=False)) == FakeModel().greedy(other, 4)
 
 
-async def test_a_prefill_worker_that_restarts_at_its_address_is_met_anew() -> None:
+async def test_prefill_workers_restart_at_same_address_is_new() -> None:
     """Peers' defect 15: no state of the dead process is used for the new one."""
     async with open_pair() as pair:
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
@@ -196,7 +196,7 @@ async def test_a_prefill_worker_that_restarts_at_its_address_is_met_anew() -> No
             outputs = await pair.generate(other)
             assert tokens(outputs) == FakeModel().greedy(other, 4)
             assert pair.prefills.outcomes == {"whole": 2}
-            peers = {asked.peer for asked in pair.decode.faulty.asked}
+            peers = {requested.peer for requested in pair.decode.faulty.requested}
             assert len(peers) == 2, "the newcomer is a peer of its own"
             inner = pair.decode.faulty.inner
             assert isinstance(inner, LoopbackTransfer)
@@ -206,7 +206,7 @@ async def test_a_prefill_worker_that_restarts_at_its_address_is_met_anew() -> No
             await newcomer.close()
 
 
-async def test_a_worker_of_another_model_is_refused_and_both_are_named(
+async def test_prefill_workers_other_model_is_rejected_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with open_pair(decode=fake_side("decode", weights="other")) as pair:
@@ -218,19 +218,19 @@ async def test_a_worker_of_another_model_is_refused_and_both_are_named(
     assert pair.decode.me.compatibility.digest in caplog.text
 
 
-async def test_a_full_prefill_worker_sends_the_prompt_back() -> None:
+async def test_prefill_workers_full_worker_falls_back() -> None:
     async with open_pair(sessions=0) as pair:
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
         assert pair.prefills.outcomes == {"busy": 1}
 
 
-async def test_a_prompt_too_large_for_the_prefill_worker_is_computed_here() -> None:
+async def test_prefill_workers_too_large_prompt_falls_back() -> None:
     async with open_pair(prefill=fake_side("prefill", 4)) as pair:
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
         assert pair.prefills.outcomes == {"rejected": 1}
 
 
-async def test_one_token_is_one_token() -> None:
+async def test_prefill_workers_first_token_obeys_stop_rules() -> None:
     """Peers' defect 30: the token of the prefill worker counts, and stop rules apply to it."""
     async with open_pair() as pair:
         outputs = await pair.generate(PROMPT, max_tokens=1)
@@ -240,7 +240,7 @@ async def test_one_token_is_one_token() -> None:
         assert outputs[-1].finish is FinishReason.STOP
 
 
-async def test_an_idle_connection_lives_and_a_burst_after_it_is_served() -> None:
+async def test_prefill_workers_idle_connection_serves_a_later_burst() -> None:
     """Peers' defect 25: heartbeats keep an idle pair together for longer than the silence that ends it."""
     async with open_pair() as pair:
         await pair.generate(PROMPT)
@@ -262,7 +262,7 @@ async def test_an_idle_connection_lives_and_a_burst_after_it_is_served() -> None
 ABORTS = 1000
 
 
-async def test_a_thousand_aborts_leave_nothing_behind() -> None:
+async def test_prefill_workers_thousand_aborts_leak_nothing() -> None:
     """Peers' defects 6, 22 and 35: aborts at every moment leak no block and no session on either side."""
     chance = random.Random(3)
     async with open_pair(fake_side("prefill", 200), fake_side("decode", 200)) as pair:
@@ -271,10 +271,10 @@ async def test_a_thousand_aborts_leave_nothing_behind() -> None:
 
         async def one(number: int) -> None:
             request = pair.request([number % 97, *range(chance.randint(0, 40))], max_tokens=3)
-            patience = chance.choice([0.0, 0.001, 0.003, 0.01, 0.02])
+            wait_s = chance.choice([0.0, 0.001, 0.003, 0.01, 0.02])
             whole = True
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(wait_s):
                     async for _ in pair.decode.client.generate(request):
                         pass
             except TimeoutError:

@@ -11,7 +11,7 @@ PROMPT = list(range(3, 53))
 
 
 async def ask(pair: Pair, salt: str, side: Side | None = None) -> list[Output]:
-    """The outputs for the prompt of whoever has this salt; `side` alone, or the pair."""
+    """Return the outputs for the prompt with this salt, from `side` or from the pair."""
     request = pair.request(PROMPT, remote=side is None)
     return await (side or pair.decode).generate(dataclasses.replace(request, salt=salt))
 
@@ -20,7 +20,7 @@ def cached(outputs: list[Output]) -> int:
     return outputs[0].cached_tokens
 
 
-async def test_a_prompt_of_another_salt_is_computed_anew_on_both_sides() -> None:
+async def test_salted_pair_other_salt_is_recomputed_on_both_sides() -> None:
     prefill, decode = fake_side("prefill"), fake_side("decode")
     async with open_pair(prefill, decode) as pair:
         first = await ask(pair, "a")
@@ -33,6 +33,6 @@ async def test_a_prompt_of_another_salt_is_computed_anew_on_both_sides() -> None
             assert other[0].relay is not None and cached(other) == 0
             assert tokens(other) == tokens(first)
             assert cached(await ask(pair, salt)) == whole
-        # What the prefill worker computed for others is theirs there too.
+        # The prefill worker's cache is separated by salt as well.
         for salt, held in (("a", whole), ("b", whole), ("", whole), ("c", 0)):
             assert cached(await ask(pair, salt, prefill)) == held, salt

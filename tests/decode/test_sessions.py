@@ -72,11 +72,11 @@ def pulled(size: int = 100) -> Pulled:
     return Pulled(size, 0.5, "loopback")
 
 
-def bring(made: DecodeSession, number: int, blocks: int) -> list[Action]:
+def bring(session_: DecodeSession, number: int, blocks: int) -> list[Action]:
     """Let a read finish well and its blocks be found equal."""
-    (verify,) = made.pulled(number, pulled(), 1.0)
+    (verify,) = session_.pulled(number, pulled(), 1.0)
     assert isinstance(verify, VerifyChecksums)
-    return made.verified(number, [True] * blocks)
+    return session_.verified(number, [True] * blocks)
 
 
 def reported(actions: list[Action]) -> FetchResult:
@@ -89,48 +89,48 @@ DONE = SendToPrefill(Done(session="r", epoch=2))
 
 
 def test_session_reads_chunks_and_ends_with_commit() -> None:
-    made = session()
-    states = [made.state]
-    assert made.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(1, (5, 6), (21, 22))]
-    states.append(made.state)
-    assert made.chunk(chunk(4, [7]), 0.5) == [ReadBlocks(2, (7,), (23,))]
-    assert made.pulled(1, pulled(), 1.0) == [VerifyChecksums(1, (21, 22), (50, 60))]
-    assert made.verified(1, [True, True]) == []
-    assert made.commit(commit()) == []
-    assert [*states, made.state] == [DecodeState.ASKING, DecodeState.RECEIVING, DecodeState.COMMITTED]
-    assert made.pulled(2, pulled(), 2.0) == [VerifyChecksums(2, (23,), (70,))]
-    done, report = made.verified(2, [True])
+    session_ = session()
+    states = [session_.state]
+    assert session_.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(1, (5, 6), (21, 22))]
+    states.append(session_.state)
+    assert session_.chunk(chunk(4, [7]), 0.5) == [ReadBlocks(2, (7,), (23,))]
+    assert session_.pulled(1, pulled(), 1.0) == [VerifyChecksums(1, (21, 22), (50, 60))]
+    assert session_.verified(1, [True, True]) == []
+    assert session_.commit(commit()) == []
+    assert [*states, session_.state] == [DecodeState.ASKING, DecodeState.RECEIVING, DecodeState.COMMITTED]
+    assert session_.pulled(2, pulled(), 2.0) == [VerifyChecksums(2, (23,), (70,))]
+    done, report = session_.verified(2, [True])
     assert done == DONE
     fetched = reported([report])
     assert (fetched.arrived, fetched.first, fetched.cached_tokens) == (3, TokenChoice(token=7), 32)
     assert fetched.relay is not None
     assert (fetched.relay.computed_tokens, fetched.relay.local_tokens) == (38, 32)
     assert (fetched.relay.blocks, fetched.relay.bytes, fetched.relay.transfer_s) == (3, 200, 2.0)
-    assert made.settled
+    assert session_.settled
 
 
 def test_begin_asks_for_the_prompt_with_all_it_depends_on() -> None:
     fetch = Fetch("q", (3, 1, 4), 0, b"p" * 16, (21,), SamplingParams(seed=5), "tenant", "00-trace")
-    made = DecodeSession(replace(session().spec, fetch=fetch))
+    session_ = DecodeSession(replace(session().spec, fetch=fetch))
     expected = Prefill(
         session="r", epoch=2, tokens=[3, 1, 4], start_block=0, parent=b"p" * 16,
         sampling=SamplingParams(seed=5).first_token(), salt="tenant", ticket="ticket-1",
         request_id="request-1", trace="00-trace", deadline_s=7.5,
     )  # fmt: skip
-    assert made.begin("request-1", "ticket-1", 7.5) == [SendToPrefill(expected)]
-    assert made.reason is None
+    assert session_.begin("request-1", "ticket-1", 7.5) == [SendToPrefill(expected)]
+    assert session_.reason is None
 
 
 def test_relay_record_names_worker_times_and_transport() -> None:
     """Only the seconds with a read under way count: 10 to 11 and 14 to 16."""
-    made = session()
-    made.chunk(chunk(2, [5]), 10.0)
-    made.verified(1, [True] * len(made.pulled(1, pulled(), 11.0)))
-    made.chunk(chunk(3, [6, 7]), 14.0)
-    made.pulled(2, pulled(50), 16.0)
-    made.verified(2, [True, True])
-    fetched = reported(made.commit(commit(queue_s=0.25, compute_s=0.5)))
-    assert (fetched.request_id, made.reason) == ("q", None)
+    session_ = session()
+    session_.chunk(chunk(2, [5]), 10.0)
+    session_.verified(1, [True] * len(session_.pulled(1, pulled(), 11.0)))
+    session_.chunk(chunk(3, [6, 7]), 14.0)
+    session_.pulled(2, pulled(50), 16.0)
+    session_.verified(2, [True, True])
+    fetched = reported(session_.commit(commit(queue_s=0.25, compute_s=0.5)))
+    assert (fetched.request_id, session_.reason) == ("q", None)
     assert fetched.relay == RelayRecord(
         prefill_worker="prefill-0",
         prompt_tokens=70,
@@ -147,37 +147,37 @@ def test_relay_record_names_worker_times_and_transport() -> None:
 
 def test_positions_count_not_the_order_of_arrival() -> None:
     """Peers' defect 7: blocks are mapped by position, never by counting from the end."""
-    made = session()
-    assert made.chunk(chunk(4, [7]), 0.0) == [ReadBlocks(1, (7,), (23,))]
-    assert made.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(2, (5, 6), (21, 22))]
-    bring(made, 1, 1)
-    assert made.arrived == 0, "a block after a gap is no prefix"
-    bring(made, 2, 2)
-    assert made.arrived == 3
+    session_ = session()
+    assert session_.chunk(chunk(4, [7]), 0.0) == [ReadBlocks(1, (7,), (23,))]
+    assert session_.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(2, (5, 6), (21, 22))]
+    bring(session_, 1, 1)
+    assert session_.arrived == 0, "a block after a gap is no prefix"
+    bring(session_, 2, 2)
+    assert session_.arrived == 3
 
 
-def test_a_doubled_chunk_is_read_once() -> None:
-    made = session()
-    assert len(made.chunk(chunk(2, [5, 6]), 0.0)) == 1
-    assert made.chunk(chunk(2, [5, 6]), 0.0) == []
-    bring(made, 1, 2)
-    assert made.chunk(chunk(2, [5, 6]), 0.0) == []
+def test_session_doubled_chunk_is_read_once() -> None:
+    session_ = session()
+    assert len(session_.chunk(chunk(2, [5, 6]), 0.0)) == 1
+    assert session_.chunk(chunk(2, [5, 6]), 0.0) == []
+    bring(session_, 1, 2)
+    assert session_.chunk(chunk(2, [5, 6]), 0.0) == []
 
 
-def test_a_chunk_that_overlaps_brings_only_what_is_new() -> None:
-    made = session()
-    made.chunk(chunk(2, [5, 6]), 0.0)
-    assert made.chunk(chunk(3, [6, 7]), 0.0) == [ReadBlocks(2, (7,), (23,))]
+def test_session_overlapping_chunk_reads_only_new_blocks() -> None:
+    session_ = session()
+    session_.chunk(chunk(2, [5, 6]), 0.0)
+    assert session_.chunk(chunk(3, [6, 7]), 0.0) == [ReadBlocks(2, (7,), (23,))]
 
 
 def test_session_drops_messages_of_other_attempts() -> None:
     """Peers' defect 27: messages of one session never count for another."""
-    made = session()
-    assert made.chunk(chunk(2, [5], epoch=1), 0.0) == []
-    assert made.chunk(chunk(2, [5], name="s"), 0.0) == []
-    assert made.commit(commit(epoch=1)) == []
-    assert made.failed(Failed(session="r", epoch=1, reason="old", retry=False)) == []
-    assert made.state is DecodeState.ASKING
+    session_ = session()
+    assert session_.chunk(chunk(2, [5], epoch=1), 0.0) == []
+    assert session_.chunk(chunk(2, [5], name="s"), 0.0) == []
+    assert session_.commit(commit(epoch=1)) == []
+    assert session_.failed(Failed(session="r", epoch=1, reason="old", retry=False)) == []
+    assert session_.state is DecodeState.ASKING
 
 
 FORBIDDEN = {
@@ -193,17 +193,17 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("case", FORBIDDEN)
-def test_a_chunk_that_cannot_be_right_ends_the_attempt_before_a_byte_is_read(case: str) -> None:
-    made = session()
-    abort, report = made.chunk(FORBIDDEN[case], 0.0)
+def test_session_impossible_chunk_ends_before_any_read(case: str) -> None:
+    session_ = session()
+    abort, report = session_.chunk(FORBIDDEN[case], 0.0)
     assert abort == ABORT
     assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.PROTOCOL)
 
 
-def test_a_position_announced_twice_with_different_blocks_ends_the_attempt() -> None:
-    made = session()
-    made.chunk(chunk(2, [5]), 0.0)
-    fetched = reported(made.chunk(chunk(2, [6]), 0.0))
+def test_session_conflicting_blocks_end_the_attempt() -> None:
+    session_ = session()
+    session_.chunk(chunk(2, [5]), 0.0)
+    fetched = reported(session_.chunk(chunk(2, [6]), 0.0))
     assert (fetched.reason, fetched.unsafe) == (Fallback.PROTOCOL, frozenset({21}))
 
 
@@ -215,12 +215,12 @@ MISMATCHED = {
 
 
 @pytest.mark.parametrize("case", MISMATCHED)
-def test_a_commit_for_another_prompt_is_not_believed(case: str) -> None:
-    """Peers' defect 19: the tail's chain hash tells that both sides mean the same tokens."""
-    made = session()
-    made.chunk(chunk(2, [5, 6, 7]), 0.0)
-    bring(made, 1, 3)
-    fetched = reported(made.commit(MISMATCHED[case]))
+def test_session_commit_for_another_prompt_is_rejected(case: str) -> None:
+    """Peers' defect 19: the tail's chain hash shows that both sides mean the same tokens."""
+    session_ = session()
+    session_.chunk(chunk(2, [5, 6, 7]), 0.0)
+    bring(session_, 1, 3)
+    fetched = reported(session_.commit(MISMATCHED[case]))
     assert (fetched.first, fetched.arrived, fetched.reason) == (None, 3, Fallback.MISMATCH)
 
 
@@ -228,7 +228,7 @@ def test_a_commit_for_another_prompt_is_not_believed(case: str) -> None:
     "wrong",
     [commit(first=TokenChoice(token=100)), commit(first=TokenChoice(token=-1)), commit(cached_tokens=71)],
 )
-def test_a_commit_with_impossible_numbers_is_not_believed(wrong: Commit) -> None:
+def test_session_commit_out_of_range_is_rejected(wrong: Commit) -> None:
     assert reported(session().commit(wrong)).reason == Fallback.PROTOCOL
 
 
@@ -242,25 +242,25 @@ def test_a_commit_with_impossible_numbers_is_not_believed(wrong: Commit) -> None
     ],
 )
 def test_commit_at_the_edge_of_its_ranges_is_accepted(edge: Commit) -> None:
-    made = session()
-    assert made.commit(edge) == []
-    assert made.state is DecodeState.COMMITTED
+    session_ = session()
+    assert session_.commit(edge) == []
+    assert session_.state is DecodeState.COMMITTED
 
 
 def test_second_commit_changes_nothing() -> None:
-    made = session()
-    made.commit(commit())
-    assert made.commit(commit(first=TokenChoice(token=8))) == []
-    made.chunk(chunk(2, [5, 6, 7]), 0.0)
-    assert reported(bring(made, 1, 3)).first == TokenChoice(token=7)
+    session_ = session()
+    session_.commit(commit())
+    assert session_.commit(commit(first=TokenChoice(token=8))) == []
+    session_.chunk(chunk(2, [5, 6, 7]), 0.0)
+    assert reported(bring(session_, 1, 3)).first == TokenChoice(token=7)
 
 
 def test_commit_after_the_peer_failed_is_dropped() -> None:
-    made = session()
-    made.chunk(chunk(2, [5, 6, 7]), 0.0)
-    made.failed(Failed(session="r", epoch=2, reason="no memory", retry=True))
-    assert made.commit(commit()) == []
-    assert reported(bring(made, 1, 3)).reason == Fallback.FAILED
+    session_ = session()
+    session_.chunk(chunk(2, [5, 6, 7]), 0.0)
+    session_.failed(Failed(session="r", epoch=2, reason="no memory", retry=True))
+    assert session_.commit(commit()) == []
+    assert reported(bring(session_, 1, 3)).reason == Fallback.FAILED
 
 
 @pytest.mark.parametrize("block", [1, 63])
@@ -274,54 +274,54 @@ def test_missing_logprobs_are_a_mismatch() -> None:
     assert session(logprobs=2).commit(good) == []
 
 
-def test_a_checksum_that_differs_cuts_the_prefix_before_it() -> None:
+def test_session_wrong_checksum_cuts_the_prefix_before_it() -> None:
     """Peers' defect 24: damaged blocks are found by their checksum and never used."""
-    made = session()
-    made.chunk(chunk(2, [5, 6, 7]), 0.0)
-    made.pulled(1, pulled(), 1.0)
-    abort, report = made.verified(1, [True, False, True])
+    session_ = session()
+    session_.chunk(chunk(2, [5, 6, 7]), 0.0)
+    session_.pulled(1, pulled(), 1.0)
+    abort, report = session_.verified(1, [True, False, True])
     assert abort == ABORT
     assert reported([report]) == FetchResult("q", arrived=1, reason=Fallback.CHECKSUM, transport="loopback")
 
 
 def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
     """Peers' defect 5: an abort in mid-read frees no block that is still being written."""
-    made = session()
-    made.chunk(chunk(2, [5, 6]), 0.0)
-    made.chunk(chunk(4, [7]), 0.0)
-    bring(made, 2, 1)
-    abort, report = made.cancel()
+    session_ = session()
+    session_.chunk(chunk(2, [5, 6]), 0.0)
+    session_.chunk(chunk(4, [7]), 0.0)
+    bring(session_, 2, 1)
+    abort, report = session_.cancel()
     assert abort == ABORT
     assert reported([report]) == FetchResult(
         "q", arrived=0, unsafe=frozenset({21, 22}), reason=Fallback.CANCELLED, transport="loopback"
     )
-    assert not made.settled
-    assert made.pulled(1, pulled(), 9.0) == [BlocksSettled((21, 22))]
-    assert made.settled
+    assert not session_.settled
+    assert session_.pulled(1, pulled(), 9.0) == [BlocksSettled((21, 22))]
+    assert session_.settled
 
 
-def test_a_read_that_fails_after_the_answer_settles_too() -> None:
-    made = session()
-    made.chunk(chunk(2, [5, 6]), 0.0)
-    assert reported(made.overdue()).unsafe == {21, 22}
-    assert made.pull_failed(1, 9.0) == [BlocksSettled((21, 22))]
+def test_session_read_failed_after_the_answer_settles() -> None:
+    session_ = session()
+    session_.chunk(chunk(2, [5, 6]), 0.0)
+    assert reported(session_.overdue()).unsafe == {21, 22}
+    assert session_.pull_failed(1, 9.0) == [BlocksSettled((21, 22))]
 
 
-def test_a_failed_read_is_settled_and_its_blocks_are_not_good() -> None:
-    made = session()
-    made.chunk(chunk(2, [5]), 0.0)
-    made.chunk(chunk(3, [6]), 0.0)
-    bring(made, 1, 1)
-    fetched = reported(made.pull_failed(2, 1.0))
+def test_session_failed_read_settles_with_unusable_blocks() -> None:
+    session_ = session()
+    session_.chunk(chunk(2, [5]), 0.0)
+    session_.chunk(chunk(3, [6]), 0.0)
+    bring(session_, 1, 1)
+    fetched = reported(session_.pull_failed(2, 1.0))
     assert (fetched.arrived, fetched.unsafe, fetched.reason) == (1, frozenset(), Fallback.TRANSPORT)
 
 
 def test_when_the_peer_gives_up_the_reads_under_way_still_count() -> None:
-    made = session()
-    made.chunk(chunk(2, [5, 6]), 0.0)
-    assert made.failed(Failed(session="r", epoch=2, reason="no memory", retry=True)) == []
-    assert made.chunk(chunk(4, [7]), 0.0) == [], "nothing new is begun"
-    done, report = bring(made, 1, 2)
+    session_ = session()
+    session_.chunk(chunk(2, [5, 6]), 0.0)
+    assert session_.failed(Failed(session="r", epoch=2, reason="no memory", retry=True)) == []
+    assert session_.chunk(chunk(4, [7]), 0.0) == [], "nothing new is begun"
+    done, report = bring(session_, 1, 2)
     assert done == DONE
     assert reported([report]) == FetchResult("q", arrived=2, reason=Fallback.FAILED, transport="loopback")
 
@@ -334,38 +334,38 @@ def test_session_busy_peer_is_reported_as_busy() -> None:
 
 @pytest.mark.parametrize(("retry", "reason"), [(True, Fallback.FAILED), (False, Fallback.REJECTED)])
 def test_failed_prompt_is_rejected_if_a_retry_is_useless(retry: bool, reason: Fallback) -> None:
-    made = session()
-    fetched = reported(made.failed(Failed(session="r", epoch=2, reason="no", retry=retry)))
-    assert (fetched.reason, made.reason) == (reason, reason)
+    session_ = session()
+    fetched = reported(session_.failed(Failed(session="r", epoch=2, reason="no", retry=retry)))
+    assert (fetched.reason, session_.reason) == (reason, reason)
 
 
-def test_a_lost_connection_is_reported_without_a_word_to_nobody() -> None:
-    made = session()
-    (report,) = made.lost()
+def test_session_lost_connection_is_only_reported() -> None:
+    session_ = session()
+    (report,) = session_.lost()
     assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.LOST)
 
 
 def test_session_broken_reports_failure_of_this_worker() -> None:
-    made = session()
-    (report,) = made.broken()
+    session_ = session()
+    (report,) = session_.broken()
     assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.TRANSFER_FAILED)
 
 
 def test_after_the_answer_nothing_is_answered_again() -> None:
-    made = session()
-    made.cancel()
-    assert [made.cancel(), made.lost(), made.overdue()] == [[], [], []]
-    assert made.chunk(chunk(2, [5]), 0.0) == []
-    assert made.commit(commit()) == []
+    session_ = session()
+    session_.cancel()
+    assert [session_.cancel(), session_.lost(), session_.overdue()] == [[], [], []]
+    assert session_.chunk(chunk(2, [5]), 0.0) == []
+    assert session_.commit(commit()) == []
 
 
-def test_a_verdict_that_comes_after_the_answer_is_dropped() -> None:
-    made = session()
-    made.chunk(chunk(2, [5]), 0.0)
-    made.pulled(1, pulled(), 1.0)
-    assert reported(made.cancel()).unsafe == frozenset(), "the read has settled, only its check has not"
-    assert made.verified(1, [True]) == []
-    assert made.settled
+def test_session_checksum_after_the_answer_is_dropped() -> None:
+    session_ = session()
+    session_.chunk(chunk(2, [5]), 0.0)
+    session_.pulled(1, pulled(), 1.0)
+    assert reported(session_.cancel()).unsafe == frozenset(), "the read has settled, only its check has not"
+    assert session_.verified(1, [True]) == []
+    assert session_.settled
 
 
 SCHEDULES = 4000
@@ -373,10 +373,10 @@ SCHEDULES = 4000
 
 def test_law_whatever_the_network_and_the_memory_do() -> None:
     """
-    Peers' defects 1, 5, 23 and 35: reads of blocks that were let go, frees in mid-read, lost answers.
+    Peers' defects 1, 5, 23 and 35: reads of released blocks, frees in mid-read, lost answers.
 
-    Every fetch is reported exactly once; no block is reported good whose content differs; a block that
-    is not unsafe is never written again; nothing is held on either side at the end.
+    Every fetch is reported exactly once. No block with other content is reported as good. A block that is
+    not unsafe is never written again. Neither side holds blocks at the end.
     """
     ends: Counter[str] = Counter()
     for seed in range(SCHEDULES):

@@ -1,9 +1,9 @@
 """
 A model that believes only what it reads back from the KV cache.
 
-Each token's id and position are written to its slot; the logits come from what the row's blocks hold, read
-through the block table: the prefix before anything of this pass is written, the rest after. A wrong block,
-one published too early or reused too soon, gives other positions (an error) or other tokens.
+The pass writes each token's id and position to its slot. Logits come from what the row's blocks hold, read
+through the block table: the prefix before any write of this pass, the rest after. A wrong block, or one that
+is published too early or reused too soon, gives other positions (an error) or other tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FakeModel:
         self.fail_on: int | None = None
         """A token id at which a pass raises, as a broken kernel would."""
         self.failure: Exception = RuntimeError("a kernel failed")
-        """What it raises."""
+        """The error that such a pass raises."""
         self.nan_on: int | None = None
         """A last token whose row's logits are NaN."""
         self.go = threading.Event()
@@ -72,7 +72,7 @@ class FakeModel:
         slots = batch.slots
         assert len(set(slots.tolist())) == len(slots), "two tokens share a slot"
         assert int(slots.min()) >= cache.block_size, "block 0 is written"
-        # Nothing but its own slots: a transfer may be writing other blocks at this moment.
+        # Touch only its own slots: a transfer may be writing other blocks at this moment.
         block, offset = slots // cache.block_size, slots % cache.block_size
         memory[block, 0, offset] = torch.stack((batch.tokens, batch.positions), dim=1).float()
         logits = []
@@ -103,7 +103,7 @@ class FakeModel:
         return row
 
     def greedy(self, prompt: list[int] | tuple[int, ...], count: int) -> list[int]:
-        """What a request with temperature 0 must give."""
+        """Return the tokens that a request with temperature 0 must get."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.logits(tokens).argmax()))

@@ -2,7 +2,7 @@
 A transfer that misbehaves on demand: late, failing, damaging, hanging.
 
 It wraps a real one. Bytes move when the wrapped transfer moves them, so a pull that is held has not
-touched its destination yet, and writes over it when it is released, however late: as a peer does that
+touched its destination yet. It writes over it when it is released, however late: as a peer does that
 hung and came back.
 
     transfer.hold()                 # every pull from now on waits
@@ -31,8 +31,8 @@ from baton_engine.transfer import Peer, Pulled, Transfer
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One pull, as it was asked for."""
+class PullRequest:
+    """One pull as requested."""
 
     peer: str
     remote: tuple[int, ...]
@@ -54,7 +54,7 @@ class FaultyTransfer:
 
     def __init__(self, inner: Transfer, cache: KVCache) -> None:
         self.inner = inner
-        self.asked: list[Asked] = []
+        self.requested: list[PullRequest] = []
         self.under_way = 0
         """Pulls that have not settled."""
         self._cache = cache
@@ -70,7 +70,7 @@ class FaultyTransfer:
             self._gate = asyncio.Event()
 
     def release(self) -> None:
-        """Let go on what is held; later pulls are not held."""
+        """Release the held pulls; later pulls are not held."""
         if self._gate is not None:
             self._gate.set()
             self._gate = None
@@ -113,7 +113,7 @@ class FaultyTransfer:
         return await self.inner.connect(metadata, pool, epoch)
 
     def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> _FaultyPull:
-        self.asked.append(Asked(peer.name, tuple(remote), tuple(local)))
+        self.requested.append(PullRequest(peer.name, tuple(remote), tuple(local)))
         self.under_way += 1
         fault = self._faults.popleft() if self._faults else None
         work = self._pull(peer, list(remote), list(local), fault, self._gate)
@@ -160,11 +160,11 @@ class FaultyTransfer:
 
 
 class _FaultyPull:
-    """A pull whose end nobody's cancellation reaches."""
+    """A pull that no cancellation of a waiter reaches."""
 
     def __init__(self, task: asyncio.Task[Pulled]) -> None:
         self._task = task
-        # A pull that fails when nobody listens is no error of the test.
+        # A pull that fails without a listener does not fail the test.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def settled(self) -> asyncio.Future[Pulled]:

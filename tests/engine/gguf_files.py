@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from baton_engine.model.checkpoint import Checkpoint, load_spec
-from baton_engine.model.gguf_model import ARCHITECTURES, IN_LAYER, TOP
+from baton_engine.model.families import BY_GGUF
+from baton_engine.model.family import GGUF_NAMES, TensorNames
 from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.spec import ModelSpec
 from tests.engine.models import BOS, CHAT_TEMPLATE, EOS, SPECIAL, UNKNOWN
@@ -26,7 +27,7 @@ def write_gguf(
 ) -> Path:
     """The checkpoint in `folder` as one file; `quantised` stores its matrices as Q8_0."""
     spec = load_spec(Checkpoint(folder, folder.name))
-    kind = next(kind for kind, name in ARCHITECTURES.items() if name == spec.architecture)
+    kind = next(kind for kind, family in BY_GGUF.items() if family.architecture == spec.architecture)
     writer = gguf.GGUFWriter(target, kind)
     writer.add_context_length(spec.rope.original_context if spec.rope.kind == "yarn" else spec.context)
     writer.add_embedding_length(spec.hidden)
@@ -71,17 +72,12 @@ def _add_vocabulary(writer: Any, folder: Path, pre: str) -> None:
 
 def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, kind: str, quantised: bool) -> None:
     source = SafetensorsFolder(folder)
-    theirs = {name: part for part, name in IN_LAYER.items()}
     for name in source.shapes:
         values: NDArray[Any] = source.read(name).to(torch.float32).numpy()
-        if name.startswith("model.layers."):
-            number, rest = name.removeprefix("model.layers.").split(".", 1)
-            part, _, suffix = rest.rpartition(".")
-            if kind == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-                values = _reordered(values, spec.heads if part.endswith("q_proj") else spec.kv_heads)
-            stored = f"blk.{number}.{theirs[part]}.{suffix}"
-        else:
-            stored = next(their for their, our in TOP.items() if our == name)
+        part = name.rpartition(".")[0]
+        if kind == "llama" and part.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+            values = _reordered(values, spec.heads if part.endswith("q_proj") else spec.kv_heads)
+        stored = TensorNames().translate(name, GGUF_NAMES)
         if quantised and values.ndim == 2:
             packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(stored, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -92,7 +88,7 @@ def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, kind: str, quantise
 
 
 def _reordered(values: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Halves of each head interleaved, as llama.cpp's rotation of neighbouring pairs wants them."""
+    """Halves of each head interleaved, as llama.cpp's rotation of adjacent pairs wants them."""
     halves = values.reshape(heads, 2, -1, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
 

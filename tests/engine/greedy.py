@@ -24,7 +24,7 @@ class Greedy:
 @torch.inference_mode()
 def by_transformers(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> Greedy:
     """
-    What `model` draws after `prompt` and after each token of `answer` but the last, in one pass.
+    Return what `model` draws after `prompt` and after each token of `answer` but the last, in one pass.
 
     If it draws `answer` itself, then generating step by step would have drawn it too.
     """

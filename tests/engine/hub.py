@@ -1,4 +1,4 @@
-"""A hub of one model, on 127.0.0.1 unless it is told otherwise, as far as `snapshot_download` asks."""
+"""A hub of one model, on 127.0.0.1 by default, as far as `snapshot_download` needs it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PIECE_S = 1.0
 
 @contextmanager
 def serving(
-    folder: Path, model: str, asked: list[str], host: str = "127.0.0.1", weights_s: float = 0.0
+    folder: Path, model: str, paths: list[str], host: str = "127.0.0.1", weights_s: float = 0.0
 ) -> Iterator[str]:
     """
-    The endpoint of a hub that has `folder` as `model`; the paths it is asked for go to `asked`.
+    Serve `folder` as `model` and yield the endpoint; append the requested paths to `paths`.
 
     It listens at `host`, and takes `weights_s` seconds to send a file of weights.
     """
@@ -40,7 +40,7 @@ def serving(
 
         def _answer(self, with_body: bool) -> None:
             path = self.path.partition("?")[0]
-            asked.append(path)
+            paths.append(path)
             resolve = f"/{model}/resolve/"
             if path == f"/api/models/{model}/tree/{COMMIT}":
                 tree = [

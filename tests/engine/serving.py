@@ -21,7 +21,7 @@ from baton_engine.sampling.state import SamplingState
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_model import FakeModel, make_cache
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class Serving:
@@ -78,18 +78,18 @@ class Serving:
 
     def wait(self, condition: Callable[[], bool], what: object = "") -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, PATIENCE_S), f"waited in vain for {what}"
+            assert self._changed.wait_for(condition, TIMEOUT_S), f"waited in vain for {what}"
 
     def until(self, condition: Callable[[EngineSnapshot], bool]) -> EngineSnapshot:
-        """Wait for what only the figures show."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Wait for a condition on the engine's snapshot."""
+        deadline = time.monotonic() + TIMEOUT_S
         while not condition(snapshot := self.engine.snapshot()):
             assert time.monotonic() < deadline, snapshot
             time.sleep(0.001)
         return snapshot
 
     def at_rest(self) -> EngineSnapshot:
-        """Nothing is left of any request: all blocks are free or cached."""
+        """Wait until no request is left; all blocks are free or cached."""
         snapshot = self.until(
             lambda now: now.running == now.queued == now.fetching == now.held == now.quarantined_blocks == 0
         )
@@ -98,7 +98,7 @@ class Serving:
         return snapshot
 
     def reference(self, request: Request) -> list[int]:
-        """What the request must give, drawn token by token with no engine and no cache."""
+        """Return the request's tokens, drawn one by one with no engine and no cache."""
         state, drawn = SamplingState(request.sampling, request.prompt), list[int]()
         while len(drawn) < request.sampling.max_tokens:
             token = self.first((*request.prompt, *drawn), state).token
@@ -143,7 +143,7 @@ class Prefiller:
 
     def fetch(self) -> Fetch:
         """Wait for the engine to ask."""
-        return self.fetches.get(timeout=PATIENCE_S)
+        return self.fetches.get(timeout=TIMEOUT_S)
 
     def write(self, fetch: Fetch, count: int | None = None) -> None:
         """Bring the first `count` blocks, all if None."""
@@ -170,7 +170,7 @@ class Prefiller:
 
 
 class Recipient:
-    """An `Export` that remembers what it was told."""
+    """An `Export` that records its announcements."""
 
     def __init__(self) -> None:
         self.announced: list[tuple[int, tuple[int, ...]]] = []
@@ -186,7 +186,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 def request_of(
     name: str, length: int = 10, *, seed: int = 0, prompt: tuple[int, ...] | None = None, **fields: Any
 ) -> Request:
-    """Greedy and 8 tokens unless told otherwise; sampling fields and request fields may be mixed."""
+    """Greedy and 8 tokens by default; sampling fields and request fields may be mixed."""
     own = {field: fields.pop(field) for field in ("salt", "patient", "remote", "export") if field in fields}
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})
     return Request(name, prompt if prompt is not None else prompt_of(length, seed), sampling, **own)

@@ -10,7 +10,7 @@ from baton_engine.requests import Fetch, FinishReason, Request
 from tests.engine.serving import Prefiller, Recipient, Serving, prompt_of, request_of
 
 
-def test_a_waiting_request_is_aborted() -> None:
+def test_abort_waiting_request_ends() -> None:
     with Serving(max_running=1) as serving:
         serving.model.go.clear()
         serving.submit(request_of("a"), request_of("b"))
@@ -22,7 +22,7 @@ def test_a_waiting_request_is_aborted() -> None:
         serving.at_rest()
 
 
-def test_a_request_in_the_middle_of_its_prompt_is_aborted() -> None:
+def test_abort_request_in_mid_prompt_ends() -> None:
     with Serving(chunk_tokens=4) as serving:
         serving.model.go.clear()
         serving.submit(request_of("a", 100))
@@ -34,7 +34,7 @@ def test_a_request_in_the_middle_of_its_prompt_is_aborted() -> None:
         serving.at_rest()
 
 
-def test_blocks_of_a_request_aborted_during_a_pass_are_not_reused_in_it() -> None:
+def test_abort_during_a_pass_keeps_its_blocks_until_the_end() -> None:
     """Peers' defect 3: the pass under way still writes them."""
     with Serving(blocks=6) as serving:
         serving.model.go.clear()
@@ -47,7 +47,7 @@ def test_blocks_of_a_request_aborted_during_a_pass_are_not_reused_in_it() -> Non
         serving.at_rest()
 
 
-def test_a_request_that_generates_is_aborted_and_its_neighbour_goes_on() -> None:
+def test_abort_generating_request_leaves_others_running() -> None:
     with Serving() as serving:
         serving.submit(request_of("a", max_tokens=180), request_of("b", seed=1, max_tokens=60))
         serving.wait(lambda: len(serving.so_far("a")) >= 3)
@@ -57,7 +57,7 @@ def test_a_request_that_generates_is_aborted_and_its_neighbour_goes_on() -> None
         serving.at_rest()
 
 
-def test_an_ended_or_unknown_request_is_not_aborted_again() -> None:
+def test_abort_ended_or_unknown_request_is_ignored() -> None:
     with Serving() as serving:
         serving.run(request_of("a"))
         serving.engine.abort("a")
@@ -69,7 +69,7 @@ def test_an_ended_or_unknown_request_is_not_aborted_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_ends_in_every_state_leak_nothing_and_disturb_nobody(seed: int) -> None:
+def test_abort_random_ends_leak_no_block_and_change_no_token(seed: int) -> None:
     """Peers' defect 6: aborted loads were never reclaimed. 1,600 requests, most ended from outside."""
     chance = random.Random(seed)
     with Serving(

@@ -82,7 +82,7 @@ async def generate(
 
 
 @pytest.fixture(scope="module")
-def alone(model: Model) -> list[list[int]]:
+def single(model: Model) -> list[list[int]]:
     """Each request by itself, computed whole, with a cache of its own."""
 
     async def one_by_one() -> list[list[int]]:
@@ -100,18 +100,18 @@ def alone(model: Model) -> list[list[int]]:
     return asyncio.run(one_by_one())
 
 
-def test_the_requests_differ_enough_to_tell_anything(alone: list[list[int]]) -> None:
-    assert all(len(tokens) == NEW_TOKENS for tokens in alone)
-    assert len({tuple(tokens) for tokens in alone}) > COUNT * 3 // 4
+def test_batch_invariance_requests_differ(single: list[list[int]]) -> None:
+    assert all(len(tokens) == NEW_TOKENS for tokens in single)
+    assert len({tuple(tokens) for tokens in single}) > COUNT * 3 // 4
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 64, 512], ids=["chunks of 16", "chunks of 64", "whole"])
 @pytest.mark.parametrize("company", [1, 7, 32], ids=["alone", "batch of 7", "batch of 32"])
 async def test_tokens_do_not_depend_on_batch_or_chunks(
-    model: Model, alone: list[list[int]], company: int, chunk_tokens: int
+    model: Model, single: list[list[int]], company: int, chunk_tokens: int
 ) -> None:
     results, _ = await generate(model, make_requests(), company, chunk_tokens)
-    assert results == alone
+    assert results == single
 
 
 async def test_tokens_do_not_depend_on_retractions(model: Model) -> None:
@@ -130,12 +130,12 @@ async def test_tokens_do_not_depend_on_retractions(model: Model) -> None:
     assert tight == roomy
 
 
-@pytest.mark.parametrize("known", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 70])
-async def test_tokens_do_not_depend_on_what_the_prefix_cache_has(model: Model, known: int) -> None:
+@pytest.mark.parametrize("cached", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 70])
+async def test_tokens_do_not_depend_on_what_the_prefix_cache_has(model: Model, cached: int) -> None:
     prompt = tuple((5 + position * 11) % VOCAB for position in range(70))
     sampling = SamplingParams(seed=3, temperature=0.8, max_tokens=NEW_TOKENS)
     results = []
-    for prefix in (0, known):
+    for prefix in (0, cached):
         limits = EngineLimits(max_model_len=512)
         client = AsyncEngine(model, KVCache(model.spec, 32, torch.float32, CPU), limits)
         client.start()

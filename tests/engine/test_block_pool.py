@@ -37,12 +37,12 @@ def test_block_0_is_never_handed_out() -> None:
     assert pool.available == 0
 
 
-def test_a_pool_without_room_for_a_request_is_a_setup_error_that_names_the_way_out() -> None:
+def test_block_pool_too_small_is_a_setup_error() -> None:
     with pytest.raises(SetupError, match=r"1 blocks.*--kv-cache-memory"):
         BlockPool(1)
 
 
-def test_a_released_block_is_found_again_by_its_hash() -> None:
+def test_block_pool_released_block_is_found_by_its_hash() -> None:
     pool = BlockPool(5)
     hashes = chain(1, 2)
     blocks = own(pool, hashes)
@@ -53,13 +53,13 @@ def test_a_released_block_is_found_again_by_its_hash() -> None:
     assert pool.match(chain(2)) == []
 
 
-def test_a_block_without_a_hash_is_free_after_its_release() -> None:
+def test_block_pool_released_block_without_hash_is_free() -> None:
     pool = BlockPool(3)
     pool.release(pool.allocate(2))
     assert (pool.free, pool.cached) == (2, 0)
 
 
-def test_a_shared_block_stays_owned_until_its_last_user_lets_go() -> None:
+def test_block_pool_shared_block_is_owned_until_last_release() -> None:
     pool = BlockPool(5)
     hashes = chain(1)
     first, second = own(pool, hashes), own(pool, hashes)
@@ -70,7 +70,7 @@ def test_a_shared_block_stays_owned_until_its_last_user_lets_go() -> None:
     assert (pool.owned, pool.cached) == (0, 1)
 
 
-def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
+def test_block_pool_evicts_a_chains_tail_before_its_head() -> None:
     pool = BlockPool(4)
     hashes = chain(1, 2, 3)
     pool.release(own(pool, hashes))
@@ -79,7 +79,7 @@ def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
         assert len(pool.match(hashes)) == left
 
 
-def test_the_least_recently_used_chain_is_evicted_first() -> None:
+def test_block_pool_evicts_least_recently_used_chain_first() -> None:
     pool = BlockPool(5)
     old, new = chain(1, 2), chain(3, 4)
     pool.release(own(pool, old))
@@ -90,7 +90,7 @@ def test_the_least_recently_used_chain_is_evicted_first() -> None:
     assert pool.match(new) == []
 
 
-def test_a_block_with_cached_children_is_not_evicted_though_it_was_used_long_ago() -> None:
+def test_block_pool_old_parent_of_cached_children_is_kept() -> None:
     pool = BlockPool(5)
     pool.release(own(pool, chain(1)))
     pool.release(own(pool, chain(8)))
@@ -100,7 +100,7 @@ def test_a_block_with_cached_children_is_not_evicted_though_it_was_used_long_ago
     assert len(pool.match(chain(1, 2))) == 2
 
 
-def test_a_shared_prefix_outlives_its_older_branch() -> None:
+def test_block_pool_shared_prefix_outlives_its_older_branch() -> None:
     pool = BlockPool(5)
     pool.release(own(pool, chain(1, 2)))
     pool.release(own(pool, chain(1, 3)))
@@ -109,8 +109,8 @@ def test_a_shared_prefix_outlives_its_older_branch() -> None:
     assert len(pool.match(chain(1, 2))) == 1
 
 
-def test_a_cached_parent_of_an_owned_block_can_be_evicted() -> None:
-    """The owner computed the parent a second time; the first copy is nobody's, and must not be stuck."""
+def test_block_pool_cached_parent_of_owned_block_is_evictable() -> None:
+    """The owner computed the parent a second time; the first copy has no owner, and must not be stuck."""
     pool = BlockPool(5)
     hashes = chain(1, 2)
     first = own(pool, hashes[:1])
@@ -141,7 +141,7 @@ def test_blocks_unused_leaf_outlives_compaction_of_stale_ones() -> None:
     assert (pool.match(old), pool.match(busy)) == ([], [])
 
 
-def test_what_is_forgotten_is_free_and_what_is_used_stays_known() -> None:
+def test_block_pool_clear_frees_unused_and_keeps_used_blocks() -> None:
     pool = BlockPool(9)
     used, unused = own(pool, chain(1, 2)), own(pool, chain(3, 4, 5))
     pool.release(unused)
@@ -151,7 +151,7 @@ def test_what_is_forgotten_is_free_and_what_is_used_stays_known() -> None:
     assert pool.match(chain(1, 2)) == used
 
 
-def test_of_two_blocks_with_the_same_content_the_first_stays_known() -> None:
+def test_block_pool_first_of_two_equal_blocks_stays_published() -> None:
     pool = BlockPool(5)
     hashes = chain(1)
     first, second = pool.allocate(1), pool.allocate(1)
@@ -162,7 +162,7 @@ def test_of_two_blocks_with_the_same_content_the_first_stays_known() -> None:
     assert pool.free == 3
 
 
-def test_a_quarantined_block_is_not_handed_out_until_it_is_settled() -> None:
+def test_block_pool_quarantined_block_is_kept_until_settled() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(2)
     pool.quarantine(blocks[:1])
@@ -181,7 +181,7 @@ def test_pool_of_two_blocks_hands_out_one() -> None:
 
 
 def test_evicted_blocks_are_counted_and_named() -> None:
-    """KV events name what is gone; the count is a metric. Blocks that nobody needed room for do not count."""
+    """KV events name what is gone; the count is a metric. Blocks dropped without need do not count."""
     gone: list[bytes] = []
     pool = BlockPool(4, on_evicted=gone.append)
     hashes = chain(1, 2, 3)
@@ -194,7 +194,7 @@ def test_evicted_blocks_are_counted_and_named() -> None:
 
 
 def test_pinned_twice_needs_two_unpins() -> None:
-    """Two transfers may read one shared block: it is safe to let go when the last has ended."""
+    """Two transfers may read one shared block: it may be unpinned when the last has ended."""
     pool = BlockPool(4)
     blocks = pool.allocate(2)
     pool.pin(blocks)
@@ -233,7 +233,7 @@ def test_our_own_mistakes_are_noticed() -> None:
     pool.release([block])
     with pytest.raises(AssertionError, match="twice"):
         pool.release([block])
-    with pytest.raises(AssertionError, match="nobody owns"):
+    with pytest.raises(AssertionError, match="without an owner"):
         pool.pin([block])
     with pytest.raises(AssertionError, match="not in quarantine"):
         pool.settle([block])
@@ -244,7 +244,7 @@ def test_our_own_mistakes_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_every_block_is_in_one_state_and_no_chain_has_a_hole(seed: int) -> None:
+def test_block_pool_random_use_keeps_states_and_chains_whole(seed: int) -> None:
     chance = random.Random(seed)
     pool = BlockPool(24)
     held: list[list[int]] = []

@@ -25,12 +25,12 @@ GPU = MemoryBudget(at_start=100_000, weights=30_000, free=65_000, gpu=True)
 CPU = MemoryBudget(at_start=100_000, weights=30_000, free=65_000, gpu=False)
 
 
-def blocks(memory: MemoryBudget = CPU, **asked: Any) -> int:
-    return cache_blocks(WorkerSettings.model_validate(asked), memory, BLOCK, CONTEXT)
+def blocks(memory: MemoryBudget = CPU, **sizes: Any) -> int:
+    return cache_blocks(WorkerSettings.model_validate(sizes), memory, BLOCK, CONTEXT)
 
 
 @pytest.mark.parametrize(
-    ("memory", "asked", "expected"),
+    ("memory", "sizes", "expected"),
     [
         (CPU, {"kv_cache_memory": 20_999}, 20),
         (CPU, {"kv_cache_tokens": 160}, 11),
@@ -60,29 +60,29 @@ def blocks(memory: MemoryBudget = CPU, **asked: Any) -> int:
         "nothing asked on a GPU: nine tenths of what is free",
     ],
 )
-def test_what_is_asked_for_is_what_there_is(
-    memory: MemoryBudget, asked: dict[str, Any], expected: int
+def test_cache_blocks_configured_size_is_used(
+    memory: MemoryBudget, sizes: dict[str, Any], expected: int
 ) -> None:
-    assert blocks(memory, **asked) == expected
+    assert blocks(memory, **sizes) == expected
 
 
 @pytest.mark.parametrize(
-    ("memory", "asked", "parts"),
+    ("memory", "sizes", "parts"),
     [
-        (CPU, {"kv_cache_memory": 9000, "memory_share": 0.5}, ("--kv-cache-memory", "one of them")),
-        (CPU, {"memory_share": 0.3}, ("weights alone take 30.0 kB", "--memory-share above 0.32")),
+        (CPU, {"kv_cache_memory": 9000, "memory_share": 0.5}, ("--kv-cache-memory", "only one of them")),
+        (CPU, {"memory_share": 0.3}, ("weights need 30.0 kB", "--memory-share above 0.32")),
         (
             MemoryBudget(at_start=20_000, weights=30_000, free=9_000, gpu=True),
             {"memory_share": 0.9},
-            ("would have 0 B", "a smaller model"),
+            ("would have 0 B", "Use a smaller model"),
         ),
-        (CPU, {"memory_share": 1.0}, ("--memory-share asks for 70.0 kB", "65.0 kB are free")),
-        (CPU, {"kv_cache_tokens": 16_000}, ("--kv-cache-tokens asks for 1.00 MB", "are free here")),
-        (CPU, {"kv_cache_memory": 66_000}, ("--kv-cache-memory asks for 66.0 kB", "65.0 kB are free")),
+        (CPU, {"memory_share": 1.0}, ("--memory-share requires 70.0 kB", "65.0 kB are free")),
+        (CPU, {"kv_cache_tokens": 16_000}, ("--kv-cache-tokens requires 1.00 MB", "are free")),
+        (CPU, {"kv_cache_memory": 66_000}, ("--kv-cache-memory requires 66.0 kB", "65.0 kB are free")),
         (
             MemoryBudget(at_start=None, weights=1, free=None, gpu=False),
             {"memory_share": 0.5},
-            ("does not tell", "--kv-cache-memory"),
+            ("is unknown", "--kv-cache-memory"),
         ),
     ],
     ids=[
@@ -92,19 +92,19 @@ def test_what_is_asked_for_is_what_there_is(
         "a share larger than what is left",
         "tokens beyond the memory",
         "bytes beyond the memory",
-        "a machine that does not tell",
+        "a machine that is unknown",
     ],
 )
-def test_what_there_is_no_room_for_is_refused_with_numbers_and_a_way_out(
-    memory: MemoryBudget, asked: dict[str, Any], parts: tuple[str, ...]
+def test_cache_blocks_too_large_is_rejected_with_numbers(
+    memory: MemoryBudget, sizes: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(SetupError) as caught:
-        blocks(memory, **asked)
+        blocks(memory, **sizes)
     for part in parts:
         assert part in caught.value.message
 
 
-def test_a_tiny_model_does_not_get_millions_of_blocks_unless_asked() -> None:
+def test_cache_blocks_of_tiny_model_are_bounded_by_default() -> None:
     vast = MemoryBudget(at_start=10**9, weights=0, free=10**9, gpu=True)
     assert blocks(vast, memory_share=0.9) == blocks(vast) == MOST_BLOCKS
     assert blocks(vast, kv_cache_memory=900_000_000) == 900_000
@@ -141,8 +141,8 @@ def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
 def test_cache_blocks_by_default_are_bounded_by_context(context: int, expected: int) -> None:
     """A small model on a large machine takes what its requests can use, not a tenth of the memory."""
     memory = MemoryBudget(at_start=50_000_000, weights=1, free=40_000_000, gpu=False)
-    found = cache_blocks(WorkerSettings(), memory, BLOCK, context)
-    assert (found - RESERVED_BLOCKS) * BLOCK_SIZE == expected
+    blocks_by_default = cache_blocks(WorkerSettings(), memory, BLOCK, context)
+    assert (blocks_by_default - RESERVED_BLOCKS) * BLOCK_SIZE == expected
     assert cache_blocks(WorkerSettings(memory_share=0.5), memory, BLOCK, context) == 24_999
     vast = MemoryBudget(at_start=200_000_000, weights=1, free=200_000_000, gpu=True)
     assert cache_blocks(WorkerSettings(), vast, BLOCK, context) == MOST_BLOCKS

@@ -1,4 +1,4 @@
-"""Checkpoints in folders: what is read, and how what is wrong is told."""
+"""Checkpoints in folders: the fields that are read, and the errors of damaged ones."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_configuration_is_read(name: str) -> None:
+def test_checkpoint_config_is_read(name: str) -> None:
     config, expected = READ[name]
     spec = spec_of(config, "config.json")
     assert {field: getattr(spec, field) for field in expected} == expected
@@ -126,35 +126,35 @@ def test_a_configuration_is_read(name: str) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": (
         LLAMA | {"architectures": ["MambaForCausalLM"]},
-        "MambaForCausalLM is not served. Served are LlamaForCausalLM, MistralForCausalLM, "
+        "MambaForCausalLM is not supported. Supported: LlamaForCausalLM, MistralForCausalLM, "
         "Qwen2ForCausalLM, Qwen3ForCausalLM",
     ),
     "no architecture": (LLAMA | {"architectures": None, "model_type": "bert"}, "model_type 'bert' is not"),
     "a size less": ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
     "a word for a number": (LLAMA | {"vocab_size": "many"}, "wrong type.*'many'"),
-    "absurd layers": (LLAMA | {"num_hidden_layers": 10**9}, "layers is 1000000000, which is not within"),
+    "absurd layers": (LLAMA | {"num_hidden_layers": 10**9}, "layers is 1000000000, expected 1 to 1024"),
     "an absurd vocabulary": (LLAMA | {"vocab_size": 10**12}, "vocab is 1000000000000"),
     "no heads": (LLAMA | {"num_attention_heads": 0}, "heads is 0"),
     "heads that do not divide": (LLAMA | {"num_key_value_heads": 3}, "8 query heads.*3 key heads"),
     "an odd head": (LLAMA | {"head_dim": 9}, "head_dim is 9"),
-    "another activation": (LLAMA | {"hidden_act": "gelu"}, "'gelu' is not served"),
-    "another scaling": (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not served"),
+    "another activation": (LLAMA | {"hidden_act": "gelu"}, "'gelu' is not supported"),
+    "another scaling": (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
     "a scaling without factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
     "a part of the head": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-    "quantised weights": (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
+    "quantised weights": (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "quantized by 'awq'"),
     "a window of nothing": (
         LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
         "sliding_window is 0",
     ),
     "too few layer types": (
         QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},
-        "names 3 layers, the model has 4",
+        "lists 3 layers, but the model has 4",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_configuration_that_is_not_served_is_refused_before_anything_is_allocated(name: str) -> None:
+def test_checkpoint_unsupported_config_is_rejected(name: str) -> None:
     config, message = REFUSED[name]
     with pytest.raises(SetupError, match=f"^config.json.*{message}"):
         spec_of(config, "config.json")
@@ -203,18 +203,18 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "a configuration cut short": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+    "a configuration cut short": (lambda folder: (folder / "config.json").write_text("{"), "Cannot read"),
     "a list for a configuration": (
         lambda folder: (folder / "config.json").write_text("[]"),
-        "no JSON object",
+        "does not contain a JSON object",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "pickled weights": (_pickled, "pickled weights .pytorch_model.bin.*Convert them"),
-    "weights cut short": (_cut, r"cut short: it has \d+ bytes, its header promises \d+"),
+    "weights cut short": (_cut, r"truncated: it has \d+ bytes, but its header requires \d+"),
     "no weights at all": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "has 0 bytes"),
     "a wild header": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64),
-        "not a safetensors file, or cut short: it has 64 bytes",
+        "not a safetensors file, or is truncated: it has 64 bytes",
     ),
     "a header that is no JSON": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"nonsense"),
@@ -227,34 +227,37 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a tensor more": (
         _tensors(lambda held: held.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})),
-        "tensor model.layers.0.self_attn.q_proj.bias is unknown",
+        "tensor model.layers.0.self_attn.q_proj.bias is not part of LlamaForCausalLM",
     ),
     "another shape": (
         _tensors(lambda held: held.update({UP: torch.zeros(96, 63)})),
-        rf"tensor {UP} has shape \[96, 63\], but the configuration says \[96, 64\]",
+        rf"tensor {UP} has shape \[96, 63\], but the configuration requires \[96, 64\]",
     ),
     "whole numbers for weights": (
         _tensors(lambda held: held.update({UP: torch.zeros(96, 64, dtype=torch.int8)})),
-        f"tensor {UP} is stored as I8",
+        f"tensor {UP} has the unsupported dtype I8",
     ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
-    "a damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot be read"),
+    "a damaged tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        "Cannot read the tokenizer",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_folder_is_told_in_a_sentence(folder: Path, name: str) -> None:
+def test_checkpoint_damaged_folder_is_rejected_with_the_reason(folder: Path, name: str) -> None:
     damage, message = DAMAGE[name]
     damage(folder)
     with pytest.raises(SetupError, match=message):
         loaded(folder)
 
 
-def test_a_tokenizer_of_a_larger_model_is_refused(folder: Path) -> None:
+def test_checkpoint_tokenizer_of_larger_model_is_rejected(folder: Path) -> None:
     spec = load_spec(Checkpoint(folder, "tiny"))
     small = spec_of(json.loads((folder / "config.json").read_bytes()) | {"vocab_size": 200}, "config.json")
     assert spec.vocab > small.vocab
-    with pytest.raises(SetupError, match="the tokenizer has ids up to 319, but the model only 200"):
+    with pytest.raises(SetupError, match="the tokenizer has ids up to 319, but the model has only 200"):
         load_tokenizer(Checkpoint(folder, "tiny"), small)
 
 
@@ -293,18 +296,18 @@ def test_shards_hold_the_same_weights_as_one_file(whole: Path, folder: Path) -> 
     [
         ({"a": "model-00003-of-00003.safetensors"}, "lacks model-00003-of-00003.safetensors, one of the 1"),
         ({"a": "../secret.safetensors"}, "not a plain file name"),
-        ({}, "names no file"),
+        ({}, "does not list any file"),
         ([], "not a safetensors index"),
     ],
 )
-def test_a_damaged_index_is_told(folder: Path, homes: Any, message: str) -> None:
+def test_checkpoint_damaged_index_is_rejected(folder: Path, homes: Any, message: str) -> None:
     _shard(folder)
     _index(folder, homes)
     with pytest.raises(SetupError, match=message):
         loaded(folder)
 
 
-def test_a_tensor_in_two_shards_is_told(folder: Path) -> None:
+def test_checkpoint_tensor_in_two_shards_is_rejected(folder: Path) -> None:
     homes = _shard(folder)
     first, second = sorted(set(homes.values()))
     held = load_file(folder / first)
@@ -313,7 +316,7 @@ def test_a_tensor_in_two_shards_is_told(folder: Path) -> None:
         loaded(folder)
 
 
-def test_weights_come_in_the_dtype_that_is_asked_for_and_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
+def test_checkpoint_weights_have_requested_dtype_and_tied_head(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen3 with tied embeddings")
     checkpoint = Checkpoint(folder, "tiny")
     weights = load_weights(checkpoint, load_spec(checkpoint), torch.bfloat16)
@@ -344,7 +347,7 @@ def test_progress_ends_at_the_total_that_it_promised(whole: Path) -> None:
     assert whole.name in watching.label
 
 
-def test_the_ends_of_the_generation_configuration_come_first(folder: Path) -> None:
+def test_checkpoint_generation_config_ends_come_first(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, EOS, 100_000]}))
     checkpoint = Checkpoint(folder, "tiny")
     assert load_tokenizer(checkpoint, load_spec(checkpoint)).eos_ids == (7, EOS)

@@ -30,7 +30,7 @@ async def client(model: FakeModel) -> AsyncIterator[AsyncEngine]:
 
 
 async def free(client: AsyncEngine) -> None:
-    """Wait until the engine has nothing left; only its figures show that."""
+    """Wait until the engine has nothing left; only its snapshot shows that."""
     async with asyncio.timeout(60):
         while client.snapshot().running or client.snapshot().queued:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -46,14 +46,14 @@ async def test_generations_run_side_by_side(client: AsyncEngine) -> None:
     assert results == [FakeModel().greedy(prompt_of(10, seed), 8) for seed in range(12)]
 
 
-async def test_a_refusal_is_raised_before_anything_is_iterated(client: AsyncEngine) -> None:
+async def test_client_rejection_is_raised_before_iteration(client: AsyncEngine) -> None:
     small = AsyncEngine(FakeModel(), make_cache(3), EngineLimits(max_model_len=256))
     with pytest.raises(PromptTooLarge):
         small.generate(request_of("a", 100))
     await asyncio.wait_for(small.idle(), 60)
 
 
-async def test_a_generation_that_is_dropped_is_aborted(client: AsyncEngine, model: FakeModel) -> None:
+async def test_client_dropped_generation_is_aborted(client: AsyncEngine, model: FakeModel) -> None:
     """Its reader was cancelled between two outputs, or never began."""
 
     reading = asyncio.Event()
@@ -76,9 +76,7 @@ async def test_a_generation_that_is_dropped_is_aborted(client: AsyncEngine, mode
     assert client.snapshot().totals.finished == {"abort": 2}
 
 
-async def test_a_reader_cancelled_while_it_waits_aborts_its_request(
-    client: AsyncEngine, model: FakeModel
-) -> None:
+async def test_client_cancelled_reader_aborts_its_request(client: AsyncEngine, model: FakeModel) -> None:
     model.go.clear()
     generation = client.generate(request_of("a", max_tokens=240))
     with pytest.raises(TimeoutError):
@@ -89,7 +87,7 @@ async def test_a_reader_cancelled_while_it_waits_aborts_its_request(
     assert client.snapshot().totals.finished == {"abort": 1}
 
 
-async def test_a_closed_generation_aborts_its_request_and_gives_nothing_more(client: AsyncEngine) -> None:
+async def test_client_closed_generation_aborts_and_ends(client: AsyncEngine) -> None:
     async with contextlib.aclosing(client.generate(request_of("a", max_tokens=240))) as outputs:
         await anext(outputs)
     with pytest.raises(StopAsyncIteration):

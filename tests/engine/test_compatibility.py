@@ -1,4 +1,4 @@
-"""Digests are equal for workers whose blocks are, and a difference is told with both values."""
+"""Digests are equal for workers with equal blocks; a difference is reported with both values."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_what_decides_the_bytes_of_a_block_changes_the_digest(field: str) -> None:
+def test_compatibility_field_of_block_bytes_changes_the_digest(field: str) -> None:
     assert digest(**{field: CHANGES[field]}) != digest()
 
 
 @pytest.mark.parametrize("field, value", [("context", 4096), ("eos_ids", (1, 2)), ("bos_id", 1)])
-def test_what_does_not_leaves_it(field: str, value: object) -> None:
+def test_compatibility_other_fields_keep_the_digest(field: str, value: object) -> None:
     assert digest(**{field: value}) == digest()
 
 
@@ -93,7 +93,7 @@ def test_dtype_block_size_and_weights_count() -> None:
     assert len(digests) == 4
 
 
-def test_a_difference_is_told_with_both_values() -> None:
+def test_compatibility_difference_has_both_values() -> None:
     ours = Compatibility.of(SPEC, torch.float32, "w")
     theirs = Compatibility.of(SPEC, torch.bfloat16, "w", 32)
     assert ours.differences(theirs.labels) == (
@@ -103,7 +103,7 @@ def test_a_difference_is_told_with_both_values() -> None:
     assert f"protocol is {PROTOCOL} here and unknown there" in ours.differences({})
 
 
-def test_the_digest_does_not_confuse_names_with_values() -> None:
+def test_compatibility_digest_separates_names_and_values() -> None:
     assert Compatibility({"ab": "c"}).digest != Compatibility({"a": "bc"}).digest
 
 

@@ -41,11 +41,11 @@ async def open_ends() -> AsyncIterator[tuple[ControlConnection, ControlConnectio
 
 
 async def end_of(connection: ControlConnection) -> str:
-    with pytest.raises(TransferFailed) as told:
+    with pytest.raises(TransferFailed) as raised:
         async with asyncio.timeout(60):
             async for _ in connection.messages():
                 pass
-    return str(told.value)
+    return str(raised.value)
 
 
 async def test_messages_arrive_in_order() -> None:
@@ -56,7 +56,7 @@ async def test_messages_arrive_in_order() -> None:
         assert [await theirs.receive() for _ in sent] == sent
 
 
-async def test_a_long_message_arrives_whole() -> None:
+async def test_control_long_message_arrives_whole() -> None:
     async with open_ends() as (ours, theirs):
         prompt = Prefill(
             session="r",
@@ -70,7 +70,7 @@ async def test_a_long_message_arrives_whole() -> None:
         assert await theirs.receive() == prompt
 
 
-async def test_a_ping_is_answered_in_passing() -> None:
+async def test_control_ping_is_answered_and_not_passed_on() -> None:
     async with open_ends() as (ours, theirs):
         waiting = asyncio.ensure_future(theirs.receive())
         ours.send(Ping(number=5))
@@ -79,7 +79,7 @@ async def test_a_ping_is_answered_in_passing() -> None:
         assert await waiting == Done(session="r", epoch=1), "the ping itself is not passed on"
 
 
-async def test_what_was_queued_leaves_before_the_connection_is_closed() -> None:
+async def test_control_close_sends_queued_messages_first() -> None:
     async with open_ends() as (ours, theirs):
         ours.send(Done(session="last", epoch=1))
         await ours.close()
@@ -87,7 +87,7 @@ async def test_what_was_queued_leaves_before_the_connection_is_closed() -> None:
         assert "it was closed" in await end_of(theirs)
 
 
-async def test_sending_after_the_end_is_nobodys_error() -> None:
+async def test_control_sending_after_the_end_is_no_error() -> None:
     async with open_ends() as (ours, theirs):
         await ours.close()
         ours.send(Done(session="r", epoch=1))
@@ -106,13 +106,13 @@ async def test_two_idle_ends_keep_one_another_alive() -> None:
         await listening
 
 
-async def test_a_silent_peer_is_dead_after_some_ticks() -> None:
+async def test_control_silent_peer_is_lost_after_some_ticks() -> None:
     async with open_ends() as (ours, _):
         ours.start_heartbeat()
-        assert "nothing was heard of it for 0.2 s" in await end_of(ours)
+        assert "no data was received for 0.2 s" in await end_of(ours)
 
 
-async def test_a_worker_that_was_stopped_itself_does_not_blame_its_peer() -> None:
+async def test_control_own_pause_does_not_count_against_the_peer() -> None:
     async with open_ends() as (ours, theirs):
         ours.start_heartbeat()
         theirs.start_heartbeat()
@@ -125,7 +125,7 @@ async def test_a_worker_that_was_stopped_itself_does_not_blame_its_peer() -> Non
         await asyncio.gather(*ends)
 
 
-async def test_a_peer_that_does_not_read_is_cut_off_before_the_backlog_grows_without_end() -> None:
+async def test_control_peer_that_does_not_read_is_cut_off() -> None:
     async with open_ends() as (ours, theirs):
         theirs._writer.transport.pause_reading()  # type: ignore[attr-defined]
         prompt = Prefill(
@@ -141,7 +141,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_before_the_backlog_grows_wit
             ours.send(prompt)
             sent += 1
             assert sent < 20
-        assert "that wait for it" in await end_of(ours)
+        assert "buffered bytes" in await end_of(ours)
 
 
 async def test_half_a_frame_and_an_end_is_a_lost_connection() -> None:
@@ -159,7 +159,7 @@ async def test_half_a_frame_and_an_end_is_a_lost_connection() -> None:
         ("host.name:65535", ("host.name", 65535)),
     ],
 )
-def test_an_address_is_a_host_and_a_port(address: str, parts: tuple[str, int]) -> None:
+def test_address_splits_into_host_and_port(address: str, parts: tuple[str, int]) -> None:
     assert split_address(address) == parts
     assert join_address(*parts) == address
 
@@ -167,13 +167,13 @@ def test_an_address_is_a_host_and_a_port(address: str, parts: tuple[str, int]) -
 @pytest.mark.parametrize(
     "address", ["", "host", ":80", "host:", "host:0", "host:65536", "host:8o", "host:²", "h:-1"]
 )
-def test_what_is_no_address_is_said_to_be_none(address: str) -> None:
-    with pytest.raises(TransferFailed, match="is not an address of the form host:port"):
+def test_address_invalid_is_rejected(address: str) -> None:
+    with pytest.raises(TransferFailed, match="Expected host:port"):
         split_address(address)
 
 
-async def test_nobody_at_the_address_is_told_at_once() -> None:
+async def test_dial_without_listener_fails_at_once() -> None:
     async with open_ends() as (ours, _):
-        port = ours._writer.get_extra_info("sockname")[1]  # in use, but nobody listens there
-    with pytest.raises(TransferFailed, match="cannot be reached"):
+        port = ours._writer.get_extra_info("sockname")[1]  # in use, but without a listener
+    with pytest.raises(TransferFailed, match="Cannot connect to"):
         await control.dial(f"127.0.0.1:{port}", QUICK)

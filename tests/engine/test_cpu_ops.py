@@ -17,7 +17,7 @@ import torch
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.native import NativeDecoder, native_decoder
+from baton_engine.model.native_decoder import NativeDecoder, native_decoder
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.cpu import CpuOps, preferred_dtype
 from baton_engine.ops.native import library
@@ -72,14 +72,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return kind
 
 
-def native(spec: ModelSpec, dtype: torch.dtype, threads: int = 2) -> NativeDecoder:
+def native_model(spec: ModelSpec, dtype: torch.dtype, threads: int = 2) -> NativeDecoder:
     try:
         library.load(os.environ)
     except library.Unavailable as reason:
         pytest.skip(f"no native kernels: {reason}")
-    made = native_decoder(spec, random_weights(spec, dtype), dtype, threads=threads)
-    assert made is not None
-    return made
+    model = native_decoder(spec, random_weights(spec, dtype), dtype, threads=threads)
+    assert model is not None
+    return model
 
 
 def plain(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
@@ -113,7 +113,7 @@ def test_logits_and_cache_are_those_of_the_plain_decoder(changes: dict[str, Any]
     batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
     ours, theirs = filled_cache(spec, dtype), filled_cache(spec, dtype)
     before = ours.kv.clone()
-    logits = native(spec, dtype).forward(batch, ours)
+    logits = native_model(spec, dtype).forward(batch, ours)
     # The oracle computes in fp32 with the same rounded weights and cache.
     theirs.kv = theirs.kv.float()
     expected = plain_in_float(spec, dtype).forward(batch, theirs)
@@ -147,7 +147,7 @@ def test_bfloat16_is_at_least_as_near_to_fp32_as_torchs_is() -> None:
     exact_cache = filled_cache(spec, torch.bfloat16)
     exact_cache.kv = exact_cache.kv.float()
     exact = plain_in_float(spec, torch.bfloat16).forward(batch, exact_cache)
-    ours = native(spec, torch.bfloat16).forward(batch, filled_cache(spec, torch.bfloat16))
+    ours = native_model(spec, torch.bfloat16).forward(batch, filled_cache(spec, torch.bfloat16))
     theirs = plain(spec, torch.bfloat16).forward(batch, filled_cache(spec, torch.bfloat16))
     assert (ours - exact).pow(2).mean() <= (theirs - exact).pow(2).mean()
 
@@ -161,7 +161,7 @@ def test_tile_registers_give_the_same(changes: dict[str, Any], emulated: dict[st
     tiled = native_decoder(spec, weights, dtype, emulated, threads=2)
     assert tiled is not None
     ours, theirs = filled_cache(spec, dtype), filled_cache(spec, dtype)
-    logits, expected = tiled.forward(batch, ours), native(spec, dtype).forward(batch, theirs)
+    logits, expected = tiled.forward(batch, ours), native_model(spec, dtype).forward(batch, theirs)
     torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE[dtype])
     torch.testing.assert_close(ours.kv, theirs.kv, rtol=0, atol=TOLERANCE[dtype])
 
@@ -187,13 +187,13 @@ def test_blocks_may_have_any_size(block_size: int) -> None:
     rows = rows_of([(0, 1), (50, 1), (7, 40), (100, 3)], spec.vocab, random.Random(3), block_size)
     batch = Batch(rows, block_size, CPU)
     ours, theirs = (filled_cache(spec, torch.float32, block_size) for _ in range(2))
-    logits = native(spec, torch.float32).forward(batch, ours)
+    logits = native_model(spec, torch.float32).forward(batch, ours)
     torch.testing.assert_close(logits, plain(spec, torch.float32).forward(batch, theirs), rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_row_is_the_same_to_the_bit_in_any_company_chunking_and_number_of_threads(
+def test_native_row_is_bit_identical_in_any_batch_and_threads(
     seed: int, threads: int, dtype: torch.dtype
 ) -> None:
     if dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16"):
@@ -205,25 +205,25 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_chunking_and_number_of_thre
         (generator.choice([0, 0, generator.randrange(150)]), generator.randrange(1, 90)) for _ in range(9)
     ]
     rows = rows_of(shapes, spec.vocab, generator)
-    together, alone = native(spec, dtype, threads), native(spec, dtype, 1)
+    batched_model, single_model = native_model(spec, dtype, threads), native_model(spec, dtype, 1)
     batched, single = filled_cache(spec, dtype), filled_cache(spec, dtype)
-    logits = together.forward(Batch(rows, 16, CPU), batched)
+    logits = batched_model.forward(Batch(rows, 16, CPU), batched)
     for number, row in enumerate(rows):
         done = 0
         while done < len(row.tokens):
             count = generator.randrange(1, len(row.tokens) - done + 1)
             last = done + count == len(row.tokens)
             piece = BatchRow(row.tokens[done : done + count], row.start + done, row.blocks, last)
-            result = alone.forward(Batch([piece], 16, CPU), single)
+            result = single_model.forward(Batch([piece], 16, CPU), single)
             assert len(result) == last
             done += count
         assert torch.equal(result[0], logits[number])
     assert torch.equal(batched.kv, single.kv)
 
 
-def test_only_the_wanted_logits_come_in_row_order() -> None:
+def test_native_wanted_logits_come_in_row_order() -> None:
     spec, dtype = tiny_spec(), torch.float32
-    model = native(spec, dtype)
+    model = native_model(spec, dtype)
     rows = rows_of(ROWS, spec.vocab, random.Random(4))
     everything = model.forward(Batch(rows, 16, CPU), filled_cache(spec, dtype))
     wanted = [number % 3 == 1 for number in range(len(rows))]
@@ -236,9 +236,9 @@ def test_only_the_wanted_logits_come_in_row_order() -> None:
     assert model.forward(Batch(none, 16, CPU), filled_cache(spec, dtype)).shape == (0, spec.vocab)
 
 
-def test_a_token_beyond_the_vocabulary_or_a_slot_beyond_the_cache_is_refused() -> None:
+def test_native_token_or_slot_out_of_range_is_rejected() -> None:
     spec = tiny_spec()
-    model, cache = native(spec, torch.float32), filled_cache(spec, torch.float32)
+    model, cache = native_model(spec, torch.float32), filled_cache(spec, torch.float32)
     for row in (
         BatchRow([spec.vocab], 0, [1], True),
         BatchRow([-1], 0, [1], True),
@@ -249,11 +249,11 @@ def test_a_token_beyond_the_vocabulary_or_a_slot_beyond_the_cache_is_refused() -
     assert len(model.forward(Batch([BatchRow([1], 0, [1], True)], 16, CPU), cache)) == 1
 
 
-def test_a_cache_of_another_dtype_is_refused() -> None:
+def test_native_cache_of_another_dtype_is_rejected() -> None:
     spec = tiny_spec()
     batch = Batch([BatchRow([1], 0, [1], True)], 16, CPU)
     with pytest.raises(TypeError, match="bfloat16"):
-        native(spec, torch.float32).forward(batch, filled_cache(spec, torch.bfloat16))
+        native_model(spec, torch.float32).forward(batch, filled_cache(spec, torch.bfloat16))
 
 
 def test_weights_are_held_once_in_16_bits() -> None:
@@ -264,10 +264,10 @@ def test_weights_are_held_once_in_16_bits() -> None:
         for layer in weights.layers
         for tensor in (layer.qkv, layer.output, layer.gate_up, layer.down)
     )
-    assert native(spec, torch.bfloat16).bytes < 2.1 * numbers
+    assert native_model(spec, torch.bfloat16).bytes < 2.1 * numbers
 
 
-def test_sizes_that_the_kernels_are_not_made_for_are_left_to_torch() -> None:
+def test_native_unsupported_sizes_are_left_to_torch() -> None:
     spec = tiny_spec(head_dim=258)
     assert native_decoder(spec, random_weights(spec, torch.float32), torch.float32) is None
     assert native_decoder(tiny_spec(), random_weights(tiny_spec(), torch.float16), torch.float16) is None
@@ -284,7 +284,7 @@ def test_prepacked_weights_give_what_plain_ones_give(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "native", "expected"),
+    ("capabilities", "has_kernels", "expected"),
     [
         pytest.param({"avx512_bf16": True, "avx2": True}, False, torch.bfloat16, id="native products"),
         pytest.param({"bf16": True}, False, torch.bfloat16, id="native products of Arm"),
@@ -295,10 +295,10 @@ def test_prepacked_weights_give_what_plain_ones_give(dtype: torch.dtype) -> None
     ],
 )
 def test_preferred_dtype_by_capabilities(
-    capabilities: dict[str, bool], native: bool, expected: torch.dtype
+    capabilities: dict[str, bool], has_kernels: bool, expected: torch.dtype
 ) -> None:
     """A step waits for memory: half the bytes win wherever the kernels can widen them in registers."""
-    assert preferred_dtype(capabilities, native) == expected
+    assert preferred_dtype(capabilities, has_kernels) == expected
 
 
 @pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
@@ -312,9 +312,9 @@ def test_kernels_of_every_target_agree_with_plain(tmp_path: Path, target: librar
         spec = tiny_spec(**changes)
         batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
         ours, theirs = filled_cache(spec, dtype), filled_cache(spec, dtype)
-        made = native_decoder(spec, random_weights(spec, dtype), dtype, environment, threads=2)
-        assert made is not None
-        logits = made.forward(batch, ours)
+        model = native_decoder(spec, random_weights(spec, dtype), dtype, environment, threads=2)
+        assert model is not None
+        logits = model.forward(batch, ours)
         theirs.kv = theirs.kv.float()
         expected = plain_in_float(spec, dtype).forward(batch, theirs)
         torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE[dtype])

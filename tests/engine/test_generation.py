@@ -1,4 +1,4 @@
-"""What a model's own generation_config.json recommends."""
+"""Sampling defaults from a model's own generation_config.json."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def defaults(folder: Path, config: Any) -> SamplingDefaults:
         ({"top_k": -1, "top_p": None}, OPENAI),
     ],
 )
-def test_what_the_file_says_holds_and_openais_defaults_for_the_rest(
+def test_sampling_defaults_file_overrides_openais_defaults(
     tmp_path: Path, config: dict[str, Any], expected: SamplingDefaults
 ) -> None:
     assert defaults(tmp_path, config) == expected
 
 
-def test_a_model_without_the_file_has_openais_defaults(tmp_path: Path) -> None:
+def test_sampling_defaults_without_file_are_openais(tmp_path: Path) -> None:
     assert sampling_defaults(Checkpoint(tmp_path, "m")) == OPENAI
     assert sampling_defaults(Checkpoint(tmp_path / "m.gguf", "m")) == OPENAI
 
@@ -56,7 +56,7 @@ def test_a_model_without_the_file_has_openais_defaults(tmp_path: Path) -> None:
         {"temperature": float("nan")},
     ],
 )
-def test_what_makes_no_sense_is_named_with_a_way_out(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_sampling_defaults_invalid_value_names_the_flag(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match=next(iter(config))) as caught:
         defaults(tmp_path, config)
     assert "--sampling-defaults openai" in caught.value.message

@@ -1,4 +1,4 @@
-"""GGUF files: what they hold is what the folder held that they were made of, and damage is told."""
+"""GGUF files: they hold what their source folder held, and damage is reported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen3",
     ],
 )
-def test_a_file_answers_as_the_folder_it_was_made_of(tmp_path: Path, variant: str) -> None:
+def test_gguf_answers_equal_those_of_its_source_folder(tmp_path: Path, variant: str) -> None:
     overrides = {"mlp_bias": False} if variant == "llama with biases" else {}
     folder = make_model(tmp_path / "model", variant, **overrides)
     path = write_gguf(folder, tmp_path / "tiny.gguf")
@@ -77,7 +77,7 @@ def test_quantised_matrices_come_back_within_their_step(tmp_path: Path) -> None:
             assert not torch.equal(wanted, got)
 
 
-def test_the_tokenizer_of_a_file_is_the_folders(tmp_path: Path) -> None:
+def test_gguf_tokenizer_equals_the_folders(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     path = write_gguf(folder, tmp_path / "tiny.gguf")
     ours, theirs = (
@@ -92,12 +92,12 @@ def test_the_tokenizer_of_a_file_is_the_folders(tmp_path: Path) -> None:
     assert (ours.eos_ids, ours.bos_id) == (theirs.eos_ids, theirs.bos_id)
 
 
-def test_a_file_that_is_cut_anywhere_is_told_with_its_numbers(file: Path, tmp_path: Path) -> None:
+def test_gguf_cut_file_is_rejected_with_its_size(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     cut = tmp_path / "cut.gguf"
     for size in [*range(4, 600, 13), len(whole) // 2, len(whole) - 1]:
         cut.write_bytes(whole[:size])
-        with pytest.raises(SetupError, match=rf"cut short or damaged: it has {size} bytes"):
+        with pytest.raises(SetupError, match=rf"truncated or damaged: it has {size} bytes"):
             load_spec(Checkpoint(cut, "cut"))
 
 
@@ -118,7 +118,7 @@ def _number(key: bytes, value: int) -> Callable[[bytes], bytes]:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda data: b"", "cannot be read"),
+    "empty": (lambda data: b"", "Cannot read"),
     "another format": (lambda data: b"PK\x03\x04" + data[4:], "not a GGUF file"),
     "a version to come": (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "GGUF version 9"),
     "tensors without end": (
@@ -126,7 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "damaged|dimensions|unknown type",
     ),
     "keys without end": (lambda data: data[:16] + struct.pack("<Q", 1 << 60) + data[24:], "damaged|unknown"),
-    "another architecture": (_replaced(b"llama", b"mamba"), "'mamba' is not served.*llama, qwen2, qwen3"),
+    "another architecture": (_replaced(b"llama", b"mamba"), "'mamba' is not supported.*llama, qwen2, qwen3"),
     "a tensor less": (
         _replaced(b"blk.1.ffn_up.weight", b"blk.1.ffn_no.weight"),
         "model.layers.1.mlp.up_proj.weight is missing",
@@ -139,7 +139,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_file_is_told_in_a_sentence(file: Path, tmp_path: Path, name: str) -> None:
+def test_gguf_damaged_file_is_rejected_with_the_reason(file: Path, tmp_path: Path, name: str) -> None:
     change, message = DAMAGE[name]
     path = tmp_path / "damaged.gguf"
     path.write_bytes(change(file.read_bytes()))
@@ -152,11 +152,11 @@ def test_arrays_within_arrays_are_refused(file: Path, tmp_path: Path) -> None:
     nested = struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
     path = tmp_path / "nested.gguf"
     path.write_bytes(data[:24] + nested + data[24:])
-    with pytest.raises(SetupError, match="array of arrays"):
+    with pytest.raises(SetupError, match="nested array"):
         load_spec(Checkpoint(path, "nested"))
 
 
-def test_an_unknown_quantisation_is_told_by_name(file: Path, tmp_path: Path) -> None:
+def test_gguf_unknown_quantization_is_named(file: Path, tmp_path: Path) -> None:
     stored = GGUFFile(file).tensors["blk.0.attn_q.weight"]
     data = bytearray(file.read_bytes())
     at = data.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 8 * len(stored.shape)

@@ -1,4 +1,4 @@
-"""Requests that are kept to a constraint, by the engine: how they go on, end, fail and live beside others."""
+"""Constrained requests in the engine: how they continue, end, fail and run beside others."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def guided(name: str, pattern: str, *, thinking: Thinking | None = None, **field
     return request
 
 
-def said(serving: Serving, name: str) -> str:
+def text_of(serving: Serving, name: str) -> str:
     return TOKENIZER.decode(serving.tokens(name), skip_special_tokens=False)
 
 
-def test_the_text_is_what_the_constraint_allows() -> None:
+def test_guided_text_fits_the_constraint() -> None:
     with serving_of() as serving:
         serving.submit(guided("q", "[0-9]{3}-[0-9]{4}"))
-        assert re.fullmatch("[0-9]{3}-[0-9]{4}", said(serving, "q"))
+        assert re.fullmatch("[0-9]{3}-[0-9]{4}", text_of(serving, "q"))
 
 
-def test_a_complete_answer_ends_without_another_pass_and_without_a_stop_id() -> None:
+def test_guided_complete_answer_ends_without_another_pass() -> None:
     with serving_of() as serving:
         serving.submit(guided("q", "[0-9]{5}"))
         last = serving.ended("q")
@@ -66,7 +66,7 @@ def test_a_complete_answer_ends_without_another_pass_and_without_a_stop_id() -> 
         assert len(serving.so_far("q")) == serving.model.passes == 5
 
 
-def test_an_answer_that_may_go_on_ends_by_an_id_of_the_models() -> None:
+def test_guided_open_answer_ends_by_a_stop_id() -> None:
     with serving_of() as serving:
         serving.submit(guided("q", "7(xx)*", logit_bias=((END, 50.0),)))
         last = serving.ended("q")
@@ -74,26 +74,26 @@ def test_an_answer_that_may_go_on_ends_by_an_id_of_the_models() -> None:
         assert serving.so_far("q") == [*ids("7"), END]
 
 
-def test_the_most_tokens_cut_an_answer_and_completeness_comes_before_them() -> None:
+def test_guided_max_tokens_cuts_only_an_incomplete_answer() -> None:
     with serving_of() as serving:
         serving.submit(guided("cut", "[0-9]{5}", max_tokens=4), guided("whole", "[0-9]{5}", max_tokens=5))
         assert serving.ended("cut").finish is FinishReason.LENGTH
         assert serving.ended("whole").finish is FinishReason.STOP
 
 
-def test_without_ends_of_sequence_an_answer_goes_on_as_long_as_it_can() -> None:
+def test_guided_ignore_eos_answer_continues_while_possible() -> None:
     """`ignore_eos`: an end that would complete the answer is drawn only where nothing else can follow."""
     with serving_of() as serving:
         longest = guided("longest", "7{2,9}", stop_ids=frozenset(), logit_bias=((END, 50.0),))
         endless = guided("endless", "7+", stop_ids=frozenset(), max_tokens=30, logit_bias=((END, 50.0),))
         serving.submit(longest, endless)
-        assert said(serving, "longest") == "7" * 9
+        assert text_of(serving, "longest") == "7" * 9
         assert serving.ended("longest").finish is FinishReason.STOP
-        assert said(serving, "endless") == "7" * 30
+        assert text_of(serving, "endless") == "7" * 30
         assert serving.ended("endless").finish is FinishReason.LENGTH
 
 
-def test_a_minimum_holds_as_long_as_the_constraint_has_more_to_say() -> None:
+def test_guided_min_tokens_holds_until_the_answer_is_complete() -> None:
     with serving_of() as serving:
         bias = ((END, 50.0), (STOP, 50.0))
         serving.submit(
@@ -101,19 +101,19 @@ def test_a_minimum_holds_as_long_as_the_constraint_has_more_to_say() -> None:
             guided("complete", "77", min_tokens=5, logit_bias=bias),
             guided("nothing", "", min_tokens=5, logit_bias=bias),
         )
-        assert said(serving, "more")[:5] == "7" * 5
-        assert (said(serving, "complete"), serving.ended("complete").finish) == ("77", FinishReason.STOP)
+        assert text_of(serving, "more")[:5] == "7" * 5
+        assert (text_of(serving, "complete"), serving.ended("complete").finish) == ("77", FinishReason.STOP)
         assert serving.tokens("nothing")[0] in ENDS
         assert serving.ended("nothing").finish is FinishReason.STOP
 
 
-def test_a_stop_id_ends_the_text_in_the_middle_of_a_constraint() -> None:
+def test_guided_stop_id_ends_the_text_early() -> None:
     with serving_of() as serving:
         (middle,) = ids("b")
         serving.submit(guided("q", "abc", stop_ids=ENDS | {middle}))
         last = serving.ended("q")
         assert (last.finish, last.stop_id) == (FinishReason.STOP, middle)
-        assert said(serving, "q") == "ab"
+        assert text_of(serving, "q") == "ab"
 
 
 def test_logprobs_are_those_of_the_model_whatever_is_allowed() -> None:
@@ -139,13 +139,13 @@ def test_bad_words_are_never_completed() -> None:
         serving.submit(
             request_of("q", max_tokens=200, temperature=1.5, seed=3, allowed_ids=few, bad_words=words)
         )
-        text = said(serving, "q")
+        text = text_of(serving, "q")
         assert len(text) == 200
         assert [word for word in ("abb", "c", "baa") if word in text] == []
         assert set(text) == {"a", "b"}
 
 
-def test_of_wishes_that_leave_nothing_the_last_is_passed_over() -> None:
+def test_guided_contradictory_masks_ignore_the_last() -> None:
     with serving_of() as serving:
         (x,) = ids("x")
         serving.submit(
@@ -153,18 +153,18 @@ def test_of_wishes_that_leave_nothing_the_last_is_passed_over() -> None:
             request_of("bad", max_tokens=3, allowed_ids=(x,), bad_words=((x,),)),
             request_of("end", max_tokens=3, allowed_ids=(END,), min_tokens=2, stop_ids=ENDS),
         )
-        assert re.fullmatch("[0-9]{2}", said(serving, "other"))
-        assert said(serving, "bad") == "xxx"
+        assert re.fullmatch("[0-9]{2}", text_of(serving, "other"))
+        assert text_of(serving, "bad") == "xxx"
         assert serving.tokens("end") == [END]
 
 
-def test_a_thought_comes_before_the_answer_and_is_cut_at_its_budget() -> None:
+def test_guided_thought_is_cut_at_its_budget() -> None:
     with serving_of() as serving:
         serving.submit(guided("q", "[0-9]{3}", thinking=Thinking((), (SPEAK,), budget=6)))
-        assert re.fullmatch(r"[^0-9]{6}</think>[0-9]{3}", said(serving, "q"))
+        assert re.fullmatch(r"[^0-9]{6}</think>[0-9]{3}", text_of(serving, "q"))
 
 
-def test_a_budget_without_a_constraint_lets_the_rest_be_free() -> None:
+def test_guided_thought_budget_without_constraint_frees_the_rest() -> None:
     with serving_of() as serving:
         thinking = Thinking((THINK,), (SPEAK,), budget=2)
         request = request_of("q", max_tokens=12, thinking=thinking, logit_bias=((THINK, 50.0),))
@@ -191,8 +191,8 @@ def law_request(number: int) -> Request:
 
 def test_law_retraction_and_company_change_nothing() -> None:
     """Guides follow the tokens, not the blocks: what is sent back and resumed says the same."""
-    with serving_of(blocks=512) as alone:
-        expected = [alone.run(law_request(number))[0] for number in range(24)]
+    with serving_of(blocks=512) as roomy:
+        expected = [roomy.run(law_request(number))[0] for number in range(24)]
     with serving_of(blocks=40) as crowded:
         requests = [law_request(number) for number in range(24)]
         assert crowded.run(*requests) == expected
@@ -210,10 +210,10 @@ def test_guided_and_free_requests_share_a_pass() -> None:
         expected = serving.reference(request_of("free", seed=4, max_tokens=12))
         serving.submit(guided("guided", "[0-9]{12}"), free)
         assert serving.tokens("free") == expected
-        assert said(serving, "guided").isdigit()
+        assert text_of(serving, "guided").isdigit()
 
 
-def test_an_abort_in_the_middle_frees_everything() -> None:
+def test_guided_abort_frees_all_blocks() -> None:
     with serving_of() as serving:
         serving.submit(guided("q", "[a-z]+", max_tokens=900, logit_bias=((END, -100.0), (STOP, -100.0))))
         serving.wait(lambda: len(serving.so_far("q")) > 3)
@@ -258,7 +258,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("case", FAILING)
-def test_a_guide_that_fails_ends_its_own_request_alone(case: str) -> None:
+def test_guided_failing_matcher_ends_only_its_request(case: str) -> None:
     matcher, kind = FAILING[case]
     with serving_of() as serving:
         broken, free = request_of("broken"), request_of("free", seed=2)
@@ -279,7 +279,7 @@ def remote(serving: Serving, name: str, pattern: str, **fields: Any) -> tuple[Re
     return request, prefiller
 
 
-def test_the_committed_first_token_moves_the_guide() -> None:
+def test_guided_remote_first_token_advances_the_matcher() -> None:
     with serving_of(local_prefill_tokens=0) as serving:
         request, prefiller = remote(serving, "q", "a[0-9]b|c[0-9]d")
         serving.submit(request)
@@ -288,10 +288,10 @@ def test_the_committed_first_token_moves_the_guide() -> None:
         prefiller.write(fetch)
         first = TokenChoice(token=ids("c")[0])
         serving.engine.fetched(FetchResult("q", len(fetch.blocks), first=first))
-        assert re.fullmatch("c[0-9]d", said(serving, "q"))
+        assert re.fullmatch("c[0-9]d", text_of(serving, "q"))
 
 
-def test_a_first_token_may_complete_the_answer() -> None:
+def test_guided_remote_first_token_may_complete_the_answer() -> None:
     with serving_of(local_prefill_tokens=0) as serving:
         request, prefiller = remote(serving, "q", "c")
         serving.submit(request)
@@ -303,7 +303,7 @@ def test_a_first_token_may_complete_the_answer() -> None:
         serving.at_rest()
 
 
-def test_a_first_token_that_the_constraint_forbids_ends_the_request_with_the_reason() -> None:
+def test_guided_forbidden_remote_first_token_ends_the_request() -> None:
     with serving_of(local_prefill_tokens=0) as serving:
         request, prefiller = remote(serving, "q", "[0-9]+")
         serving.submit(request)
@@ -314,18 +314,18 @@ def test_a_first_token_that_the_constraint_forbids_ends_the_request_with_the_rea
         serving.at_rest()
 
 
-def test_a_prompt_that_did_not_come_over_is_computed_here_under_the_same_constraint() -> None:
+def test_guided_failed_fetch_is_computed_locally() -> None:
     with serving_of(local_prefill_tokens=0) as serving:
         request, prefiller = remote(serving, "q", "[0-9]{4}")
         serving.submit(request)
         prefiller.fail(prefiller.fetch(), arrived=2)
-        assert re.fullmatch("[0-9]{4}", said(serving, "q"))
+        assert re.fullmatch("[0-9]{4}", text_of(serving, "q"))
 
 
-def test_a_prompt_computed_for_somebody_else_has_its_first_token_constrained() -> None:
+def test_guided_exported_first_token_is_constrained() -> None:
     with serving_of() as serving:
         serving.submit(guided("q", "[0-9]{4}", export=Recipient(), max_tokens=1))
-        assert said(serving, "q").isdigit()
+        assert text_of(serving, "q").isdigit()
         assert serving.ended("q").finish is FinishReason.LENGTH
         serving.engine.release("q")
         serving.at_rest()

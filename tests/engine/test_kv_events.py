@@ -1,4 +1,4 @@
-"""What is told of the prefix cache: what others can read it as, and that nothing of it is lost."""
+"""Events of the prefix cache: other readers can decode them, and none is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.fake_model import FakeModel, make_cache
 
 SIZE = 4
 ROOT = root_hash()
-PATIENCE_MS = 10_000
+TIMEOUT_MS = 10_000
 
 Tree = dict[int, int | None]
 
@@ -73,7 +73,7 @@ def apply(tree: Tree, events: Sequence[Any]) -> None:
             tree.clear()
 
 
-def test_neighbours_are_one_event() -> None:
+def test_kv_events_adjacent_blocks_are_one_event() -> None:
     chain = [block_number(name) for name in names(range(12))]
     changes = [*stored(range(12)), Removed(names(range(12))[2]), Removed(names(range(12))[1])]
     first, second = events_of(changes, SIZE, tokens=True)
@@ -86,7 +86,7 @@ def test_another_prompt_is_another_event() -> None:
     assert [len(event.block_hashes) for event in events if isinstance(event, BlockStored)] == [2, 2]
 
 
-def test_a_salted_prompt_begins_with_a_parent_of_its_own() -> None:
+def test_kv_events_salted_prompt_has_its_own_root() -> None:
     salted = root_hash("tenant")
     (event,) = events_of(stored(range(4), salted), SIZE, tokens=True)
     assert isinstance(event, BlockStored) and event.parent_block_hash == block_number(salted)
@@ -98,8 +98,8 @@ def test_tokens_can_be_kept_back() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_events_tell_what_the_pool_knows(seed: int) -> None:
-    """Whatever happens in the pool, and wherever the steps end."""
+def test_kv_events_random_use_matches_the_pool(seed: int) -> None:
+    """Any use of the pool, and any ends of the steps."""
     chance = random.Random(seed)
     heard, tree = Heard(), Tree()
     events = KvEvents(heard)
@@ -129,7 +129,7 @@ def test_the_events_tell_what_the_pool_knows(seed: int) -> None:
             for batch in heard.batches:
                 apply(tree, list(events_of(batch, SIZE, tokens=True)))
             heard.batches.clear()
-            snapshot = KvSnapshot(0, *pool.known())
+            snapshot = KvSnapshot(0, *pool.published())
             assert tree == dict(snapshot.part(0, len(snapshot)))
 
 
@@ -175,7 +175,7 @@ class Subscriber:
         self.replays.connect(publisher.replay_endpoint)
 
     def read(self) -> tuple[bytes, int, bytes]:
-        assert self.events.poll(PATIENCE_MS), "no batch came"
+        assert self.events.poll(TIMEOUT_MS), "no batch came"
         topic, seq, batch = self.events.recv_multipart()
         return topic, int.from_bytes(seq), batch
 
@@ -183,7 +183,7 @@ class Subscriber:
         self.replays.send_multipart([b"", start.to_bytes(8)])
         batches: list[tuple[int, bytes]] = []
         while True:
-            assert self.replays.poll(PATIENCE_MS), "no replay came"
+            assert self.replays.poll(TIMEOUT_MS), "no replay came"
             _, _, seq, batch = self.replays.recv_multipart()
             if int.from_bytes(seq, signed=True) == -1:
                 return batches
@@ -203,7 +203,7 @@ def publishing(**given: Any) -> Iterator[tuple[KvPublisher, Subscriber]]:
         publisher.close()
 
 
-def test_a_batch_reads_as_one_of_vllms() -> None:
+def test_kv_events_batch_is_readable_as_vllms() -> None:
     with publishing(topic="kv@here@tiny") as (publisher, subscriber):
         subscriber.read()  # it is connected
         publisher.publish([*stored(range(8)), Removed(names(range(8))[1])])
@@ -223,16 +223,16 @@ def test_a_batch_reads_as_one_of_vllms() -> None:
         )
 
 
-def test_the_names_are_the_last_64_bits_of_ours() -> None:
+def test_block_number_is_the_names_last_64_bits() -> None:
     assert block_number(bytes.fromhex("00112233445566778899aabbccddeeff")) == 0x8899AABBCCDDEEFF
 
 
-def test_what_was_missed_is_replayed_and_ends_with_a_mark() -> None:
+def test_kv_events_missed_batches_are_replayed_to_an_end_mark() -> None:
     with publishing(heartbeat_s=60) as (publisher, subscriber):
         for number in range(5):
             publisher.publish(stored([number] * SIZE))
         batches: list[tuple[int, bytes]] = []
-        while len(batches) < 3:  # a batch is there once its thread has sent it
+        while len(batches) < 3:  # a batch exists once its thread has sent it
             batches = subscriber.replay(2)
         assert [seq for seq, _ in batches][:3] == [2, 3, 4]
         assert subscriber.replay(1 << 40) == []
@@ -240,21 +240,21 @@ def test_what_was_missed_is_replayed_and_ends_with_a_mark() -> None:
         assert isinstance(first.events[0], OtherCleared)
 
 
-def test_a_question_that_is_none_does_no_harm() -> None:
+def test_kv_events_invalid_replay_request_is_ignored() -> None:
     with publishing() as (_, subscriber):
         subscriber.replays.send_multipart([b"", b"what?"])
         subscriber.replays.send(b"what?")
         assert subscriber.replay(1 << 40) == []
 
 
-def test_numbers_go_on_while_nothing_changes() -> None:
+def test_kv_events_heartbeats_continue_the_numbers() -> None:
     with publishing() as (_, subscriber):
         numbers = [subscriber.read()[1] for _ in range(3)]
         assert numbers == list(range(numbers[0], numbers[0] + 3))
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1", "nonsense", "tcp://203.0.113.1:0"])
-def test_an_address_that_cannot_be_listened_on_is_named(endpoint: str) -> None:
+def test_kv_publisher_invalid_address_names_the_flag(endpoint: str) -> None:
     with pytest.raises(SetupError, match=f"--kv-events {endpoint}.*tcp://127.0.0.1:5557"):
         KvPublisher(endpoint, block_size=SIZE)
     with pytest.raises(SetupError, match="--kv-replay"):
@@ -265,7 +265,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_snapshot_is_what_the_events_before_it_tell(seed: int) -> None:
+def test_kv_snapshot_equals_the_events_before_it(seed: int) -> None:
     chance = random.Random(seed)
     heard = Heard()
     ended = random.Random(seed)
@@ -293,7 +293,7 @@ def test_a_snapshot_is_what_the_events_before_it_tell(seed: int) -> None:
     assert any(isinstance(change, Removed) for batch in heard.batches for change in batch)
 
 
-def test_tokens_that_were_generated_are_told_too() -> None:
+def test_kv_events_include_generated_tokens() -> None:
     heard = Heard()
     engine = Engine(
         FakeModel(), make_cache(24, SIZE), EngineLimits(max_model_len=64), on_outputs=lambda outputs: None,
@@ -307,10 +307,10 @@ def test_tokens_that_were_generated_are_told_too() -> None:
             engine.kv_snapshot().result(20)
     finally:
         engine.stop()
-    told = [change for batch in heard.batches for change in batch if isinstance(change, Stored)]
-    tokens = [token for change in told for token in change.tokens]
+    stored_changes = [change for batch in heard.batches for change in batch if isinstance(change, Stored)]
+    tokens = [token for change in stored_changes for token in change.tokens]
     assert tokens == [*request.prompt, *request.output][: len(tokens)] and len(tokens) == 12
-    assert request.tail == told[0].name
+    assert request.tail == stored_changes[0].name
 
 
 def test_without_events_there_is_no_snapshot() -> None:
@@ -321,6 +321,6 @@ def test_without_events_there_is_no_snapshot() -> None:
         engine.kv_snapshot()
 
 
-def test_a_batch_of_ours_is_read_back() -> None:
+def test_kv_events_batch_is_read_back() -> None:
     batch = EventBatch(1.0, [BlockStored([1], None, [2], 16), BlockRemoved([1])], 0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=EventBatch) == batch

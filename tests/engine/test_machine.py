@@ -26,7 +26,7 @@ def limits(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_a_container_with_half_a_core_still_has_one(tmp_path: Path) -> None:
+def test_usable_cores_of_half_a_core_are_one(tmp_path: Path) -> None:
     assert machine.usable_cores(limits(tmp_path, cpu_max="50000 100000\n")) == 1
 
 
@@ -72,21 +72,21 @@ def test_outside_a_container_the_machines_free_memory_counts(tmp_path: Path, mem
     assert machine.free_memory(tmp_path / "none", meminfo) == 4 * GIB
 
 
-def test_a_containers_limit_counts_if_it_is_lower(tmp_path: Path, meminfo: Path) -> None:
+def test_free_memory_container_limit_counts_if_lower(tmp_path: Path, meminfo: Path) -> None:
     cgroup = limits(tmp_path / "cgroup", memory_max=str(2 * GIB), memory_current=str(GIB))
     assert machine.free_memory(cgroup, meminfo) == GIB
 
 
-def test_file_pages_that_nobody_uses_count_as_free(tmp_path: Path, meminfo: Path) -> None:
+def test_free_memory_counts_unused_file_pages(tmp_path: Path, meminfo: Path) -> None:
     cgroup = limits(tmp_path / "cgroup", memory_max=str(2 * GIB), memory_current=str(2 * GIB))
     (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {GIB // 2}\n")
     assert machine.free_memory(cgroup, meminfo) == GIB // 2
 
 
-def test_no_limit_is_no_figure(tmp_path: Path, meminfo: Path) -> None:
+def test_free_memory_without_limit_is_the_machines(tmp_path: Path, meminfo: Path) -> None:
     cgroup = limits(tmp_path / "cgroup", memory_max="max", memory_current="5")
     assert machine.free_memory(cgroup, meminfo) == 4 * GIB
 
 
-def test_where_nothing_is_known_nothing_is_said(tmp_path: Path) -> None:
+def test_free_memory_unknown_is_unset(tmp_path: Path) -> None:
     assert machine.free_memory(tmp_path, tmp_path / "none") is None

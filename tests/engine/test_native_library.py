@@ -1,4 +1,4 @@
-"""The native library is built once, by whoever comes first; without a compiler torch serves, and says so."""
+"""The first process builds the native library; without a compiler torch serves, and a log line reports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from baton_engine.model.decoder import Decoder, create_model
-from baton_engine.model.native import native_decoder
+from baton_engine.model.native_decoder import native_decoder
 from baton_engine.ops.native import library
 from tests.engine.random_weights import random_weights, tiny_spec
 
@@ -34,14 +34,14 @@ def built(environment: dict[str, str]) -> list[str]:
     return sorted(entry.name for entry in Path(environment["BATON_CACHE"]).iterdir())
 
 
-def test_parallel_starts_build_one_library_and_leave_nothing_else(environment: dict[str, str]) -> None:
+def test_library_parallel_starts_build_one_file(environment: dict[str, str]) -> None:
     with ThreadPoolExecutor(3) as pool:
-        for native in pool.map(library.load, [environment] * 3):
-            assert native.baton_create
+        for loaded in pool.map(library.load, [environment] * 3):
+            assert loaded.baton_create
     assert len(built(environment)) == 1
 
 
-def test_a_second_start_compiles_nothing(environment: dict[str, str], tmp_path: Path) -> None:
+def test_library_second_start_compiles_nothing(environment: dict[str, str], tmp_path: Path) -> None:
     counter = tmp_path / "cc"
     counter.write_text(
         f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {library.find_compiler(environment)[0]} "$@"\n'
@@ -84,7 +84,7 @@ def test_torch_serves_without_the_library_and_one_line_says_so(
     assert isinstance(create_model(spec, weights, CPU, torch.float32, environment), Decoder)
 
 
-def test_a_failing_compiler_is_quoted(environment: dict[str, str], tmp_path: Path) -> None:
+def test_library_failing_compiler_is_quoted(environment: dict[str, str], tmp_path: Path) -> None:
     broken = tmp_path / "broken-cc"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "out of registers" >&2; exit 1; }\n')
     broken.chmod(0o755)
@@ -93,7 +93,7 @@ def test_a_failing_compiler_is_quoted(environment: dict[str, str], tmp_path: Pat
     assert built(environment) == []
 
 
-def test_a_library_that_fails_its_own_test_is_not_used(environment: dict[str, str], tmp_path: Path) -> None:
+def test_library_that_fails_its_own_test_is_discarded(environment: dict[str, str], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.h"
     wrong.write_text(
         '#define baton_sound baton_unused\n__attribute__((visibility("default"))) int unsound;\n'
@@ -104,7 +104,7 @@ def test_a_library_that_fails_its_own_test_is_not_used(environment: dict[str, st
     assert built(environment) == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+def test_library_unwritable_cache_names_the_variable(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(library.Unavailable, match="BATON_CACHE"):
         library.load({**environment, "BATON_CACHE": str(tmp_path / "file" / "cache")})
@@ -177,7 +177,7 @@ def test_kernels_run_on_an_emulated_arm(tmp_path: Path, march: str) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
 
 
-def test_the_kernels_can_be_turned_off(environment: dict[str, str]) -> None:
+def test_library_kernels_off_is_unavailable(environment: dict[str, str]) -> None:
     with pytest.raises(library.Unavailable, match="BATON_KERNELS"):
         library.load({**environment, "BATON_KERNELS": "off"})
 
@@ -201,7 +201,7 @@ BASIC = frozenset({"sse", "sse2"})
         pytest.param(frozenset(), [], id="nobody says"),
     ],
 )
-def test_a_processor_is_offered_what_it_promises_to_run(
+def test_bundled_libraries_match_the_processors_instructions(
     tmp_path: Path, instructions: frozenset[str], names: list[str]
 ) -> None:
     for target in library.TARGETS:
@@ -211,17 +211,15 @@ def test_a_processor_is_offered_what_it_promises_to_run(
     assert offered == [target.file for name in names for target in library.TARGETS if target.name == name]
 
 
-def test_what_came_with_the_image_is_taken_and_nothing_compiled(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_library_bundled_file_is_used_without_compiling(environment: dict[str, str], tmp_path: Path) -> None:
     (avx2,) = [target for target in library.TARGETS if target.name == "avx2"]
     if not avx2.instructions <= library.instructions():
         pytest.skip("the processor has no AVX2")
     folder = tmp_path / "bundled"
     library.build(folder, [avx2])
     (folder / library.TARGETS[0].file).write_bytes(b"no library at all")
-    alone = {"PATH": "", "CC": "no-such-compiler", "BATON_BUNDLED": str(folder)}
-    assert library.load(alone).baton_create
+    bundled_only = {"PATH": "", "CC": "no-such-compiler", "BATON_BUNDLED": str(folder)}
+    assert library.load(bundled_only).baton_create
     (folder / avx2.file).unlink()
     with pytest.raises(library.Unavailable, match="no-such-compiler"):
-        library.load(alone)
+        library.load(bundled_only)

@@ -51,9 +51,9 @@ def by_definition(q: Tensor, cache: KVCache, layer: int, batch: Batch, window: i
     for row in batch.rows:
         for position in range(row.start, row.context):
             first = 0 if window is None else max(0, position - window + 1)
-            places = [(row.blocks[p // BLOCK_SIZE], p % BLOCK_SIZE) for p in range(first, position + 1)]
+            slots = [(row.blocks[p // BLOCK_SIZE], p % BLOCK_SIZE) for p in range(first, position + 1)]
             for head in range(SPEC.heads):
-                seen = [cache.kv[block, layer, :, head // SPEC.group, slot].float() for block, slot in places]
+                seen = [cache.kv[block, layer, :, head // SPEC.group, slot].float() for block, slot in slots]
                 keys, values = torch.stack(seen, dim=1)
                 scores = keys @ q[token, head].float() * SPEC.head_dim**-0.5
                 result[token, head] = scores.softmax(0) @ values
@@ -92,7 +92,7 @@ def test_attention_sees_its_own_row_up_to_itself(name: str, window: int | None) 
 def test_attention_ignores_nan_left_by_other_requests(
     name: str, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Rows are padded to the longest; what lies beyond a row's context has no say, not even NaN."""
+    """Rows are padded to the longest; values beyond a row's context have no effect, not even NaN."""
     torch.manual_seed(6)
     batch = batch_of(CASES[name], random.Random(8))
     clean = KVCache(SPEC, BLOCKS, dtype, CPU)
@@ -134,8 +134,8 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
     heads = qkv.view(batch.size, -1, SPEC.head_dim)
     torch.testing.assert_close(q, heads[:, : SPEC.heads])
     expected = torch.zeros_like(cache.kv)
-    places = [(row, position) for row in batch.rows for position in range(row.start, row.context)]
-    for token, (row, position) in enumerate(places):
+    slots = [(row, position) for row in batch.rows for position in range(row.start, row.context)]
+    for token, (row, position) in enumerate(slots):
         block, slot = row.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
         expected[block, 1, 0, :, slot] = heads[token, 4:6]
         expected[block, 1, 1, :, slot] = heads[token, 6:8]
@@ -151,7 +151,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_however_a_prompt_is_cut_and_mixed_its_logits_are_the_same(model: Decoder, seed: int) -> None:
+def test_plain_ops_logits_are_independent_of_chunks_and_batch(model: Decoder, seed: int) -> None:
     chance = random.Random(seed)
     prompts = [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 80))] for _ in range(4)]
     blocks = [list(range(1 + 5 * r, 6 + 5 * r)) for r in range(4)]
@@ -179,7 +179,7 @@ def test_however_a_prompt_is_cut_and_mixed_its_logits_are_the_same(model: Decode
         torch.testing.assert_close(whole, mixed, atol=1e-4, rtol=1e-4)
 
 
-def test_a_pass_without_wanted_logits_still_fills_the_cache(model: Decoder) -> None:
+def test_plain_ops_pass_without_wanted_logits_fills_the_cache(model: Decoder) -> None:
     kept = []
     for wanted in (False, True):
         cache = KVCache(model.spec, 4, torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""What a request learns about its own prompt: logprobs and vectors, however the prompt was computed."""
+"""Prompt outputs: logprobs and vectors of a request's prompt, however the prompt was computed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("alternatives", [0, 3, 20])
-def test_each_prompt_token_gets_the_logprob_that_its_context_gave_it(length: int, alternatives: int) -> None:
+def test_prompt_logprobs_equal_the_models(length: int, alternatives: int) -> None:
     with Serving() as serving:
         request = scored("a", prompt_of(length), alternatives)
         assert serving.run(request) == [serving.reference(request)]
@@ -86,7 +86,7 @@ def test_each_prompt_token_gets_the_logprob_that_its_context_gave_it(length: int
         serving.at_rest()
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+def test_prompt_logprobs_of_one_token_are_empty() -> None:
     with Serving() as serving:
         request = scored("a", prompt_of(1))
         assert serving.run(request) == [serving.reference(request)]
@@ -106,14 +106,14 @@ def test_scoring_alone_draws_nothing(length: int) -> None:
 
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("length", [1, *LENGTHS.values()])
-def test_a_vector_is_pooled_over_all_chunks(pooling: Pooling, length: int) -> None:
+def test_prompt_vector_is_pooled_over_all_chunks(pooling: Pooling, length: int) -> None:
     with Serving() as serving:
         serving.submit(pooled("a", prompt_of(length), pooling))
         check_vector(serving.model, prompt_of(length), pooling, vector_in(serving.ended("a")))
         assert serving.at_rest().totals.finished[FinishReason.STOP] == 1
 
 
-def test_the_prefix_cache_stands_in_only_for_what_nobody_reads() -> None:
+def test_prompt_outputs_use_the_cache_only_for_unread_tokens() -> None:
     prompt = prompt_of(48)
     with Serving() as serving:
         serving.run(request_of("before", prompt=prompt))
@@ -133,7 +133,7 @@ def test_the_prefix_cache_stands_in_only_for_what_nobody_reads() -> None:
         check_vector(serving.model, prompt, Pooling.LAST, vector_in(serving.outputs["last"][-1]))
 
 
-def test_what_a_reading_request_computed_is_cached_for_others() -> None:
+def test_prompt_outputs_request_caches_its_blocks() -> None:
     with Serving() as serving:
         serving.submit(pooled("mean", prompt_of(48), Pooling.MEAN))
         serving.ended("mean")
@@ -141,7 +141,7 @@ def test_what_a_reading_request_computed_is_cached_for_others() -> None:
         assert serving.ended("after").cached_tokens == 44
 
 
-def test_a_prompt_that_is_read_is_never_asked_for_elsewhere() -> None:
+def test_prompt_outputs_request_is_prefilled_locally() -> None:
     with Serving(local_prefill_tokens=0) as serving:
         remote = Prefiller(serving)
         request = scored("a", prompt_of(40), remote=remote)
@@ -151,7 +151,7 @@ def test_a_prompt_that_is_read_is_never_asked_for_elsewhere() -> None:
         assert serving.at_rest().totals.local_prefills == {"reads_prompt": 1}
 
 
-def test_a_prompt_that_fills_the_context_has_room_where_nothing_follows_it() -> None:
+def test_prompt_outputs_full_context_without_tokens_is_accepted() -> None:
     prompt = prompt_of(64)
     with Serving(max_model_len=64) as serving:
         serving.submit(scored("score", prompt, max_tokens=0), pooled("pool", prompt, Pooling.MEAN))
@@ -163,7 +163,7 @@ def test_a_prompt_that_fills_the_context_has_room_where_nothing_follows_it() -> 
             serving.submit(pooled("more", (*prompt, 1), Pooling.LAST))
 
 
-def test_numbers_that_are_not_finite_end_the_request_and_no_other() -> None:
+def test_prompt_outputs_nan_ends_only_its_request() -> None:
     with Serving() as serving:
         serving.model.nan_on = 5
         bad = (1, 2, 5, 7, 9)
@@ -183,7 +183,7 @@ def test_numbers_that_are_not_finite_end_the_request_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_readings_and_tokens_are_right_in_any_mixture_with_retractions(seed: int) -> None:
+def test_prompt_outputs_random_mix_with_retractions_is_right(seed: int) -> None:
     """Few blocks and shared prefixes: prompts are retracted half read, and find parts cached."""
     chance = random.Random(seed)
     with Serving(blocks=33, chunk_tokens=chance.choice([5, 16, 32]), max_running=8) as serving:
@@ -210,7 +210,7 @@ def test_readings_and_tokens_are_right_in_any_mixture_with_retractions(seed: int
         assert serving.at_rest().totals.retractions > 0
 
 
-def test_a_prompt_retracted_half_read_is_read_on_from_there() -> None:
+def test_prompt_outputs_retracted_prompt_continues() -> None:
     """Beside a request that grows, the blocks run out in the middle of a prompt."""
     with Serving(blocks=19, chunk_tokens=6) as serving:
         serving.model.go.clear()
@@ -224,7 +224,7 @@ def test_a_prompt_retracted_half_read_is_read_on_from_there() -> None:
         assert serving.at_rest().totals.retractions > 0
 
 
-def test_of_a_prompt_half_read_the_cache_may_give_no_more_than_that_half() -> None:
+def test_prompt_outputs_cacheable_is_the_part_already_read() -> None:
     for request, steps in (
         (scored("a", prompt_of(40)), (0, 20, 39)),
         (pooled("b", prompt_of(40), Pooling.MEAN), (0, 20, 39)),
@@ -232,8 +232,8 @@ def test_of_a_prompt_half_read_the_cache_may_give_no_more_than_that_half() -> No
     ):
         sequence = Sequence(request, 4, 16)
         assert sequence.prompt_output is not None
-        for step, following in zip(steps, (*steps[1:], None), strict=True):
+        for step, end in zip(steps, (*steps[1:], None), strict=True):
             assert sequence.cacheable == step
-            if following is not None:
-                sequence.prompt_output.update(torch.zeros(following - step, 97), lambda states: states)
+            if end is not None:
+                sequence.prompt_output.update(torch.zeros(end - step, 97), lambda states: states)
     assert Sequence(request_of("d", prompt=prompt_of(40)), 4, 16).cacheable == 39

@@ -17,7 +17,7 @@ from baton_engine.engine import Engine
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model
-from baton_engine.model.native import native_decoder
+from baton_engine.model.native_decoder import native_decoder
 from baton_engine.ops.native import library
 from baton_engine.ops.plain import PlainOps
 from baton_engine.requests import Output, Pooling, PromptLogprobs, Request
@@ -28,7 +28,7 @@ from tests.engine.models import ARCHITECTURES, VOCAB, make_model
 LENGTHS = (45, 1, 16, 130, 7, 64, 33)
 TOLERANCE = 1e-4
 ROUNDED = {"cosine": 0.98, "logprob": 0.25}
-"""What bfloat16, of 8 bits, may cost these models, whose weights are large."""
+"""Errors allowed for bfloat16, with 8 bits, in these models with large weights."""
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -57,7 +57,7 @@ def ask(model: Model, requests: Sequence[Request], chunk: int, dtype: torch.dtyp
     return {output.request_id: output for output in ended}
 
 
-def asked(prompt: tuple[int, ...], number: int) -> list[Request]:
+def requests_for(prompt: tuple[int, ...], number: int) -> list[Request]:
     """Both vectors and all logprobs of one prompt."""
     scoring = SamplingParams(prompt_logprobs=5, max_tokens=0)
     return [
@@ -68,16 +68,16 @@ def asked(prompt: tuple[int, ...], number: int) -> list[Request]:
 
 
 def answers(model: Model, chunk: int, together: bool, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    requests = [asked(prompt, number) for number, prompt in enumerate(prompts())]
+    requests = [requests_for(prompt, number) for number, prompt in enumerate(prompts())]
     if together:
-        found = ask(model, [one for group in requests for one in group], chunk, dtype)
+        outputs = ask(model, [one for group in requests for one in group], chunk, dtype)
     else:
-        found = {}
+        outputs = {}
         for group in requests:
             for one in group:
-                found |= ask(model, [one], chunk, dtype)
-    assert not any(output.error for output in found.values())
-    return {name: output.prompt_output for name, output in found.items()}
+                outputs |= ask(model, [one], chunk, dtype)
+    assert not any(output.error for output in outputs.values())
+    return {name: output.prompt_output for name, output in outputs.items()}
 
 
 @torch.inference_mode()
@@ -87,15 +87,15 @@ def expected(folder: Path) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     for number, prompt in enumerate(prompts()):
         ids = torch.tensor([prompt])
         states = model.model(ids, use_cache=False).last_hidden_state[0]
-        found[f"mean {number}"] = states.mean(0).numpy()
-        found[f"last {number}"] = states[-1].numpy()
+        outputs[f"mean {number}"] = states.mean(0).numpy()
+        outputs[f"last {number}"] = states[-1].numpy()
         scores = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found[f"score {number}"] = scores.numpy()
-    return found
+        outputs[f"score {number}"] = scores.numpy()
+    return outputs
 
 
 def compare(got: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -126,16 +126,16 @@ def plain(folder: Path) -> Model:
     return Decoder(spec, load_weights(checkpoint, spec, torch.float32), PlainOps(spec), CPU)
 
 
-def native(folder: Path, dtype: torch.dtype) -> Model:
+def native_model(folder: Path, dtype: torch.dtype) -> Model:
     try:
         library.load(os.environ)
     except library.Unavailable as reason:
         pytest.skip(f"no native kernels: {reason}")
     checkpoint = Checkpoint(folder, folder.name)
     spec = load_spec(checkpoint)
-    made = native_decoder(spec, load_weights(checkpoint, spec, dtype), dtype, threads=2)
-    assert made is not None
-    return made
+    model = native_decoder(spec, load_weights(checkpoint, spec, dtype), dtype, threads=2)
+    assert model is not None
+    return model
 
 
 @pytest.mark.parametrize(("chunk", "together"), [(512, False), (512, True), (20, True)])
@@ -144,12 +144,12 @@ def test_plain_operations_give_what_transformers_gives(folder: Path, chunk: int,
 
 
 @pytest.mark.parametrize(("chunk", "together"), [(512, False), (512, True), (20, True)])
-def test_the_native_decoder_gives_what_transformers_gives(folder: Path, chunk: int, together: bool) -> None:
-    compare(answers(native(folder, torch.float32), chunk, together), expected(folder))
+def test_native_outputs_equal_transformers(folder: Path, chunk: int, together: bool) -> None:
+    compare(answers(native_model(folder, torch.float32), chunk, together), expected(folder))
 
 
-def test_the_native_decoder_in_bfloat16_is_as_near_as_its_numbers_are(folder: Path) -> None:
-    got, wanted = answers(native(folder, torch.bfloat16), 20, True, torch.bfloat16), expected(folder)
+def test_native_bfloat16_outputs_are_within_rounding(folder: Path) -> None:
+    got, wanted = answers(native_model(folder, torch.bfloat16), 20, True, torch.bfloat16), expected(folder)
     for name, vector in wanted.items():
         if name.startswith("score"):
             number = int(name.split()[1])

@@ -23,9 +23,7 @@ RELAY = RelayRecord(
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 40])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_fetched_prompt_gives_the_tokens_of_one_that_is_computed_here(
-    length: int, temperature: float
-) -> None:
+def test_remote_prefill_gives_the_tokens_of_a_local_one(length: int, temperature: float) -> None:
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         request = request_of("a", length, remote=peer, temperature=temperature, seed=0)
@@ -38,18 +36,18 @@ def test_a_fetched_prompt_gives_the_tokens_of_one_that_is_computed_here(
         assert serving.at_rest().totals.prompt_tokens_computed == 0
 
 
-@pytest.mark.parametrize("known", range(21))
-def test_only_what_the_own_cache_lacks_is_fetched(known: int) -> None:
+@pytest.mark.parametrize("cached", range(21))
+def test_remote_prefill_fetches_only_uncached_blocks(cached: int) -> None:
     """Peers' defect 7: prefix hits of every length; defect 28: slots after a prefix hit."""
     with Serving(local_prefill_tokens=0) as serving:
         prompt = prompt_of(20)
-        if known:
-            serving.run(request_of("before", prompt=prompt[:known], max_tokens=1))
+        if cached:
+            serving.run(request_of("before", prompt=prompt[:cached], max_tokens=1))
         peer = Prefiller(serving)
         request = request_of("a", prompt=prompt, remote=peer)
         serving.submit(request)
         fetch = peer.fetch()
-        assert fetch.start_block == min(known, 19) // 4
+        assert fetch.start_block == min(cached, 19) // 4
         assert len(fetch.blocks) == 5 - fetch.start_block
         peer.succeed(fetch, cached=fetch.start_block * 4)
         assert serving.tokens("a") == serving.reference(request)
@@ -57,7 +55,7 @@ def test_only_what_the_own_cache_lacks_is_fetched(known: int) -> None:
         serving.at_rest()
 
 
-def test_the_parent_hash_names_the_prefix_that_is_not_fetched() -> None:
+def test_remote_prefill_parent_hash_names_the_cached_prefix() -> None:
     from baton_api.hashing import block_hashes, root_hash
 
     with Serving(local_prefill_tokens=0) as serving:
@@ -82,7 +80,7 @@ def test_fetched_blocks_are_in_the_prefix_cache() -> None:
         assert serving.outputs["b"][0].cached_tokens == 16
 
 
-def test_nothing_is_published_before_the_fetch_has_ended() -> None:
+def test_remote_prefill_publishes_only_after_the_fetch() -> None:
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 17, remote=peer))
@@ -104,7 +102,7 @@ def test_short_and_cached_prompts_are_computed_here_and_counted() -> None:
         assert serving.at_rest().totals.local_prefills == {"short": 1, "cached": 1, "no_prefill_worker": 1}
 
 
-def test_the_relay_record_comes_with_the_first_token_alone() -> None:
+def test_remote_prefill_relay_comes_only_with_the_first_token() -> None:
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 20, remote=peer))
@@ -125,7 +123,7 @@ def test_max_tokens_of_1_ends_with_the_fetched_token() -> None:
         serving.at_rest()
 
 
-def test_a_fetched_stop_id_ends_the_request() -> None:
+def test_remote_prefill_fetched_stop_id_ends_the_request() -> None:
     """Peers' defect 30: the first token ignored stop criteria."""
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
@@ -136,7 +134,7 @@ def test_a_fetched_stop_id_ends_the_request() -> None:
         assert serving.ended("a").stop_id == stop
 
 
-def test_the_fetched_token_counts_for_penalties() -> None:
+def test_remote_prefill_fetched_token_counts_for_penalties() -> None:
     """Peers' defect 29: what one worker counts, a pair counts too."""
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
@@ -164,7 +162,7 @@ def test_after_a_failed_fetch_the_rest_is_computed_here(arrived: int) -> None:
         assert peer.fetches.empty()
 
 
-def test_a_reason_that_is_a_sentence_is_counted_as_transfer_failed() -> None:
+def test_remote_prefill_free_text_reason_is_transfer_failed() -> None:
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 20, remote=peer))
@@ -173,7 +171,7 @@ def test_a_reason_that_is_a_sentence_is_counted_as_transfer_failed() -> None:
         assert serving.at_rest().totals.local_prefills == {"transfer_failed": 1}
 
 
-def test_a_fetch_that_cannot_be_started_is_computed_here() -> None:
+def test_remote_prefill_unstarted_fetch_is_computed_locally() -> None:
     class Broken:
         def start(self, fetch: Fetch) -> None:
             raise OSError("no route")
@@ -187,7 +185,7 @@ def test_a_fetch_that_cannot_be_started_is_computed_here() -> None:
 
 
 def test_unsafe_blocks_are_quarantined_until_they_are_settled() -> None:
-    """Peers' defects 3 and 5: a block that a card may still fill goes to nobody."""
+    """Peers' defects 3 and 5: a block that a card may still fill is not reused."""
     with Serving(blocks=17, local_prefill_tokens=0, quarantine_limit=1.0) as serving:
         peer = Prefiller(serving)
         request = request_of("a", 20, remote=peer)
@@ -197,7 +195,7 @@ def test_unsafe_blocks_are_quarantined_until_they_are_settled() -> None:
         peer.fail(fetch, arrived=2, unsafe=unsafe)
         assert serving.tokens("a") == serving.model.greedy(request.prompt, 8)
         assert serving.until(lambda now: not now.running).quarantined_blocks == 2
-        # The peer goes on writing; whoever comes meanwhile must not notice.
+        # The peer keeps writing; requests that come meanwhile must not notice.
         for block in unsafe:
             serving.cache.kv[block] = -1.0
         others = [request_of(f"{seed}", 20, seed=seed) for seed in range(1, 6)]
@@ -207,7 +205,7 @@ def test_unsafe_blocks_are_quarantined_until_they_are_settled() -> None:
         serving.at_rest()
 
 
-def test_an_unsafe_block_does_not_count_as_arrived() -> None:
+def test_remote_prefill_unsafe_block_does_not_count_as_arrived() -> None:
     with Serving(local_prefill_tokens=0, quarantine_limit=1.0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 20, remote=peer))
@@ -219,7 +217,7 @@ def test_an_unsafe_block_does_not_count_as_arrived() -> None:
         serving.at_rest()
 
 
-def test_a_quarantine_over_its_limit_is_fatal() -> None:
+def test_quarantine_over_its_limit_is_fatal() -> None:
     with Serving(blocks=21, local_prefill_tokens=0, quarantine_limit=0.2) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 20, remote=peer))
@@ -230,7 +228,7 @@ def test_a_quarantine_over_its_limit_is_fatal() -> None:
         assert "5 of 20 KV blocks are quarantined, more than 4" in serving.fatal[0]
 
 
-def test_a_request_that_only_quarantine_keeps_out_ends_with_an_error() -> None:
+def test_quarantine_that_blocks_a_request_ends_it_with_an_error() -> None:
     """Peers' defect 17: nothing could ever make room, and the engine waited for ever."""
     with Serving(blocks=9, local_prefill_tokens=0, quarantine_limit=1.0) as serving:
         peer = Prefiller(serving)
@@ -238,13 +236,13 @@ def test_a_request_that_only_quarantine_keeps_out_ends_with_an_error() -> None:
         fetch = peer.fetch()
         peer.fail(fetch, unsafe=fetch.blocks[:4])
         error = serving.ended("a").error
-        assert "needs 8 KV blocks, 4 of 8 are quarantined" in str(error)
+        assert "needs 8 KV blocks, but 4 of 8 are quarantined" in str(error)
         serving.run(request_of("small", 8, max_tokens=2))
         serving.engine.settled(fetch.blocks[:4])
         serving.at_rest()
 
 
-def test_an_abort_while_fetching_keeps_the_blocks_until_the_fetch_has_ended() -> None:
+def test_abort_while_fetching_keeps_blocks_until_the_fetch_ends() -> None:
     """Peers' defect 5: the blocks were freed while a read was under way."""
     with Serving(blocks=11, local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
@@ -266,7 +264,7 @@ def test_an_abort_while_fetching_keeps_the_blocks_until_the_fetch_has_ended() ->
         assert peer.cancelled.empty()
 
 
-def test_what_arrived_for_an_aborted_request_stays_cached() -> None:
+def test_abort_while_fetching_caches_arrived_blocks() -> None:
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 20, remote=peer))
@@ -279,7 +277,7 @@ def test_what_arrived_for_an_aborted_request_stays_cached() -> None:
         assert serving.so_far("a") == []
 
 
-def test_a_second_end_of_the_same_fetch_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_remote_prefill_second_end_of_a_fetch_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 20, remote=peer))
@@ -288,7 +286,7 @@ def test_a_second_end_of_the_same_fetch_is_ignored(caplog: pytest.LogCaptureFixt
         peer.succeed(fetch)
         assert serving.tokens("a") == serving.model.greedy(prompt_of(20), 8)
         serving.run(request_of("b"))  # it was asked for later, so the second end has been seen
-        assert "was not under way" in caplog.text
+        assert "Unexpected fetch result" in caplog.text
         serving.at_rest()
 
 
@@ -305,7 +303,7 @@ def test_loaded_requests_without_room_for_a_token_do_not_spin() -> None:
         assert serving.at_rest().totals.steps == serving.model.passes < 60
 
 
-def test_a_fetched_request_is_retracted_and_resumes_with_the_same_tokens() -> None:
+def test_remote_prefill_retracted_request_resumes_unchanged() -> None:
     """Peers' defects 16 and 26: it lost its state, or was stuck as succeeded."""
     with Serving(blocks=13, local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
@@ -326,7 +324,7 @@ def test_a_fetched_request_is_retracted_and_resumes_with_the_same_tokens() -> No
         assert totals.prompt_tokens_remote == 40
 
 
-def test_an_engine_that_stops_cancels_its_fetches() -> None:
+def test_engine_stop_cancels_its_fetches() -> None:
     serving = Serving(local_prefill_tokens=0)
     peer = Prefiller(serving)
     with serving:

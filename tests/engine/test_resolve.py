@@ -1,4 +1,4 @@
-"""What a user calls a model, and where it is found."""
+"""A model's name as a user gives it, and where its files are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Unpacking:
         target.write_bytes(self.content)
 
 
-def test_a_folder_and_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_resolve_folder_and_file_are_taken_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "tiny.gguf").write_bytes(b"")
@@ -52,12 +52,12 @@ def test_a_folder_and_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (file.path, file.name, file.is_gguf) == (tmp_path / "tiny.gguf", "tiny.gguf", True)
 
 
-def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+def test_resolve_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"")
     assert resolve(str(tmp_path)).path == tmp_path / "tiny.gguf"
 
 
-def test_what_came_with_the_image_is_not_fetched(tmp_path: Path) -> None:
+def test_resolve_bundled_model_is_not_fetched(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(CONTENT)
     assert bundled(MODEL, tmp_path) == tmp_path / "tiny.gguf"
     assert bundled(MODEL, tmp_path / "nothing") is None
@@ -66,21 +66,21 @@ def test_what_came_with_the_image_is_not_fetched(tmp_path: Path) -> None:
     assert bundled(MODEL, None) is None
 
 
-def test_a_path_that_is_no_model_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_resolve_path_without_a_model_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     for name in ("some.gguf", "other.gguf"):
         (tmp_path / name).write_bytes(b"")
     for path, message in {
-        tmp_path: r"has no config\.json.*holds other\.gguf, some\.gguf",
+        tmp_path: r"has no config\.json.*contains other\.gguf, some\.gguf",
         tmp_path / "weights.bin": r"not a \.gguf file",
-        tmp_path / "nothing.gguf": "no file or folder.*built-in name smollm2",
-        tmp_path / "nothing": "no file or folder",
+        tmp_path / "nothing.gguf": "does not exist.*built-in model smollm2",
+        tmp_path / "nothing": "does not exist",
     }.items():
         with pytest.raises(SetupError, match=message):
             resolve(str(path))
 
 
-def test_a_built_in_model_is_fetched_once(tmp_path: Path) -> None:
+def test_resolve_built_in_model_is_fetched_once(tmp_path: Path) -> None:
     unpack = Unpacking()
     paths = [fetch(MODEL, tmp_path / "cache", SILENT, unpack) for _ in range(3)]
     assert {path.read_bytes() for path in paths} == {CONTENT}
@@ -89,9 +89,9 @@ def test_a_built_in_model_is_fetched_once(tmp_path: Path) -> None:
 
 
 def test_several_at_once_fetch_it_once(tmp_path: Path) -> None:
-    unpack, found = Unpacking(), []
+    unpack, paths = Unpacking(), []
     threads = [
-        threading.Thread(target=lambda: found.append(fetch(MODEL, tmp_path, SILENT, unpack)))
+        threading.Thread(target=lambda: paths.append(fetch(MODEL, tmp_path, SILENT, unpack)))
         for _ in range(8)
     ]
     for thread in threads:
@@ -99,10 +99,10 @@ def test_several_at_once_fetch_it_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert unpack.times == 1
-    assert len(found) == 8 and {path.read_bytes() for path in found} == {CONTENT}
+    assert len(paths) == 8 and {path.read_bytes() for path in paths} == {CONTENT}
 
 
-def test_a_fetch_that_died_half_way_is_cleared_and_repeated(tmp_path: Path) -> None:
+def test_resolve_interrupted_fetch_is_repeated(tmp_path: Path) -> None:
     left = tmp_path / "fetching-abc"
     left.mkdir()
     (left / "half").write_bytes(b"x")
@@ -111,15 +111,15 @@ def test_a_fetch_that_died_half_way_is_cleared_and_repeated(tmp_path: Path) -> N
     assert not left.exists()
 
 
-def test_a_file_with_another_hash_is_refused_and_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=f"has the SHA-256 [0-9a-f]+, not {MODEL.file_sha256}"):
+def test_resolve_file_with_another_hash_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=f"has the SHA-256 [0-9a-f]+, expected {MODEL.file_sha256}"):
         fetch(MODEL, tmp_path, SILENT, Unpacking(CONTENT[::-1]))
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.lock"]
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_resolve_unwritable_cache_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(SetupError, match=r"cannot be kept in.*Set BATON_CACHE"):
+    with pytest.raises(SetupError, match=r"Cannot store the model .*Set BATON_CACHE"):
         fetch(MODEL, tmp_path / "file" / "cache", SILENT, Unpacking())
 
 
@@ -137,7 +137,7 @@ sys.exit("finding a model loaded torch" if "torch" in sys.modules else 0)
 
 
 def resolved(models: list[str], home: Path, **environment: str) -> list[str]:
-    """What a fresh process says: the hub's library reads its environment when it is imported."""
+    """Resolve in a fresh process: the hub's library reads its environment when it is imported."""
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, *models],
         env=os.environ | {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"} | environment,
@@ -150,31 +150,33 @@ def resolved(models: list[str], home: Path, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_hub_id_is_fetched_without_pickles_and_then_found_offline(tmp_path: Path) -> None:
-    repository, home, asked = tmp_path / "repository", tmp_path / "home", list[str]()
+def test_resolve_hub_id_without_pickles_then_offline(tmp_path: Path) -> None:
+    repository, home, requested = tmp_path / "repository", tmp_path / "home", list[str]()
     for folder in (repository, home):
         folder.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin", "run.py"):
         (repository / name).write_text("{}")
-    with serving(repository, "org/tiny", asked) as endpoint:
+    with serving(repository, "org/tiny", requested) as endpoint:
         fetched, unknown = resolved(["org/tiny", "org/other"], home, HF_ENDPOINT=endpoint)
     files = sorted(file.name for file in Path(fetched).iterdir())
     assert files == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert not any(path.endswith((".bin", ".py")) for path in asked)
-    assert "the hub has no model" in unknown and "built-in name smollm2" in unknown
-    found, lacking = resolved(["org/tiny", "org/other"], home, HF_HUB_OFFLINE="1")
-    assert found == fetched
-    assert_told_with_the_ways_out(lacking)
+    assert not any(path.endswith((".bin", ".py")) for path in requested)
+    assert "the hub has no model" in unknown and "built-in model smollm2" in unknown
+    offline, lacking = resolved(["org/tiny", "org/other"], home, HF_HUB_OFFLINE="1")
+    assert offline == fetched
+    assert_lists_the_alternatives(lacking)
 
 
-def test_a_hub_out_of_reach_is_told_with_the_ways_out(tmp_path: Path) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # taken, but not listened at
-        (said,) = resolved(["org/other"], tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{nobody.getsockname()[1]}")
-    assert_told_with_the_ways_out(said)
+def test_resolve_unreachable_hub_lists_the_alternatives(tmp_path: Path) -> None:
+    with socket.socket() as port_holder:
+        port_holder.bind(("127.0.0.1", 0))  # taken, but not listened at
+        (message,) = resolved(
+            ["org/other"], tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{port_holder.getsockname()[1]}"
+        )
+    assert_lists_the_alternatives(message)
 
 
-def assert_told_with_the_ways_out(said: str) -> None:
-    assert said.startswith("SetupError: There is no folder 'org/other' here")
+def assert_lists_the_alternatives(message: str) -> None:
+    assert message.startswith("SetupError: The folder 'org/other' does not exist")
     for way_out in ("local folder", ".gguf file", "smollm2", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
-        assert way_out in said
+        assert way_out in message

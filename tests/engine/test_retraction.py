@@ -1,4 +1,4 @@
-"""Memory runs out, requests step back and come again: nobody outside may notice."""
+"""Memory runs out, requests are retracted and resume: clients must not notice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.serving import Serving, prompt_of, request_of
         {"temperature": 1.0, "logprobs": 3},
     ],
 )
-def test_retracted_requests_give_the_tokens_they_would_have_given_alone(sampling: dict[str, Any]) -> None:
+def test_retraction_gives_the_tokens_of_an_undisturbed_run(sampling: dict[str, Any]) -> None:
     """Hazard 8: they resumed with another state of the random numbers or the penalties."""
     requests = [request_of(f"{seed}", 8 + seed, seed=seed, max_tokens=30, **sampling) for seed in range(6)]
     with Serving(blocks=20, chunk_tokens=16) as serving:
@@ -30,7 +30,7 @@ def test_retracted_requests_give_the_tokens_they_would_have_given_alone(sampling
         assert serving.at_rest().totals.retractions > 2
 
 
-def test_a_client_sees_each_token_once_and_no_gap() -> None:
+def test_retraction_client_sees_each_token_once() -> None:
     with Serving(blocks=12) as serving:
         requests = [request_of(f"{seed}", 8, seed=seed, max_tokens=20) for seed in range(4)]
         serving.run(*requests)
@@ -41,7 +41,7 @@ def test_a_client_sees_each_token_once_and_no_gap() -> None:
             assert [output.finish for output in outputs[:-1]] == [None] * 19
 
 
-def test_one_request_runs_to_its_end_however_many_compete() -> None:
+def test_retraction_competing_requests_all_finish() -> None:
     with Serving(blocks=9, max_running=8) as serving:
         requests = [request_of(f"{seed}", 4, seed=seed, max_tokens=28) for seed in range(8)]
         for request, tokens in zip(requests, serving.run(*requests), strict=True):
@@ -49,7 +49,7 @@ def test_one_request_runs_to_its_end_however_many_compete() -> None:
         serving.at_rest()
 
 
-def test_a_request_that_outgrows_the_empty_cache_ends_with_length() -> None:
+def test_retraction_request_larger_than_the_cache_ends_by_length() -> None:
     with Serving(blocks=5) as serving:
         tokens = serving.run(request_of("a", 10, max_tokens=500))[0]
         assert tokens == serving.model.greedy(prompt_of(10), 7)  # 16 tokens are cached, one more is drawn
@@ -57,7 +57,7 @@ def test_a_request_that_outgrows_the_empty_cache_ends_with_length() -> None:
         serving.at_rest()
 
 
-def test_a_retracted_request_can_be_aborted_and_finished() -> None:
+def test_retraction_request_can_be_aborted_or_finished() -> None:
     with Serving(blocks=10, max_running=4) as serving:
         serving.submit(request_of("a", 8, max_tokens=26), request_of("b", 8, seed=1, max_tokens=26))
         serving.until(lambda now: now.totals.retractions > 0)

@@ -42,7 +42,7 @@ def one(logits: list[float], params: SamplingParams, prompt: tuple[int, ...] = (
 
 
 def expected(logits: Tensor, params: SamplingParams) -> dict[int, float]:
-    """What a row may give, with which probability: sorted, the slow and obvious way."""
+    """Return a row's candidates and probabilities, sorted, the slow and obvious way."""
     scaled = logits.double() / params.temperature
     likely = sorted(
         ((p, token) for token, p in enumerate(scaled.softmax(-1).tolist())),
@@ -270,7 +270,7 @@ def test_sampler_cuts_draw_as_sorted_torch_does(top_k: int, vocab: int, spread: 
         assert tokens(logits, [SamplingState(params, (0,))]) == [drawn_by_torch(logits[0], params, 1)], params
 
 
-def test_a_cut_beyond_the_likeliest_candidates_is_exact() -> None:
+def test_sampler_top_p_beyond_the_likeliest_block_is_exact() -> None:
     """Many block maxima, nearly equal logits: the nucleus has thousands of tokens."""
     vocab = 600 * sampler.BLOCK
     logits = make_logits(1, vocab, spread=0.01)
@@ -290,7 +290,7 @@ def expected_set(logits: Tensor, top_p: float) -> set[int]:
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_row_gives_the_same_token_alone_and_in_any_batch(name: str) -> None:
+def test_sampler_row_is_independent_of_the_batch(name: str) -> None:
     """Over a vocabulary that makes torch share the work among threads, ties included."""
     vocab = 40_000
     logits = (make_logits(32, vocab) * 4).round() / 4
@@ -305,7 +305,7 @@ def test_a_row_gives_the_same_token_alone_and_in_any_batch(name: str) -> None:
     assert [together[row] for row in order] == shuffled
 
 
-def test_the_number_depends_on_seed_and_position_alone() -> None:
+def test_sampler_token_depends_only_on_seed_and_position() -> None:
     logits = make_logits(1, 1000)
     fresh, used = (
         SamplingState(replace(PLAIN, seed=4), (1, 2, 3)),
@@ -316,7 +316,7 @@ def test_the_number_depends_on_seed_and_position_alone() -> None:
     assert tokens(logits, [fresh]) == tokens(logits, [used])
 
 
-def test_uniform_numbers_are_uniform_and_independent_over_seeds_and_positions() -> None:
+def test_uniform_is_uniform_and_independent_over_seeds() -> None:
     for numbers in (
         [uniform(seed, 11) for seed in range(20_000)],
         [uniform(11, position) for position in range(20_000)],
@@ -407,12 +407,12 @@ def test_logprobs_come_only_to_rows_that_ask() -> None:
     assert full.top[0] == (full.token, full.logprob)
 
 
-def test_tokens_that_are_asked_about_are_reported_instead_of_the_likeliest() -> None:
+def test_sampler_logprob_ids_replace_the_likeliest() -> None:
     logits = make_logits(2, 200)
     wanted = logits.log_softmax(-1)
-    asked = replace(GREEDY, logprobs=3, logprob_ids=(7, 150, 3))
+    params = replace(GREEDY, logprobs=3, logprob_ids=(7, 150, 3))
     named, likeliest = choices(
-        logits, [SamplingState(asked, ()), SamplingState(replace(GREEDY, logprobs=3), ())]
+        logits, [SamplingState(params, ()), SamplingState(replace(GREEDY, logprobs=3), ())]
     )
     assert [token for token, _ in named.top] == [7, 150, 3]
     expected = [wanted[0, token].item() for token in (7, 150, 3)]
@@ -420,7 +420,7 @@ def test_tokens_that_are_asked_about_are_reported_instead_of_the_likeliest() -> 
     assert likeliest.top[0] == (likeliest.token, likeliest.logprob) and len(likeliest.top) == 3
 
 
-def test_a_vocabulary_smaller_than_the_alternatives_reports_all_of_it() -> None:
+def test_sampler_small_vocabulary_is_reported_whole() -> None:
     (choice,) = choices(make_logits(1, 6), [SamplingState(replace(GREEDY, logprobs=20), ())])
     assert len(choice.top) == 6
 
@@ -431,9 +431,7 @@ def test_a_vocabulary_smaller_than_the_alternatives_reports_all_of_it() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, replace(PLAIN, top_p=0.5), replace(GREEDY, logprobs=2)])
 @pytest.mark.parametrize("vocab", [50, 256])
-def test_a_row_with_a_broken_logit_gives_nothing_and_its_neighbours_their_tokens(
-    value: float, params: SamplingParams, vocab: int
-) -> None:
+def test_sampler_broken_logit_affects_only_its_row(value: float, params: SamplingParams, vocab: int) -> None:
     logits = make_logits(3, vocab)
     whole = sampler.sample(logits.clone(), [SamplingState(params, ())] * 3)
     logits[1, 17] = value
@@ -442,6 +440,6 @@ def test_a_row_with_a_broken_logit_gives_nothing_and_its_neighbours_their_tokens
     assert [drawn[0], drawn[2]] == [whole[0], whole[2]]
 
 
-def test_a_row_in_which_everything_is_suppressed_gives_nothing() -> None:
+def test_sampler_fully_suppressed_row_gives_none() -> None:
     params = replace(PLAIN, min_tokens=1, stop_ids=frozenset(range(10)))
     assert sampler.sample(make_logits(1, 10), [SamplingState(params, ())]) == [None]

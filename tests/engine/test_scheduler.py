@@ -1,4 +1,4 @@
-"""What takes part in the next pass, decided from the books alone: no thread, no tensor."""
+"""The rows of the next pass, decided from the scheduler's state alone: no thread, no tensor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def shape(plan: StepPlan) -> tuple[list[str], list[tuple[str, int]]]:
     ]
 
 
-def test_prompts_share_a_pass_and_the_last_one_goes_on_in_the_next() -> None:
+def test_scheduler_prompts_share_a_pass_and_the_last_continues() -> None:
     books = Books()
     books.add("a", 10)
     books.add("b", 10, seed=1)
@@ -62,7 +62,7 @@ def test_prompts_share_a_pass_and_the_last_one_goes_on_in_the_next() -> None:
     assert shape(books.step()) == (["a", "b"], [])
 
 
-def test_what_generates_takes_part_first_and_prompts_get_the_rest() -> None:
+def test_scheduler_generating_rows_come_before_prompts() -> None:
     books = Books()
     books.add("a", 4, max_tokens=50)
     books.step()
@@ -71,7 +71,7 @@ def test_what_generates_takes_part_first_and_prompts_get_the_rest() -> None:
     assert shape(books.step()) == (["a"], [("b", 15)])
 
 
-def test_a_prompt_comes_in_smaller_chunks_while_others_generate() -> None:
+def test_scheduler_prompt_chunks_are_smaller_while_others_run() -> None:
     books = Books(mixed_chunk_tokens=6)
     books.add("alone", 20, max_tokens=4)
     assert shape(books.step()) == ([], [("alone", 16)])
@@ -83,7 +83,7 @@ def test_a_prompt_comes_in_smaller_chunks_while_others_generate() -> None:
     assert shape(books.step()) == ([], [("late", 12)])
 
 
-def test_a_batch_as_large_as_the_chunk_leaves_a_block_for_prompts() -> None:
+def test_scheduler_full_batch_leaves_a_block_for_prompts() -> None:
     books = Books(chunk_tokens=4)
     for seed in range(4):
         books.add(f"{seed}", 4, seed=seed, max_tokens=50)
@@ -92,7 +92,7 @@ def test_a_batch_as_large_as_the_chunk_leaves_a_block_for_prompts() -> None:
     assert shape(books.step()) == (["0", "1", "2", "3"], [("late", 4)])
 
 
-def test_requests_are_admitted_in_order_even_if_a_later_one_would_fit() -> None:
+def test_scheduler_admits_in_order_even_if_a_later_one_fits() -> None:
     books = Books(blocks=11)
     books.add("a", 16, max_tokens=12)
     books.step()
@@ -115,7 +115,7 @@ def test_admission_leaves_a_block_for_each_that_runs() -> None:
     assert shape(books.step()) == (["a"], [("c", 4)])  # 2 are free: one each
 
 
-def test_scheduler_refused_request_goes_as_soon_as_blocks_come_back() -> None:
+def test_scheduler_rejected_request_goes_once_blocks_return() -> None:
     """Blocks may come back without any other change: when a peer's late reads into them have settled."""
     books = Books(blocks=8)
     books.add("a", 4, max_tokens=50)
@@ -129,7 +129,7 @@ def test_scheduler_refused_request_goes_as_soon_as_blocks_come_back() -> None:
     assert shape(books.step()) == (["a"], [("b", 12)])
 
 
-def test_a_cached_prefix_makes_room() -> None:
+def test_scheduler_cached_prefix_saves_blocks() -> None:
     books = Books(blocks=8)
     first = books.add("a", 17, max_tokens=40)
     books.step()
@@ -148,7 +148,7 @@ def test_a_cached_prefix_makes_room() -> None:
         ("a prompt under way has no output", [("a", 6, 2), ("b", 7, 1), ("c", 40, 0)], "c"),
     ],
 )
-def test_the_one_that_loses_least_is_retracted(
+def test_scheduler_retracts_the_request_that_loses_least(
     name: str, rows: list[tuple[str, int, int]], victim: str
 ) -> None:
     """Each has filled its blocks to the last slot (or computes its prompt), and no block is left."""
@@ -163,7 +163,7 @@ def test_the_one_that_loses_least_is_retracted(
     assert victim not in shape(plan)[0]
 
 
-def test_a_retracted_request_waits_at_the_front_and_resumes_with_its_output() -> None:
+def test_scheduler_retracted_request_resumes_first_with_output() -> None:
     books = Books(blocks=7)
     books.add("a", 8, max_tokens=12)
     books.add("b", 7, seed=1, max_tokens=12)
@@ -185,7 +185,7 @@ def test_a_retracted_request_waits_at_the_front_and_resumes_with_its_output() ->
     assert books.pool.available == books.pool.capacity
 
 
-def test_those_who_wait_go_before_patient_ones_in_the_queue_and_in_what_prompts_share() -> None:
+def test_scheduler_patient_requests_come_last_in_queue_and_pass() -> None:
     books = Books(max_running=3)
     books.add("patient", 40, patient=True, max_tokens=2)
     assert shape(books.step()) == ([], [("patient", 16)])
@@ -201,9 +201,7 @@ def test_those_who_wait_go_before_patient_ones_in_the_queue_and_in_what_prompts_
 @pytest.mark.parametrize(
     ("name", "sizes"), [("place", {"max_running": 3}), ("block", {"blocks": 11, "max_running": 8})]
 )
-def test_a_patient_one_gives_its_place_or_its_blocks_to_one_that_is_waited_for(
-    name: str, sizes: dict[str, int]
-) -> None:
+def test_scheduler_patient_request_gives_way_to_others(name: str, sizes: dict[str, int]) -> None:
     books = Books(chunk_tokens=32, **sizes)
     longest = books.add("longest", 8, patient=True, max_tokens=6)
     longest.request.output += [1] * 2
@@ -223,7 +221,7 @@ def test_a_patient_one_gives_its_place_or_its_blocks_to_one_that_is_waited_for(
     assert books.pool.available == books.pool.capacity
 
 
-def test_patient_ones_stay_out_of_passes_that_compute_prompts_of_others_but_not_for_ever() -> None:
+def test_scheduler_patient_rows_skip_prompt_passes_for_a_while() -> None:
     books = Books(blocks=200, chunk_tokens=16, mixed_chunk_tokens=8)
     books.add("patient", 4, patient=True, max_tokens=50)
     books.step()
@@ -235,7 +233,7 @@ def test_patient_ones_stay_out_of_passes_that_compute_prompts_of_others_but_not_
     assert shape(books.step()) == (["patient", "long"], [])
 
 
-def test_nobody_gives_way_to_a_patient_one_nor_to_one_of_his_kind() -> None:
+def test_scheduler_request_never_yields_to_a_patient_one() -> None:
     books = Books(max_running=2, chunk_tokens=32)
     books.add("a", 4, max_tokens=50)
     books.add("patient", 4, seed=1, patient=True, max_tokens=50)
@@ -250,7 +248,7 @@ def test_nobody_gives_way_to_a_patient_one_nor_to_one_of_his_kind() -> None:
     assert [sequence.request.id for sequence in books.scheduler.waiting] == ["c", "patient", "patient too"]
 
 
-def test_a_patient_one_is_retracted_before_one_that_would_lose_less() -> None:
+def test_scheduler_retracts_patient_requests_first() -> None:
     books = Books(chunk_tokens=32)
     books.add("patient", 6, seed=1, patient=True, max_tokens=100).request.output += [1] * 2
     books.step()
@@ -261,7 +259,7 @@ def test_a_patient_one_is_retracted_before_one_that_would_lose_less() -> None:
     assert [sequence.request.id for sequence in plan.retracted] == ["patient"]
 
 
-def test_a_request_that_outgrows_an_empty_cache_is_said_to() -> None:
+def test_scheduler_request_larger_than_the_cache_is_outgrown() -> None:
     books = Books(blocks=4)
     sequence = books.add("a", 8, max_tokens=100)
     plan = books.step()
@@ -273,7 +271,7 @@ def test_a_request_that_outgrows_an_empty_cache_is_said_to() -> None:
     assert books.pool.available == 3
 
 
-def test_a_lone_request_waits_while_exported_blocks_are_held() -> None:
+def test_scheduler_lone_request_waits_for_exported_blocks() -> None:
     books = Books(blocks=6)
     export = books.add("export", 8, max_tokens=1, export=Recipient())
     books.add("a", 8, seed=1, max_tokens=20)
@@ -286,7 +284,7 @@ def test_a_lone_request_waits_while_exported_blocks_are_held() -> None:
     assert shape(books.step()) == (["a"], [])
 
 
-def test_a_plan_that_brings_nothing_says_so() -> None:
+def test_scheduler_plan_without_change_is_unchanged() -> None:
     books = Books()
     assert not books.scheduler.plan().changed
     books.add("a", 4, max_tokens=1)
@@ -295,7 +293,7 @@ def test_a_plan_that_brings_nothing_says_so() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_is_asked_every_request_gets_its_tokens_and_every_block_comes_back(seed: int) -> None:
+def test_scheduler_random_load_finishes_and_frees_all_blocks(seed: int) -> None:
     chance = random.Random(seed)
     books = Books(
         blocks=chance.randrange(12, 40),
@@ -326,7 +324,7 @@ def test_whatever_is_asked_every_request_gets_its_tokens_and_every_block_comes_b
             if sequence.decoding and sequence not in plan.decodes
         ]
         assert all(
-            len(sequence.request.output) == 1 or sequence.request.computed == sequence.room
+            len(sequence.request.output) == 1 or sequence.request.computed == sequence.capacity
             for sequence in decodes
         ) or (plan.prefills)
         assert sum(tokens for _, tokens in plan.prefills) <= max(books.scheduler.limits.chunk_tokens, SIZE)

@@ -1,4 +1,4 @@
-"""What the scheduler does with fetched prompts, exports and KV events: decided from the books alone."""
+"""The scheduler's fetched prompts, exports and KV events, decided from its state alone."""
 
 from __future__ import annotations
 
@@ -221,14 +221,14 @@ def test_end_while_fetching_keeps_blocks_until_fetched() -> None:
 
 
 def test_lone_request_waits_while_a_fetch_holds_blocks() -> None:
-    """The fetch will let go of its blocks, so the cache is not outgrown yet."""
+    """The fetch will release its blocks, so the cache is not outgrown yet."""
     books = remote_books(blocks=7)
-    alone = books.add("alone", 8, max_tokens=9)
+    lone = books.add("alone", 8, max_tokens=9)
     sequence, fetch = fetching(books, length=12, seed=1)
     for _ in range(12):
         plan = books.step()
         assert (plan.outgrown, plan.starved, plan.retracted) == ([], [], [])
-    assert alone.request.computed == alone.room == 12
+    assert lone.request.computed == lone.capacity == 12
     books.scheduler.fetched(sequence, len(fetch.blocks), frozenset())
     books.scheduler.end(sequence)
     assert shape(books.step()) == (["alone"], [])
@@ -236,7 +236,7 @@ def test_lone_request_waits_while_a_fetch_holds_blocks() -> None:
 
 @pytest.mark.parametrize("blocker", ["nothing", "a running request", "a fetch", "held blocks"])
 def test_prompt_without_room_starves_only_if_alone(blocker: str) -> None:
-    """Blocks that someone holds come back; with no holder they are lost to this prompt for good."""
+    """Held blocks come back; blocks with no holder are lost to this prompt."""
     books = remote_books(blocks=9)
     match blocker:
         case "a running request":
@@ -270,7 +270,7 @@ def test_plan_with_any_work_is_changed(field: str) -> None:
 
 @pytest.mark.parametrize("field", ["admitted", "retracted"])
 def test_plan_that_only_moves_jobs_is_unchanged(field: str) -> None:
-    """What was admitted or retracted shows in the passes; the field alone brings nothing new."""
+    """Admissions and retractions show in the passes; the field by itself changes nothing."""
     moved: Any = Books().add("a", 4)
     assert not StepPlan(**{field: [moved]}).changed
 
@@ -310,7 +310,7 @@ def test_advance_reports_each_new_block_with_its_tokens() -> None:
     for _ in range(4):
         books.step()
     events.flush()
-    by_hash, parents = books.pool.known()
+    by_hash, parents = books.pool.published()
     assert [parents[by_hash[name]] for name in sequence.hashes] == [root_hash(), *sequence.hashes[:2]]
     prompt = prompt_of(10)
     root, (first, second, third) = root_hash(), sequence.hashes
@@ -381,7 +381,7 @@ def test_new_prompt_uses_even_the_last_token() -> None:
     assert shape(books.step()) == ([], [("a", 15), ("b", 1)])
 
 
-def test_retraction_goes_on_until_the_rest_can_grow() -> None:
+def test_scheduler_retracts_until_the_rest_can_grow() -> None:
     """Each request has one full block, and none is free: two must go, so that two can grow."""
     books = Books()
     for seed in range(4):

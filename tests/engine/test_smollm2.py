@@ -62,7 +62,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     assert "Paris" in tokenizer.decode(answers[2].tokens)
 
 
-def test_the_chat_template_is_the_files_own(tokenizer: Tokenizer) -> None:
+def test_smollm2_chat_template_is_the_files_own(tokenizer: Tokenizer) -> None:
     assert render(tokenizer, CHATS[0]) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nList 3 countries and their capitals.<|im_end|>\n<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""Masks on logits, and the permits that make them: nothing forbidden is left, nothing allowed is touched."""
+"""Token masks on logits: they remove every forbidden token and keep every allowed one."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_law_only_what_is_allowed_is_left(way: str, vocab: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
-def test_a_card_gives_the_same() -> None:
+def test_token_masks_gpu_equals_cpu() -> None:
     logits = torch.randn(3, 1000)
     masks = [(1, mask_of({1, 5, 999}, 1000))]
-    there = logits.to("cuda")
-    token_masks.apply(there, masks)
+    on_gpu = logits.to("cuda")
+    token_masks.apply(on_gpu, masks)
     token_masks.apply(logits, masks)
-    assert torch.equal(there.cpu(), logits)
+    assert torch.equal(on_gpu.cpu(), logits)
 
 
 def test_without_masks_nothing_is_touched() -> None:
@@ -84,7 +84,7 @@ class Only:
 
 def permitted(token_mask: TokenMask | None, vocab: int = 40) -> set[int] | None:
     assert token_mask is not None
-    mask = np.full(mask_words(vocab), 0x5A5A5A5A, dtype=np.int32)  # what the last step left
+    mask = np.full(mask_words(vocab), 0x5A5A5A5A, dtype=np.int32)  # left over from the last step
     return tokens_of(mask) if token_mask.fill(mask, vocab) else None
 
 
@@ -92,7 +92,7 @@ PLAIN = SamplingParams()
 EARLY = SamplingParams(stop_ids=frozenset({7}))
 
 
-def test_who_wants_nothing_has_no_permits() -> None:
+def test_token_mask_without_constraints_is_unset() -> None:
     assert TokenMask.of(PLAIN, None) is None
     assert TokenMask.of(replace(PLAIN, min_tokens=5, stop_ids=frozenset({1})), None) is None
 
@@ -116,12 +116,12 @@ CASES: dict[str, tuple[SamplingParams, Only | None, set[int]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_guide_is_law_and_wishes_leave_something(case: str) -> None:
+def test_token_mask_matcher_wins_and_leaves_a_token(case: str) -> None:
     params, matcher, expected = CASES[case]
     assert permitted(TokenMask.of(params, matcher)) == expected
 
 
-def test_a_bad_word_is_kept_from_its_end_after_its_beginning() -> None:
+def test_token_mask_forbids_the_last_token_of_a_bad_word() -> None:
     token_mask = TokenMask.of(replace(PLAIN, bad_words=((1, 2, 3), (2, 5))), None)
     assert token_mask is not None
     assert permitted(token_mask) is None
@@ -131,7 +131,7 @@ def test_a_bad_word_is_kept_from_its_end_after_its_beginning() -> None:
         assert (set(range(40)) - may if may is not None else set()) == forbidden
 
 
-def test_a_minimum_is_over_after_so_many_tokens() -> None:
+def test_token_mask_min_tokens_ends_after_that_many() -> None:
     params = replace(PLAIN, allowed_ids=(1, 7), stop_ids=frozenset({7}), min_tokens=2)
     token_mask = TokenMask.of(params, None)
     assert token_mask is not None

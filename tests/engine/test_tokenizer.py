@@ -88,7 +88,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_stream_says_just_what_decoding_the_whole_says(tokenizer: Tokenizer, seed: int) -> None:
+def test_tokenizer_stream_equals_decoding_the_whole(tokenizer: Tokenizer, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(40):
         ids = [chance.randrange(VOCAB) for _ in range(chance.randrange(40))]
@@ -116,14 +116,14 @@ def test_broken_byte_tokens_cost_no_text_that_follows(sentencepiece: Tokenizer, 
         assert "".join(streamed(sentencepiece, ids, skip=True)).endswith(" ab a")
 
 
-def test_a_stream_never_shows_a_part_of_a_character(tokenizer: Tokenizer) -> None:
+def test_tokenizer_stream_never_shows_a_partial_character(tokenizer: Tokenizer) -> None:
     text = "🎉 naïve 日本"
     pieces = streamed(tokenizer, tokenizer.encode(text), skip=True)
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_a_character_that_never_ends_is_shown_at_the_end_and_once(tokenizer: Tokenizer) -> None:
+def test_tokenizer_unfinished_character_is_flushed_once(tokenizer: Tokenizer) -> None:
     stream = tokenizer.stream()
     first_of_three = tokenizer.encode("日")[0]
     assert stream.push(first_of_three) == ""
@@ -138,7 +138,7 @@ def test_endless_broken_characters_do_not_pile_up(tokenizer: Tokenizer) -> None:
     assert sum(map(bool, pieces)) > 2
 
 
-def test_a_token_alone_has_its_bytes(tokenizer: Tokenizer, sentencepiece: Tokenizer) -> None:
+def test_tokenizer_token_bytes_are_exact(tokenizer: Tokenizer, sentencepiece: Tokenizer) -> None:
     parts = [tokenizer.token_bytes(token) for token in tokenizer.encode("é日")]
     assert b"".join(parts) == "é日".encode()
     assert tokenizer.token_text(EOS) == SPECIAL[EOS]
@@ -148,7 +148,7 @@ def test_a_token_alone_has_its_bytes(tokenizer: Tokenizer, sentencepiece: Tokeni
     assert sentencepiece.token_text(sentencepiece.encode("a")[0]) == " a"
 
 
-def test_a_model_brings_its_templates_and_the_special_tokens_that_they_write(
+def test_tokenizer_has_chat_templates_and_special_tokens(
     tokenizer: Tokenizer, sentencepiece: Tokenizer
 ) -> None:
     assert render(tokenizer) == "<|bos|>user\nHand over.<|end|>\n<|bos|>assistant\n"
@@ -158,7 +158,7 @@ def test_a_model_brings_its_templates_and_the_special_tokens_that_they_write(
     assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size) == ((EOS,), BOS, VOCAB)
 
 
-def test_a_model_may_have_several_templates_by_name(tokenizer: Tokenizer) -> None:
+def test_tokenizer_may_have_several_named_templates(tokenizer: Tokenizer) -> None:
     tokenizer = copy.copy(tokenizer)
     tokenizer._tokenizer = copy.copy(tokenizer._tokenizer)
     tokenizer._tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
@@ -176,7 +176,7 @@ def render(tokenizer: Tokenizer) -> str:
 
 
 @pytest.mark.parametrize("text", ["The baton", "é 😀!", "<|end|>a", " a", ""])
-def test_each_token_has_its_place_in_the_text(tokenizer: Tokenizer, text: str) -> None:
+def test_tokenizer_offsets_give_each_tokens_position(tokenizer: Tokenizer, text: str) -> None:
     ids, offsets = tokenizer.encode(text), tokenizer.offsets(text)
     assert len(ids) == len(offsets) and offsets == sorted(offsets)
     for number, offset in enumerate(offsets):
@@ -184,7 +184,7 @@ def test_each_token_has_its_place_in_the_text(tokenizer: Tokenizer, text: str) -
         assert text[:offset] == before
 
 
-def test_what_is_added_around_a_text_is_placed_at_its_ends(folder: Path) -> None:
+def test_tokenizer_offsets_of_added_tokens_are_at_the_ends(folder: Path) -> None:
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(
         single=f"{SPECIAL[BOS]} $A {SPECIAL[EOS]}", special_tokens=[(SPECIAL[BOS], BOS), (SPECIAL[EOS], EOS)]

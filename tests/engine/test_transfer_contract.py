@@ -1,4 +1,4 @@
-"""What every transfer promises, over loopback, over NIXL's shared memory, and over NIXL's TCP."""
+"""The contract of every transfer: loopback, NIXL's shared memory, and NIXL's TCP."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_the_bytes_of_every_block_arrive_and_no_other_changes(
-    link: Link, theirs: Tensor, case: str
-) -> None:
+async def test_transfer_moves_every_block_and_changes_no_other(link: Link, theirs: Tensor, case: str) -> None:
     remote, local = CASES[case]
     link.cache.kv.zero_()
     async with link.connected() as peer:
@@ -111,19 +109,19 @@ async def test_pulls_at_the_same_time_do_not_mix(link: Link, theirs: Tensor) -> 
     assert_moved(link.cache, theirs, remote, local)
 
 
-async def test_a_pull_of_nothing_is_over_at_once(link: Link) -> None:
+async def test_transfer_empty_pull_settles_at_once(link: Link) -> None:
     async with link.connected() as peer:
         assert (await link.transfer.pull(peer, [], []).settled()).bytes == 0
 
 
-async def test_the_transport_is_named_as_it_is_from_the_first_read_on(link: Link) -> None:
+async def test_transfer_transport_is_named_from_the_first_read(link: Link) -> None:
     names = {"loopback": "loopback", "shm": "nixl/ucx shm", "tcp": "nixl/ucx tcp"}
     async with link.connected() as peer:
         pulled = [await link.transfer.pull(peer, [1], [1]).settled() for _ in range(3)]
     assert {one.transport for one in pulled} == {names[link.kind]}
 
 
-async def test_a_waiter_that_gives_up_takes_nothing_with_it(link: Link, theirs: Tensor) -> None:
+async def test_transfer_cancelled_waiter_does_not_cancel_the_pull(link: Link, theirs: Tensor) -> None:
     link.cache.kv.zero_()
     async with link.connected() as peer:
         pull = link.transfer.pull(peer, range(BLOCKS), range(BLOCKS))
@@ -137,24 +135,24 @@ async def test_a_waiter_that_gives_up_takes_nothing_with_it(link: Link, theirs: 
 async def test_blocks_that_the_peer_does_not_have_fail_the_pull(link: Link) -> None:
     async with link.connected() as peer:
         for block in (-1, BLOCKS, 2**40):
-            with pytest.raises(TransferFailed, match=f"outside of its pool of {BLOCKS}"):
+            with pytest.raises(TransferFailed, match=f"outside its pool of {BLOCKS}"):
                 await link.transfer.pull(peer, [0, block], [1, 2]).settled()
 
 
-async def test_local_blocks_outside_of_the_pool_are_a_mistake_of_the_caller(link: Link) -> None:
+async def test_transfer_local_blocks_outside_the_pool_are_an_error(link: Link) -> None:
     async with link.connected() as peer:
         for local in ([BLOCKS], [-1], [1, 2]):
             with pytest.raises(ValueError):
                 link.transfer.pull(peer, [0], local)
 
 
-async def test_a_pool_of_other_blocks_is_refused(link: Link) -> None:
+async def test_transfer_incompatible_pool_is_rejected(link: Link) -> None:
     for fields in ({"block_bytes": 4096}, {"blocks": 0}, {"memory": "DISK"}, {"address": 2**64 - 1}):
         with pytest.raises(IncompatiblePeer):
             await link.transfer.connect(link.metadata, link.changed_pool(**fields), link.epoch)
 
 
-async def test_a_pool_that_the_peer_does_not_own_is_refused(link: Link) -> None:
+async def test_transfer_pool_not_owned_by_the_peer_is_rejected(link: Link) -> None:
     elsewhere = link.changed_pool(address=link.pool.address + 2**32)
     with pytest.raises(TransferFailed):
         await link.transfer.connect(link.metadata, elsewhere, link.epoch)
@@ -170,7 +168,7 @@ async def test_metadata_that_are_not_whole_are_refused(link: Link) -> None:
             await link.transfer.connect(bad, link.pool, link.epoch)
 
 
-async def test_a_peer_that_was_let_go_is_not_read_any_more_and_can_be_connected_again(link: Link) -> None:
+async def test_transfer_disconnected_peer_can_be_reconnected(link: Link) -> None:
     async with link.connected() as peer:
         pass
     with pytest.raises(TransferFailed, match="gone"):

@@ -1,4 +1,4 @@
-"""NIXL's reads while the peer dies, hangs, comes back, or is started anew; what they cost when idle."""
+"""NIXL's reads while the peer dies, hangs, comes back, or restarts; and their cost when idle."""
 
 from __future__ import annotations
 
@@ -71,78 +71,72 @@ def everything(transfer: NixlTransfer, peer: Peer, seed: int = 3) -> Pull:
     return transfer.pull(peer, random.Random(seed).sample(range(BLOCKS), BLOCKS), range(BLOCKS))
 
 
-async def test_a_peer_that_was_killed_fails_the_pull(kind: str, peer: PeerProcess, cache: KVCache) -> None:
+async def test_nixl_killed_peer_fails_the_pull(kind: str, peer: PeerProcess, cache: KVCache) -> None:
     async with reading(cache) as transfer:
-        known = await connect(transfer, peer)
-        await soon(transfer.pull(known, [1], [1]))
+        connected = await connect(transfer, peer)
+        await soon(transfer.pull(connected, [1], [1]))
         peer.kill()
         with pytest.raises(TransferFailed):
-            await soon(everything(transfer, known))
+            await soon(everything(transfer, connected))
         with pytest.raises(TransferFailed, match="gone"):
-            await soon(transfer.pull(known, [1], [1]))
+            await soon(transfer.pull(connected, [1], [1]))
 
 
-async def test_a_peer_that_was_killed_before_it_was_ever_read_fails_the_pull(
+async def test_nixl_peer_killed_before_the_first_read_fails_the_pull(
     kind: str, peer: PeerProcess, cache: KVCache
 ) -> None:
     async with reading(cache) as transfer:
-        known = await connect(transfer, peer)
+        connected = await connect(transfer, peer)
         peer.kill()
         with pytest.raises(TransferFailed):
-            await soon(everything(transfer, known))
+            await soon(everything(transfer, connected))
 
 
-async def test_a_peer_that_is_killed_in_mid_read_fails_the_pulls_under_way(
+async def test_nixl_peer_killed_in_mid_read_fails_the_pulls(
     kind: str, peer: PeerProcess, cache: KVCache
 ) -> None:
     async with reading(cache) as transfer:
-        known = await connect(transfer, peer)
-        await soon(transfer.pull(known, [1], [1]))
-        pulls = [everything(transfer, known, seed) for seed in range(40)]  # 2.5 GB
-        await soon(transfer.pull(known, [2], [2]))  # by then each of the others has moved some
+        connected = await connect(transfer, peer)
+        await soon(transfer.pull(connected, [1], [1]))
+        pulls = [everything(transfer, connected, seed) for seed in range(40)]  # 2.5 GB
+        await soon(transfer.pull(connected, [2], [2]))  # by then each of the others has moved some
         peer.kill()
         ends = await asyncio.gather(*(soon(pull) for pull in pulls), return_exceptions=True)
         assert isinstance(ends[-1], TransferFailed)
         assert all(isinstance(end, (TransferFailed, Pulled)) for end in ends)
         before = rows(cache).clone()
-        await asyncio.sleep(0.3)  # what is settled stays settled: nothing lands late
+        await asyncio.sleep(0.3)  # settled pulls stay settled: no bytes land late
         assert rows(cache).equal(before)
 
 
-async def test_a_peer_that_hangs_leaves_the_pull_unsettled_until_it_goes_on(
-    kind: str, peer: PeerProcess, cache: KVCache
-) -> None:
+async def test_nixl_hung_peer_leaves_the_pull_unsettled(kind: str, peer: PeerProcess, cache: KVCache) -> None:
     async with reading(cache) as transfer:
-        known = await connect(transfer, peer)
+        connected = await connect(transfer, peer)
         peer.stop()
-        pull = transfer.pull(known, range(BLOCKS), range(BLOCKS))
+        pull = transfer.pull(connected, range(BLOCKS), range(BLOCKS))
         assert await still_under_way(pull)
         peer.go_on()
         assert (await soon(pull)).bytes == BLOCKS * cache.block_bytes
         assert rows(cache).equal(pattern(BLOCKS, LAYERS, 1))
 
 
-async def test_a_peer_that_hangs_and_is_killed_then_settles_the_pull(
-    kind: str, peer: PeerProcess, cache: KVCache
-) -> None:
+async def test_nixl_hung_peer_killed_settles_the_pull(kind: str, peer: PeerProcess, cache: KVCache) -> None:
     async with reading(cache) as transfer:
-        known = await connect(transfer, peer)
+        connected = await connect(transfer, peer)
         peer.stop()
-        pull = everything(transfer, known)
+        pull = everything(transfer, connected)
         assert await still_under_way(pull)
         peer.kill()
         with pytest.raises(TransferFailed):
             await soon(pull)
 
 
-async def test_a_peer_that_hangs_over_tcp_in_mid_read_is_waited_for(
-    peer: PeerProcess, cache: KVCache
-) -> None:
+async def test_nixl_peer_hung_over_tcp_in_mid_read_is_waited_for(peer: PeerProcess, cache: KVCache) -> None:
     with ucx_tls("tcp"), PeerProcess(BLOCKS, LAYERS, seed=1) as over_tcp:
         async with reading(cache) as transfer:
-            known = await connect(transfer, over_tcp)
-            pulls = [everything(transfer, known, seed) for seed in range(12)]
-            await soon(transfer.pull(known, [2], [2]))  # by then each of the others has moved some
+            connected = await connect(transfer, over_tcp)
+            pulls = [everything(transfer, connected, seed) for seed in range(12)]
+            await soon(transfer.pull(connected, [2], [2]))  # by then each of the others has moved some
             over_tcp.stop()
             assert await still_under_way(pulls[-1])
             before = rows(cache).clone()
@@ -153,13 +147,13 @@ async def test_a_peer_that_hangs_over_tcp_in_mid_read_is_waited_for(
 
 async def test_shared_memory_is_read_though_the_peer_hangs(peer: PeerProcess, cache: KVCache) -> None:
     async with reading(cache) as transfer:
-        known = await connect(transfer, peer)
+        connected = await connect(transfer, peer)
         for _ in range(
             50
         ):  # the peer has a part in setting up the connection, which outlasts the first reads
-            await soon(transfer.pull(known, [1], [1]))
+            await soon(transfer.pull(connected, [1], [1]))
             peer.stop()
-            pull = transfer.pull(known, range(BLOCKS), range(BLOCKS))
+            pull = transfer.pull(connected, range(BLOCKS), range(BLOCKS))
             if not await still_under_way(pull):
                 break
             peer.go_on()
@@ -168,7 +162,7 @@ async def test_shared_memory_is_read_though_the_peer_hangs(peer: PeerProcess, ca
         assert rows(cache).equal(pattern(BLOCKS, LAYERS, 1))
 
 
-async def test_a_hung_peer_hinders_no_other(kind: str, peer: PeerProcess, cache: KVCache) -> None:
+async def test_nixl_hung_peer_delays_no_other(kind: str, peer: PeerProcess, cache: KVCache) -> None:
     with PeerProcess(BLOCKS, LAYERS, seed=2) as other:
         async with reading(cache) as transfer:
             hung = await connect(transfer, peer)
@@ -184,24 +178,22 @@ async def test_a_hung_peer_hinders_no_other(kind: str, peer: PeerProcess, cache:
             await soon(transfer.pull(lively, [0], [0]))
 
 
-async def test_a_hung_peer_can_be_connected_to_and_let_go(
+async def test_nixl_hung_peer_can_be_connected_and_disconnected(
     kind: str, peer: PeerProcess, cache: KVCache
 ) -> None:
     async with reading(cache) as transfer:
         peer.stop()
-        known = await asyncio.wait_for(connect(transfer, peer), SOON_S)
-        pull = transfer.pull(known, [1], [1])
+        connected = await asyncio.wait_for(connect(transfer, peer), SOON_S)
+        pull = transfer.pull(connected, [1], [1])
         assert await still_under_way(pull)
-        await asyncio.wait_for(transfer.disconnect(known), SOON_S)
+        await asyncio.wait_for(transfer.disconnect(connected), SOON_S)
         assert await still_under_way(pull), "letting go of the peer does not stop its writing"
         peer.go_on()
         await soon(pull)
         assert rows(cache)[1].equal(pattern(BLOCKS, LAYERS, 1)[1])
 
 
-async def test_a_peer_that_was_started_anew_is_another_peer(
-    kind: str, peer: PeerProcess, cache: KVCache
-) -> None:
+async def test_nixl_restarted_peer_is_another_peer(kind: str, peer: PeerProcess, cache: KVCache) -> None:
     async with reading(cache) as transfer:
         first = await connect(transfer, peer)
         await soon(transfer.pull(first, [1], [1]))
@@ -217,27 +209,27 @@ async def test_a_peer_that_was_started_anew_is_another_peer(
             await transfer.disconnect(second)
 
 
-async def test_a_peer_that_does_not_serve_is_read_once_it_does(
+async def test_nixl_peer_that_does_not_serve_is_read_once_it_does(
     kind: str, peer: PeerProcess, cache: KVCache
 ) -> None:
     async with reading(cache) as transfer:
-        known = await connect(transfer, peer)
+        connected = await connect(transfer, peer)
         peer.order("rest")
-        pull = transfer.pull(known, [1], [1])
+        pull = transfer.pull(connected, [1], [1])
         assert await still_under_way(pull)
         peer.order("serve")
         await soon(pull)
 
 
-async def test_a_reader_that_is_killed_in_mid_read_does_no_harm(
+async def test_nixl_reader_killed_in_mid_read_does_no_harm(
     kind: str, peer: PeerProcess, cache: KVCache
 ) -> None:
     for _ in range(3):
         with Child("read", BLOCKS, LAYERS, peer.metadata, peer.pool) as reader:
             assert reader.hear() == "reading"
     async with reading(cache) as transfer:
-        known = await connect(transfer, peer)
-        await soon(transfer.pull(known, range(BLOCKS), range(BLOCKS)))
+        connected = await connect(transfer, peer)
+        await soon(transfer.pull(connected, range(BLOCKS), range(BLOCKS)))
         assert rows(cache).equal(pattern(BLOCKS, LAYERS, 1))
 
 
@@ -247,9 +239,9 @@ async def test_two_hundred_connections_leak_no_files(kind: str, peer: PeerProces
 
         async def come_and_go(times: int) -> None:
             for _ in range(times):
-                known = await connect(transfer, peer)
-                await soon(transfer.pull(known, [1], [1]))
-                await transfer.disconnect(known)
+                connected = await connect(transfer, peer)
+                await soon(transfer.pull(connected, [1], [1]))
+                await transfer.disconnect(connected)
 
         await come_and_go(5)
         ours, theirs = this.num_fds(), peer.files
@@ -270,9 +262,7 @@ async def test_peers_that_end_leak_no_files(kind: str, peer: PeerProcess, cache:
         assert this.num_fds() <= before + 2
 
 
-async def test_an_idle_worker_takes_no_cpu_and_one_that_serves_takes_little(
-    kind: str, peer: PeerProcess
-) -> None:
+async def test_nixl_idle_worker_takes_no_cpu_and_serving_one_little(kind: str, peer: PeerProcess) -> None:
     async def cpu_per_second() -> float:
         before = peer.cpu_seconds
         await asyncio.sleep(1.0)  # the span that is measured
@@ -283,16 +273,16 @@ async def test_an_idle_worker_takes_no_cpu_and_one_that_serves_takes_little(
     assert await cpu_per_second() < 0.03
 
 
-async def test_closing_with_a_read_under_way_leaves_the_pool_registered(
+async def test_nixl_close_during_a_read_keeps_the_pool_registered(
     peer: PeerProcess, cache: KVCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     transfer = await NixlTransfer.create(cache, "reader")
-    known = await connect(transfer, peer)
+    connected = await connect(transfer, peer)
     peer.stop()
-    pull = transfer.pull(known, [1], [1])
+    pull = transfer.pull(connected, [1], [1])
     assert await still_under_way(pull)
     await transfer.close()
-    assert "is still being read" in caplog.text
+    assert "is still in progress" in caplog.text
     assert await still_under_way(pull)
     peer.go_on()
     await soon(pull)

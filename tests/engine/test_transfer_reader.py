@@ -38,7 +38,7 @@ class FakeAgent:
 
     fate: Callable[[Handle], str] = lambda handle: "in progress"
     handles: list[Handle] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
+    connected: set[str] = field(default_factory=set)
     removed: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     looks: int = 0
@@ -48,7 +48,7 @@ class FakeAgent:
     def add(self, metadata: bytes) -> str:
         if metadata == b"bad":
             raise AgentError("bad metadata")
-        self.known.add(metadata.decode())
+        self.connected.add(metadata.decode())
         return metadata.decode()
 
     def prepare(self, peer: str, pool: PoolLayout) -> Any:
@@ -82,7 +82,7 @@ class FakeAgent:
     def remove(self, peer: str, blocks: Any) -> None:
         if any(handle.peer == peer and handle.state == "in progress" for handle in self.handles):
             self.broken.append(f"removed with a read under way: {peer}")
-        self.known.discard(peer)
+        self.connected.discard(peer)
         self.removed.append(peer)
 
     def progress(self) -> None:
@@ -131,7 +131,7 @@ class Bench:
         return end
 
     async def turn(self) -> None:
-        """Return when the thread has looked at everything at least once more."""
+        """Return when the thread has looked at every read at least once again."""
         for _ in range(2):
             await self.reader.call(lambda: None)
 
@@ -158,7 +158,7 @@ async def success(end: Settlement) -> Pulled:
     return await asyncio.wait_for(end.settled(), 60)
 
 
-async def test_only_so_many_slices_of_a_read_are_under_way(bench: Bench) -> None:
+async def test_reader_slices_under_way_are_bounded(bench: Bench) -> None:
     await bench.connect("p")
     end = bench.pull("p", range(20))
     first = await bench.agent.posted(WINDOW)
@@ -187,7 +187,7 @@ async def test_reads_that_are_done_where_they_are_posted_take_turns(bench: Bench
     assert order == [block for pair in zip(range(5), range(100, 105), strict=True) for block in pair]
 
 
-async def test_a_read_is_over_only_when_each_of_its_slices_has_left(bench: Bench) -> None:
+async def test_reader_read_ends_only_when_each_slice_has_ended(bench: Bench) -> None:
     await bench.connect("p")
     end = bench.pull("p", range(3))
     handles = await bench.agent.posted(3)
@@ -199,14 +199,14 @@ async def test_a_read_is_over_only_when_each_of_its_slices_has_left(bench: Bench
     assert "cut off" in await failure(end)
 
 
-async def test_one_failure_ends_the_peer_and_what_it_was_still_to_send(bench: Bench) -> None:
+async def test_reader_failure_ends_the_peer_and_its_pending_reads(bench: Bench) -> None:
     await bench.connect("p")
     ends = [bench.pull("p", range(100)), bench.pull("p", range(200, 300))]
     handles = await bench.agent.posted(2 * WINDOW)
     handles[0].state = "failed"
     await bench.turn()
     assert "gone" in await failure(bench.pull("p", [1]))
-    with pytest.raises(TransferFailed, match="failed or was another start"):
+    with pytest.raises(TransferFailed, match="has failed before, or is from an earlier start"):
         await bench.connect("p")
     for handle in bench.agent.handles.copy():
         handle.state = "failed"
@@ -216,7 +216,7 @@ async def test_one_failure_ends_the_peer_and_what_it_was_still_to_send(bench: Be
     await bench.connect("p")  # once nothing is under way, it may try again
 
 
-async def test_a_peer_that_was_let_go_is_still_read_to_the_end(bench: Bench) -> None:
+async def test_reader_disconnected_peer_is_read_to_the_end(bench: Bench) -> None:
     await bench.connect("p")
     end = bench.pull("p", [1])
     (handle,) = await bench.agent.posted(1)
@@ -226,7 +226,7 @@ async def test_a_peer_that_was_let_go_is_still_read_to_the_end(bench: Bench) -> 
     assert (await success(end)).bytes == 10
 
 
-async def test_a_peer_is_let_go_when_all_that_connected_have_left(bench: Bench) -> None:
+async def test_reader_peer_is_removed_after_its_last_disconnect(bench: Bench) -> None:
     bench.agent.fate = lambda handle: "done"
     await bench.connect("p")
     await bench.connect("p")
@@ -237,14 +237,14 @@ async def test_a_peer_is_let_go_when_all_that_connected_have_left(bench: Bench) 
     assert "gone" in await failure(bench.pull("p", [1]))
 
 
-async def test_peers_that_nobody_uses_are_forgotten_beyond_a_number(bench: Bench) -> None:
+async def test_reader_unused_peers_are_removed_beyond_a_limit(bench: Bench) -> None:
     for number in range(KNOWN_LIMIT + 5):
         await bench.connect(f"p{number}")
         await bench.disconnect(f"p{number}")
     assert bench.agent.removed == [f"p{number}" for number in range(5)]
 
 
-async def test_metadata_or_a_pool_that_the_agent_refuses_fail_the_connection(bench: Bench) -> None:
+async def test_reader_rejected_metadata_or_pool_fails_the_connect(bench: Bench) -> None:
     with pytest.raises(TransferFailed, match="bad metadata"):
         await bench.connect("bad")
     with pytest.raises(TransferFailed, match="not its memory"):
@@ -262,14 +262,14 @@ async def test_another_epoch_of_a_known_name_is_refused(bench: Bench) -> None:
     ("near", "fates", "transport"),
     [
         (True, ["done"], "copied"),
-        (True, ["in progress", "done"], "copied"),  # the first goes by way of the connection's making
+        (True, ["in progress", "done"], "copied"),  # the first includes connection setup
         (True, ["in progress", "in progress", "done"], "copied"),
         (True, ["in progress"], "sent"),
         (True, ["in progress", "done", "in progress", "in progress", "in progress"], "sent"),
         (False, ["done"], "sent"),  # another machine: chance
     ],
 )
-async def test_the_transport_is_told_by_most_reads(
+async def test_reader_transport_is_that_of_most_reads(
     bench: Bench, near: bool, fates: list[str], transport: str
 ) -> None:
     coming = itertools.chain(fates, itertools.repeat(fates[-1]))
@@ -285,7 +285,7 @@ async def test_the_transport_is_told_by_most_reads(
     assert (await success(bench.pull("p", [1]))).transport == transport
 
 
-async def test_the_thread_looks_at_nothing_while_nothing_is_under_way(bench: Bench) -> None:
+async def test_reader_thread_is_idle_without_reads(bench: Bench) -> None:
     bench.agent.fate = lambda handle: "done"
     await bench.connect("p")
     await success(bench.pull("p", [1]))
@@ -299,7 +299,7 @@ async def test_the_thread_looks_at_nothing_while_nothing_is_under_way(bench: Ben
     await bench.reader.call(lambda: bench.reader.serve(-1))
 
 
-async def test_stopping_posts_nothing_more_and_waits_for_what_is_under_way(bench: Bench) -> None:
+async def test_reader_stop_posts_no_slice_and_waits_for_posted_ones(bench: Bench) -> None:
     await bench.connect("p")
     end = bench.pull("p", range(10))
     handles = await bench.agent.posted(WINDOW)
@@ -312,7 +312,7 @@ async def test_stopping_posts_nothing_more_and_waits_for_what_is_under_way(bench
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_whatever_happens_each_read_settles_once_and_no_rule_is_broken(bench: Bench, seed: int) -> None:
+async def test_reader_random_faults_settle_each_read_once(bench: Bench, seed: int) -> None:
     chance = random.Random(seed)
     bench.agent.fate = lambda handle: chance.choice(
         ["in progress"] * 6 + ["done"] * 3 + ["failed"] * (seed % 2)
@@ -346,14 +346,18 @@ async def test_whatever_happens_each_read_settles_once_and_no_rule_is_broken(ben
         await success(bench.pull(f"p{number}", [1]))
 
 
-def test_runs_and_slices_say_the_same_as_the_pairs_they_came_from() -> None:
+def test_runs_and_slices_cover_the_same_pairs() -> None:
     chance = random.Random(1)
     for _ in range(200):
         count = chance.randrange(20)
         remote = [chance.randrange(8) for _ in range(count)]
         local = [chance.randrange(8) for _ in range(count)]
         pairs = list(zip(remote, local, strict=True))
-        spread = [(there + i, here + i) for there, here, length in runs(remote, local) for i in range(length)]
+        spread = [
+            (peer_start + i, here + i)
+            for peer_start, here, length in runs(remote, local)
+            for i in range(length)
+        ]
         assert spread == pairs
         cut = [pair for piece in slices(remote, local, 3) for pair in zip(*piece, strict=True)]
         assert cut == pairs

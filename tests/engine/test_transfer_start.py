@@ -1,4 +1,4 @@
-"""How NIXL starts or says why not, what it tells UCX, and how metadata are kept whole."""
+"""NIXL's start and its errors, the settings for UCX, and the integrity of metadata."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.transfer_pools import pool
 
 
 async def test_without_the_library_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)  # what an import finds where it is not installed
+    monkeypatch.setitem(sys.modules, "nixl", None)  # as an import finds it where it is not installed
     with pytest.raises(SetupError, match=r"pip install 'baton\[nixl\]'.*--transfer loopback"):
         await create_transfer("nixl", pool(2), "worker")
 
@@ -32,7 +32,7 @@ async def test_ucx_that_cannot_start_names_its_settings(monkeypatch: pytest.Monk
 
 
 @pytest.mark.nixl
-async def test_a_start_prints_nothing_and_leaves_logging_and_environment_alone(
+async def test_nixl_start_prints_nothing_and_keeps_the_environment(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = dict(os.environ), logging.raiseExceptions
@@ -43,26 +43,26 @@ async def test_a_start_prints_nothing_and_leaves_logging_and_environment_alone(
 
 
 @pytest.mark.nixl
-async def test_no_two_starts_have_the_same_name_or_metadata() -> None:
+async def test_nixl_starts_have_unique_names_and_metadata() -> None:
     first = await NixlTransfer.create(pool(2), "worker")
     second = await NixlTransfer.create(pool(2), "worker")
     assert first.metadata != second.metadata
     peer = await first.connect(second.metadata, second.pool, "epoch")
     assert peer.name.startswith("worker-") and len(peer.name) == len("worker-") + 32
-    with pytest.raises(TransferFailed, match="another start"):
+    with pytest.raises(TransferFailed, match="an earlier start"):
         await first.connect(second.metadata, second.pool, "a later epoch")
     await first.close()
     await second.close()
 
 
 @pytest.mark.nixl
-def test_mutated_metadata_that_reach_nixl_are_refused_without_a_crash() -> None:
+def test_nixl_mutated_metadata_is_rejected_without_a_crash() -> None:
     # In a process of its own, as what is fed here is C++; it has been seen to hang on one mutant in forty.
     with ucx_tls("shm"), Child("fuzz", 7, 12) as child:
         assert {child.hear() for _ in range(12)} <= {"refused", "taken"}
 
 
-def test_the_defaults_hold_within_the_environment_and_give_way_to_the_user(
+def test_ucx_defaults_apply_unless_the_user_sets_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ucx.DEFAULTS:
@@ -75,7 +75,7 @@ def test_the_defaults_hold_within_the_environment_and_give_way_to_the_user(
     assert "UCX_TCP_TX_SEG_SIZE" not in os.environ
 
 
-def test_two_processes_are_in_one_place_unless_ucx_is_told_not_to_copy(
+def test_ucx_place_is_shared_unless_copying_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
@@ -85,7 +85,7 @@ def test_two_processes_are_in_one_place_unless_ucx_is_told_not_to_copy(
         assert bool(ucx.place()) == bool(copies), tls
 
 
-def test_the_transport_claims_no_more_than_is_known() -> None:
+def test_ucx_transport_name_is_never_too_specific() -> None:
     assert ucx.transport("DRAM", copied=True, rdma=True) == "nixl/ucx shm"
     assert ucx.transport("DRAM", copied=False, rdma=False) == "nixl/ucx tcp"
     assert ucx.transport("DRAM", copied=False, rdma=True) == "nixl/ucx network"
@@ -97,7 +97,7 @@ def test_sealed_metadata_come_back_with_their_place() -> None:
         assert unseal(seal(metadata, "wire", "here"), "wire") == (metadata, "here")
 
 
-def test_every_single_mutation_of_sealed_metadata_is_refused() -> None:
+def test_unseal_any_mutation_is_rejected() -> None:
     chance = random.Random(3)
     sealed = seal(chance.randbytes(200), "wire", "here")
     for position in range(len(sealed)):
@@ -109,6 +109,6 @@ def test_every_single_mutation_of_sealed_metadata_is_refused() -> None:
             unseal(sealed[:position], "wire")
 
 
-def test_peers_whose_segments_differ_are_refused_for_they_would_break_one_another() -> None:
-    with pytest.raises(IncompatiblePeer, match="set them alike"):
+def test_unseal_different_segment_sizes_are_rejected() -> None:
+    with pytest.raises(IncompatiblePeer, match="Set the same values"):
         unseal(seal(b"metadata", "UCX_TCP_TX_SEG_SIZE=8k", "here"), "UCX_TCP_TX_SEG_SIZE=1m")

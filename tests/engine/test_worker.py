@@ -24,7 +24,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.progress import SILENT
 from baton_engine.model.spec import ModelSpec
 from baton_engine.requests import Request
-from baton_engine.service import Duties
+from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker
 from tests.engine.models import make_model
@@ -53,7 +53,7 @@ def settings(model: Path, **given: Any) -> WorkerSettings:
     )
 
 
-async def test_a_worker_that_is_open_has_answered_and_answers(tiny: Path) -> None:
+async def test_worker_open_has_generated_and_answers(tiny: Path) -> None:
     async with open_worker(settings(tiny, port=8123)) as worker:
         assert worker.engine.snapshot().totals.generated_tokens == 1
         request = Request("r", tuple(range(3, 40)), SamplingParams(temperature=0.0, max_tokens=5))
@@ -107,9 +107,9 @@ async def test_service_accelerator_error_ends_process_with_reason(tiny: Path) ->
     listener = Listener()
 
     @contextlib.asynccontextmanager
-    async def breaking(worker: Worker) -> AsyncIterator[Duties]:
+    async def breaking(worker: Worker) -> AsyncIterator[RoleServices]:
         worker.engine._model = BrokenModel(worker.spec)  # after the warm-up, as hardware does
-        yield Duties()
+        yield RoleServices()
 
     chosen = settings(tiny, port=0, name="gpu-worker")
     running = asyncio.ensure_future(service.run(chosen, listener, SILENT, breaking))
@@ -118,17 +118,19 @@ async def test_service_accelerator_error_ends_process_with_reason(tiny: Path) ->
         assert (await http.get("/ready")).status_code == 200
         body = {"model": "tiny", "prompt": [3, 4], "max_tokens": 4}
         assert (await http.post("/v1/completions", json=body)).status_code == 500
-    with pytest.raises(BatonError, match=r"gpu-worker cannot go on: the accelerator failed.*launch failure"):
+    with pytest.raises(
+        BatonError, match=r"gpu-worker cannot continue: the accelerator failed.*launch failure"
+    ):
         await running
 
 
-async def test_two_starts_are_told_apart_and_can_share_blocks(tiny: Path) -> None:
+async def test_worker_restarts_are_distinguishable_and_share_blocks(tiny: Path) -> None:
     async with open_worker(settings(tiny)) as one, open_worker(settings(tiny)) as other:
         assert one.epoch != other.epoch
         assert one.compatibility == other.compatibility
 
 
-async def test_the_settings_reach_the_engine(tiny: Path) -> None:
+async def test_worker_settings_reach_the_engine(tiny: Path) -> None:
     chosen = settings(tiny, max_model_len=100, chunk_tokens=32, max_running=3, served_model_name="mine")
     async with open_worker(chosen) as worker:
         limits = worker.engine.limits
@@ -149,7 +151,7 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
             {"kv_cache_memory": BLOCK_BYTES},
             ("8.19 kB", "2 blocks of 16 tokens", "16.4 kB", "--kv-cache-memory"),
         ),
-        ({"kv_cache_memory": 2**60}, ("--kv-cache-memory", "1152922 TB", "are free here")),
+        ({"kv_cache_memory": 2**60}, ("--kv-cache-memory", "1152922 TB", "are free")),
         ({"max_model_len": 513}, ("--max-model-len 513", "512 tokens", "tiny")),
         ({"device": "abacus"}, ("--device 'abacus'", "cpu, cuda")),
         ({"device": "meta"}, ("--device 'meta'", "cpu, cuda")),
@@ -164,7 +166,7 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
         "no GPU",
     ],
 )
-async def test_what_cannot_be_is_refused_with_numbers_and_a_way_out(
+async def test_worker_impossible_settings_are_rejected_with_numbers(
     tiny: Path, given: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(SetupError) as caught:
@@ -174,7 +176,7 @@ async def test_what_cannot_be_is_refused_with_numbers_and_a_way_out(
         assert part in caught.value.message
 
 
-async def test_a_worker_says_where_it_tells_of_its_cache(tiny: Path) -> None:
+async def test_worker_load_has_the_kv_event_addresses(tiny: Path) -> None:
     async with open_worker(settings(tiny)) as worker:
         assert (worker.load().kv_events, worker.load().kv_replay) == ("", "")
     async with open_worker(settings(tiny, kv_events="tcp://127.0.0.1:0")) as worker:

@@ -35,7 +35,7 @@ def process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved as such models are: a decoder without a head, pooled by its last token, normalised."""
+    """Saved as such models are: a decoder without a head, pooled by its last token, normalized."""
     folder = make_model(tmp_path_factory.mktemp("models") / "embedding", "qwen3")
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -64,8 +64,8 @@ def settings(model: Path, **given: Any) -> WorkerSettings:
 @torch.inference_mode()
 def states(folder: Path, tokens: list[int]) -> np.ndarray:
     model: Any = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
-    found: np.ndarray = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
-    return found
+    last_states: np.ndarray = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    return last_states
 
 
 async def vector(worker: Any, tokens: list[int]) -> np.ndarray:
@@ -75,26 +75,26 @@ async def vector(worker: Any, tokens: list[int]) -> np.ndarray:
     return output.prompt_output
 
 
-async def test_an_embedding_model_is_known_by_its_files(embedding_model: Path) -> None:
+async def test_worker_embedding_model_is_detected_by_its_files(embedding_model: Path) -> None:
     async with open_worker(settings(embedding_model)) as worker:
         assert worker.embedder == Embedder(pooling=Pooling.LAST) and worker.spec.headless
         tokens = worker.tokenizer.encode(TEXT)
-        made = await vector(worker, tokens)
-    np.testing.assert_allclose(made, states(embedding_model, tokens)[-1], atol=1e-4)
+        embedding = await vector(worker, tokens)
+    np.testing.assert_allclose(embedding, states(embedding_model, tokens)[-1], atol=1e-4)
 
 
-async def test_any_decoder_embeds_if_its_worker_is_told_to(tmp_path: Path) -> None:
+async def test_worker_pooling_flag_makes_any_decoder_embed(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "llama")
     async with open_worker(settings(folder)) as worker:
         assert isinstance(worker.embedder, Unable)
     async with open_worker(settings(folder, pooling="mean", matryoshka=True)) as worker:
         assert worker.embedder == Embedder(pooling=Pooling.MEAN, shortens=True)
         tokens = worker.tokenizer.encode(TEXT)
-        made = await vector(worker, tokens)
-    np.testing.assert_allclose(made, states(folder, tokens).mean(0), atol=1e-4)
+        embedding = await vector(worker, tokens)
+    np.testing.assert_allclose(embedding, states(folder, tokens).mean(0), atol=1e-4)
 
 
-async def test_a_damaged_description_ends_the_start_before_weights_are_read(embedding_model: Path) -> None:
+async def test_worker_damaged_pooling_config_fails_before_weights(embedding_model: Path) -> None:
     config = embedding_model / "1_Pooling" / "config.json"
     kept = config.read_text()
     try:

@@ -18,9 +18,9 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Transfer
 from tests.engine.transfer_peer import run
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
-# A server that has torch loaded forks them, as loading it anew for each takes longer than its test.
+# A server that has torch loaded forks them, as loading it again for each takes longer than its test.
 _processes = get_context("forkserver")
 _processes.set_forkserver_preload(["tests.engine.transfer_peer"])
 
@@ -52,8 +52,8 @@ class Child:
         assert self._process.pid is not None
         self._seen = psutil.Process(self._process.pid)
 
-    def hear(self, seconds: float = PATIENCE_S) -> Any:
-        """What it says next."""
+    def hear(self, seconds: float = TIMEOUT_S) -> Any:
+        """Return its next message."""
         assert self._pipe.poll(seconds), "the process says nothing"
         return self._pipe.recv()
 
@@ -72,7 +72,7 @@ class Child:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(PATIENCE_S)
+        self._process.join(TIMEOUT_S)
         assert self._process.exitcode is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What workers in processes of their own do, for the tests of the transfer: see `transfer_links.Child`."""
+"""Workers in processes of their own, for the tests of the transfer: see `transfer_links.Child`."""
 
 from __future__ import annotations
 

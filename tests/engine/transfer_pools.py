@@ -28,7 +28,7 @@ def pool(blocks: int, layers: int = 1) -> KVCache:
 
 
 def pattern(blocks: int, layers: int, seed: int) -> Tensor:
-    """What a peer with that seed holds: all of its bytes, one row per block, no two rows alike."""
+    """Return the bytes of a peer with that seed, one row per block, no two rows alike."""
     generator = torch.Generator().manual_seed(seed)
     size = pool(1, layers).block_bytes
     return torch.randint(0, 256, (blocks, size), dtype=torch.uint8, generator=generator)

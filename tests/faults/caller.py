@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.faults.mock_worker import TOKENS, Asked, text
+from tests.faults.mock_worker import TOKENS, MockRequest, text
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -18,15 +18,15 @@ ENDS = ("\ndata: [DONE]\n\n", "\nevent: response.completed\n")
 
 class End(enum.StrEnum):
     COMPLETE = "complete"
-    """All that was to be said, once, and the end of it."""
-    TOLD = "told"
+    """The whole expected answer, once, with its end."""
+    ERROR = "told"
     """An error event, and a cut connection."""
     REFUSED = "refused"
     """Another status than 200, with an error in its body."""
     BARE = "bare"
-    """It ended without its end, and nobody said so."""
+    """It ended without its end and without an error."""
     WRONG = "wrong"
-    """It looks complete, and is not what was to be said."""
+    """It looks complete, and is not the expected answer."""
     HUNG = "hung"
 
 
@@ -43,15 +43,15 @@ class Outcome:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The one that was told, in an event or as the answer."""
-        where = self.body.rpartition("data: ")[2] if self.end is End.TOLD else self.body
+        """The received error, in an event or as the answer."""
+        where = self.body.rpartition("data: ")[2] if self.end is End.ERROR else self.body
         error: dict[str, Any] = json.loads(where)["error"]
         return error
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked for."""
+class CallSpec:
+    """One request to make."""
 
     prompt: str
     path: str = CHAT
@@ -61,36 +61,36 @@ class Wish:
 
     @property
     def body(self) -> bytes:
-        asked: dict[str, Any] = {"model": "tiny", "stream": self.stream, "max_tokens": self.tokens}
+        fields: dict[str, Any] = {"model": "tiny", "stream": self.stream, "max_tokens": self.tokens}
         if self.choices > 1:
-            asked["n"] = self.choices
+            fields["n"] = self.choices
         match self.path:
             case "/v1/chat/completions":
-                asked["messages"] = [{"role": "user", "content": self.prompt}]
+                fields["messages"] = [{"role": "user", "content": self.prompt}]
             case "/v1/responses":
-                asked |= {"input": self.prompt, "store": False}
+                fields |= {"input": self.prompt, "store": False}
             case _:
-                asked["prompt"] = self.prompt
-        return json.dumps(asked).encode()
+                fields["prompt"] = self.prompt
+        return json.dumps(fields).encode()
 
     @property
     def answer(self) -> str:
-        return text(Asked(self.path, {}, self.body).prompt, self.tokens)
+        return text(MockRequest(self.path, {}, self.body).prompt, self.tokens)
 
 
-def head(wish: Wish, length: int) -> bytes:
-    lines = (f"POST {wish.path} HTTP/1.1", "host: x", "connection: close", f"content-length: {length}")
+def head(spec: CallSpec, length: int) -> bytes:
+    lines = (f"POST {spec.path} HTTP/1.1", "host: x", "connection: close", f"content-length: {length}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
-async def call(port: int, wish: Wish, patience_s: float = 60.0) -> Outcome:
+async def call(port: int, spec: CallSpec, timeout_s: float = 60.0) -> Outcome:
     """Ask, and wait for the end however it comes."""
     received = b""
     cut = False
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(head(wish, len(wish.body)) + wish.body)
-        async with asyncio.timeout(patience_s):
+        writer.write(head(spec, len(spec.body)) + spec.body)
+        async with asyncio.timeout(timeout_s):
             while piece := await reader.read(65536):
                 received += piece
     except ConnectionError:
@@ -99,10 +99,10 @@ async def call(port: int, wish: Wish, patience_s: float = 60.0) -> Outcome:
         return Outcome(End.HUNG, 0, received.decode(errors="replace"))
     finally:
         writer.transport.abort()
-    return _judged(wish, received, cut)
+    return _judged(spec, received, cut)
 
 
-def _judged(wish: Wish, received: bytes, cut: bool) -> Outcome:
+def _judged(spec: CallSpec, received: bytes, cut: bool) -> Outcome:
     top, _, rest = received.partition(b"\r\n\r\n")
     lines = top.decode().split("\r\n")
     if not top:
@@ -115,35 +115,35 @@ def _judged(wish: Wish, received: bytes, cut: bool) -> Outcome:
     else:
         body = rest
         whole = whole and len(rest) == int(given.get("content-length", -1))
-    said = body.decode(errors="replace")
-    return Outcome(_end(wish, status, said, whole), status, said, given)
+    reply = body.decode(errors="replace")
+    return Outcome(_end(spec, status, reply, whole), status, reply, given)
 
 
-def _end(wish: Wish, status: int, said: str, whole: bool) -> End:
+def _end(spec: CallSpec, status: int, reply: str, whole: bool) -> End:
     if status != 200:
-        return End.REFUSED if whole and "error" in json.loads(said) else End.BARE
-    if not wish.stream:
+        return End.REFUSED if whole and "error" in json.loads(reply) else End.BARE
+    if not spec.stream:
         if not whole:
             return End.BARE
-        choice = json.loads(said)["choices"][0]
+        choice = json.loads(reply)["choices"][0]
         words = choice["text"] if "text" in choice else choice["message"]["content"]
-        return End.COMPLETE if words == wish.answer else End.WRONG
-    if '"error"' in said.rpartition("\ndata: ")[2]:
-        return End.TOLD if not whole else End.WRONG
-    if not whole or not any(end in said for end in ENDS):
+        return End.COMPLETE if words == spec.answer else End.WRONG
+    if '"error"' in reply.rpartition("\ndata: ")[2]:
+        return End.ERROR if not whole else End.WRONG
+    if not whole or not any(end in reply for end in ENDS):
         return End.BARE
-    return End.COMPLETE if _words(wish, said) == [wish.answer] * wish.choices else End.WRONG
+    return End.COMPLETE if _words(spec, reply) == [spec.answer] * spec.choices else End.WRONG
 
 
-def _words(wish: Wish, said: str) -> list[str]:
-    """What each choice says, if its events are those of one answer."""
-    words = [""] * wish.choices
+def _words(spec: CallSpec, reply: str) -> list[str]:
+    """Return each choice's text, if its events are those of one answer."""
+    words = [""] * spec.choices
     names: set[object] = set()
-    for line in said.split("\n"):
+    for line in reply.split("\n"):
         if not line.startswith("data: {"):
             continue
         event = json.loads(line[6:])
-        if wish.path == RESPONSES:
+        if spec.path == RESPONSES:
             words[0] += event.get("delta", "")
             continue
         names.add((event["id"], event["created"]))

@@ -1,7 +1,7 @@
 """
-Real processes on this machine: a router, a prefill and a decode worker over NIXL, and one worker alone.
+Real processes on this machine: a router, a prefill and a decode worker over NIXL, and a reference worker.
 
-The one alone (role `both`) says what every answer ought to be. All serve the same tiny random model in
+The reference (role `both`) gives the expected answers. All serve the same tiny random model in
 fp32, so that answers can be compared token by token. Tests end processes by their ids, stop and continue
 them, and start them again where they were.
 """
@@ -30,7 +30,7 @@ CHUNK_TOKENS = 16
 
 LONG_PROMPT = 3000
 CONTEXT = 4096
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 """For whatever must happen at some time, however busy the machine is."""
 
 POLL_S = 0.01
@@ -38,7 +38,7 @@ POLL_S = 0.01
 BLOCK_STATES = ("free", "cached", "owned", "pinned", "quarantined")
 
 
-async def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> None:
+async def until(condition: Callable[[], Any], what: str, seconds: float = TIMEOUT_S) -> None:
     """Wait for an awaitable or plain condition to be true; fails naming `what`."""
     try:
         async with asyncio.timeout(seconds):
@@ -83,7 +83,7 @@ class Node:
         self.process = await child.start(
             [*self.arguments, *ports], {"OMP_NUM_THREADS": "1"}, self._announced, self.lines.append
         )
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             ready = asyncio.create_task(self.ready.wait())
             ended = asyncio.create_task(self.process.ended())
             await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ class Cluster:
     router: Node
     prefill: Node
     decode: Node
-    alone: Node
+    reference: Node
     http: httpx.AsyncClient
     random: random.Random
 
@@ -176,12 +176,12 @@ class Cluster:
         return completion
 
     async def expected(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-        """What one worker alone answers."""
-        answer = await self.http.post(f"{self.alone.url}/v1/completions", json=self.body(prompt, **more))
+        """Return the reference worker's answer."""
+        answer = await self.http.post(f"{self.reference.url}/v1/completions", json=self.body(prompt, **more))
         completion: dict[str, Any] = answer.raise_for_status().json()
         return completion
 
-    async def same_as_alone(self, prompt: Sequence[int], answer: dict[str, Any], **more: Any) -> None:
+    async def same_as_reference(self, prompt: Sequence[int], answer: dict[str, Any], **more: Any) -> None:
         expected = await self.expected(prompt, **more)
         assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
         assert answer["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
@@ -203,7 +203,7 @@ class Cluster:
         return await self.decode.last_relay() is not None
 
     async def at_rest(self) -> None:
-        """Nothing is held for anybody on either side."""
+        """Wait until neither side holds blocks of a request."""
         await until(self.decode.at_rest, "the decode worker's blocks are all free or cached")
         await until(self.prefill.at_rest, "the prefill worker's blocks are all free or cached")
 
@@ -220,23 +220,23 @@ async def open_cluster(folder: Path) -> AsyncIterator[Cluster]:
         "--kv-cache-memory=64MiB",
         "--transfer-deadline-s=5",
     )
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as http, contextlib.AsyncExitStack() as stack:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as http, contextlib.AsyncExitStack() as stack:
         prefill = Node("prefill", ("prefill", *shared), http)
         decode = Node("decode", ("decode", *shared), http)
-        alone = Node("alone", ("serve", *shared), http)
-        for node in (prefill, decode, alone):
+        reference = Node("alone", ("serve", *shared), http)
+        for node in (prefill, decode, reference):
             stack.push_async_callback(node.stop)
-        await asyncio.gather(prefill.start(), decode.start(), alone.start())
+        await asyncio.gather(prefill.start(), decode.start(), reference.start())
         # However short a prompt is: it is its way that is tested.
-        front = (
+        router_arguments = (
             "router",
             f"--prefill={prefill.url}",
             f"--decode={decode.url}",
             "--local-prefill-max-tokens=0",
         )
-        router = Node("router", front, http)
+        router = Node("router", router_arguments, http)
         stack.push_async_callback(router.stop)
         await router.start()
-        cluster = Cluster(router, prefill, decode, alone, http, random.Random(11))
+        cluster = Cluster(router, prefill, decode, reference, http, random.Random(11))
         await cluster.healthy()
         yield cluster

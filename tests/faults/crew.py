@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from tests.faults.caller import CHAT, Outcome, Wish, call
-from tests.faults.cluster import PATIENCE_S, Node, until
-from tests.faults.mock_worker import TOKENS, Fault, Figures
+from tests.faults.caller import CHAT, CallSpec, Outcome, call
+from tests.faults.cluster import TIMEOUT_S, Node, until
+from tests.faults.mock_worker import TOKENS, Fault, MockCounts
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ IDLE_S = 1.0
 HEALTH_S = 0.2
 
 SLOTS = 8
-"""Requests at a time of which a mock worker is said to be full."""
+"""Concurrent requests at which a mock worker counts as full."""
 
 
 class Mock:
@@ -63,11 +63,11 @@ class Mock:
         )
         self.port = msgspec.json.decode(await self._line())["port"]
 
-    async def become(self, name: str = "", **fault: Any) -> Figures:
+    async def become(self, name: str = "", **fault: Any) -> MockCounts:
         """Fail like this from now on."""
         return await self._tell(msgspec.json.encode(Fault(name=name, **fault)))
 
-    async def figures(self) -> Figures:
+    async def counts(self) -> MockCounts:
         return await self._tell(b"")
 
     async def kill(self) -> None:
@@ -76,11 +76,11 @@ class Mock:
             self._process.send_signal(signal.SIGKILL)
         await self._process.wait()
 
-    async def _tell(self, order: bytes) -> Figures:
+    async def _tell(self, order: bytes) -> MockCounts:
         assert self._process is not None and self._process.stdin is not None
         async with self._orders:
             self._process.stdin.write(order + b"\n")
-            return msgspec.json.decode(await self._line(), type=Figures)
+            return msgspec.json.decode(await self._line(), type=MockCounts)
 
     async def _line(self) -> bytes:
         assert self._process is not None and self._process.stdout is not None
@@ -101,22 +101,26 @@ class Crew:
     def all(self) -> list[Mock]:
         return [*self.decodes, *self.prefills]
 
-    def wish(self, path: str = CHAT, *, stream: bool = True, choices: int = 1, tokens: int = TOKENS) -> Wish:
-        """With a prompt that nobody holds."""
-        return Wish(f"{next(self.numbers)}: what is the capital of France?", path, stream, choices, tokens)
+    def spec(
+        self, path: str = CHAT, *, stream: bool = True, choices: int = 1, tokens: int = TOKENS
+    ) -> CallSpec:
+        """Return a call with a prompt that no worker has cached."""
+        return CallSpec(
+            f"{next(self.numbers)}: what is the capital of France?", path, stream, choices, tokens
+        )
 
-    async def call(self, wish: Wish | None = None) -> Outcome:
-        return await call(self.router.port, wish or self.wish())
+    async def call(self, spec: CallSpec | None = None) -> Outcome:
+        return await call(self.router.port, spec or self.spec())
 
-    async def calls(self, count: int, at_once: int = 4, **wish: Any) -> list[Outcome]:
+    async def calls(self, count: int, at_once: int = 4, **fields: Any) -> list[Outcome]:
         """So many, of which every fourth wants a whole answer, unless `wish` says what."""
         outcomes: list[Outcome] = []
         waiting = iter(range(count))
 
         async def client() -> None:
             for number in waiting:
-                made = self.wish(**wish) if wish else self.wish(stream=number % 4 != 3)
-                outcomes.append(await self.call(made))
+                call_spec = self.spec(**fields) if fields else self.spec(stream=number % 4 != 3)
+                outcomes.append(await self.call(call_spec))
 
         await asyncio.gather(*(client() for _ in range(at_once)))
         return outcomes
@@ -128,7 +132,7 @@ class Crew:
         for mock in self.all:
             if not mock.runs:
                 await mock.start()
-            # What is known of the prefill workers' speed is worth keeping.
+            # The measured speed of prefill workers is worth keeping.
             anew = mock.role == "decode" or seen[mock.name]["state"] != "ready"
             epochs[mock.name] = (await mock.become(anew=anew)).epoch
 
@@ -142,7 +146,7 @@ class Crew:
         await until(sees_all, "the router sees that all workers are well")
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """What the router says of each worker, by its name."""
+        """Return the router's state of each worker, by its name."""
         rows = (await self.http.get(f"{self.router.url}/workers")).raise_for_status().json()["data"]
         return {row["worker"]: row for row in rows}
 
@@ -160,8 +164,8 @@ class Crew:
 
         async def resting() -> bool:
             rows = (await self.workers()).values()
-            figures = [await mock.figures() for mock in self.decodes if mock.runs]
-            return not any(row["in_flight"] for row in rows) and not any(one.running for one in figures)
+            counts = [await mock.counts() for mock in self.decodes if mock.runs]
+            return not any(row["in_flight"] for row in rows) and not any(one.running for one in counts)
 
         await until(resting, "nothing is in flight at the router or at a worker")
 
@@ -169,16 +173,20 @@ class Crew:
 @contextlib.asynccontextmanager
 async def open_crew() -> AsyncIterator[Crew]:
     async with contextlib.AsyncExitStack() as stack:
-        http = await stack.enter_async_context(httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False))
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False))
         decodes, prefills = [Mock("decode") for _ in range(3)], [Mock("prefill") for _ in range(2)]
         for mock in (*decodes, *prefills):
             stack.push_async_callback(mock.kill)
             await mock.start()
-        front = ("router", *(f"--decode={mock.url}" for mock in decodes))
-        front += tuple(f"--prefill={mock.url}" for mock in prefills)
-        front += ("--local-prefill-max-tokens=0", "--recovery-s=0.5", f"--health-interval-s={HEALTH_S}")
-        front += (f"--first-byte-s={FIRST_BYTE_S}", f"--idle-s={IDLE_S}")
-        router = Node("router", front, http)
+        router_arguments = ("router", *(f"--decode={mock.url}" for mock in decodes))
+        router_arguments += tuple(f"--prefill={mock.url}" for mock in prefills)
+        router_arguments += (
+            "--local-prefill-max-tokens=0",
+            "--recovery-s=0.5",
+            f"--health-interval-s={HEALTH_S}",
+        )
+        router_arguments += (f"--first-byte-s={FIRST_BYTE_S}", f"--idle-s={IDLE_S}")
+        router = Node("router", router_arguments, http)
         stack.push_async_callback(router.stop)
         await router.start()
         crew = Crew(router, decodes, prefills, http)

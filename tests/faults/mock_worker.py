@@ -1,10 +1,10 @@
 """
-A worker without a model, as a process of its own, that fails as it is told to.
+A worker without a model, as a process of its own, that fails on demand.
 
 It answers as a decode worker does, with its load, its report of each prompt, and the comments that a stream
-is resumed from. What it says is a function of the prompt and the position, so that whoever goes on with an
-answer must say the very next word. One line of JSON on standard input sets its `Fault`; it answers each
-with one of its `Figures`.
+is resumed from. Its text is a function of the prompt and the position, so that another worker that resumes
+an answer must give the very next word. One line of JSON on standard input sets its `Fault`; it answers each
+with one of its `MockCounts`.
 
     python -m tests.faults.mock_worker --role decode
 """
@@ -52,33 +52,33 @@ class Fault(msgspec.Struct, frozen=True):
     step_s: float = 0.005
     """From one token to the next, fault or not."""
     fallback: str = ""
-    """Why it computed a prompt itself, if it was told to ask `fallback_of`."""
+    """Reason for computing a prompt itself, if the router named `fallback_of`."""
     fallback_of: str = ""
     """A prefill worker's control address."""
     forget: bool = False
-    """Whether it forgets whom it was told to ask before."""
+    """Whether it forgets the prefill workers of earlier requests."""
     path: str = ""
     """Only requests to this path meet it, if one is named."""
     anew: bool = False
     """Whether it takes itself for another process from now on."""
 
 
-class Figures(msgspec.Struct):
-    """What came of the requests so far."""
+class MockCounts(msgspec.Struct):
+    """Outcomes of the requests so far."""
 
     port: int = 0
     epoch: str = ""
-    asked: int = 0
+    requests: int = 0
     running: int = 0
     met: int = 0
     """That met the fault."""
     resumed: int = 0
     wrong: int = 0
-    """Resumed from tokens that nobody had drawn."""
+    """Resumed from tokens that no worker had drawn."""
     left: int = 0
     """Connections with an unfinished answer that were closed from the other side."""
     computed: list[str] = msgspec.field(default_factory=list)
-    """Control addresses of the prefill workers that it was told to ask, the last hundred."""
+    """Control addresses of the prefill workers of its requests, the last hundred."""
 
 
 def word(prompt: bytes, position: int) -> tuple[int, str]:
@@ -96,7 +96,7 @@ class Died(Exception):
     """It breaks off here."""
 
 
-class Asked:
+class MockRequest:
     """One request as it arrived."""
 
     def __init__(self, path: str, given: dict[str, str], body: bytes) -> None:
@@ -120,7 +120,7 @@ class MockWorker:
     def __init__(self, role: Role, epoch: str) -> None:
         self.role = role
         self.fault = Fault()
-        self.figures = Figures(epoch=epoch)
+        self.counts = MockCounts(epoch=epoch)
         self._held: set[bytes] = set()
         """Prompts whose blocks it has."""
         self._writers: set[asyncio.StreamWriter] = set()
@@ -128,29 +128,29 @@ class MockWorker:
 
     async def listen(self, port: int) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, backlog=1024)
-        self.figures.port = self._server.sockets[0].getsockname()[1]
+        self.counts.port = self._server.sockets[0].getsockname()[1]
 
     async def become(self, fault: Fault) -> None:
         """Fail like this from now on."""
         self.fault = fault
-        self.figures.met = 0
+        self.counts.met = 0
         if fault.anew:
-            self.figures.epoch += "+"
+            self.counts.epoch += "+"
         if fault.name == "refuse" and self._server is not None:
             self._server.close()
             self._server = None
             for writer in list(self._writers):
                 writer.transport.abort()
         elif fault.name != "refuse" and self._server is None:
-            await self.listen(self.figures.port)
+            await self.listen(self.counts.port)
         if fault.name == "drop_kv":
             self._held.clear()
         if fault.forget:
-            self.figures.computed = []
+            self.counts.computed = []
 
     @property
     def load(self) -> Load:
-        running = self.figures.running
+        running = self.counts.running
         return Load(
             role=self.role,
             model="tiny",
@@ -160,8 +160,8 @@ class MockWorker:
             total_blocks=TOTAL_BLOCKS,
             block_size=BLOCK,
             draining=self.fault.name == "drain",
-            control=f"127.0.0.1:{self.figures.port}" if self.role is Role.PREFILL else "",
-            epoch=self.figures.epoch,
+            control=f"127.0.0.1:{self.counts.port}" if self.role is Role.PREFILL else "",
+            epoch=self.counts.epoch,
             compatibility="mock",
         )
 
@@ -178,7 +178,7 @@ class MockWorker:
                 if method == "GET":
                     await self._tell(path, reader, writer)
                 else:
-                    await self._generate(Asked(path, given, body), reader, writer)
+                    await self._generate(MockRequest(path, given, body), reader, writer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, Died):
             writer.transport.abort()
@@ -195,35 +195,35 @@ class MockWorker:
             writer.write(plain(503 if self.fault.name == "not_ready" else 200, b"{}"))
 
     async def _generate(
-        self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, request: MockRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answer, unless the asker leaves before."""
-        self.figures.asked += 1
-        self.figures.running += 1
-        fault = self._met(asked)
-        answering = asyncio.ensure_future(self._answer(asked, fault, writer))
+        self.counts.requests += 1
+        self.counts.running += 1
+        fault = self._met(request)
+        answering = asyncio.ensure_future(self._answer(request, fault, writer))
         leaving = asyncio.ensure_future(reader.read(1))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
-                self.figures.left += 1
+                self.counts.left += 1
                 raise Died
             answering.result()
         finally:
-            self.figures.running -= 1
+            self.counts.running -= 1
             for task in (answering, leaving):
                 task.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
-    def _met(self, asked: Asked) -> Fault:
+    def _met(self, request: MockRequest) -> Fault:
         fault = self.fault
-        elsewhere = fault.path and fault.path != asked.path
-        if elsewhere or (fault.times and self.figures.met >= fault.times):
+        elsewhere = fault.path and fault.path != request.path
+        if elsewhere or (fault.times and self.counts.met >= fault.times):
             return Fault(step_s=fault.step_s)
-        self.figures.met += 1
+        self.counts.met += 1
         return fault
 
-    async def _answer(self, asked: Asked, fault: Fault, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, request: MockRequest, fault: Fault, writer: asyncio.StreamWriter) -> None:
         match fault.name:
             case "status":
                 error = {"message": "so it is", "type": "server_error", "param": None, "code": "told"}
@@ -240,20 +240,22 @@ class MockWorker:
             case "malformed":
                 writer.write(b"HTTP/1.1 2OO yes\r\n: \x00\r\n\r\n")
                 return
-        if asked.stream:
-            await self._stream(asked, fault, writer)
+        if request.stream:
+            await self._stream(request, fault, writer)
         else:
-            await self._whole(asked, fault, writer)
+            await self._whole(request, fault, writer)
 
-    async def _whole(self, asked: Asked, fault: Fault, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(asked.tokens * fault.step_s)
-        said = text(asked.prompt, asked.tokens)
+    async def _whole(self, request: MockRequest, fault: Fault, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(request.tokens * fault.step_s)
+        answer_text = text(request.prompt, request.tokens)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
         choice |= (
-            {"message": {"role": "assistant", "content": said}} if "chat" in asked.path else {"text": said}
+            {"message": {"role": "assistant", "content": answer_text}}
+            if "chat" in request.path
+            else {"text": answer_text}
         )
         answer = plain(
-            200, json.dumps({"id": "whole", "choices": [choice]}).encode(), self._report(asked, fault)
+            200, json.dumps({"id": "whole", "choices": [choice]}).encode(), self._report(request, fault)
         )
         if fault.name in ("die", "half_line", "no_done"):
             writer.write(answer[:-20])
@@ -264,32 +266,32 @@ class MockWorker:
             await asyncio.Event().wait()
         writer.write(answer)
 
-    async def _stream(self, asked: Asked, fault: Fault, writer: asyncio.StreamWriter) -> None:
-        before = asked.resumption
+    async def _stream(self, request: MockRequest, fault: Fault, writer: asyncio.StreamWriter) -> None:
+        before = request.resumption
         begun = before.beginning if before else Beginning(f"mock-{os.getpid()}", int(time.time()), 0, 0)
         drawn = before.tokens if before else []
         if before is not None:
-            self.figures.resumed += 1
-            right = [word(asked.prompt, position)[0] for position in range(len(drawn))]
-            self.figures.wrong += drawn != right
-        report = self._report(asked, fault)
+            self.counts.resumed += 1
+            right = [word(request.prompt, position)[0] for position in range(len(drawn))]
+            self.counts.wrong += drawn != right
+        report = self._report(request, fault)
         head = ("HTTP/1.1 200 OK", "content-type: text/event-stream", "transfer-encoding: chunked", report)
         writer.write("\r\n".join(head).encode() + b"\r\n\r\n")
         if fault.name == "hang_after_head":
             await writer.drain()
             await asyncio.Event().wait()
-        if asked.follows:
+        if request.follows:
             writer.write(chunk(begin_line(begun)))
-        events = Events(asked, begun)
-        for number, position in enumerate(range(len(drawn), asked.tokens)):
+        events = Events(request, begun)
+        for number, position in enumerate(range(len(drawn), request.tokens)):
             await asyncio.sleep(fault.step_s)
             if number == fault.after:
                 await self._go_wrong(fault, events, writer)
                 if fault.name == "no_done":
                     return
-            token, said = word(asked.prompt, position)
-            event = events.word(said)
-            if asked.follows:
+            token, word_text = word(request.prompt, position)
+            event = events.word(word_text)
+            if request.follows:
                 event += tokens_line([token], ended=False)
             writer.write(chunk(event))
             await writer.drain()
@@ -324,15 +326,15 @@ class MockWorker:
                 await writer.drain()
                 raise Died
 
-    def _report(self, asked: Asked, fault: Fault) -> str:
-        control = asked.headers.get(headers.PREFILL, "")
-        tokens = max(1, len(asked.prompt) // BYTES_PER_TOKEN)
-        cached = tokens - 1 if asked.prompt in self._held and fault.name != "drop_kv" else 0
+    def _report(self, request: MockRequest, fault: Fault) -> str:
+        control = request.headers.get(headers.PREFILL, "")
+        tokens = max(1, len(request.prompt) // BYTES_PER_TOKEN)
+        cached = tokens - 1 if request.prompt in self._held and fault.name != "drop_kv" else 0
         if fault.name != "drop_kv":
-            self._held.add(asked.prompt)
+            self._held.add(request.prompt)
         fallback = fault.fallback if control and control == fault.fallback_of else ""
         if control:
-            self.figures.computed = [*self.figures.computed, control][-100:]
+            self.counts.computed = [*self.counts.computed, control][-100:]
         report = PromptReport(
             tokens=tokens,
             cached=cached,
@@ -349,25 +351,25 @@ class MockWorker:
 class Events:
     """The events of one stream, as its path writes them."""
 
-    def __init__(self, asked: Asked, begun: Beginning) -> None:
-        self._asked = asked
+    def __init__(self, request: MockRequest, begun: Beginning) -> None:
+        self._request = request
         self._begun = begun
         self._number = 0
 
-    def word(self, said: str) -> bytes:
-        if self._asked.path == "/v1/responses":
-            return self._typed("response.output_text.delta", {"delta": said})
-        return b"".join(self._chunk(index, said, None) for index in range(self._asked.choices))
+    def word(self, word_text: str) -> bytes:
+        if self._request.path == "/v1/responses":
+            return self._typed("response.output_text.delta", {"delta": word_text})
+        return b"".join(self._chunk(index, word_text, None) for index in range(self._request.choices))
 
     def end(self) -> bytes:
-        if self._asked.path == "/v1/responses":
+        if self._request.path == "/v1/responses":
             return self._typed("response.completed", {"response": {"id": "r", "status": "completed"}})
-        last = b"".join(self._chunk(index, "", "stop") for index in range(self._asked.choices))
+        last = b"".join(self._chunk(index, "", "stop") for index in range(self._request.choices))
         return last + b"data: [DONE]\n\n"
 
-    def _chunk(self, index: int, said: str, finish: str | None) -> bytes:
+    def _chunk(self, index: int, word_text: str, finish: str | None) -> bytes:
         choice: dict[str, Any] = {"index": index, "finish_reason": finish}
-        choice |= {"delta": {"content": said}} if "chat" in self._asked.path else {"text": said}
+        choice |= {"delta": {"content": word_text}} if "chat" in self._request.path else {"text": word_text}
         event = {"id": self._begun.id, "created": self._begun.created, "choices": [choice]}
         return b"data: " + json.dumps(event).encode() + b"\n\n"
 
@@ -378,7 +380,7 @@ class Events:
 
 
 def compute_s(uncached: int, context: int) -> float:
-    """What it says that a prompt took: as a router expects of a worker that it knows nothing of."""
+    """Reported time of a prompt, as a router expects it of an unknown worker."""
     return WorkerKind().newcomer().seconds(uncached, context)
 
 
@@ -403,11 +405,11 @@ async def main() -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
     )
-    print(json.dumps({"port": worker.figures.port}), flush=True)
+    print(json.dumps({"port": worker.counts.port}), flush=True)
     while line := await orders.readline():
         if line.strip():
             await worker.become(msgspec.json.decode(line, type=Fault))
-        print(msgspec.json.encode(worker.figures).decode(), flush=True)
+        print(msgspec.json.encode(worker.counts).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """
 The failure contract, row by row: a real router, and workers in processes of their own that go wrong.
 
-`docs/concepts/failures.md` says what each row is. Every one is tried with little to do and with 70 % of what
-the workers are good for, and a client is never shown more of it than the row says.
+`docs/concepts/failures.md` describes each row. Every row runs with little load and with 70 % of the workers'
+capacity, and a client never sees more of it than the row allows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def shown(outcomes: Sequence[Outcome]) -> list[tuple[End, int, str]]:
     return [(one.end, one.status, one.body[-300:]) for one in outcomes if one.end is not End.COMPLETE]
 
 
-# What one worker of three does -> whether a request meets it again and again until the worker is put aside.
+# Faults of one worker of three. Requests meet some of them repeatedly until the worker is ejected.
 FAULTS: dict[str, dict[str, Any]] = {
     "refuses connections": {"name": "refuse"},
     "closes at once": {"name": "reset"},
@@ -77,9 +77,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-async def test_a_client_sees_nothing_of_one_bad_worker_on_a_quiet_day(
-    crew: Crew, fault: dict[str, Any]
-) -> None:
+async def test_failure_one_bad_worker_is_invisible_at_low_load(crew: Crew, fault: dict[str, Any]) -> None:
     bad = crew.decodes[0]
     await bad.become(**fault)
     outcomes = await crew.calls(24)
@@ -88,7 +86,7 @@ async def test_a_client_sees_nothing_of_one_bad_worker_on_a_quiet_day(
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-async def test_a_client_sees_nothing_of_one_bad_worker_under_load(crew: Crew, fault: dict[str, Any]) -> None:
+async def test_failure_one_bad_worker_is_invisible_under_load(crew: Crew, fault: dict[str, Any]) -> None:
     bad = crew.decodes[0]
     clients = int(LOAD * SLOTS * len(crew.decodes))
     calling = asyncio.create_task(crew.calls(LOADED_CALLS, clients))
@@ -100,15 +98,15 @@ async def test_a_client_sees_nothing_of_one_bad_worker_under_load(crew: Crew, fa
 
 
 async def met(crew: Crew, bad: Mock) -> bool:
-    """Whether requests came upon what is wrong with it, or it was seen before any did."""
-    if not bad.runs or (await bad.figures()).met:
+    """Whether requests met its fault, or the router saw the fault before any request did."""
+    if not bad.runs or (await bad.counts()).met:
         return True
     row = (await crew.workers())[bad.name]
     return bool(row["strikes"]) or row["state"] != "ready"
 
 
 async def _begun(crew: Crew) -> bool:
-    return (await crew.decodes[0].figures()).running > 0
+    return (await crew.decodes[0].counts()).running > 0
 
 
 BREAKS = {
@@ -123,67 +121,67 @@ UNRESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wish", UNRESUMED.values(), ids=UNRESUMED.keys())
+@pytest.mark.parametrize("fields", UNRESUMED.values(), ids=UNRESUMED.keys())
 @pytest.mark.parametrize("fault", BREAKS.values(), ids=BREAKS.keys())
-async def test_what_cannot_go_on_elsewhere_ends_with_an_error_that_says_so(
-    crew: Crew, fault: dict[str, Any], wish: dict[str, Any]
+async def test_failure_unresumable_answer_ends_with_an_error(
+    crew: Crew, fault: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     await crew.all_become(**fault)
-    outcomes = await crew.calls(3, **wish)
-    assert ends(outcomes) == {End.TOLD: 3}, shown(outcomes)
+    outcomes = await crew.calls(3, **fields)
+    assert ends(outcomes) == {End.ERROR: 3}, shown(outcomes)
     for outcome in outcomes:
         error = json.loads(outcome.body.rpartition("data: ")[2])["error"]
         assert (error["code"], error["retryable"]) == (WorkerLost.code, True)
 
 
-async def test_a_stream_that_everybody_breaks_ends_with_an_error_that_says_so(crew: Crew) -> None:
+async def test_failure_stream_broken_by_every_worker_ends_with_error(crew: Crew) -> None:
     await crew.all_become("die", after=4)
     (outcome,) = await crew.calls(1, tokens=100)
-    assert outcome.end is End.TOLD
+    assert outcome.end is End.ERROR
     assert (outcome.error["code"], outcome.error["retryable"]) == (PoisonRequest.code, False)
-    assert not any([(await mock.figures()).wrong for mock in crew.decodes])
+    assert not any([(await mock.counts()).wrong for mock in crew.decodes])
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_a_stream_goes_on_with_the_very_next_word(crew: Crew, path: str) -> None:
+async def test_failure_broken_stream_resumes_with_the_next_word(crew: Crew, path: str) -> None:
     await crew.decodes[0].become("die", after=6)
     await crew.decodes[1].become("half_line", after=3)
     outcomes = await crew.calls(16, path=path, tokens=40)
     assert ends(outcomes) == {End.COMPLETE: 16}, shown(outcomes)
     assert any(one.resumed for one in outcomes)
-    assert not any([(await mock.figures()).wrong for mock in crew.decodes])
+    assert not any([(await mock.counts()).wrong for mock in crew.decodes])
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422])
-async def test_what_a_worker_calls_bad_is_passed_on_and_asked_of_nobody_else(crew: Crew, status: int) -> None:
-    before = [(await mock.figures()).asked for mock in crew.decodes]
+async def test_failure_client_error_is_passed_on_without_retry(crew: Crew, status: int) -> None:
+    before = [(await mock.counts()).requests for mock in crew.decodes]
     await crew.all_become("status", status=status)
     outcomes = await crew.calls(8)
     assert [one.status for one in outcomes] == [status] * 8
     assert all(one.error["code"] == "told" for one in outcomes)
-    asked = [(await mock.figures()).asked for mock in crew.decodes]
-    assert sum(asked) - sum(before) == 8
+    requests = [(await mock.counts()).requests for mock in crew.decodes]
+    assert sum(requests) - sum(before) == 8
     assert all(row["state"] == "ready" for row in (await crew.workers()).values())
 
 
-async def test_without_any_decode_worker_a_client_is_told_when_to_come_back(crew: Crew) -> None:
+async def test_failure_without_decode_workers_is_a_503_with_a_retry(crew: Crew) -> None:
     await crew.all_become("refuse")
     outcomes = await crew.calls(4)
     assert [(one.end, one.status) for one in outcomes] == [(End.REFUSED, 503)] * 4
     assert all(1 <= int(one.headers["retry-after"]) <= 120 for one in outcomes)
     await crew.all_become()
-    outcomes = await crew.calls(4)  # at once: when all are bad, nobody is put aside
+    outcomes = await crew.calls(4)  # at once: when all are bad, none is ejected
     assert ends(outcomes) == {End.COMPLETE: 4}, shown(outcomes)
 
 
-async def test_a_worker_that_is_well_again_gets_one_request_and_then_its_share(crew: Crew) -> None:
+async def test_failure_recovered_worker_gets_one_probe_then_its_share(crew: Crew) -> None:
     bad = crew.decodes[0]
     await bad.become("status", status=500)
     while await crew.state(bad) != "ejected":
         assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
-    before = (await bad.become()).asked
+    before = (await bad.become()).requests
     assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
-    assert (await bad.figures()).asked == before, "nothing goes there meanwhile"
+    assert (await bad.counts()).requests == before, "nothing goes there meanwhile"
     await until(lambda: _is(crew, bad, "on_trial"), "its pause is over")
 
     async def back() -> bool:
@@ -206,7 +204,7 @@ PREFILL_FAULTS = {
 
 
 @pytest.mark.parametrize(("fallback", "ejected"), PREFILL_FAULTS.values(), ids=PREFILL_FAULTS.keys())
-async def test_a_prefill_worker_that_fails_is_put_aside_and_one_that_is_full_is_not(
+async def test_failure_failing_prefill_worker_is_ejected_full_one_kept(
     crew: Crew, fallback: str, ejected: bool
 ) -> None:
     """The decode workers say so: they ask it, and compute the prompt themselves where it does not."""
@@ -218,39 +216,39 @@ async def test_a_prefill_worker_that_fails_is_put_aside_and_one_that_is_full_is_
     assert await crew.state(crew.prefills[1]) == "ready"
 
 
-async def test_two_workers_between_which_blocks_do_not_come_over_are_no_pair_for_a_while(crew: Crew) -> None:
+async def test_failure_pair_without_transfer_is_avoided_for_a_while(crew: Crew) -> None:
     source, target = crew.prefills[0], crew.decodes[0]
     await target.become(fallback="transport", fallback_of=source.name, forget=True)
-    while source.name not in (await target.figures()).computed:
+    while source.name not in (await target.counts()).computed:
         await crew.calls(8)
-    figures = await target.become(fallback="transport", fallback_of=source.name, forget=True)
-    assert not figures.computed
+    counts = await target.become(fallback="transport", fallback_of=source.name, forget=True)
+    assert not counts.computed
     assert ends(await crew.calls(48)) == {End.COMPLETE: 48}
-    assert source.name not in (await target.figures()).computed
-    assert crew.prefills[1].name in (await target.figures()).computed, "with others it is a pair"
-    assert source.name in (await crew.decodes[1].figures()).computed
+    assert source.name not in (await target.counts()).computed
+    assert crew.prefills[1].name in (await target.counts()).computed, "with others it is a pair"
+    assert source.name in (await crew.decodes[1].counts()).computed
     assert all(row["state"] == "ready" for row in (await crew.workers()).values())
 
 
-async def test_without_any_prefill_worker_the_decode_workers_compute_prompts(crew: Crew) -> None:
+async def test_failure_without_prefill_workers_decode_computes_prompts(crew: Crew) -> None:
     for mock in crew.prefills:
         await mock.become("refuse")
     await until(lambda: _is(crew, crew.prefills[0], "down"), "the router misses the prefill workers")
     await until(lambda: _is(crew, crew.prefills[1], "down"), "the router misses the prefill workers")
     await crew.all_become(forget=True)
     assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
-    assert not any([(await mock.figures()).computed for mock in crew.decodes])
+    assert not any([(await mock.counts()).computed for mock in crew.decodes])
 
 
-async def test_a_worker_that_began_anew_is_not_believed_to_hold_anything(crew: Crew) -> None:
-    wish = crew.wish(path=COMPLETIONS)
-    first = await crew.call(wish)
-    again = await crew.call(wish)
+async def test_failure_restarted_worker_has_no_known_cache(crew: Crew) -> None:
+    spec = crew.spec(path=COMPLETIONS)
+    first = await crew.call(spec)
+    again = await crew.call(spec)
     assert _cached(again) > 0
     for mock in crew.all:
         await mock.kill()
     await crew.healthy()
-    anew = await crew.call(wish)
+    anew = await crew.call(spec)
     assert [one.end for one in (first, again, anew)] == [End.COMPLETE] * 3
     assert _cached(anew) == 0
 
@@ -271,46 +269,44 @@ MOMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
-async def test_a_client_that_leaves_takes_its_request_along_at_once(
-    crew: Crew, moment: dict[str, Any]
-) -> None:
+async def test_failure_disconnect_aborts_the_request_at_once(crew: Crew, moment: dict[str, Any]) -> None:
     fault = dict(moment)
-    wish = crew.wish(stream=fault.pop("stream", True))
+    spec = crew.spec(stream=fault.pop("stream", True))
     await crew.all_become(**fault)
-    before = [(await mock.figures()).left for mock in crew.decodes]
+    before = [(await mock.counts()).left for mock in crew.decodes]
     _, writer = await asyncio.open_connection("127.0.0.1", crew.router.port)
-    writer.write(caller.head(wish, len(wish.body)) + wish.body)
+    writer.write(caller.head(spec, len(spec.body)) + spec.body)
 
     async def running() -> bool:
-        return any([(await mock.figures()).running for mock in crew.decodes])
+        return any([(await mock.counts()).running for mock in crew.decodes])
 
     await until(running, "a worker has the request")
     writer.transport.abort()
     await crew.at_rest()
-    after = [(await mock.figures()).left for mock in crew.decodes]
+    after = [(await mock.counts()).left for mock in crew.decodes]
     assert sum(after) == sum(before) + 1
 
 
-async def test_a_client_that_leaves_before_its_body_is_whole_is_forgotten(crew: Crew) -> None:
-    wish = crew.wish()
-    asked = [(await mock.figures()).asked for mock in crew.decodes]
+async def test_failure_disconnect_before_the_body_is_forgotten(crew: Crew) -> None:
+    spec = crew.spec()
+    requests = [(await mock.counts()).requests for mock in crew.decodes]
     _, writer = await asyncio.open_connection("127.0.0.1", crew.router.port)
-    writer.write(caller.head(wish, len(wish.body) + 100) + wish.body)
+    writer.write(caller.head(spec, len(spec.body) + 100) + spec.body)
     await until(lambda: _in_flight(crew, 1), "the request has begun")
     writer.transport.abort()
     await until(lambda: _in_flight(crew, 0), "the request is forgotten")
-    assert [(await mock.figures()).asked for mock in crew.decodes] == asked
+    assert [(await mock.counts()).requests for mock in crew.decodes] == requests
 
 
 async def _in_flight(crew: Crew, count: int) -> bool:
     return (await crew.router.metrics())[metrics.ROUTER_IN_FLIGHT.name] == count
 
 
-async def test_a_hundred_clients_that_leave_at_any_moment_leave_nothing_behind(crew: Crew) -> None:
+async def test_failure_hundred_disconnects_leak_nothing(crew: Crew) -> None:
     async def leave(number: int) -> None:
-        wish = crew.wish(stream=number % 3 != 0)
+        spec = crew.spec(stream=number % 3 != 0)
         _, writer = await asyncio.open_connection("127.0.0.1", crew.router.port)
-        writer.write(caller.head(wish, len(wish.body)) + wish.body)
+        writer.write(caller.head(spec, len(spec.body)) + spec.body)
         await asyncio.sleep(0.15 * (number % 17) / 17)
         writer.transport.abort()
 

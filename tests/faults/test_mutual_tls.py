@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from tests.authority import Authority
 from tests.engine.models import make_model
-from tests.faults.cluster import CONTEXT, PATIENCE_S, Cluster, Node, until
+from tests.faults.cluster import CONTEXT, TIMEOUT_S, Cluster, Node, until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
 
@@ -25,7 +25,7 @@ OURS, THEIRS = Authority(), Authority()
 
 
 class Certified(Cluster):
-    """The same cluster by TLS. Whoever is outside of it asks workers at their ports for probes."""
+    """The same cluster by TLS. Clients outside of it ask workers at their ports for probes."""
 
     folder: Path
 
@@ -38,10 +38,10 @@ class Certified(Cluster):
         return httpx.AsyncClient(verify=tls, trust_env=False)
 
     async def relayed(self) -> bool:
-        """Whether a prompt goes all the way over, and is answered as by one worker alone."""
+        """Whether a prompt goes all the way over, and is answered as by the reference worker."""
         prompt = self.prompt(100)
         answer = await self.ask(prompt)
-        await self.same_as_alone(prompt, answer)
+        await self.same_as_reference(prompt, answer)
         async with self.client(self.folder) as asking:
             url = f"https://127.0.0.1:{self.decode.port}/debug/requests"
             relays = (await asking.get(url)).raise_for_status().json()["data"][0]["relays"]
@@ -59,26 +59,26 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cer
     tls = [f"--tls-folder={certificates}", f"--tls-name={NAME}"]
     ports = _free_ports(2)
     async with (
-        httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as http,
+        httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as http,
         contextlib.AsyncExitStack() as stack,
     ):
         prefill, decode = (
             Node(role, (role, *shared, *tls, f"--health-port={port}"), http)
             for role, port in zip(("prefill", "decode"), ports, strict=True)
         )
-        alone = Node("alone", ("serve", *shared), http)
-        for node in (prefill, decode, alone):
+        reference = Node("alone", ("serve", *shared), http)
+        for node in (prefill, decode, reference):
             stack.push_async_callback(node.stop)
-        await asyncio.gather(prefill.start(), decode.start(), alone.start())
+        await asyncio.gather(prefill.start(), decode.start(), reference.start())
         urls = [f"--{node.name}=https://127.0.0.1:{node.port}" for node in (prefill, decode)]
         router = Node("router", ("router", *urls, *tls, "--local-prefill-max-tokens=0"), http)
         stack.push_async_callback(router.stop)
         await router.start()
-        made = Certified(router, prefill, decode, alone, http, random.Random(11))
-        made.folder = certificates
-        await until(made._sees_both, "the router sees both workers")
-        await until(made.relayed, "a prompt is computed by the prefill worker")
-        yield made
+        certified = Certified(router, prefill, decode, reference, http, random.Random(11))
+        certified.folder = certificates
+        await until(certified._sees_both, "the router sees both workers")
+        await until(certified.relayed, "a prompt is computed by the prefill worker")
+        yield certified
 
 
 def _free_ports(count: int) -> list[int]:
@@ -98,7 +98,7 @@ async def refused(client: httpx.AsyncClient, url: str) -> bool:
     return False
 
 
-async def test_workers_let_in_who_belongs_to_the_service_and_nobody_else(
+async def test_mutual_tls_worker_admits_only_the_services_certificates(
     cluster: Certified, tmp_path: Path
 ) -> None:
     for node in (cluster.prefill, cluster.decode):
@@ -111,7 +111,9 @@ async def test_workers_let_in_who_belongs_to_the_service_and_nobody_else(
     await until(cluster.relayed, "it works on")
 
 
-async def test_the_control_server_lets_in_nobody_else_either(cluster: Certified, tmp_path: Path) -> None:
+async def test_mutual_tls_control_server_rejects_other_certificates(
+    cluster: Certified, tmp_path: Path
+) -> None:
     host, port = "127.0.0.1", cluster.prefill.control_port
     tls = ssl.create_default_context(cafile=str(cluster.folder / "ca.crt"))
     tls.check_hostname = False
@@ -124,7 +126,7 @@ async def test_the_control_server_lets_in_nobody_else_either(cluster: Certified,
     await until(cluster.relayed, "it works on")
 
 
-async def test_probes_and_metrics_want_no_certificate_and_there_is_nothing_else_beside_them(
+async def test_mutual_tls_probe_port_serves_only_probes_and_metrics(
     cluster: Certified,
 ) -> None:
     assert cluster.decode.process is not None
@@ -139,7 +141,7 @@ async def test_probes_and_metrics_want_no_certificate_and_there_is_nothing_else_
         assert (await cluster.http.get(f"http://127.0.0.1:{port}{path}")).status_code == status, path
 
 
-async def test_a_new_certificate_and_a_new_authority_need_no_restart(
+async def test_mutual_tls_new_certificate_and_authority_are_reloaded(
     cluster: Certified, tmp_path: Path
 ) -> None:
     before = OURS.fill(tmp_path / "before", NAME)

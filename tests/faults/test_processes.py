@@ -1,4 +1,4 @@
-"""Workers are killed, stopped, restarted and abandoned at every moment; the service goes on."""
+"""Workers are killed, stopped, restarted and abandoned at every moment; the service continues."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ async def computing(cluster: Cluster) -> None:
     await until(in_the_middle, "the prefill worker is in the middle of the prompt")
 
 
-async def test_a_prompt_comes_over_by_nixl_and_gives_what_one_worker_gives(cluster: Cluster) -> None:
+async def test_processes_nixl_pair_equals_one_worker(cluster: Cluster) -> None:
     prompt = cluster.prompt(LONG_PROMPT)
     answer = await cluster.ask(prompt)
     relay = await cluster.decode.last_relay()
     assert relay is not None
     assert relay["prompt_tokens"] == relay["computed_tokens"] == LONG_PROMPT
     assert relay["transport"].startswith("nixl/ucx")
-    await cluster.same_as_alone(prompt, answer)
+    await cluster.same_as_reference(prompt, answer)
     await cluster.at_rest()
 
 
-async def test_a_prefill_worker_killed_before_it_begins_costs_only_time(cluster: Cluster) -> None:
+async def test_processes_prefill_killed_before_start_costs_only_time(cluster: Cluster) -> None:
     prompt = cluster.prompt(300)
     cluster.prefill.signal(signal.SIGSTOP)
     asking = asyncio.create_task(cluster.ask(prompt))
@@ -55,12 +55,12 @@ async def test_a_prefill_worker_killed_before_it_begins_costs_only_time(cluster:
 
     await until(fetching, "the decode worker has asked")
     await cluster.prefill.kill()
-    await cluster.same_as_alone(prompt, await asking)
+    await cluster.same_as_reference(prompt, await asking)
     assert await cluster.decode.last_relay() is None
     await until(cluster.decode.at_rest, "the decode worker's blocks are all free or cached")
 
 
-async def test_a_prefill_worker_killed_in_the_middle_of_the_transfer_costs_only_time(
+async def test_processes_prefill_killed_in_transfer_costs_only_time(
     cluster: Cluster,
 ) -> None:
     prompt = cluster.prompt(LONG_PROMPT)
@@ -68,11 +68,11 @@ async def test_a_prefill_worker_killed_in_the_middle_of_the_transfer_costs_only_
     await computing(cluster)
     await cluster.prefill.kill()
     answer = await asking
-    await cluster.same_as_alone(prompt, answer)
+    await cluster.same_as_reference(prompt, answer)
     await until(cluster.decode.at_rest, "the decode worker's blocks are all free or cached")
 
 
-async def test_a_prefill_worker_killed_after_the_transfer_is_not_even_noticed(cluster: Cluster) -> None:
+async def test_processes_prefill_killed_after_transfer_is_unnoticed(cluster: Cluster) -> None:
     prompt = cluster.prompt(500)
     body = cluster.body(prompt, max_tokens=200, stream=True)
     text = ""
@@ -88,18 +88,18 @@ async def test_a_prefill_worker_killed_after_the_transfer_is_not_even_noticed(cl
     await until(cluster.decode.at_rest, "the decode worker's blocks are all free or cached")
 
 
-async def test_a_prefill_worker_that_comes_back_at_its_address_is_used_again(cluster: Cluster) -> None:
+async def test_processes_restarted_prefill_worker_is_used_again(cluster: Cluster) -> None:
     await cluster.prefill.kill()
     prompt = cluster.prompt(400)
-    await cluster.same_as_alone(prompt, await cluster.ask(prompt))
+    await cluster.same_as_reference(prompt, await cluster.ask(prompt))
     await cluster.prefill.start()
     await cluster.healthy()
     prompt = cluster.prompt(400)
-    await cluster.same_as_alone(prompt, await cluster.ask(prompt))
+    await cluster.same_as_reference(prompt, await cluster.ask(prompt))
     await cluster.at_rest()
 
 
-async def test_a_decode_worker_killed_in_mid_stream_never_looks_like_a_complete_answer(
+async def test_processes_decode_killed_in_stream_ends_with_an_error(
     cluster: Cluster,
 ) -> None:
     body = cluster.body(cluster.prompt(300), max_tokens=2000, stream=True)
@@ -117,7 +117,7 @@ async def test_a_decode_worker_killed_in_mid_stream_never_looks_like_a_complete_
     await until(cluster.prefill.at_rest, "the prefill worker's blocks are all free or cached")
 
 
-async def test_a_decode_worker_killed_during_the_transfer_leaves_nothing_on_the_prefill_worker(
+async def test_processes_decode_killed_in_transfer_frees_prefill(
     cluster: Cluster,
 ) -> None:
     asking = asyncio.create_task(
@@ -134,7 +134,7 @@ async def test_a_decode_worker_killed_during_the_transfer_leaves_nothing_on_the_
     await until(cluster.prefill.at_rest, "the prefill worker's blocks are all free or cached")
 
 
-async def test_a_prefill_worker_that_hangs_is_left_and_taken_up_again_when_it_wakes(
+async def test_processes_hung_prefill_is_avoided_until_it_wakes(
     cluster: Cluster,
 ) -> None:
     prompt = cluster.prompt(LONG_PROMPT)
@@ -142,26 +142,26 @@ async def test_a_prefill_worker_that_hangs_is_left_and_taken_up_again_when_it_wa
     await computing(cluster)
     cluster.prefill.signal(signal.SIGSTOP)
     try:
-        await cluster.same_as_alone(prompt, await asking)
+        await cluster.same_as_reference(prompt, await asking)
     finally:
         cluster.prefill.signal(signal.SIGCONT)
     await cluster.at_rest()
     await cluster.healthy()
 
 
-async def test_a_prefill_worker_that_hangs_and_then_dies_leaves_nothing_in_quarantine(
+async def test_processes_hung_then_killed_prefill_clears_quarantine(
     cluster: Cluster,
 ) -> None:
     prompt = cluster.prompt(LONG_PROMPT)
     asking = asyncio.create_task(cluster.ask(prompt))
     await computing(cluster)
     cluster.prefill.signal(signal.SIGSTOP)
-    await cluster.same_as_alone(prompt, await asking)
+    await cluster.same_as_reference(prompt, await asking)
     await cluster.prefill.kill()
     await until(cluster.decode.at_rest, "the decode worker's blocks are all free or cached")
 
 
-async def test_a_decode_worker_that_hangs_and_wakes_goes_on(cluster: Cluster) -> None:
+async def test_processes_hung_decode_worker_continues_when_it_wakes(cluster: Cluster) -> None:
     prompt = cluster.prompt(LONG_PROMPT)
     asking = asyncio.create_task(cluster.ask(prompt))
     await computing(cluster)
@@ -170,11 +170,11 @@ async def test_a_decode_worker_that_hangs_and_wakes_goes_on(cluster: Cluster) ->
         await until(cluster.prefill.at_rest, "the prefill worker has let the silent one's blocks go")
     finally:
         cluster.decode.signal(signal.SIGCONT)
-    await cluster.same_as_alone(prompt, await asking)
+    await cluster.same_as_reference(prompt, await asking)
     await cluster.at_rest()
 
 
-async def test_the_decode_worker_says_why_it_computed_a_prompt_itself(cluster: Cluster) -> None:
+async def test_processes_local_prefill_reports_its_reason(cluster: Cluster) -> None:
     await cluster.prefill.kill()
     headers = {header_names.PREFILL: cluster.prefill.control}
     answer = await cluster.http.post(
@@ -185,7 +185,7 @@ async def test_the_decode_worker_says_why_it_computed_a_prompt_itself(cluster: C
     assert (report.remote, report.fallback) in ((False, Fallback.UNREACHABLE), (False, Fallback.LOST))
 
 
-async def test_a_client_that_leaves_frees_the_memory_of_both_workers(cluster: Cluster) -> None:
+async def test_processes_disconnect_frees_memory_of_both_workers(cluster: Cluster) -> None:
     body = cluster.body(cluster.prompt(LONG_PROMPT), max_tokens=64, stream=True)
     asking = asyncio.create_task(cluster.http.post(f"{cluster.router.url}/v1/completions", json=body))
     await computing(cluster)
@@ -198,7 +198,7 @@ async def test_a_client_that_leaves_frees_the_memory_of_both_workers(cluster: Cl
         assert load["free_blocks"] == load["total_blocks"]
 
 
-async def test_a_thousand_clients_that_go_away_at_any_moment_leave_nothing_behind(cluster: Cluster) -> None:
+async def test_processes_thousand_disconnects_leak_nothing(cluster: Cluster) -> None:
     moments = cluster.random
 
     async def give_up() -> None:
@@ -222,10 +222,10 @@ async def test_a_thousand_clients_that_go_away_at_any_moment_leave_nothing_behin
     await asyncio.gather(*(client() for _ in range(8)))
     await cluster.at_rest()
     prompt = cluster.prompt(LONG_PROMPT)
-    await cluster.same_as_alone(prompt, await cluster.ask(prompt))
+    await cluster.same_as_reference(prompt, await cluster.ask(prompt))
     for node in (cluster.prefill, cluster.decode):
-        figures = await node.metrics()
-        assert figures[metrics.WORKER_RUNNING.name] == 0
-        assert figures[metrics.WORKER_QUEUED.name] == 0
-        assert figures[metrics.WORKER_FETCHING.name] == 0
-        assert figures[metrics.WORKER_HELD.name] == 0
+        values = await node.metrics()
+        assert values[metrics.WORKER_RUNNING.name] == 0
+        assert values[metrics.WORKER_QUEUED.name] == 0
+        assert values[metrics.WORKER_FETCHING.name] == 0
+        assert values[metrics.WORKER_HELD.name] == 0

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from baton_api import headers
 from tests.engine.models import VOCAB, make_model
-from tests.faults.cluster import CONTEXT, PATIENCE_S, Node, until
+from tests.faults.cluster import CONTEXT, TIMEOUT_S, Node, until
 
 pytestmark = [
     pytest.mark.nixl,
@@ -34,11 +34,11 @@ COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 @dataclass(slots=True)
 class Spared:
-    """Two decode workers, a prefill worker, a router, and one worker alone that says what is right."""
+    """Two decode workers, a prefill worker, a router, and a reference worker."""
 
     router: Node
     decodes: list[Node]
-    alone: Node
+    reference: Node
     http: httpx.AsyncClient
     random: random.Random
 
@@ -50,7 +50,7 @@ class Spared:
         }  # fmt: skip
 
     async def expected(self, body: dict[str, Any], path: str = COMPLETIONS) -> list[dict[str, Any]]:
-        answer = await self.http.post(self.alone.url + path, json=body)
+        answer = await self.http.post(self.reference.url + path, json=body)
         return events_of(answer.raise_for_status().text)
 
     async def ask(
@@ -90,7 +90,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def said(events: list[dict[str, Any]]) -> tuple[str, str, dict[str, Any]]:
+def content_of(events: list[dict[str, Any]]) -> tuple[str, str, dict[str, Any]]:
     """The text, why it ended, and what was counted."""
     choices = [event["choices"][0] for event in events if event["choices"]]
     text = "".join(choice["text"] for choice in choices)
@@ -114,12 +114,15 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Spa
         "--kv-cache-memory=64MiB",
         "--tool-call-parser=hermes",
     )
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as http, contextlib.AsyncExitStack() as stack:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as http, contextlib.AsyncExitStack() as stack:
         decodes = [Node(f"decode {number}", ("decode", *shared), http) for number in range(2)]
-        prefill, alone = Node("prefill", ("prefill", *shared), http), Node("alone", ("serve", *shared), http)
-        for node in (*decodes, prefill, alone):
+        prefill, reference = (
+            Node("prefill", ("prefill", *shared), http),
+            Node("alone", ("serve", *shared), http),
+        )
+        for node in (*decodes, prefill, reference):
             stack.push_async_callback(node.stop)
-        await asyncio.gather(*(node.start() for node in (*decodes, prefill, alone)))
+        await asyncio.gather(*(node.start() for node in (*decodes, prefill, reference)))
         flags = [f"--decode={node.url}" for node in decodes]
         router = Node(
             "router",
@@ -128,7 +131,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Spa
         )
         stack.push_async_callback(router.stop)
         await router.start()
-        yield Spared(router, decodes, alone, http, random.Random(5))
+        yield Spared(router, decodes, reference, http, random.Random(5))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -137,7 +140,7 @@ async def spared(running: Spared) -> Spared:
     return running
 
 
-WISHES: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 1.2},
     "penalised": {"temperature": 0.8, "presence_penalty": 1.0, "repetition_penalty": 1.2},
@@ -145,14 +148,14 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wish", WISHES)
-async def test_a_killed_workers_stream_goes_on_with_the_very_next_token(spared: Spared, wish: str) -> None:
-    body = spared.body(**WISHES[wish])
-    expected = said(await spared.expected(body))
+@pytest.mark.parametrize("request_kind", REQUESTS)
+async def test_resumed_stream_killed_worker_continues_exactly(spared: Spared, request_kind: str) -> None:
+    body = spared.body(**REQUESTS[request_kind])
+    expected = content_of(await spared.expected(body))
     text = await spared.ask(body, signal.SIGKILL, after=30)
     assert ": resumed" in text
     events = events_of(text)
-    assert said(events) == expected
+    assert content_of(events) == expected
     assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
 
 
@@ -169,7 +172,7 @@ RUN = {
 }
 
 
-async def test_a_call_of_a_tool_goes_on_in_the_middle_of_its_arguments(spared: Spared) -> None:
+async def test_resumed_stream_tool_call_continues_in_its_arguments(spared: Spared) -> None:
     body = {
         "model": "tiny", "messages": [{"role": "user", "content": "Run."}], "max_tokens": 1000, "seed": 4,
         "tools": [{"type": "function", "function": {"name": "run", "parameters": RUN}}], "temperature": 1.0,
@@ -185,7 +188,7 @@ async def test_a_call_of_a_tool_goes_on_in_the_middle_of_its_arguments(spared: S
 
 
 def called(events: list[dict[str, Any]]) -> tuple[str, str, str, int]:
-    """The one call's name and arguments, why the answer ended, and how many ids were said."""
+    """The one call's name and arguments, why the answer ended, and how many ids were sent."""
     name = arguments = finish = ""
     ids = 0
     for event in events:
@@ -198,30 +201,30 @@ def called(events: list[dict[str, Any]]) -> tuple[str, str, str, int]:
     return name, arguments, finish, ids
 
 
-async def test_a_stream_whose_worker_hangs_goes_on_too(spared: Spared) -> None:
+async def test_resumed_stream_hung_worker_continues_elsewhere(spared: Spared) -> None:
     body = spared.body(temperature=1.1)
-    expected = said(await spared.expected(body))
+    expected = content_of(await spared.expected(body))
     text = await spared.ask(body, signal.SIGSTOP, after=25)
     assert ": resumed" in text
-    assert said(events_of(text)) == expected
+    assert content_of(events_of(text)) == expected
     for node in spared.decodes:
         node.signal(signal.SIGCONT)
 
 
 async def test_many_streams_survive_the_death_of_their_worker(spared: Spared) -> None:
     bodies = [spared.body(temperature=1.0, max_tokens=200) for _ in range(12)]
-    expected = [said(await spared.expected(body)) for body in bodies]
+    expected = [content_of(await spared.expected(body)) for body in bodies]
     asking = [
         asyncio.create_task(spared.ask(body, signal.SIGKILL if number == 0 else None, after=20))
         for number, body in enumerate(bodies)
     ]
     texts = await asyncio.gather(*asking)
-    assert [said(events_of(text)) for text in texts] == expected
+    assert [content_of(events_of(text)) for text in texts] == expected
     assert sum(": resumed" in text for text in texts) >= 1
 
 
-async def test_nothing_is_said_of_it_to_a_client_whose_worker_lives(spared: Spared) -> None:
+async def test_resumed_stream_undisturbed_has_no_resume_comments(spared: Spared) -> None:
     body = spared.body(temperature=0)
     text = await spared.ask(body, None, after=0)
     assert "baton-" not in text.replace('"baton-', "") and ": resumed" not in text
-    assert said(events_of(text)) == said(await spared.expected(body))
+    assert content_of(events_of(text)) == content_of(await spared.expected(body))

@@ -15,7 +15,7 @@ import pytest
 
 from baton_api import headers
 from tests.engine.models import VOCAB, make_model
-from tests.faults.cluster import CONTEXT, PATIENCE_S, Node, until
+from tests.faults.cluster import CONTEXT, TIMEOUT_S, Node, until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.processes]
 
@@ -41,7 +41,7 @@ async def test_tenants_share_no_blocks_in_any_worker(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text(json.dumps({"tenants": tenants}))
     prompt = [random.Random(3).randrange(3, VOCAB) for _ in range(TOKENS)]
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as http, contextlib.AsyncExitStack() as stack:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as http, contextlib.AsyncExitStack() as stack:
         decode, prefill = (
             Node("decode", ("decode", *shared), http),
             Node("prefill", ("prefill", *shared), http),
@@ -67,12 +67,12 @@ async def test_tenants_share_no_blocks_in_any_worker(tmp_path: Path) -> None:
             cached = int(answer.raise_for_status().headers[headers.CACHED])
             rows: list[dict[str, Any]] = []
 
-            async def told() -> bool:
+            async def reloaded() -> bool:
                 every = (await http.get(f"{decode.url}/debug/requests")).json()["data"]
                 rows[:] = [one for one in every if one["request_id"] == answer.headers[headers.REQUEST_ID]]
                 return bool(rows)
 
-            await until(told, "the decode worker tells of the request")
+            await until(reloaded, "the decode worker tells of the request")
             row = rows[0]
             held = sum(relay["local_tokens"] for relay in row["relays"]) if row["relays"] else cached
             return cached, held, answer.json()["choices"][0]["text"]

@@ -92,19 +92,19 @@ def token_latency(worker: str, per_minute: float, bound: str) -> Series:
     """Return the tokens of a worker, all in one bucket."""
     labels: dict[str, Any] = {**SERVICE, "role": "decode", "worker": worker}
     buckets = ("0.005", "0.01", "0.025", "0.05", "0.1", "+Inf")
-    found: Series = {}
+    series: Series = {}
     for one in buckets:
         within = one == "+Inf" or float(one) >= float(bound)
-        found |= counter(metrics.WORKER_TOKEN, per_minute if within else 0, "_bucket", le=one, **labels)
-    return found
+        series |= counter(metrics.WORKER_TOKEN, per_minute if within else 0, "_bucket", le=one, **labels)
+    return series
 
 
 def workers(**bounds: str) -> Series:
     """Return workers whose tokens all fall into one bucket each."""
-    found: Series = {}
+    series: Series = {}
     for worker, bound in bounds.items():
-        found |= token_latency(worker, 60, bound)
-    return found
+        series |= token_latency(worker, 60, bound)
+    return series
 
 
 FIRST_BYTE = (metrics.ROUTER_FIRST_BYTE, 2.5)

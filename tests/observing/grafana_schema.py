@@ -29,8 +29,8 @@ def grafana_schema(folder: Path) -> dict[str, Any]:
     flags = ("--type", "Checked", "--no-type-check", "--expose", "none", "--no-top-ref")
     done = _run(folder, "npx", "ts-json-schema-generator", "--path", "types.ts", *flags)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    schema: dict[str, Any] = json.loads(done.stdout)
+    return schema
 
 
 def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

@@ -91,7 +91,7 @@ def collect(folder: Path) -> Telemetry:
             _ask(up)
             workers = up.workers()
             _scrape(telemetry, up, workers)
-            telemetry.pages["alone"] = _alone(folder, workers["decode"])
+            telemetry.pages["alone"] = _single_process(folder, workers["decode"])
             assert up.end(signal.SIGINT) == 0
         telemetry.log = up.lines
         telemetry.spans = list(collector.spans)
@@ -149,7 +149,7 @@ def _scrape(telemetry: Telemetry, up: RunningUp, workers: dict[str, str]) -> Non
     telemetry.pages.update({role: page(url) for role, url in workers.items()})
 
 
-def _alone(folder: Path, decode: str) -> str:
+def _single_process(folder: Path, decode: str) -> str:
     """Return the metrics of a router with one process and with tenants."""
     file = folder / "tenants.yaml"
     file.write_text(json.dumps({"tenants": [{"name": "a", "keys": ["sha256:" + "0" * 64]}]}))
@@ -160,10 +160,10 @@ def _alone(folder: Path, decode: str) -> str:
     assert process.stderr is not None
     try:
         deadline = time.monotonic() + ROUNDS_S
-        for said in process.stderr:
+        for line in process.stderr:
             assert time.monotonic() < deadline
-            if "listens on http" in said:
-                url = json.loads(said)["message"].partition("listens on ")[2].split()[0]
+            if "listens on http" in line:
+                url = json.loads(line)["message"].partition("listens on ")[2].split()[0]
                 return httpx.get(f"{url}/metrics", trust_env=False).raise_for_status().text
         raise AssertionError("the router did not start")
     finally:

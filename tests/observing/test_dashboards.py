@@ -45,8 +45,8 @@ def schema(tmp_path_factory: pytest.TempPathFactory) -> Draft7Validator:
 
 
 def board_json(board: Dashboard) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(grafana.to_json(board))
-    return found
+    as_json: dict[str, Any] = json.loads(grafana.to_json(board))
+    return as_json
 
 
 def panels_of(board: Dashboard) -> list[dict[str, Any]]:
@@ -189,9 +189,9 @@ class TestJson:
             assert f"Unit: {panel.unit.name}." in document["description"]
 
     def test_uid_and_panel_ids_are_unique(self, board: Dashboard) -> None:
-        made = board_json(board)
-        assert made["uid"] == f"baton-{board.name}"
-        ids = [panel["id"] for panel in made["panels"]]
+        dashboard_json = board_json(board)
+        assert dashboard_json["uid"] == f"baton-{board.name}"
+        ids = [panel["id"] for panel in dashboard_json["panels"]]
         assert len(ids) == len(set(ids))
 
 

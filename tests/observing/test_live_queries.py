@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from baton_api import metrics
+from baton_observing import engines
 from baton_observing.alerts import ALERTS
 from baton_observing.dashboards import DASHBOARDS, render, workers
 from baton_observing.dashboards.panels import CLUSTER, TENANT, Query
@@ -45,31 +46,31 @@ RARE = frozenset(
 async def it(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Monitored]:
     folder = tmp_path_factory.mktemp("monitored")
     (folder / "kubernetes").mkdir()
-    async with monitored(folder, make_model(folder / "tiny")) as made:
-        yield made
+    async with monitored(folder, make_model(folder / "tiny")) as stack:
+        yield stack
 
 
 def queries() -> dict[str, Query]:
     """Return the queries of all panels and rules, by where they are."""
-    found = {
+    by_expression = {
         f"{board.name}: {panel.title}: {number}": query
         for board in DASHBOARDS
         for panel in board.panels
         for number, query in enumerate(panel.queries)
     }
-    found |= {record.name: Query(record.name) for record in RECORDING_RULES}
-    found |= {record.expression: Query(record.expression) for record in RECORDING_RULES}
+    by_expression |= {record.name: Query(record.name) for record in RECORDING_RULES}
+    by_expression |= {record.expression: Query(record.expression) for record in RECORDING_RULES}
     looked_at = {name for alert in ALERTS for name in NAMES.findall(alert.expression)}
     # DCGM metrics need a GPU.
-    found = {
+    by_expression = {
         name: one
-        for name, one in found.items()
+        for name, one in by_expression.items()
         if not any(gpu in one.expression for gpu in workers.DCGM_METRICS)
     }
-    return found | {f"alerts: {name}": Query(f"count({name})") for name in looked_at - RARE}
+    return by_expression | {f"alerts: {name}": Query(f"count({name})") for name in looked_at - RARE}
 
 
-async def test_every_panel_and_rule_returns_data(it: Monitored, tmp_path: Path) -> None:
+async def test_panels_and_rules_return_data(it: Monitored, tmp_path: Path) -> None:
     load = Load(it.up.url, "tiny", clients=3)
     began = time.time()
     missing = queries()
@@ -94,9 +95,10 @@ async def test_every_panel_and_rule_returns_data(it: Monitored, tmp_path: Path) 
 def _judge(it: Monitored) -> None:
     # No rule fails.
     groups = it.prometheus.get("rules", {})["groups"]
-    said = [rule for group in groups for rule in group["rules"]]
-    assert len(said) == len(ALERTS) + len(RECORDING_RULES)
-    assert not [rule["name"] for rule in said if rule["health"] != "ok"]
+    evaluated = [rule for group in groups for rule in group["rules"]]
+    mapped = sum(len(records) for records in engines.rules().values())
+    assert len(evaluated) == len(ALERTS) + len(RECORDING_RULES) + mapped
+    assert not [rule["name"] for rule in evaluated if rule["health"] != "ok"]
 
     # Every variable of a dashboard has values.
     for board in DASHBOARDS:
@@ -104,8 +106,8 @@ def _judge(it: Monitored) -> None:
         for variable in set(board.variables) - {TENANT, CLUSTER}:
             selector = re.fullmatch(r"label_values\((.*), (\w+)\)", variable.query)
             assert selector is not None
-            asked = {"match[]": re.sub(r"\$\w+", ".*", selector.group(1))}
-            assert it.prometheus.get(f"label/{selector.group(2)}/values", asked), variable
+            parameters = {"match[]": re.sub(r"\$\w+", ".*", selector.group(1))}
+            assert it.prometheus.get(f"label/{selector.group(2)}/values", parameters), variable
 
 
 def _draw(it: Monitored, folder: Path) -> None:

@@ -100,8 +100,13 @@ def test_router_exposes_exactly_its_metrics(telemetry: Telemetry) -> None:
     agree(several, contract)
     agree(one, contract)
     assert several.keys() | one.keys() == contract.keys()
-    fronts = {metrics.ROUTER_REGISTERED_WORKERS.name, metrics.ROUTER_UNASKED.name.removesuffix("_total")}
-    assert several.keys() - one.keys() <= fronts, "but for what only fronts have, one process shows it all"
+    frontend_metrics = {
+        metrics.ROUTER_REGISTERED_WORKERS.name,
+        metrics.ROUTER_UNASKED.name.removesuffix("_total"),
+    }
+    assert several.keys() - one.keys() <= frontend_metrics, (
+        "but for what only fronts have, one process shows it all"
+    )
 
 
 @pytest.mark.processes
@@ -109,8 +114,8 @@ def test_metrics_count_the_requests_of_the_test(telemetry: Telemetry) -> None:
     def total(process: str, metric: Metric, **labels: str) -> float:
         family = telemetry.families(process)[metric.name.removesuffix("_total")]
         name = metric.name + ("_count" if metric.kind == "histogram" else "")
-        found = [one for one in family.samples if one.name == name]
-        return float(sum(one.value for one in found if labels.items() <= one.labels.items()))
+        samples = [one for one in family.samples if one.name == name]
+        return float(sum(one.value for one in samples if labels.items() <= one.labels.items()))
 
     assert total("decode", metrics.WORKER_TRANSFER_SECONDS) >= 2
     assert total("prefill", metrics.WORKER_PREFILL_TIME) >= 2
@@ -139,6 +144,6 @@ async def leads(operator: Any) -> bool:
     return bool(await operator.figure(metrics.OPERATOR_LEADER.name) == 1)
 
 
-def test_every_metric_belongs_to_a_process() -> None:
+def test_contract_metrics_belong_to_a_process() -> None:
     begins = ("baton_worker_", "baton_router_", "baton_batch", "baton_operator_", "baton_autoscaler_")
     assert of(*begins, "baton_build_").keys() == of("baton_").keys()

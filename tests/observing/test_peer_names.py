@@ -13,7 +13,7 @@ from tests.observing.telemetry import Telemetry
 # Metrics in the panels of the dashboards that those projects ship:
 # examples/observability/prometheus_grafana/grafana.json of vLLM,
 # examples/monitoring/grafana/dashboards/json/sglang-dashboard.json of SGLang.
-ASKED = {
+PEER_METRICS = {
     "vllm": """
         vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_sum
         vllm:e2e_request_latency_seconds_count vllm:prompt_tokens_total vllm:generation_tokens_total
@@ -38,30 +38,30 @@ LABELS = {"vllm:request_success_total": {"model_name", "finished_reason"}}
 
 
 def samples(telemetry: Telemetry, process: str) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     for family in telemetry.families(process).values():
         for sample in family.samples:
-            found.setdefault(sample.name, []).append(sample)
-    return found
+            by_name.setdefault(sample.name, []).append(sample)
+    return by_name
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("peer", ASKED)
+@pytest.mark.parametrize("peer", PEER_METRICS)
 def test_peer_metric_exists_with_model_label(telemetry: Telemetry, peer: str) -> None:
-    found = samples(telemetry, "decode")
-    for name in ASKED[peer].split():
-        assert name in found, name
-        for sample in found[name]:
+    peer_samples = samples(telemetry, "decode")
+    for name in PEER_METRICS[peer].split():
+        assert name in peer_samples, name
+        for sample in peer_samples[name]:
             assert sample.labels["model_name"] == "tiny"
             assert sample.labels.keys() - {"le"} == LABELS.get(name, {"model_name"}), name
 
 
 @pytest.mark.processes
 def test_peer_metrics_equal_baton_metrics(telemetry: Telemetry) -> None:
-    found = samples(telemetry, "decode")
+    peer_samples = samples(telemetry, "decode")
 
     def total(name: str, **labels: str) -> float:
-        return float(sum(one.value for one in found[name] if labels.items() <= one.labels.items()))
+        return float(sum(one.value for one in peer_samples[name] if labels.items() <= one.labels.items()))
 
     for theirs, ours in (
         ("vllm:prompt_tokens_total", metrics.WORKER_PROMPT_TOKENS.name),

@@ -44,10 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the rule files."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (on Debian: apt install prometheus)")
-    made = tmp_path_factory.mktemp("rules")
+    path = tmp_path_factory.mktemp("rules")
     for name, text in rules.files().items():
-        (made / name).write_text(text)
-    return made
+        (path / name).write_text(text)
+    return path
 
 
 def promtool(*arguments: str, folder: Path) -> str:
@@ -79,9 +79,9 @@ def scene(name: str, severity: str, series: Series, at: int, count: int) -> Mapp
 
 def test_promtool_accepts_all_rules(folder: Path) -> None:
     output = promtool("check", "rules", *rules.files(), folder=folder)
-    found = sum(int(number) for number in re.findall(r"(\d+) rules found", output))
+    count = sum(int(number) for number in re.findall(r"(\d+) rules found", output))
     records = sum(text.count("record:") for text in rules.files().values())
-    assert found == len(ALERTS) + records
+    assert count == len(ALERTS) + records
 
 
 def test_promtool_accepts_all_panel_queries(folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_promtool_accepts_all_panel_queries(folder: Path) -> None:
 
 
 def test_rollouts_mark_first_minutes_of_revision(folder: Path) -> None:
-    """The first revision of a service is no rollout."""
+    """The first revision of a service does not count as a rollout."""
     expression = re.sub(r"\$\w+", ".*", ROLLOUTS.expression)
     marked = [{"labels": '{namespace="models", service="chat", revision="b"}', "value": 20}]
     test = {
@@ -117,9 +117,9 @@ def test_rollouts_mark_first_minutes_of_revision(folder: Path) -> None:
 def isolated(name: str, severity: str) -> dict[str, Any]:
     """Return the alert with the recording rules that it needs. promtool is slow with all of them."""
     groups = [group for text in rules.files().values() for group in yaml.safe_load(text)["groups"]]
-    found = [rule for group in groups for rule in group["rules"]]
-    (alert,) = (one for one in found if one.get("alert") == name and one["labels"]["severity"] == severity)
-    records = [one for one in found if "record" in one]
+    alerts = [rule for group in groups for rule in group["rules"]]
+    (alert,) = (one for one in alerts if one.get("alert") == name and one["labels"]["severity"] == severity)
+    records = [one for one in alerts if "record" in one]
     needed, before = alert["expr"], ""
     while needed != before:
         before = needed
@@ -128,7 +128,7 @@ def isolated(name: str, severity: str) -> dict[str, Any]:
     return {"groups": [{"name": "isolated", "rules": [*made_of, alert]}]}
 
 
-def test_each_alert_fires_and_stays_silent(folder: Path) -> None:
+def test_alerts_fire_and_stay_silent(folder: Path) -> None:
     files, scenes = [], 0
     for number, case in enumerate(CASES):
         (folder / f"{number}.rules.yaml").write_text(yaml.safe_dump(isolated(case.name, case.severity)))
@@ -202,7 +202,7 @@ def test_few_alerts_page_or_open_tickets() -> None:
 
 
 class TestRunbooks:
-    def test_every_alert_has_one_runbook(self) -> None:
+    def test_alerts_have_one_runbook_each(self) -> None:
         pages = {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"}
         assert pages == {alert.name for alert in ALERTS}
 

@@ -26,10 +26,10 @@ def test_log_line_is_json_with_process(telemetry: Telemetry) -> None:
 def test_request_id_is_logged_by_every_process(telemetry: Telemetry, request_id: str) -> None:
     mine = [line for line in telemetry.lines if line.get("request_id") == request_id]
     # One frontend process of the router handled the request.
-    said = {line["process"].partition("-front-")[0]: line["message"] for line in mine}
-    assert said.keys() == {"router", "prefill-0", "decode-0"}
-    assert "is computed" in said["prefill-0"]
-    assert f"request={request_id}" in said["router"] and f"request={request_id}" in said["decode-0"]
+    messages = {line["process"].partition("-front-")[0]: line["message"] for line in mine}
+    assert messages.keys() == {"router", "prefill-0", "decode-0"}
+    assert "is computed" in messages["prefill-0"]
+    assert f"request={request_id}" in messages["router"] and f"request={request_id}" in messages["decode-0"]
 
 
 def test_line_with_request_id_in_text_has_field(telemetry: Telemetry) -> None:

@@ -1,4 +1,4 @@
-"""What a schema must refuse, read from the schema itself: each of its bounds, broken once."""
+"""Values that a schema must reject, read from the schema itself: each of its bounds, broken once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST = 5000
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """One value that is none, and the path by which the refusal must name it."""
+    """One invalid value, and the path by which the rejection must name it."""
 
     path: tuple[str, ...]
     """Of fields; `[]` stands for the first item of a list."""
@@ -59,17 +59,17 @@ LIMITS = (("minimum", -1), ("maximum", 1))
 
 def broken(spec: dict[str, Any], schema: Schema, breach: Breach) -> dict[str, Any]:
     """The spec with that value in its place, and whatever has to be around it."""
-    made: Any = copy.deepcopy(spec)
+    changed: Any = copy.deepcopy(spec)
     if len(breach.path) == 1:  # the spec itself
         return {"spec": breach.value}
-    where, here = made, schema
+    where, here = changed, schema
     for name in breach.path[1:-1]:
         here = _below(here, name)
         if name == "[]":
             where = where[0]
         else:
-            there = where.get(name)
-            if not isinstance(there, dict | list) or there == []:
+            child = where.get(name)
+            if not isinstance(child, dict | list) or child == []:
                 where[name] = _least(here)
             where = where[name]
     last = breach.path[-1]
@@ -77,12 +77,12 @@ def broken(spec: dict[str, Any], schema: Schema, breach: Breach) -> dict[str, An
         where[:] = [breach.value]
     else:
         where[last] = breach.value
-    return {"spec": made}
+    return {"spec": changed}
 
 
 def _below(schema: Schema, name: str) -> Schema:
-    found: Schema = schema["items"] if name == "[]" else schema["properties"][name]
-    return found
+    below: Schema = schema["items"] if name == "[]" else schema["properties"][name]
+    return below
 
 
 def _least(schema: Schema) -> Any:

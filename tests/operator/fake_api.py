@@ -1,9 +1,9 @@
 """
-An API server that misbehaves as it is told to, and behaves otherwise.
+An API server that misbehaves as instructed, and behaves correctly otherwise.
 
 It has discovery, lists by page, watches with bookmarks, server-side apply (fields that an applier leaves
-out vanish), versions, and status apart from spec. What it does to watches and requests no test could ask of a
-real one.
+out vanish), versions, and status apart from spec. A real server cannot be made to treat watches and requests
+in these ways.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SERVED = (
 Place = tuple[str, str]
 """API and plural."""
 
-SAID = ("apiVersion", "kind")
-"""What items of a list do not say."""
+OMITTED = ("apiVersion", "kind")
+"""Fields that items of a list leave out."""
 
 
 class FakeApi:
@@ -48,7 +48,7 @@ class FakeApi:
         self.silent = False
         """With it, watches stay open and bring nothing."""
         self.refused = ""
-        """Plural of a kind that nobody may read."""
+        """Plural of a kind that no client may read."""
         self.page = 0
         """Most objects of a list's page; 0: as many as are asked for."""
         self.version = 100
@@ -60,13 +60,13 @@ class FakeApi:
         self._kinds = {(api, plural(kind)): kind for api, kind in SERVED}
         self._applied: dict[tuple[str, str, str, str], Any] = {}
         self._events: list[tuple[int, Place, Any, Any]] = []
-        """Version, place, and the object before and after each change; None where there is none."""
+        """Version, place, and the object before and after each change; None where it does not exist."""
         self._oldest = 0
         self._error: int | None = None
         self._cuts = 0
         self._bookmarks = 0
         self._lists: dict[str, tuple[int, list[Any]]] = {}
-        """What is left of lists of which a page was given, by the token for the next one."""
+        """Rest of lists of which a page was sent, by the token for the next one."""
         self._news = asyncio.Condition()
 
     async def __aenter__(self) -> FakeApi:
@@ -81,8 +81,8 @@ class FakeApi:
             "users": [{"name": "main", "user": {"token": "token"}}],
             "contexts": [{"name": "main", "context": {"cluster": "main", "user": "main"}}],
         }
-        made = {"apiVersion": "v1", "kind": "Config", "current-context": "main", **lists}
-        self.kubeconfig.write_text(yaml.safe_dump(made))
+        config = {"apiVersion": "v1", "kind": "Config", "current-context": "main", **lists}
+        self.kubeconfig.write_text(yaml.safe_dump(config))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -91,14 +91,14 @@ class FakeApi:
     async def put(self, spec: Any, name: str = "chat", *, lose: bool = False) -> None:
         """Make or change an InferenceService; with `lose` no watch hears of it."""
         where = (API, "inferenceservices", "models", name)
-        there = self.objects.get(where)
-        generation = there["metadata"]["generation"] + 1 if there else 1
+        existing = self.objects.get(where)
+        generation = existing["metadata"]["generation"] + 1 if existing else 1
         metadata = {"name": name, "namespace": "models", "uid": f"uid-{name}", "generation": generation}
-        made = {**(there or {}), "metadata": metadata, "spec": spec}
-        await self._store(where, made, lose=lose)
+        changed = {**(existing or {}), "metadata": metadata, "spec": spec}
+        await self._store(where, changed, lose=lose)
 
     async def at_rest(self) -> None:
-        """Nobody has written for as long as changes are gathered, several times over."""
+        """Wait until no client has written for several times as long as changes are gathered."""
         writes, since = -1, time.monotonic()
         while writes != self.writes or time.monotonic() - since < 6 * BATCH_CHANGES_S:
             if writes != self.writes:
@@ -129,7 +129,7 @@ class FakeApi:
             self._news.notify_all()
 
     async def bookmark(self) -> None:
-        """All watches are told how far they are."""
+        """Send all watches a bookmark."""
         async with self._news:
             self._bookmarks += 1
             self._news.notify_all()
@@ -152,7 +152,7 @@ class FakeApi:
     def status(self, name: str = "chat") -> Any:
         return self.objects[API, "inferenceservices", "models", name].get("status", {})
 
-    async def _store(self, where: tuple[str, str, str, str], made: Any, *, lose: bool = False) -> Any:
+    async def _store(self, where: tuple[str, str, str, str], manifest: Any, *, lose: bool = False) -> Any:
         api, resource, *_ = where
         before = self.objects.get(where)
         async with self._news:
@@ -160,16 +160,16 @@ class FakeApi:
             kind = self._kinds[api, resource]
             metadata = {
                 "uid": before["metadata"]["uid"] if before else f"uid-{self.version}",
-                **made["metadata"],
+                **manifest["metadata"],
                 "resourceVersion": str(self.version),
                 "namespace": where[2],
             }
-            made = {**made, "apiVersion": api, "kind": kind, "metadata": metadata}
-            self.objects[where] = made
+            manifest = {**manifest, "apiVersion": api, "kind": kind, "metadata": metadata}
+            self.objects[where] = manifest
             if not lose:
-                self._events.append((self.version, (api, resource), before, made))
+                self._events.append((self.version, (api, resource), before, manifest))
             self._news.notify_all()
-        return made
+        return manifest
 
     async def _remove(self, where: tuple[str, str, str, str]) -> None:
         async with self._news:
@@ -181,8 +181,8 @@ class FakeApi:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         parts = request.path.strip("/").split("/")
-        if found := self._discovery(parts):
-            return web.json_response(found)
+        if discovery := self._discovery(parts):
+            return web.json_response(discovery)
         api, rest = ("v1", parts[2:]) if parts[0] == "api" else (f"{parts[1]}/{parts[2]}", parts[3:])
         namespace = ""
         if not rest:
@@ -203,8 +203,8 @@ class FakeApi:
             case "GET" if verb == "watch":
                 return await self._watch((api, resource), namespace, request)
             case "GET" if name:
-                there = self.objects.get(where)
-                return web.json_response(there) if there else _status(404)
+                existing = self.objects.get(where)
+                return web.json_response(existing) if existing else _status(404)
             case "GET":
                 return self._list((api, resource), namespace, request)
             case "POST":
@@ -233,18 +233,18 @@ class FakeApi:
     async def _patch(
         self, where: tuple[str, str, str, str], body: Any, kind: str, status: bool
     ) -> web.StreamResponse:
-        there = self.objects.get(where)
+        existing = self.objects.get(where)
         if kind == "application/apply-patch+yaml":
-            made = _merged(_without(there or {}, self._applied.get(where, {}), body), body)
+            changed = _merged(_without(existing or {}, self._applied.get(where, {}), body), body)
             self._applied[where] = body
-            if there is not None and _same(there, made):
-                return web.json_response(there)
-        elif there is None:
+            if existing is not None and _same(existing, changed):
+                return web.json_response(existing)
+        elif existing is None:
             return _status(404)
         else:
             body.get("metadata", {}).pop("uid", None)
-            made = _merged(there, {"status": body["status"]} if status else body)
-        return web.json_response(await self._store(where, made))
+            changed = _merged(existing, {"status": body["status"]} if status else body)
+        return web.json_response(await self._store(where, changed))
 
     def _list(self, place: Place, namespace: str, request: web.Request) -> web.Response:
         token = request.query.get("continue")
@@ -256,8 +256,8 @@ class FakeApi:
             version = self.version
             items = [
                 one
-                for (*there, within, _), one in self.objects.items()
-                if tuple(there) == place and namespace in ("", within) and _selected(one, request)
+                for (*listed_place, within, _), one in self.objects.items()
+                if tuple(listed_place) == place and namespace in ("", within) and _selected(one, request)
             ]
         metadata = {"resourceVersion": str(version)}
         limit = int(request.query.get("limit", "0"))
@@ -266,7 +266,7 @@ class FakeApi:
             metadata["continue"] = f"{version}-{len(self._lists)}-{self.requests.total()}"
             self._lists[metadata["continue"]] = version, items[size:]
             items = items[:size]
-        plain = [{name: value for name, value in one.items() if name not in SAID} for one in items]
+        plain = [{name: value for name, value in one.items() if name not in OMITTED} for one in items]
         return web.json_response({"metadata": metadata, "items": plain})
 
     async def _watch(self, place: Place, namespace: str, request: web.Request) -> web.StreamResponse:
@@ -301,9 +301,9 @@ class FakeApi:
                     "ERROR", {"kind": "Status", "code": code, "message": "as told", "reason": "Expired"}
                 )
                 return stream
-            for version, there, before, after in fresh:
+            for version, place_changed, before, after in fresh:
                 seen = version
-                if there == place and namespace in ("", (after or before)["metadata"]["namespace"]):
+                if place_changed == place and namespace in ("", (after or before)["metadata"]["namespace"]):
                     kind = _event(before, after, request)
                     body = after or before
                     if kind == "DELETED":
@@ -335,8 +335,8 @@ class FakeApi:
                         "namespaced": True,
                         "verbs": ["get", "list", "watch", "patch"],
                     }
-                    for there, kind in SERVED
-                    if there == api
+                    for served_api, kind in SERVED
+                    if served_api == api
                 ]
                 return (
                     {"kind": "APIResourceList", "groupVersion": api, "resources": resources}
@@ -359,7 +359,7 @@ def _selected(one: Any, request: web.Request) -> bool:
 
 
 def _event(before: Any, after: Any, request: web.Request) -> str:
-    """What a change is for a watch that sees some objects only; empty if it is none."""
+    """Return the event of a change for a watch that sees some objects only; empty if there is no event."""
     was = before is not None and _selected(before, request)
     is_so = after is not None and _selected(after, request)
     return {(False, True): "ADDED", (True, True): "MODIFIED", (True, False): "DELETED"}.get((was, is_so), "")
@@ -368,20 +368,20 @@ def _event(before: Any, after: Any, request: web.Request) -> str:
 def _merged(base: Any, over: Any) -> Any:
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
-    made = {**base, **{name: _merged(base.get(name), value) for name, value in over.items()}}
-    return {name: value for name, value in made.items() if value is not None}
+    merged = {**base, **{name: _merged(base.get(name), value) for name, value in over.items()}}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
-def _without(there: Any, before: Any, now: Any) -> Any:
-    """`there` without the fields that were applied before and are not any more."""
-    if not isinstance(there, dict) or not isinstance(before, dict) or not isinstance(now, dict):
-        return there
-    kept = {name: value for name, value in there.items() if name not in before or name in now}
+def _without(existing: Any, before: Any, now: Any) -> Any:
+    """`existing` without the fields that were applied before and are not any more."""
+    if not isinstance(existing, dict) or not isinstance(before, dict) or not isinstance(now, dict):
+        return existing
+    kept = {name: value for name, value in existing.items() if name not in before or name in now}
     return {name: _without(value, before.get(name), now.get(name)) for name, value in kept.items()}
 
 
-def _same(there: Any, made: Any) -> bool:
-    return bool({**made, "metadata": {**there["metadata"], **made["metadata"]}} == there)
+def _same(existing: Any, applied: Any) -> bool:
+    return bool({**applied, "metadata": {**existing["metadata"], **applied["metadata"]}} == existing)
 
 
 def _status(code: int) -> web.Response:

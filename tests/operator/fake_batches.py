@@ -32,7 +32,7 @@ class FakeBatch:
         if by_router:
             metadata["labels"] = dict(BY_ROUTER)
         given = {"serviceName": "chat", "batchId": "batch_1", **(spec or {})}
-        self.there: Manifest | None = {"metadata": metadata, "spec": given, "status": {}}
+        self.stored: Manifest | None = {"metadata": metadata, "spec": given, "status": {}}
         self.job: Manifest | None = None
         self.service: Manifest | None = SERVICE
         self.now = 1_800_000_000.0
@@ -44,45 +44,45 @@ class FakeBatch:
 
     @property
     def batch_job(self) -> Manifest:
-        assert self.there is not None
-        return self.there
+        assert self.stored is not None
+        return self.stored
 
     def decide(self) -> BatchDecision:
         return decide(self.batch_job, self.job, self.service, IMAGE, self.now)
 
     def reconcile(self) -> BatchDecision | None:
         """Decide, carry it out, write conditions if they differ."""
-        if self.there is None:
+        if self.stored is None:
             return None
-        verdict = self.decide()
-        if verdict.create is not None:
+        decision = self.decide()
+        if decision.create is not None:
             assert self.job is None
-            self.job = {**verdict.create, "status": {}}
+            self.job = {**decision.create, "status": {}}
             self.jobs_made += 1
-        if verdict.patch is not None:
+        if decision.patch is not None:
             assert self.job is not None
-            self.job["spec"] = {**self.job["spec"], **verdict.patch["spec"]}
-        if verdict.delete_job:
+            self.job["spec"] = {**self.job["spec"], **decision.patch["spec"]}
+        if decision.delete_job:
             assert self.job is not None
             self.job = None
-        self.writes += sum(map(bool, (verdict.create, verdict.patch, verdict.delete_job, verdict.forget)))
-        if verdict.forget:
-            self.there = self.job = None
-            return verdict
-        status = self.there["status"]
-        conditions, _ = written(verdict.facts, status.get("conditions", ()), 1, self.now)
+        self.writes += sum(map(bool, (decision.create, decision.patch, decision.delete_job, decision.forget)))
+        if decision.forget:
+            self.stored = self.job = None
+            return decision
+        status = self.stored["status"]
+        conditions, _ = written(decision.facts, status.get("conditions", ()), 1, self.now)
         if conditions != status.get("conditions"):
             status["conditions"] = conditions
             self.writes += 1
-        return verdict
+        return decision
 
     def condition(self, type: str) -> tuple[str, str]:
         """Status and reason."""
-        found = next(one for one in self.batch_job["status"]["conditions"] if one["type"] == type)
-        return found["status"], found["reason"]
+        match = next(one for one in self.batch_job["status"]["conditions"] if one["type"] == type)
+        return match["status"], match["reason"]
 
     def says(self, phase: str) -> None:
-        """What a router says of the batch."""
+        """Write the batch's phase to status, as a router does."""
         self.phase = phase
         self.batch_job["status"] |= {"phase": phase, "batchId": "batch_1"}
 
@@ -99,9 +99,9 @@ class FakeBatch:
         self.batch_job["spec"]["suspend"] = so
 
     def happen(self) -> None:
-        """One thing that somebody else does, by chance."""
+        """Apply one random change that comes from outside the operator."""
         self.now += self._rng.choice((1, 10, 1000))
-        if self.there is None:
+        if self.stored is None:
             return
         moves: list[Callable[[], None]] = [lambda: None]
         ended = self.phase in ("completed", "expired", "cancelled", "failed")

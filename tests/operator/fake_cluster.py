@@ -1,9 +1,10 @@
 """
 One service's objects in a cluster that does what Kubernetes does, one thing at a time, kindly or not.
 
-Pods come, get ready and end; a Job fetches files onto a volume, and workers that find none there crash. With
-`troubles` a seeded part of what happens is unkind: workers crash and are evicted, fetches fail and their Jobs
-vanish, a quota refuses pods. What a real API server would refuse of the operator's writes fails the test.
+Pods come, get ready and end, those of a worker with several nodes together. A Job fetches files onto a
+volume, and workers that miss them crash. With `troubles` a seeded part of the events is unkind: workers crash
+and are evicted, fetches fail and their Jobs vanish, a quota rejects pods. A write of the operator that a real
+API server would reject fails the test.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 from baton_api import labels
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod
+from baton_operator.manifests.groups import GROUP_KIND
+from baton_operator.manifests.model_files import FOLDER
 from baton_operator.manifests.objects import Key, Manifest, key, timestamp
 from baton_operator.reconcilers.plan import OperatorDefaults, ServicePlan, plan_service
 from baton_operator.reconcilers.report import service_status
@@ -57,9 +60,9 @@ class FakeCluster:
         self.troubles = troubles
         """Unkind things that are still to happen."""
         self.broken: set[str] = set()
-        """Generations whose pods crash."""
+        """Revisions whose pods crash."""
         self.files: set[tuple[str, str]] = set()
-        """What was fetched: the UID of a claim, and the folder in it."""
+        """Fetched files: the UID of a claim, and the folder in it."""
         self.newest = "0123abcd"
         """The hub's newest commit."""
         self.fetch_s = 0.0
@@ -89,23 +92,23 @@ class FakeCluster:
 
     def reconcile(self) -> ServicePlan:
         """Plan, carry it out, write status if it differs."""
-        observed = self.observe()
-        made = plan_service(observed, self.images, self.now)
-        self.ticket_secret |= made.ticket_secret
-        for manifest in made.create:
+        state = self.observe()
+        plan = plan_service(state, self.images, self.now)
+        self.ticket_secret |= plan.ticket_secret
+        for manifest in plan.create:
             assert key(manifest) not in self.objects
             self._write(manifest)
-        for manifest in made.apply:
+        for manifest in plan.apply:
             self._write(manifest)
-        for gone in made.prune:
+        for gone in plan.prune:
             del self.objects[gone]
             self.writes += 1
-        assert made.state is not None
-        status, _ = service_status(observed, made.state, self.now)
+        assert plan.state is not None
+        status, _ = service_status(state, plan.state, self.now)
         if status != self.service["status"]:
             self.service["status"] = status
             self.writes += 1
-        return made
+        return plan
 
     def happen(self) -> bool:
         """One thing that Kubernetes does by itself, or a trouble; False if there is nothing to do."""
@@ -129,67 +132,66 @@ class FakeCluster:
 
     def condition(self, type: str) -> tuple[str, str]:
         """Status and reason."""
-        there = next(one for one in self.service["status"]["conditions"] if one["type"] == type)
-        return there["status"], there["reason"]
+        match = next(one for one in self.service["status"]["conditions"] if one["type"] == type)
+        return match["status"], match["reason"]
 
     def message(self, type: str) -> str:
-        there = next(one for one in self.service["status"]["conditions"] if one["type"] == type)
-        return str(there["message"])
+        match = next(one for one in self.service["status"]["conditions"] if one["type"] == type)
+        return str(match["message"])
 
     def revision(self, name: str) -> dict[str, Any]:
-        """What status says of a generation."""
-        found: dict[str, Any] = next(
+        """Return a revision's entry in status."""
+        entry: dict[str, Any] = next(
             one for one in self.service["status"]["revisions"] if one["name"] == name
         )
-        return found
+        return entry
 
     def names(self, kind: str) -> list[str]:
-        return sorted(name for _, there, name in self.objects if there == kind)
+        return sorted(name for _, listed_kind, name in self.objects if listed_kind == kind)
 
     def later(self, seconds: float) -> None:
         self.now += seconds
         assert timestamp(self.now)
 
     def delete_jobs(self) -> None:
-        """As their time to live does, or somebody who wants another try: with their pods."""
+        """Delete the Jobs with their pods, as their time to live or a user who wants a retry does."""
         self.pods = [pod for pod in self.pods if not pod.job]
         for gone in [one for one in self.objects if one[1] == "Job"]:
             del self.objects[gone]
 
     def alive(self, revision: str = "") -> list[Pod]:
-        """Workers that are there and stay, of one generation or of all."""
-        there = [pod for pod in self.pods if pod.revision and not pod.terminating and not pod.finished]
-        return [pod for pod in there if revision in ("", pod.revision)]
+        """Return workers that exist and stay, of one revision or of all."""
+        staying = [pod for pod in self.pods if pod.revision and not pod.terminating and not pod.finished]
+        return [pod for pod in staying if revision in ("", pod.revision)]
 
     def wanted_files(self, deployment: Manifest) -> set[tuple[str, str]]:
-        """What workers of it have to find on the operator's volumes; a claim of the user's has its files."""
-        pod = deployment["spec"]["template"]["spec"]
-        model = pod["containers"][0]["args"][1]
-        return {(uid, model) for claim in _claims(pod) if (uid := self._uid(claim))}
+        """Return the files that its workers need on the operator's volumes. A user's claim has its files."""
+        pod = pod_of(deployment)
+        return {(uid, _model(pod)) for claim in _claims(pod) if (uid := self._uid(claim))}
 
     def _write(self, manifest: Manifest) -> None:
-        """What the API server makes of an applied object: it refuses what cannot change, and keeps status."""
+        """Store an applied object as the API server does: reject immutable changes, and keep status."""
         self.writes += 1
         before = self.objects.get(key(manifest))
         metadata = {"uid": f"uid-{next(self._numbers)}", "creationTimestamp": timestamp(self.now)}
-        made = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}
-        if made["kind"] == "PersistentVolumeClaim":
-            made |= {"status": {"phase": "Bound"}}
+        stored = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}
+        if stored["kind"] == "PersistentVolumeClaim":
+            stored |= {"status": {"phase": "Bound"}}
         if before is not None:
             if manifest["kind"] == "PersistentVolumeClaim":
-                made["spec"] = {**before["spec"], **manifest["spec"]}
+                stored["spec"] = {**before["spec"], **manifest["spec"]}
             if before.get("immutable"):
                 assert manifest["data"] == before["data"], "an immutable ConfigMap"
             if self._is_of_workers(manifest):
-                assert manifest["spec"]["template"] == before["spec"]["template"], "a restart in place"
-                assert manifest["spec"]["selector"] == before["spec"]["selector"], "an immutable selector"
+                for field in ("template", "selector", "leaderWorkerTemplate"):
+                    assert manifest["spec"].get(field) == before["spec"].get(field), "a restart in place"
             kept = {name: before["metadata"][name] for name in metadata if name in before["metadata"]}
-            made["metadata"] |= kept
-            made |= {"status": before["status"]} if "status" in before else {}
-        self.objects[key(manifest)] = made
+            stored["metadata"] |= kept
+            stored |= {"status": before["status"]} if "status" in before else {}
+        self.objects[key(manifest)] = stored
 
     def _of_deployments(self) -> list[Move]:
-        moves: list[Move] = []
+        moves: list[Move] = self._of_groups()
         for deployment in self._deployments():
             meta = deployment["metadata"]["labels"]
             role, revision = meta[labels.ROLE], meta.get(labels.REVISION, "")
@@ -197,29 +199,63 @@ class FakeCluster:
                 pod
                 for pod in self.pods
                 if (pod.role, pod.revision, pod.terminating, pod.finished) == (role, revision, False, False)
+                and not pod.follower
             ]
             wanted = deployment["spec"]["replicas"]
             refused = self.quota and self._is_of_workers(deployment) and len(staying) < wanted
-            if refused != bool(deployment.get("status", {}).get("conditions")):
+            if deployment["kind"] == GROUP_KIND:
+                pass  # a LeaderWorkerSet does not say so
+            elif refused != bool(deployment.get("status", {}).get("conditions")):
                 moves.append(partial(deployment.update, status={"conditions": [REFUSED] if refused else []}))
             if len(staying) < wanted and not refused:
-                moves.append(partial(self._start, role, revision))
+                moves.append(partial(self._start, role, revision, nodes=nodes_of(deployment)))
             for pod in sorted(staying, key=lambda pod: pod.ready)[: max(0, len(staying) - wanted)]:
-                moves.append(partial(self._change, pod, terminating=True, ready=False))
+                moves.append(partial(self._end, pod))
         return moves
+
+    def _of_groups(self) -> list[Move]:
+        """As LeaderWorkerSet does: a group that lacks a pod comes again, and status counts groups."""
+        moves: list[Move] = []
+        for workload in [one for one in self._deployments() if one["kind"] == GROUP_KIND]:
+            meta, ready = workload["metadata"]["labels"], 0
+            of_it = [
+                pod
+                for pod in self.pods
+                if (pod.role, pod.revision) == (meta[labels.ROLE], meta[labels.REVISION])
+            ]
+            for leader in [pod for pod in of_it if not pod.follower]:
+                group = self._group(leader)
+                whole = [pod for pod in group if not pod.terminating and not pod.finished]
+                ready += len(whole) == nodes_of(workload) and all(pod.ready for pod in whole)
+                if len(whole) != nodes_of(workload) and not leader.terminating:
+                    moves.append(partial(self._end, leader))
+            leaders = {pod.name for pod in of_it if not pod.follower}
+            orphans = [pod for pod in of_it if pod.follower and pod.name.rpartition("-")[0] not in leaders]
+            moves += [partial(self.pods.remove, pod) for pod in orphans]
+            if workload.get("status", {}).get("readyReplicas", 0) != ready:
+                moves.append(partial(workload.update, status={"readyReplicas": ready}))
+        return moves
+
+    def _group(self, leader: Pod) -> list[Pod]:
+        """The pods of one worker."""
+        return [pod for pod in self.pods if pod == leader or pod.name.rpartition("-")[0] == leader.name]
+
+    def _end(self, leader: Pod) -> None:
+        for pod in self._group(leader):
+            self._change(pod, terminating=True, ready=False)
 
     def _of_pods(self) -> list[Move]:
         moves: list[Move] = []
-        there = {one["metadata"]["labels"].get(labels.REVISION, ""): one for one in self._deployments()}
+        by_revision = {one["metadata"]["labels"].get(labels.REVISION, ""): one for one in self._deployments()}
         for pod in self.pods:
             if pod.job:
                 continue
-            if pod.terminating or (pod.revision and pod.revision not in there):
+            if pod.terminating or (pod.revision and pod.revision not in by_revision):
                 moves.append(partial(self.pods.remove, pod))
             elif pod.finished:
                 continue
             elif pod.revision in self.broken or (
-                pod.revision and not self.wanted_files(there[pod.revision]) <= self.files
+                pod.revision and not self.wanted_files(by_revision[pod.revision]) <= self.files
             ):
                 if pod.restarts < MOST_RESTARTS:
                     changes = {"restarts": pod.restarts + 1, "trouble": "CrashLoopBackOff: exit code 1"}
@@ -247,7 +283,7 @@ class FakeCluster:
         return moves
 
     def _unkind(self) -> list[Move]:
-        """What may go wrong now."""
+        """Return the failures that are possible now."""
         moves: list[Move] = [partial(setattr, self, "quota", not self.quota)]
         for pod in self.alive():
             trouble = "Evicted: The node was low on resource: memory."
@@ -275,32 +311,56 @@ class FakeCluster:
     def _fetched(self, revision: str) -> str:
         """The commit that a pod's first container fetches, of a hub where newer ones may come."""
         for one in self._deployments():
-            pod = one["spec"]["template"]["spec"]
+            pod = pod_of(one)
             if one["metadata"]["labels"].get(labels.REVISION) == revision and "initContainers" in pod:
                 (fetch,) = pod["initContainers"]
                 pins = [var["valueFrom"]["configMapKeyRef"] for var in fetch["env"] if "valueFrom" in var]
-                found = [self.objects.get(("v1", "ConfigMap", one["name"])) for one in pins]
-                return next((one["data"]["revision"] for one in found if one), self.newest)
+                config_maps = [self.objects.get(("v1", "ConfigMap", one["name"])) for one in pins]
+                return next((one["data"]["revision"] for one in config_maps if one), self.newest)
         return ""
 
     def _uid(self, claim: str) -> str:
-        there = self.objects.get(("v1", "PersistentVolumeClaim", claim))
-        return str(there["metadata"]["uid"]) if there else ""
+        existing = self.objects.get(("v1", "PersistentVolumeClaim", claim))
+        return str(existing["metadata"]["uid"]) if existing else ""
 
     def _deployments(self) -> list[Manifest]:
-        return [one for (_, kind, _), one in sorted(self.objects.items()) if kind == "Deployment"]
+        kinds = ("Deployment", GROUP_KIND)
+        return [one for (_, kind, _), one in sorted(self.objects.items()) if kind in kinds]
 
     @staticmethod
     def _is_of_workers(manifest: Manifest) -> bool:
         of_it = manifest["metadata"]["labels"]
-        return manifest["kind"] == "Deployment" and bool(of_it[labels.ROLE] != names.ROUTER)
+        kinds = ("Deployment", GROUP_KIND)
+        return manifest["kind"] in kinds and bool(of_it[labels.ROLE] != names.ROUTER)
 
-    def _start(self, role: str, revision: str, job: str = "") -> None:
-        name = f"pod-{next(self._numbers)}"
-        self.pods.append(Pod(name, role, revision, False, False, 0, "", self.now, job=job))
+    def _start(self, role: str, revision: str, job: str = "", nodes: int = 1) -> None:
+        leader = Pod(f"pod{next(self._numbers)}", role, revision, False, False, 0, "", self.now, job=job)
+        others = [replace(leader, name=f"{leader.name}-{rank}", follower=True) for rank in range(1, nodes)]
+        self.pods += [leader, *others]
 
     def _change(self, pod: Pod, **changes: Any) -> None:
         self.pods[self.pods.index(pod)] = replace(pod, **changes)
+
+
+def pod_of(workload: Manifest) -> Manifest:
+    """The spec of the pods of a Deployment, or of the leaders of a LeaderWorkerSet."""
+    groups = workload["spec"].get("leaderWorkerTemplate", {})
+    template: Manifest = groups.get("leaderTemplate") or workload["spec"]["template"]
+    pod: Manifest = template["spec"]
+    return pod
+
+
+def nodes_of(workload: Manifest) -> int:
+    """Pods of one worker."""
+    return int(workload["spec"].get("leaderWorkerTemplate", {}).get("size", 1))
+
+
+def _model(pod: Manifest) -> str:
+    """The folder in which its worker looks for the model, whichever engine it runs."""
+    container = pod["containers"][0]
+    values: list[str] = [one.rpartition("=")[2] for one in container["args"]]
+    values += [one.get("value", "") for one in container["env"]]
+    return next(one for one in values if one.startswith(FOLDER))
 
 
 def _claims(pod: Manifest) -> list[str]:

@@ -16,7 +16,7 @@ NOTHING = {
     "decode_fullest": 0.0,
     "decode_fullest_slots": 0.0, "decode_slots": 64.0, "decode_running": 0.0,
 }  # fmt: skip
-"""All is well, and nobody asks for anything."""
+"""All is well, and there are no requests."""
 
 
 class FakePrometheus:
@@ -24,27 +24,29 @@ class FakePrometheus:
 
     def __init__(self) -> None:
         self.url = ""
-        self.figures: dict[str, float] = dict(NOTHING)
+        self.values_by_name: dict[str, float] = dict(NOTHING)
         self.running: dict[str, float] = {}
         """Requests by pod."""
 
     async def answer(self, request: web.Request) -> web.Response:
         query = str((await request.post())["query"])
-        label, values = (METRIC_LABEL, self.figures) if METRIC_LABEL in query else ("pod", self.running)
-        found = [{"metric": {label: name}, "value": [1.0, str(value)]} for name, value in values.items()]
-        return web.json_response({"status": "success", "data": {"resultType": "vector", "result": found}})
+        label, values = (
+            (METRIC_LABEL, self.values_by_name) if METRIC_LABEL in query else ("pod", self.running)
+        )
+        result = [{"metric": {label: name}, "value": [1.0, str(value)]} for name, value in values.items()]
+        return web.json_response({"status": "success", "data": {"resultType": "vector", "result": result}})
 
 
 @asynccontextmanager
 async def fake_prometheus() -> AsyncIterator[FakePrometheus]:
-    made = FakePrometheus()
+    prometheus = FakePrometheus()
     app = web.Application()
-    app.router.add_post("/api/v1/query", made.answer)
+    app.router.add_post("/api/v1/query", prometheus.answer)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    prometheus.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        yield made
+        yield prometheus
     finally:
         await runner.cleanup()

@@ -1,9 +1,9 @@
 """
-What Kubernetes' NetworkPolicies allow: their semantics as an executable definition.
+The semantics of Kubernetes' NetworkPolicies as an executable definition.
 
 https://kubernetes.io/docs/concepts/services-networking/network-policies. Policies see a connection after
-Services have replaced its address: `target` is the pod and its own port. What a policy cannot stop (kubelet
-probes, a pod that reaches itself, pods in the node's network) is no part of it.
+Services have replaced its address: `target` is the pod and its own port. Connections that
+policies cannot stop (kubelet probes, a pod that reaches itself, pods in the node's network) are left out.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _isolates(policy: Manifest, pod: Peer, direction: str) -> bool:
 def _peers(
     peers: Sequence[Manifest] | None, other: Peer, home: str, namespaces: Mapping[str, Labels]
 ) -> bool:
-    """No list, or an empty one, is everybody."""
+    """No list, or an empty one, matches all peers."""
     return not peers or any(_peer(one, other, home, namespaces) for one in peers)
 
 
@@ -90,10 +90,10 @@ def _peer(peer: Manifest, other: Peer, home: str, namespaces: Mapping[str, Label
         return False
     # An empty namespaceSelector is all namespaces; none at all is the policy's own.
     if "namespaceSelector" in peer:
-        there = selects(peer["namespaceSelector"], namespaces[other.namespace])
+        selected = selects(peer["namespaceSelector"], namespaces[other.namespace])
     else:
-        there = other.namespace == home
-    return there and selects(peer.get("podSelector", {}), other.labels)
+        selected = other.namespace == home
+    return selected and selects(peer.get("podSelector", {}), other.labels)
 
 
 def _ports(rule: Manifest, target: Peer, port: int, protocol: str) -> bool:

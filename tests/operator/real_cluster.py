@@ -47,6 +47,8 @@ OTHERS = (
     ("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
     ("gateway.networking.k8s.io", "v1", "Gateway", "gateways"),
     ("cert-manager.io", "v1", "Certificate", "certificates"),
+    ("leaderworkerset.x-k8s.io", "v1", "LeaderWorkerSet", "leaderworkersets"),
+    ("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
 )
 """Kinds that other projects define; their own definitions are not needed to write objects of them."""
 
@@ -54,7 +56,7 @@ WRITES = frozenset({"create", "patch", "update", "delete"})
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ApiRequest:
     """One request of the operator's, as the API server has logged it."""
 
     verb: str
@@ -66,18 +68,18 @@ class Asked:
     agent: str
 
     @classmethod
-    def of(cls, entry: dict[str, Any], user: str) -> Asked | None:
-        there = entry.get("objectRef")
-        if entry["user"]["username"] != user or there is None:
+    def of(cls, entry: dict[str, Any], user: str) -> ApiRequest | None:
+        target = entry.get("objectRef")
+        if entry["user"]["username"] != user or target is None:
             return None
-        kind = there.get("resource", "")
-        resource = f"{kind}/{there['subresource']}" if "subresource" in there else kind
+        kind = target.get("resource", "")
+        resource = f"{kind}/{target['subresource']}" if "subresource" in target else kind
         return cls(
             entry["verb"],
-            there.get("apiGroup", ""),
+            target.get("apiGroup", ""),
             resource,
-            there.get("name", ""),
-            there.get("namespace", ""),
+            target.get("name", ""),
+            target.get("namespace", ""),
             entry.get("responseStatus", {}).get("code", 0),
             entry.get("userAgent", ""),
         )
@@ -89,7 +91,7 @@ class Asked:
 
     @property
     def who(self) -> str:
-        """Which operator, by its identity."""
+        """The operator's identity."""
         return self.agent.partition("baton-operator/")[2]
 
 
@@ -102,7 +104,7 @@ class RealCluster:
         self.folder = folder
         self.kubeconfig = folder / "operator.kubeconfig"
         self.user = "operator"
-        """Who the operator is, for the API server."""
+        """The operator's user name at the API server."""
 
     async def prepare(self) -> None:
         for name in ("models", OPERATOR):
@@ -130,12 +132,12 @@ class RealCluster:
         return await self.token(OPERATOR, name)
 
     async def token(self, namespace: str, account: str) -> str:
-        """What a pod of this account would be given."""
-        asked = await self.admin.post(
+        """Return a token as a pod of this account gets it."""
+        response = await self.admin.post(
             f"{path('v1', 'ServiceAccount', namespace, account)}/token",
             json={"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}},
         )
-        token: str = asked.raise_for_status().json()["status"]["token"]
+        token: str = response.raise_for_status().json()["status"]["token"]
         return token
 
     async def allow(self) -> None:
@@ -154,7 +156,7 @@ class RealCluster:
             await self.api.post(f"{where}/{binding}", {**name, "roleRef": reference, "subjects": subjects})
 
     async def define_others(self) -> None:
-        """What Gateway API and cert-manager would install."""
+        """Install the definitions of Gateway API and its extension, cert-manager and LeaderWorkerSet."""
         for group, version, kind, plural in OTHERS:
             schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
             await self.api.post(CRDS, _crd(group, version, kind, plural, schema))
@@ -171,42 +173,42 @@ class RealCluster:
         body = {"apiVersion": API, "kind": kind, "metadata": {"name": name}, "spec": spec}
         where = path(API, kind, namespace)
         answer = await self.admin.post(where, json=body)
-        while answer.status_code == 409:  # it is there, or the operator wrote its status meanwhile
-            there = await self.admin.get(f"{where}/{name}")
-            body = {**there.json(), "spec": spec}
+        while answer.status_code == 409:  # it exists, or the operator wrote its status meanwhile
+            existing = await self.admin.get(f"{where}/{name}")
+            body = {**existing.json(), "spec": spec}
             answer = await self.admin.put(f"{where}/{name}", json=body)
         assert answer.status_code in (200, 201), answer.text
 
     async def service(self, name: str = "chat", namespace: str = "models") -> dict[str, Any]:
-        there = await self.admin.get(path(API, "InferenceService", namespace, name))
-        made: dict[str, Any] = there.raise_for_status().json()
-        return made
+        response = await self.admin.get(path(API, "InferenceService", namespace, name))
+        service: dict[str, Any] = response.raise_for_status().json()
+        return service
 
     async def condition(self, type: str, name: str = "chat", kind: str = "InferenceService") -> str:
-        """Status and reason; empty if nothing is said yet."""
-        there = (await self.admin.get(path(API, kind, "models", name))).json()
-        found = [one for one in there.get("status", {}).get("conditions", ()) if one["type"] == type]
-        return f"{found[0]['status']} {found[0]['reason']}" if found else ""
+        """Status and reason; empty if the condition is not set yet."""
+        existing = (await self.admin.get(path(API, kind, "models", name))).json()
+        matches = [one for one in existing.get("status", {}).get("conditions", ()) if one["type"] == type]
+        return f"{matches[0]['status']} {matches[0]['reason']}" if matches else ""
 
     async def objects(self, namespace: str = "models") -> dict[str, Manifest]:
-        """All that is there of the kinds that the operator makes, without what differs each time."""
-        found: dict[str, Manifest] = {}
+        """Return all objects of the kinds that the operator makes, without fields that differ each time."""
+        by_name: dict[str, Manifest] = {}
         uids: list[str] = []
-        for there in WATCHED:
-            kind = there.kind
-            if there.optional or kind in ("Pod", "BatchJob", "LoraAdapter"):
+        for resource in WATCHED:
+            kind = resource.kind
+            if resource.optional or kind in ("Pod", "BatchJob", "LoraAdapter"):
                 continue
-            for one in (await self.admin.get(path(there.api, kind, namespace))).json()["items"]:
-                found[f"{kind} {one['metadata']['name']}"] = _plain(one)
+            for one in (await self.admin.get(path(resource.api, kind, namespace))).json()["items"]:
+                by_name[f"{kind} {one['metadata']['name']}"] = _plain(one)
                 uids.append(one["metadata"]["uid"])
-        text = json.dumps(found, sort_keys=True)
+        text = json.dumps(by_name, sort_keys=True)
         for uid in uids:  # selectors of Jobs are made of their own, and Jobs name those of claims
             text = text.replace(uid, "UID")
-        made: dict[str, Manifest] = json.loads(text.replace(namespace, "NAMESPACE"))
-        return made
+        objects: dict[str, Manifest] = json.loads(text.replace(namespace, "NAMESPACE"))
+        return objects
 
     async def ready_pods(self, name: str = "chat", namespace: str = "models") -> None:
-        """What controllers and kubelets would do: as many ready pods as Deployments want, and done Jobs."""
+        """Act as controllers and kubelets: as many ready pods as Deployments want, and done Jobs."""
         where = path("v1", "Pod", namespace)
         wanted = set()
         for one in (await self.admin.get(path("apps/v1", "Deployment", namespace))).json()["items"]:
@@ -244,14 +246,14 @@ class RealCluster:
                 f"{path_of({**one, 'apiVersion': 'batch/v1', 'kind': 'Job'})}/status", {"status": done}
             )
 
-    def asked(self, since: int = 0) -> list[Asked]:
-        """What the operator's account has asked for, from that entry on."""
-        return self.asked_by(self.user, since)
+    def requests(self, since: int = 0) -> list[ApiRequest]:
+        """Return the requests of the operator's account, from that entry on."""
+        return self.requests_of(self.user, since)
 
-    def asked_by(self, user: str, since: int = 0) -> list[Asked]:
-        """What this account has asked for."""
+    def requests_of(self, user: str, since: int = 0) -> list[ApiRequest]:
+        """Return the requests of this account, from that entry on."""
         lines = self.api.audit.read_text().splitlines() if self.api.audit.exists() else []
-        entries = [Asked.of(json.loads(line), user) for line in lines]
+        entries = [ApiRequest.of(json.loads(line), user) for line in lines]
         return [one for one in entries if one is not None][since:]
 
     async def until(self, claim: Callable[[], Any], limit_s: float = 90.0) -> None:
@@ -275,22 +277,22 @@ class RealCluster:
 @asynccontextmanager
 async def real_cluster(folder: Path) -> AsyncIterator[RealCluster]:
     async with real_kubernetes(folder) as api:
-        made = RealCluster(api, folder)
-        await made.prepare()
-        yield made
+        cluster = RealCluster(api, folder)
+        await cluster.prepare()
+        yield cluster
 
 
 @asynccontextmanager
 async def client(cluster: RealCluster) -> AsyncIterator[ApiClient]:
-    made = await api_server.connect(str(cluster.kubeconfig))
+    api_client = await api_server.connect(str(cluster.kubeconfig))
     try:
-        yield made
+        yield api_client
     finally:
-        await made.close()
+        await api_client.close()
 
 
 class Listed:
-    """A cache of one namespace that is listed anew when it is asked to, instead of watched."""
+    """A cache of one namespace that `relist` fills, instead of a watch."""
 
     def __init__(
         self,
@@ -319,7 +321,7 @@ class Inside:
         now: float = 1_800_000_000.0,
     ) -> None:
         self.now = now
-        self.told: list[str] = []
+        self.transitions: list[str] = []
         self.writes = 0
         self._client = client
         self._guard = guard
@@ -336,7 +338,9 @@ class Inside:
             listed.api,
             ClusterReader(listed.cache),
             IMAGES,
-            lambda about, transition: self.told.append(f"{transition.fact.type} {transition.fact.status}"),
+            lambda about, transition: self.transitions.append(
+                f"{transition.fact.type} {transition.fact.status}"
+            ),
             lambda namespace, name, status, objectives: None,
             lambda: self.now,
             600.0,
@@ -418,8 +422,8 @@ async def until(claim: Callable[[], Any], limit_s: float = 90.0) -> None:
         await asyncio.sleep(0.05)
 
 
-def counted(asked: list[Asked]) -> Counter[str]:
-    return Counter(f"{one.verb} {one.resource}" for one in asked)
+def counted(requests: list[ApiRequest]) -> Counter[str]:
+    return Counter(f"{one.verb} {one.resource}" for one in requests)
 
 
 def _crd(group: str, version: str, kind: str, plural: str, schema: Any) -> Manifest:
@@ -450,9 +454,9 @@ def _plain(manifest: Manifest) -> Manifest:
         owner["uid"] = ""
     # The hash of what an object was made from has the owner in it.
     metadata.get("annotations", {}).pop("baton.dev/applied", None)
-    made = {**manifest, "metadata": metadata}
+    cleaned = {**manifest, "metadata": metadata}
     if manifest.get("spec", {}).get("clusterIP"):
-        made["spec"] = {
+        cleaned["spec"] = {
             name: value for name, value in manifest["spec"].items() if name not in ("clusterIP", "clusterIPs")
         }
-    return made
+    return cleaned

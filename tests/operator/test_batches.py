@@ -1,4 +1,4 @@
-"""What is done for a BatchJob: a table of what there is and what follows, then the laws that always hold."""
+"""Decisions for a BatchJob: a table of states and what follows, then the laws that always hold."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def job_of(spec: dict[str, Any], service: dict[str, Any] | None = None) -> Manif
     return manifests.job(batch_job, InferenceServiceSpec.model_validate(service or JOBS), IMAGE)
 
 
-def test_the_job_of_a_batch() -> None:
-    made = job_of({"batchId": "batch_1", "concurrency": 8})
+def test_batch_job_of_a_batch_has_owner_labels_and_token() -> None:
+    job = job_of({"batchId": "batch_1", "concurrency": 8})
     owner = {"apiVersion": "baton.dev/v1alpha1", "kind": "BatchJob", "name": "night", "uid": "uid-1"}
-    assert made["metadata"]["ownerReferences"] == [{**owner, "controller": True}]
-    assert made["metadata"]["labels"][batch_jobs.LABEL] == "night"
-    spec = made["spec"]
+    assert job["metadata"]["ownerReferences"] == [{**owner, "controller": True}]
+    assert job["metadata"]["labels"][batch_jobs.LABEL] == "night"
+    spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 1, 1)
     assert spec["backoffLimitPerIndex"] == 6 and spec["podReplacementPolicy"] == "Failed"
     assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["FailJob", "Ignore", "Ignore"]
@@ -54,11 +54,9 @@ def test_the_job_of_a_batch() -> None:
     assert "env" in container and "BATON_API_KEY" not in str(container["env"])
 
 
-def test_the_job_of_a_file_has_its_owners_key_by_reference() -> None:
-    made = job_of(
-        {"inputFileId": "file-1", "endpoint": "/v1/embeddings", "apiKeySecretRef": {"name": "mine"}}
-    )
-    (container,) = made["spec"]["template"]["spec"]["containers"]
+def test_batch_job_of_a_file_refers_to_the_owners_key() -> None:
+    job = job_of({"inputFileId": "file-1", "endpoint": "/v1/embeddings", "apiKeySecretRef": {"name": "mine"}})
+    (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["args"][-3:] == [
         "--input-file=file-1",
         "--endpoint=/v1/embeddings",
@@ -68,7 +66,7 @@ def test_the_job_of_a_file_has_its_owners_key_by_reference() -> None:
     assert {"name": "BATON_API_KEY", "valueFrom": reference} in container["env"]
 
 
-def test_a_job_for_kueue_is_born_at_rest_and_left_to_it() -> None:
+def test_batch_job_for_kueue_starts_suspended() -> None:
     queued = FakeBatch({"queueName": "night"})
     queued.reconcile()
     assert queued.job is not None
@@ -79,7 +77,7 @@ def test_a_job_for_kueue_is_born_at_rest_and_left_to_it() -> None:
     assert queued.job["spec"]["suspend"] is False and queued.condition("Complete") == ("False", "Waiting")
 
 
-def test_a_pod_template_is_merged_over_it_and_the_service_chooses_its_image() -> None:
+def test_batch_job_pod_template_merges_and_service_sets_image() -> None:
     over = {"spec": {"nodeSelector": {"pool": "cheap"}, "containers": [{"name": "main", "tty": True}]}}
     service = {**JOBS, "router": {"image": "mine:2"}, "security": {"imagePullSecrets": ["registry"]}}
     pod = job_of({"batchId": "batch_1", "podTemplate": over}, service)["spec"]["template"]["spec"]
@@ -146,7 +144,7 @@ def _phase(phase: str) -> Callable[[FakeBatch], None]:
 
 
 @pytest.mark.parametrize(
-    ("there", "complete", "failed", "suspended", "makes"),
+    ("arrange", "complete", "failed", "suspended", "makes"),
     [
         (_nothing, "False Waiting", "False", "False", 1),
         (_suspended, "False Suspended", "False", "True", 1),
@@ -184,40 +182,41 @@ def _phase(phase: str) -> Callable[[FakeBatch], None]:
         "no batch",
     ],
 )
-def test_what_is_said_of_it(
-    there: Callable[[FakeBatch], None], complete: str, failed: str, suspended: str, makes: int
+def test_batch_conditions_follow_the_state(
+    arrange: Callable[[FakeBatch], None], complete: str, failed: str, suspended: str, makes: int
 ) -> None:
     batch = FakeBatch()
-    there(batch)
+    arrange(batch)
     batch.reconcile()
     assert " ".join(batch.condition("Complete")) == complete
     assert (batch.condition("Failed")[0], batch.condition("Suspended")[0]) == (failed, suspended)
     assert batch.jobs_made == makes
 
 
-def test_what_may_change_of_a_job_is_changed_and_nothing_else() -> None:
+def test_batch_spec_change_patches_only_mutable_fields() -> None:
     batch = FakeBatch()
     _running(batch)
     batch.batch_job["spec"] |= {"suspend": True, "ttlAfterFinished": "10m", "maxRetries": 1}
-    verdict = batch.reconcile()
+    decision = batch.reconcile()
     changed = {"suspend": True, "ttlSecondsAfterFinished": 600}
-    assert verdict is not None and verdict.patch == {"spec": changed}
+    assert decision is not None and decision.patch == {"spec": changed}
     batch.suspend(False)
-    verdict = batch.reconcile()
-    assert verdict is not None and verdict.patch == {"spec": {"suspend": False}}
+    decision = batch.reconcile()
+    assert decision is not None and decision.patch == {"spec": {"suspend": False}}
 
 
-def test_a_template_that_has_changed_is_said_to_wait_until_somebody_deletes_the_job() -> None:
+def test_batch_template_change_waits_for_job_deletion() -> None:
+    """Status reports a changed template until a user deletes the Job."""
     batch = FakeBatch({"podTemplate": {"spec": {"nodeSelector": {"pool": "cheap"}}}})
     _running(batch)
     batch.reconcile()
     assert batch.condition("UpToDate") == ("True", "AsMade")
     batch.batch_job["spec"]["podTemplate"] = {"spec": {"nodeSelector": {"pool": "dear"}}}
-    verdict = batch.reconcile()
-    assert verdict is not None and verdict.patch is None and batch.jobs_made == 1
+    decision = batch.reconcile()
+    assert decision is not None and decision.patch is None and batch.jobs_made == 1
     assert batch.condition("UpToDate") == ("False", "TemplateChanged")
-    (told,) = (one for one in batch.batch_job["status"]["conditions"] if one["type"] == "UpToDate")
-    assert "kubectl delete job/night" in told["message"]
+    (condition,) = (one for one in batch.batch_job["status"]["conditions"] if one["type"] == "UpToDate")
+    assert "kubectl delete job/night" in condition["message"]
     assert batch.condition("Complete") == ("False", "Running"), "it goes on as it is"
     batch.job = None
     batch.reconcile()
@@ -227,7 +226,7 @@ def test_a_template_that_has_changed_is_said_to_wait_until_somebody_deletes_the_
     assert batch.condition("UpToDate") == ("True", "AsMade")
 
 
-def test_a_template_that_is_written_otherwise_is_the_same() -> None:
+def test_batch_template_in_other_field_order_is_up_to_date() -> None:
     batch = FakeBatch({"podTemplate": {"spec": {"hostNetwork": False, "nodeSelector": {"pool": "cheap"}}}})
     _running(batch)
     batch.batch_job["spec"]["podTemplate"] = {
@@ -250,39 +249,39 @@ def test_a_template_that_is_written_otherwise_is_the_same() -> None:
     ],
     ids=["its own", "a day", "the batch's of the API"],
 )
-def test_the_time_is_the_batchs_and_its_job_is_given_up_later(
+def test_batch_window_is_a_flag_and_job_deadline_is_later(
     spec: dict[str, Any], flag: list[str], deadline_s: int | None
 ) -> None:
-    made = job_of(spec)["spec"]
-    (container,) = made["template"]["spec"]["containers"]
+    job_spec = job_of(spec)["spec"]
+    (container,) = job_spec["template"]["spec"]["containers"]
     assert [one for one in container["args"] if "window" in one] == flag
-    assert made.get("activeDeadlineSeconds") == deadline_s
+    assert job_spec.get("activeDeadlineSeconds") == deadline_s
 
 
-def test_a_job_that_does_not_notice_the_end_is_deleted_after_a_while() -> None:
+def test_batch_ended_running_job_is_deleted_after_a_delay() -> None:
     batch = FakeBatch()
     _running(batch)
     batch.says("cancelled")
-    verdict = batch.reconcile()
-    assert verdict is not None and not verdict.delete_job and verdict.again_s == JOB_GRACE_S
+    decision = batch.reconcile()
+    assert decision is not None and not decision.delete_job and decision.again_s == JOB_GRACE_S
     batch.now += JOB_GRACE_S
-    verdict = batch.reconcile()
-    assert verdict is not None and verdict.delete_job and batch.job is None
-    assert batch.there is not None, "a person has made it, and may look at it"
+    decision = batch.reconcile()
+    assert decision is not None and decision.delete_job and batch.job is None
+    assert batch.stored is not None, "a person has made it, and may look at it"
 
 
-def test_what_a_router_has_made_goes_some_time_after_its_end() -> None:
+def test_batch_of_a_router_is_deleted_after_its_ttl() -> None:
     batch = FakeBatch({"ttlAfterFinished": "1h"}, by_router=True)
     _phase("completed")(batch)
-    verdict = batch.reconcile()
-    assert verdict is not None and not verdict.forget and verdict.again_s == 3600
+    decision = batch.reconcile()
+    assert decision is not None and not decision.forget and decision.again_s == 3600
     batch.now += 3600
     batch.reconcile()
-    assert batch.there is None
+    assert batch.stored is None
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_however_things_go_there_is_one_job_and_nothing_is_written_twice(seed: int) -> None:
+def test_batch_random_events_make_one_job_and_no_repeated_write(seed: int) -> None:
     batch = FakeBatch(by_router=bool(seed % 2), seed=seed)
     ended = False
     for _ in range(60):
@@ -290,7 +289,7 @@ def test_however_things_go_there_is_one_job_and_nothing_is_written_twice(seed: i
         before = batch.writes
         batch.reconcile()
         assert batch.writes == before, "what was done is not done again"
-        if batch.there is not None:
+        if batch.stored is not None:
             failed = batch.condition("Failed")[0] == "True"
             assert failed or not ended or batch.condition("Complete")[0] == "True", "an end is the end"
             ended = failed or batch.condition("Complete")[0] == "True"
@@ -299,8 +298,8 @@ def test_however_things_go_there_is_one_job_and_nothing_is_written_twice(seed: i
     assert batch.jobs_made <= 1
 
 
-def test_who_only_counts_brings_no_news() -> None:
-    """Routers say every two seconds how far a batch is, and that is nothing to look at Jobs for."""
+def test_batch_progress_update_needs_no_attention() -> None:
+    """Routers report a batch's progress every two seconds, but Jobs need no look for that."""
     batch = FakeBatch()
     assert needs_attention(batch.batch_job)
     batch.batch_job["status"] = {"observedGeneration": 1, "phase": "in_progress", "progress": "3/9"}
@@ -312,13 +311,13 @@ def test_who_only_counts_brings_no_news() -> None:
     assert needs_attention(batch.batch_job)
 
 
-def test_a_decision_changes_nothing_that_it_is_made_from() -> None:
-    for there in (_nothing, _rests, _phase("completed")):
+def test_batch_decision_leaves_its_inputs_unchanged() -> None:
+    for arrange in (_nothing, _rests, _phase("completed")):
         batch = FakeBatch()
-        there(batch)
-        before = copy.deepcopy((batch.there, batch.job, batch.service))
+        arrange(batch)
+        before = copy.deepcopy((batch.stored, batch.job, batch.service))
         batch.decide()
-        assert (batch.there, batch.job, batch.service) == before
+        assert (batch.stored, batch.job, batch.service) == before
 
 
 # --- What the service has for it ---
@@ -374,7 +373,7 @@ def test_routers_make_batch_jobs_only_where_jobs_run_batches() -> None:
     assert "chat-batches" not in cluster.names("NetworkPolicy")
 
 
-def test_runners_reach_routers_whoever_else_does() -> None:
+def test_batch_runners_reach_routers_of_any_exposure() -> None:
     cluster = FakeCluster({**JOBS, "security": {"ingressNamespaceLabels": {"team": "a"}}})
     cluster.settle()
     policy = cluster.objects["networking.k8s.io/v1", "NetworkPolicy", "chat-router"]["spec"]
@@ -383,7 +382,7 @@ def test_runners_reach_routers_whoever_else_does() -> None:
     assert {"podSelector": runners} in rule["from"]
 
 
-def test_where_batches_are_kept_is_told_to_routers_by_reference() -> None:
+def test_router_has_batch_storage_by_reference() -> None:
     cluster = FakeCluster(KEPT)
     cluster.settle()
     (container,) = _router(cluster)["containers"]

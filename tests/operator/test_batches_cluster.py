@@ -40,17 +40,17 @@ FILE: dict[str, Any] = {"serviceName": "chat", "inputFileId": "file-1"}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealCluster]:
-    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as made:
+    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as running:
         restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
-        await made.api.patch("/api/v1/namespaces/models", {"metadata": {"labels": restricted}})
-        await made.put(SERVICE["spec"])
-        yield made
+        await running.api.patch("/api/v1/namespaces/models", {"metadata": {"labels": restricted}})
+        await running.put(SERVICE["spec"])
+        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def api(cluster: RealCluster) -> AsyncIterator[ApiClient]:
-    async with client(cluster) as made:
-        yield made
+    async with client(cluster) as connected:
+        yield connected
 
 
 class Batches:
@@ -58,7 +58,7 @@ class Batches:
 
     def __init__(self, client: ApiClient, now: float = 1_800_000_000.0) -> None:
         self.now = now
-        self.told: list[str] = []
+        self.transitions: list[str] = []
         self._listed = Listed(client)
         self._reconciler = BatchJobReconciler(
             self._listed.api, self._listed.cache, IMAGE, self._tell, lambda: self.now, 600.0
@@ -69,13 +69,13 @@ class Batches:
         return await self._reconciler.reconcile("models", name)
 
     def _tell(self, about: Manifest, transition: Transition) -> None:
-        self.told.append(f"{transition.fact.type} {transition.fact.status} {transition.fact.reason}")
+        self.transitions.append(f"{transition.fact.type} {transition.fact.status} {transition.fact.reason}")
 
 
 async def get(cluster: RealCluster, where: str, name: str) -> Manifest | None:
     answer = await cluster.admin.get(f"{where}/{name}")
-    found: Manifest = answer.json()
-    return found if answer.status_code == 200 else None
+    manifest: Manifest = answer.json()
+    return manifest if answer.status_code == 200 else None
 
 
 async def stands(cluster: RealCluster, name: str) -> str:
@@ -114,16 +114,18 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("spec", "named"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED])
-async def test_it_is_refused_and_the_field_named(cluster: RealCluster, spec: Any, named: str) -> None:
+async def test_batch_job_invalid_spec_is_rejected_with_its_field(
+    cluster: RealCluster, spec: Any, named: str
+) -> None:
     answer = await create(cluster, spec)
     assert answer[0] == 422 or (answer[0] == 400 and "unknown field" in named), answer
     assert named in answer[1], answer
 
 
 @pytest.mark.parametrize("name", ["a" * 51, "a.b"], ids=["a long name", "a name with a dot"])
-async def test_names_of_which_no_pods_name_could_be_made_are_refused(cluster: RealCluster, name: str) -> None:
-    status, said = await create(cluster, BATCH, name)
-    assert status == 422 and "at most 50 characters" in said
+async def test_batch_job_name_unfit_for_pods_is_rejected(cluster: RealCluster, name: str) -> None:
+    status, message = await create(cluster, BATCH, name)
+    assert status == 422 and "at most 50 characters" in message
 
 
 async def create(cluster: RealCluster, spec: Any, name: str = "night") -> tuple[int, str]:
@@ -149,7 +151,7 @@ async def create(cluster: RealCluster, spec: Any, name: str = "night") -> tuple[
         ("podTemplate", {"spec": {"nodeSelector": {"a": "b"}}}),
     ],
 )
-async def test_what_a_job_could_not_follow_cannot_be_changed(
+async def test_batch_job_change_a_job_cannot_follow_is_rejected(
     cluster: RealCluster, field: str, value: Any
 ) -> None:
     await cluster.put({**FILE, "apiKeySecretRef": {"name": "mine"}}, "fixed", kind="BatchJob")
@@ -162,7 +164,7 @@ async def test_what_a_job_could_not_follow_cannot_be_changed(
     assert follows or f"{field} cannot be changed" in answer.text
 
 
-async def test_from_a_batch_to_its_end(cluster: RealCluster, api: ApiClient) -> None:
+async def test_batch_job_lifecycle_writes_each_step_once(cluster: RealCluster, api: ApiClient) -> None:
     """The API server takes each thing that is done on the way, and nothing is done twice."""
     batches = Batches(api)
     await cluster.put({**BATCH, "concurrency": 8}, "way", kind="BatchJob")
@@ -170,13 +172,13 @@ async def test_from_a_batch_to_its_end(cluster: RealCluster, api: ApiClient) -> 
     job = await get(cluster, JOBS, "way")
     assert job is not None and job["spec"]["completionMode"] == "Indexed"
     (owner,) = job["metadata"]["ownerReferences"]
-    there = await get(cluster, WHERE, "way")
-    assert there is not None and owner["uid"] == there["metadata"]["uid"] and owner["controller"]
+    stored = await get(cluster, WHERE, "way")
+    assert stored is not None and owner["uid"] == stored["metadata"]["uid"] and owner["controller"]
     assert await stands(cluster, "way") == "False Waiting"
-    since = len(cluster.asked())
+    since = len(cluster.requests())
     await batches.reconcile("way")
     await Batches(api, now=batches.now + 1000).reconcile("way")
-    assert counted([one for one in cluster.asked(since) if one.is_work]) == {}
+    assert counted([one for one in cluster.requests(since) if one.is_work]) == {}
     # The pod that would be made of it is admitted under `restricted`.
     pod = {"metadata": {"name": "way-0-abcde"}, "spec": job["spec"]["template"]["spec"]}
     answer = await cluster.admin.post(path("v1", "Pod", "models"), params={"dryRun": "All"}, json=pod)
@@ -191,20 +193,22 @@ async def test_from_a_batch_to_its_end(cluster: RealCluster, api: ApiClient) -> 
     await batches.reconcile("way")
 
     # Cancelled by the API, while no pod can be scheduled that would hear of it.
-    told = {"phase": "cancelled", "batchId": "batch_1", "total": 3, "completed": 1, "progress": "1/3"}
-    await cluster.api.patch(f"{WHERE}/way/status", {"status": told})
+    batch_status = {"phase": "cancelled", "batchId": "batch_1", "total": 3, "completed": 1, "progress": "1/3"}
+    await cluster.api.patch(f"{WHERE}/way/status", {"status": batch_status})
     assert await batches.reconcile("way") == 30
     assert await stands(cluster, "way") == "False Cancelled"
     batches.now += 30
     await batches.reconcile("way")
     job = await get(cluster, JOBS, "way")
     assert job is None or "deletionTimestamp" in job["metadata"]
-    there = await get(cluster, WHERE, "way")
-    assert there is not None and there["status"]["completed"] == 1, "what routers say stays theirs"
-    assert "Failed True Cancelled" in batches.told
+    stored = await get(cluster, WHERE, "way")
+    assert stored is not None and stored["status"]["completed"] == 1, "what routers say stays theirs"
+    assert "Failed True Cancelled" in batches.transitions
 
 
-async def test_a_job_of_another_is_left_alone(cluster: RealCluster, api: ApiClient) -> None:
+async def test_batch_job_foreign_job_of_same_name_is_not_touched(
+    cluster: RealCluster, api: ApiClient
+) -> None:
     pod = {"restartPolicy": "Never", "containers": [{"name": "main", "image": "none"}]}
     body = {"metadata": {"name": "taken"}, "spec": {"template": {"spec": pod}}}
     await cluster.api.post(JOBS, body)
@@ -216,7 +220,9 @@ async def test_a_job_of_another_is_left_alone(cluster: RealCluster, api: ApiClie
     assert job is not None and "ownerReferences" not in job["metadata"]
 
 
-async def test_a_pod_template_that_is_none_is_said_in_status(cluster: RealCluster, api: ApiClient) -> None:
+async def test_batch_job_invalid_pod_template_is_reported_in_status(
+    cluster: RealCluster, api: ApiClient
+) -> None:
     spec = {**BATCH, "podTemplate": {"spec": {"restartPolicy": "Always"}}}
     await cluster.put(spec, "wrong", kind="BatchJob")
     batches = Batches(api)
@@ -235,7 +241,7 @@ async def router(cluster: RealCluster, api: ApiClient, tmp_path: Path) -> BatchJ
     return BatchJobApi(KubernetesAccess(cluster.api.url, tmp_path))
 
 
-async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
+async def test_router_account_may_create_and_patch_batch_jobs_only(
     cluster: RealCluster, router: BatchJobApi, tmp_path: Path
 ) -> None:
     service = await cluster.service()
@@ -243,13 +249,13 @@ async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
     class Named:
         id = "batch_0a1b"
 
-    made = batch_job_manifest(Named, "chat", service["metadata"]["uid"])  # type: ignore[arg-type]
-    assert await router.create(made) == 201 and await router.create(made) == 409
+    batch_job = batch_job_manifest(Named, "chat", service["metadata"]["uid"])  # type: ignore[arg-type]
+    assert await router.create(batch_job) == 201 and await router.create(batch_job) == 409
     status = {"phase": "in_progress", "batchId": Named.id, "progress": "1/3", "completed": 1, "total": 3}
     assert await router.patch_status("batch-0a1b", status) == 200
     assert await router.patch_status("batch-none", status) == 404
-    there = await get(cluster, WHERE, "batch-0a1b")
-    assert there is not None and there["status"]["progress"] == "1/3"
+    stored = await get(cluster, WHERE, "batch-0a1b")
+    assert stored is not None and stored["status"]["progress"] == "1/3"
     token = (tmp_path / "token").read_text()
     for method, where in (
         ("GET", WHERE),
@@ -264,18 +270,20 @@ async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
         assert answer.status_code == 403, f"{method} {where}"
 
 
-async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
+async def test_pod_token_signed_by_kubernetes_is_accepted(
     cluster: RealCluster, api: ApiClient, router: BatchJobApi
 ) -> None:
-    """By keys that every account may read, and no other that it signs."""
+    """
+    Router checks tokens with keys that every account may read, and accepts no other token signed by them.
+    """
     await cluster.put(BATCH, "signed", kind="BatchJob")
     await Batches(api).reconcile("signed")
     job = await get(cluster, JOBS, "signed")
     assert job is not None
     template = job["spec"]["template"]
-    asked = template["spec"]["volumes"][0]["projected"]["sources"][0]["serviceAccountToken"]
+    projected = template["spec"]["volumes"][0]["projected"]["sources"][0]["serviceAccountToken"]
     pod = {"metadata": {"name": "signed-0-abcde", "labels": template["metadata"]["labels"]}}
-    made = (
+    created = (
         await cluster.admin.post(path("v1", "Pod", "models"), json={**pod, "spec": template["spec"]})
     ).json()
     tokens = pod_tokens(router, "chat")
@@ -284,7 +292,7 @@ async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
         spec: dict[str, Any] = {"audiences": [audience], "expirationSeconds": 3600}
         if bound:
             reference = {"apiVersion": "v1", "kind": "Pod", "name": "signed-0-abcde"}
-            spec["boundObjectRef"] = {**reference, "uid": made["metadata"]["uid"]}
+            spec["boundObjectRef"] = {**reference, "uid": created["metadata"]["uid"]}
         where = f"{path('v1', 'ServiceAccount', 'models', template['spec']['serviceAccountName'])}/token"
         answer = await cluster.admin.post(
             where, json={"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
@@ -294,11 +302,11 @@ async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
         return token
 
     try:
-        assert await tokens.job(await signed(asked["audience"])) == "signed"
+        assert await tokens.job(await signed(projected["audience"])) == "signed"
         for wrong in (
             await signed("https://kubernetes.default.svc"),
             await signed(batch_jobs.audience("models", "other")),
-            await signed(asked["audience"], bound=False),
+            await signed(projected["audience"], bound=False),
         ):
             with pytest.raises(Unauthorized):
                 await tokens.job(wrong)
@@ -306,10 +314,10 @@ async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
         await tokens.close()
 
 
-async def test_what_is_taken_away_of_accounts_and_roles_is_put_back_at_once(cluster: RealCluster) -> None:
+async def test_operator_deleted_account_or_role_is_restored_at_once(cluster: RealCluster) -> None:
     """Long before the operator would look at the service by itself."""
     group = "rbac.authorization.k8s.io/v1"
-    there = [
+    paths = [
         path("v1", "ServiceAccount", "models", "chat-batches"),
         path(group, "Role", "models", "chat-router"),
         path(group, "RoleBinding", "models", "chat-router"),
@@ -324,10 +332,10 @@ async def test_what_is_taken_away_of_accounts_and_roles_is_put_back_at_once(clus
             return await operator.status("/readyz") == 200
 
         await cluster.until(watches, 60)
-        for where in there:
+        for where in paths:
             await cluster.until(lambda where=where: is_there(where), 60)  # type: ignore[misc]
-        uids = [(await cluster.admin.get(where)).json()["metadata"]["uid"] for where in there]
-        for where, uid in zip(there, uids, strict=True):
+        uids = [(await cluster.admin.get(where)).json()["metadata"]["uid"] for where in paths]
+        for where, uid in zip(paths, uids, strict=True):
             await cluster.api.delete(where)
 
             async def is_back(where: str = where, uid: str = uid) -> bool:

@@ -37,102 +37,105 @@ OURS = {labels.MANAGED_BY: labels.OPERATOR, labels.SERVICE: "chat"}
 
 
 def config_map(name: str, version: int, uid: str = "a", **metadata: Any) -> Manifest:
-    made = {"name": name, "namespace": "models", "uid": uid, "labels": OURS, **metadata}
-    return {"metadata": {**made, "resourceVersion": str(version)}, "data": {"version": str(version)}}
+    metadata_fields = {"name": name, "namespace": "models", "uid": uid, "labels": OURS, **metadata}
+    return {
+        "metadata": {**metadata_fields, "resourceVersion": str(version)},
+        "data": {"version": str(version)},
+    }
 
 
 def store(*listed: Manifest, version: int = 10) -> ObjectStore:
-    made = ObjectStore(MAPS, "", lambda change: None)
-    made.replace(entries(*listed), version)
-    return made
+    listed_store = ObjectStore(MAPS, "", lambda change: None)
+    listed_store.replace(entries(*listed), version)
+    return listed_store
 
 
 def entries(*listed: Manifest) -> dict[tuple[str, str], CachedObject]:
     return {("models", one["metadata"]["name"]): cached_object(MAPS, one) for one in listed}
 
 
-def kept(made: ObjectStore, name: str = "one") -> str | None:
+def kept(cache: ObjectStore, name: str = "one") -> str | None:
     """The version that readers see."""
-    found = made.get("models", name)
-    return None if found is None else found["metadata"]["resourceVersion"]
+    manifest = cache.get("models", name)
+    return None if manifest is None else manifest["metadata"]["resourceVersion"]
 
 
 class TestReadYourOwnWrites:
     def test_write_not_yet_watched_is_read(self) -> None:
-        made = store(config_map("one", 5))
-        made.wrote(config_map("one", 12))
-        assert kept(made) == "12"
+        maps = store(config_map("one", 5))
+        maps.wrote(config_map("one", 12))
+        assert kept(maps) == "12"
 
     def test_older_event_after_write_is_ignored(self) -> None:
-        made = store(config_map("one", 5))
-        made.wrote(config_map("one", 12))
-        made.happened("MODIFIED", config_map("one", 11))
-        assert kept(made) == "12"
-        made.happened("MODIFIED", config_map("one", 13))
-        assert kept(made) == "13"
+        maps = store(config_map("one", 5))
+        maps.wrote(config_map("one", 12))
+        maps.happened("MODIFIED", config_map("one", 11))
+        assert kept(maps) == "12"
+        maps.happened("MODIFIED", config_map("one", 13))
+        assert kept(maps) == "13"
 
     def test_late_answer_after_deletion_is_ignored(self) -> None:
         """The watch was faster than the answer: what it has passed, it has also seen deleted."""
-        made = store()
-        made.happened("ADDED", config_map("one", 12))
-        made.happened("DELETED", config_map("one", 14))
-        made.wrote(config_map("one", 12))
-        assert kept(made) is None
+        maps = store()
+        maps.happened("ADDED", config_map("one", 12))
+        maps.happened("DELETED", config_map("one", 14))
+        maps.wrote(config_map("one", 12))
+        assert kept(maps) is None
 
     def test_deleted_object_does_not_come_back_by_old_event(self) -> None:
-        made = store(config_map("one", 5))
-        made.deleted("models", "one", "a")
-        made.happened("MODIFIED", config_map("one", 11))
-        assert kept(made) is None
-        made.happened("DELETED", config_map("one", 12))
-        made.happened("ADDED", config_map("one", 13, uid="b"))
-        assert kept(made) == "13"
+        maps = store(config_map("one", 5))
+        maps.deleted("models", "one", "a")
+        maps.happened("MODIFIED", config_map("one", 11))
+        assert kept(maps) is None
+        maps.happened("DELETED", config_map("one", 12))
+        maps.happened("ADDED", config_map("one", 13, uid="b"))
+        assert kept(maps) == "13"
 
-    def test_object_made_anew_survives_its_forerunners_deletion(self) -> None:
-        made = store(config_map("one", 5))
-        made.deleted("models", "one", "a")
-        made.wrote(config_map("one", 13, uid="b"))
-        made.happened("DELETED", config_map("one", 12))
-        assert kept(made) == "13"
+    def test_recreated_object_survives_late_deletion_event(self) -> None:
+        maps = store(config_map("one", 5))
+        maps.deleted("models", "one", "a")
+        maps.wrote(config_map("one", 13, uid="b"))
+        maps.happened("DELETED", config_map("one", 12))
+        assert kept(maps) == "13"
 
     def test_older_list_keeps_newer_write_and_deletion(self) -> None:
-        made = store(config_map("one", 5), config_map("two", 6))
-        made.wrote(config_map("new", 15))
-        made.wrote(config_map("one", 16))
-        made.deleted("models", "two", "a")
-        made.replace(entries(config_map("one", 5), config_map("two", 6)), 14)
-        assert (kept(made, "new"), kept(made, "one"), kept(made, "two")) == ("15", "16", None)
+        maps = store(config_map("one", 5), config_map("two", 6))
+        maps.wrote(config_map("new", 15))
+        maps.wrote(config_map("one", 16))
+        maps.deleted("models", "two", "a")
+        maps.replace(entries(config_map("one", 5), config_map("two", 6)), 14)
+        assert (kept(maps, "new"), kept(maps, "one"), kept(maps, "two")) == ("15", "16", None)
 
     def test_write_without_our_label_is_not_kept(self) -> None:
-        made = ObjectCache([], lambda change: None)
-        for one in made.stores:
+        maps = ObjectCache([], lambda change: None)
+        for one in maps.stores:
             one.replace({}, 10)
         theirs = {"apiVersion": "v1", "kind": "ConfigMap", **config_map("one", 12, labels={})}
-        made.wrote(theirs)
-        assert made.get("ConfigMap", "models", "one") is None
-        made.wrote({**theirs, **config_map("one", 13)})
-        assert made.get("ConfigMap", "models", "one") is not None
+        maps.wrote(theirs)
+        assert maps.get("ConfigMap", "models", "one") is None
+        maps.wrote({**theirs, **config_map("one", 13)})
+        assert maps.get("ConfigMap", "models", "one") is not None
 
 
-def test_relist_after_410_removes_what_is_gone() -> None:
-    made = store(config_map("one", 5), config_map("two", 6))
-    made.replace(entries(config_map("two", 6)), 20)
-    assert (kept(made, "one"), kept(made, "two")) == (None, "6")
+def test_relist_after_410_removes_deleted_objects() -> None:
+    maps = store(config_map("one", 5), config_map("two", 6))
+    maps.replace(entries(config_map("two", 6)), 20)
+    assert (kept(maps, "one"), kept(maps, "two")) == (None, "6")
 
 
 def test_relist_of_restored_server_replaces_everything() -> None:
     """A server that was restored from a backup counts from an older version on."""
-    made = store(config_map("one", 50), config_map("two", 60), version=70)
-    made.replace(entries(config_map("one", 5)), 40)
-    assert (kept(made, "one"), kept(made, "two")) == ("5", None)
-    made.happened("MODIFIED", config_map("one", 41))
-    assert kept(made, "one") == "41"
+    maps = store(config_map("one", 50), config_map("two", 60), version=70)
+    maps.replace(entries(config_map("one", 5)), 40)
+    assert (kept(maps, "one"), kept(maps, "two")) == ("5", None)
+    maps.happened("MODIFIED", config_map("one", 41))
+    assert kept(maps, "one") == "41"
 
 
 def test_kind_that_vanishes_leaves_nothing() -> None:
-    made = store(config_map("one", 5))
-    made.absent()
-    assert (len(made), made.synced, made.served) == (0, True, False)
+    maps = store(config_map("one", 5))
+    maps.absent()
+    assert (len(maps), maps.synced, maps.served) == (0, True, False)
 
 
 def test_fields_that_nothing_reads_are_not_kept() -> None:
@@ -140,25 +143,27 @@ def test_fields_that_nothing_reads_are_not_kept() -> None:
         "managedFields": [{"manager": "baton"}],
         "annotations": {LAST_APPLIED: "x" * 1000, "a": "b"},
     }
-    found = store(config_map("one", 5, **fields)).get("models", "one")
-    assert found is not None
-    assert "managedFields" not in found["metadata"]
-    assert found["metadata"]["annotations"] == {"a": "b"}
+    stored = store(config_map("one", 5, **fields)).get("models", "one")
+    assert stored is not None
+    assert "managedFields" not in stored["metadata"]
+    assert stored["metadata"]["annotations"] == {"a": "b"}
     pods = ObjectStore(BY_KIND["Pod"], "", lambda change: None)
     pod = {**config_map("pod", 6, **fields), "spec": {"containers": []}, "status": {"podIP": "10.0.0.1"}}
     pods.replace({("models", "pod"): cached_object(BY_KIND["Pod"], pod)}, 10)
-    made = pods.get("models", "pod")
-    assert made is not None and made.keys() == {"apiVersion", "kind", "metadata", "status"}
-    assert "annotations" not in made["metadata"]
+    maps = pods.get("models", "pod")
+    assert maps is not None and maps.keys() == {"apiVersion", "kind", "metadata", "status"}
+    assert "annotations" not in maps["metadata"]
 
 
 def woken(resource: str, manifest: Manifest, before: Manifest | None = None) -> list[tuple[str, str, bool]]:
     """Kind and name of each key that the event wakes, and whether at once."""
     changes: list[ObjectChange] = []
-    made = ObjectStore(BY_KIND[resource], "", changes.append)
-    made.replace({} if before is None else {("models", "one"): cached_object(BY_KIND[resource], before)}, 10)
+    watched = ObjectStore(BY_KIND[resource], "", changes.append)
+    watched.replace(
+        {} if before is None else {("models", "one"): cached_object(BY_KIND[resource], before)}, 10
+    )
     changes.clear()
-    made.happened("MODIFIED", manifest)
+    watched.happened("MODIFIED", manifest)
     return [
         (*key[::2], after == 0) for change in changes for key, after in work_queue.keys_to_reconcile(change)
     ]
@@ -209,15 +214,15 @@ class TestGatewayChanges:
         changes: list[ObjectChange] = []
         cache = ObjectCache((), changes.append)
         for kind in ("InferenceService", "Gateway"):
-            found = cache.store(kind, "models")
-            assert found is not None
-            found.replace({}, 10)
+            by_kind = cache.store(kind, "models")
+            assert by_kind is not None
+            by_kind.replace({}, 10)
         for kind, manifest in events:
             changes.clear()
-            found = cache.store(kind, "models")
-            assert found is not None
+            by_kind = cache.store(kind, "models")
+            assert by_kind is not None
             deleted = "deletionTimestamp" in manifest["metadata"]
-            found.happened("DELETED" if deleted else "MODIFIED", manifest)
+            by_kind.happened("DELETED" if deleted else "MODIFIED", manifest)
         return [key[2] for change in changes for key, _ in work_queue.keys_to_reconcile(change)]
 
     def service(self, name: str, version: int, *gateways: str) -> tuple[str, Manifest]:
@@ -276,26 +281,26 @@ class World:
         choices = [self.write, self.write, self.delete, self.deliver, self.deliver, self.answer, self.relist]
         self.rng.choice(choices)()
         for name in "abc":
-            found = self.store.get("models", name)
-            if found is not None:
-                assert int(found["metadata"]["resourceVersion"]) >= self.least.get(name, 0)
-                assert found["metadata"]["uid"] not in self.gone
+            seen = self.store.get("models", name)
+            if seen is not None:
+                assert int(seen["metadata"]["resourceVersion"]) >= self.least.get(name, 0)
+                assert seen["metadata"]["uid"] not in self.gone
 
     def write(self) -> None:
         name = self.rng.choice("abc")
         self.version += 1
-        there = self.objects.get(name)
-        uid = there["metadata"]["uid"] if there else f"uid-{self.version}"
+        existing = self.objects.get(name)
+        uid = existing["metadata"]["uid"] if existing else f"uid-{self.version}"
         self.objects[name] = config_map(name, self.version, uid)
-        self.log.append(("MODIFIED" if there else "ADDED", self.objects[name]))
+        self.log.append(("MODIFIED" if existing else "ADDED", self.objects[name]))
         if self.rng.random() < 0.5:
             self.answers.append(self.objects[name])
 
     def delete(self) -> None:
         if not self.objects:
             return
-        there = self.objects.pop(self.rng.choice(sorted(self.objects)))
-        name, uid = there["metadata"]["name"], there["metadata"]["uid"]
+        removed = self.objects.pop(self.rng.choice(sorted(self.objects)))
+        name, uid = removed["metadata"]["name"], removed["metadata"]["uid"]
         self.version += 1
         self.log.append(("DELETED", config_map(name, self.version, uid)))
         seen = self.store.get("models", name)
@@ -308,10 +313,10 @@ class World:
     def answer(self) -> None:
         """One of the operator's writes is answered, perhaps long after its event."""
         if self.answers:
-            made = self.answers.pop(self.rng.randrange(len(self.answers)))
-            self.store.wrote(made)
-            name = made["metadata"]["name"]
-            self.least[name] = max(self.least.get(name, 0), int(made["metadata"]["resourceVersion"]))
+            maps = self.answers.pop(self.rng.randrange(len(self.answers)))
+            self.store.wrote(maps)
+            name = maps["metadata"]["name"]
+            self.least[name] = max(self.least.get(name, 0), int(maps["metadata"]["resourceVersion"]))
 
     def deliver(self) -> None:
         for event in self.log[self.delivered : self.delivered + self.rng.randint(1, 3)]:
@@ -344,7 +349,7 @@ def test_store_ends_equal_to_server_whatever_the_order(seed: int) -> None:
 
 
 @asynccontextmanager
-async def following(
+async def reflecting(
     api: FakeApi,
     namespaces: tuple[str, ...] = (),
     silence_s: float = 70.0,
@@ -354,10 +359,10 @@ async def following(
     client = await api_server.connect(str(api.kubeconfig))
     cache = ObjectCache(namespaces, lambda change: None)
     server = ApiServer(client, lambda: None, lambda method, code: None)
-    made = Reflectors(server, cache, clock, random.Random(seed), silence_s)
-    tasks = made.run()
+    reflectors = Reflectors(server, cache, clock, random.Random(seed), silence_s)
+    tasks = reflectors.run()
     try:
-        yield cache, made
+        yield cache, reflectors
     finally:
         for task in tasks:
             task.cancel()
@@ -373,8 +378,8 @@ def seen_by(cache: ObjectCache) -> dict[tuple[str, str, str], Any]:
     }
 
 
-def there(api: FakeApi, namespaces: tuple[str, ...]) -> dict[tuple[str, str, str], Any]:
-    """What a cache should hold: all that users write, and of the rest what has the operator's label."""
+def expected_objects(api: FakeApi, namespaces: tuple[str, ...]) -> dict[tuple[str, str, str], Any]:
+    """Return what a cache should hold: all that users write, and other objects with the operator's label."""
     return {
         (one["kind"], namespace, name): one["metadata"]["resourceVersion"]
         for (_, _, namespace, name), one in api.objects.items()
@@ -399,10 +404,11 @@ async def test_cache_ends_equal_to_server_through_faults(tmp_path: Path, seed: i
             if place in api.objects and rng.random() < 0.4:
                 await api.remove(*where, namespace, name)
                 return
-            said = OURS if rng.random() < 0.7 else {labels.SERVICE: "chat"}
+            object_labels = OURS if rng.random() < 0.7 else {labels.SERVICE: "chat"}
             spec = {"number": rng.random()}
             await api.store(
-                *where, {"metadata": {"name": name, "namespace": namespace, "labels": said}, "spec": spec}
+                *where,
+                {"metadata": {"name": name, "namespace": namespace, "labels": object_labels}, "spec": spec},
             )
 
         async def refuse() -> None:
@@ -414,19 +420,19 @@ async def test_cache_ends_equal_to_server_through_faults(tmp_path: Path, seed: i
         for _ in range(10):
             await change()
         faults = [api.cut, api.expire, api.bookmark, refuse, fail]
-        async with following(api, namespaces, seed=seed) as (cache, reflectors):
+        async with reflecting(api, namespaces, seed=seed) as (cache, reflectors):
             for _ in range(60):
                 await rng.choice([change, change, change, change, *faults])()
                 if rng.random() < 0.5:
                     await asyncio.sleep(0.002 * rng.random())
-            await until(lambda: seen_by(cache) == there(api, namespaces))
+            await until(lambda: seen_by(cache) == expected_objects(api, namespaces))
             await reflectors.synced()
             assert reflectors.unsynced == []
 
 
-async def test_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:
+async def test_reflector_stalled_watch_is_restarted(tmp_path: Path) -> None:
     """A connection that is open and brings nothing, as behind a load balancer that has forgotten it."""
-    async with FakeApi(tmp_path) as api, following(api, silence_s=0.5) as (cache, reflectors):
+    async with FakeApi(tmp_path) as api, reflecting(api, silence_s=0.5) as (cache, reflectors):
         await reflectors.synced()
         api.silent = True
         await api.put({})
@@ -439,22 +445,22 @@ async def test_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:
 
 async def test_quiet_kind_is_watched_without_pauses(tmp_path: Path) -> None:
     """
-    No bookmark comes for a kind of which nothing has ever changed, so each of its watches ends by silence.
+    A kind that has never changed gets no bookmark, so each of its watches ends by silence.
 
-    That is no failure: after ten of them in a row, a pause that doubles would be minutes.
+    Such an end is not a failure: after ten of them in a row, a pause that doubles would be minutes.
     """
     ticks = itertools.count(step=10)
     async with FakeApi(tmp_path) as api:
         api.silent = True
-        async with following(api, silence_s=0.02, clock=lambda: float(next(ticks))):
+        async with reflecting(api, silence_s=0.02, clock=lambda: float(next(ticks))):
             await until(lambda: min(api.watches.values(), default=0) > 12, 30)
 
 
 async def test_kinds_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
-    """Nothing is reconciled meanwhile, and nothing is waited for that the cluster does not serve."""
+    """Reconciles wait meanwhile; kinds that the cluster does not serve delay nothing."""
     async with FakeApi(tmp_path) as api:
         api.refused = "pods"
-        async with following(api) as (cache, reflectors):
+        async with reflecting(api) as (cache, reflectors):
             await until(lambda: reflectors.unsynced == ["pods"])
             assert cache.apis == frozenset()
             assert reflectors.stale(1000.0) == []

@@ -1,4 +1,4 @@
-"""What a service's objects say of themselves: pods that wait, crash, were evicted, or are never made."""
+"""The state read from a service's objects: pods that wait, crash, were evicted, or are never created."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_pod_phase_says_whether_anything_still_runs(phase: str, finished: bool) 
     assert pod({"phase": phase}).finished is finished
 
 
-def test_pod_of_a_job_names_it_and_what_its_container_wrote() -> None:
+def test_job_pod_has_its_job_and_termination_message() -> None:
     done = {"state": {"terminated": {"exitCode": 0, "message": "0123abcd\n"}}}
-    made = pod({"containerStatuses": [done]}, **{"batch.kubernetes.io/job-name": "chat-model-1"})
-    assert (made.job, made.note) == ("chat-model-1", "0123abcd")
+    of_job = pod({"containerStatuses": [done]}, **{"batch.kubernetes.io/job-name": "chat-model-1"})
+    assert (of_job.job, of_job.note) == ("chat-model-1", "0123abcd")
     assert pod({"containerStatuses": [{"state": GATED}]}).note == "", "a failure's last words are no result"
 
 
-def test_deployment_whose_pods_are_refused_says_why() -> None:
+def test_deployment_with_rejected_pods_has_the_reason() -> None:
     message = 'pods "chat-decode-x" is forbidden: exceeded quota: gpus'
     condition = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}
     assert pod_creation_failure({"status": {"conditions": [condition]}}) == f"FailedCreate: {message}"

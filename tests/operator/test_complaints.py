@@ -40,8 +40,8 @@ def of(cluster: FakeCluster, kind: str) -> list[Manifest]:
     return [one for key, one in sorted(cluster.objects.items()) if key[1] == kind]
 
 
-def test_a_route_comes_after_the_service_that_it_leads_to() -> None:
-    """Row 3: a route with nobody behind it is never written."""
+def test_plan_route_comes_after_its_backend_service() -> None:
+    """Row 3: a route without backends is never written."""
     cluster = FakeCluster(ROUTED)
     cluster.apis = frozenset({GATEWAY_API})
     order = [(one["kind"], one["metadata"]["name"]) for one in cluster.plan().apply]
@@ -53,13 +53,13 @@ def test_a_route_comes_after_the_service_that_it_leads_to() -> None:
 
 
 @pytest.mark.parametrize("values", list(VALUES.values()), ids=list(VALUES))
-def test_nobody_is_asked_before_an_object_is_admitted(values: dict[str, Any]) -> None:
+def test_chart_has_no_admission_webhooks(values: dict[str, Any]) -> None:
     """Row 6: without webhooks no deadline of one stands in the way of `kubectl apply`."""
     assert not [one["kind"] for one in render(values) if "Webhook" in one["kind"]]
 
 
 @pytest.mark.parametrize("kind", RESOURCES, ids=lambda one: one.kind)
-def test_a_definition_can_be_applied_by_kubectl(kind: Resource) -> None:
+def test_crd_fits_kubectls_annotation_limit(kind: Resource) -> None:
     """Row 7: far from the limit, so that it stays so."""
     assert len(json.dumps(kind.definition)) < ANNOTATIONS_LIMIT / 2
 
@@ -78,25 +78,25 @@ def test_rollout_in_progress_is_ready_and_progressing() -> None:
     assert cluster.condition("Ready") == ("True", "Serving")
 
 
-def test_a_generation_is_known_without_its_annotations() -> None:
+def test_plan_stripped_annotations_keep_the_revision() -> None:
     """Row 15: its name is in names and labels, so what strips annotations brings forth no other one."""
     cluster = settled(PAIR)
-    there = set(cluster.objects)
+    before = set(cluster.objects)
     for one in cluster.objects.values():
         one["metadata"].pop("annotations", None)
     cluster.settle()
-    assert set(cluster.objects) == there
+    assert set(cluster.objects) == before
     assert len(cluster.service["status"]["revisions"]) == 1
 
 
-def test_pods_of_an_old_generation_do_not_count_when_new_ones_are_spread() -> None:
+def test_plan_topology_spread_counts_only_the_pods_revision() -> None:
     """Row 16."""
     (decode,) = (one for one in of(settled(SPREAD), "Deployment") if "decode" in one["metadata"]["name"])
     (spread,) = decode["spec"]["template"]["spec"]["topologySpreadConstraints"]
     assert spread["matchLabelKeys"] == [labels.REVISION]
 
 
-def test_a_change_of_one_role_makes_a_generation_of_both() -> None:
+def test_plan_change_of_one_role_makes_a_revision_of_both() -> None:
     """Row 24, as it is meant: only the two that were started together are a pair."""
     cluster = settled(PAIR)
     (before,) = cluster.service["status"]["revisions"]
@@ -108,7 +108,7 @@ def test_a_change_of_one_role_makes_a_generation_of_both() -> None:
     assert names == {"chat-router", f"chat-prefill-{after}", f"chat-decode-{after}"}
 
 
-def test_a_prefill_worker_says_where_it_is_by_its_pods_address() -> None:
+def test_plan_prefill_worker_advertises_its_pod_address() -> None:
     """Row 37: at the port that its container declares."""
     (prefill,) = (one for one in of(settled(PAIR), "Deployment") if "prefill" in one["metadata"]["name"])
     (container,) = prefill["spec"]["template"]["spec"]["containers"]

@@ -33,14 +33,14 @@ def _below(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
                 yield inner, field
 
 
-def test_the_files_are_what_the_types_say() -> None:
+def test_crd_files_match_the_types() -> None:
     assert {file.name: file.read_text() for file in CRDS.glob("*.yaml")} == files()
     for text in files().values():
         assert yaml.safe_load(text)["kind"] == "CustomResourceDefinition"
 
 
 @KINDS
-def test_every_field_is_described_in_a_sentence(kind: Resource) -> None:
+def test_crd_field_descriptions_are_sentences(kind: Resource) -> None:
     for path, field in fields(kind):
         description = field.get("description", "")
         assert description.endswith("."), f"{path}: {description!r}"
@@ -48,7 +48,7 @@ def test_every_field_is_described_in_a_sentence(kind: Resource) -> None:
 
 
 @KINDS
-def test_every_list_and_text_that_people_write_is_bounded(kind: Resource) -> None:
+def test_crd_lists_texts_and_numbers_are_bounded(kind: Resource) -> None:
     for path, field in fields(kind):
         if field.get("type") == "array":
             assert "maxItems" in field, path
@@ -59,19 +59,19 @@ def test_every_list_and_text_that_people_write_is_bounded(kind: Resource) -> Non
 
 
 @KINDS
-def test_no_field_is_without_a_type(kind: Resource) -> None:
+def test_crd_fields_have_a_type(kind: Resource) -> None:
     for path, field in fields(kind):
         assert "type" in field or field.get("x-kubernetes-int-or-string"), path
 
 
-def test_the_defaults_are_written_out_where_rules_read_them() -> None:
-    found = dict(fields(RESOURCES[0]))
-    assert found["spec.rollout"]["default"]["strategy"] == "PairedRevision"
-    assert found["spec.model.cache"]["default"] == {"type": "None"}
-    assert found["spec.decode.drain"]["default"] == {"preStopDelay": "5s", "timeout": "2m"}
+def test_crd_defaults_read_by_rules_are_in_the_schema() -> None:
+    by_path = dict(fields(RESOURCES[0]))
+    assert by_path["spec.rollout"]["default"]["strategy"] == "PairedRevision"
+    assert by_path["spec.model.cache"]["default"] == {"type": "None"}
+    assert by_path["spec.decode.drain"]["default"] == {"preStopDelay": "5s", "timeout": "2m"}
 
 
-def test_what_was_admitted_is_read_by_the_names_that_people_write() -> None:
+def test_crd_types_read_an_admitted_spec_by_its_field_names() -> None:
     spec = {"model": {"uri": "hf://a/b", "allowPatterns": ["*.json"]}, "decode": {"resources": {"cpu": 2}}}
     read = InferenceServiceSpec.model_validate(spec)
     assert (read.model.allow_patterns, read.decode.resources.cpu) == (["*.json"], "2")

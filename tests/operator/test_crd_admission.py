@@ -1,4 +1,4 @@
-"""What a real API server admits of the custom resources, and what it refuses, naming the field."""
+"""Specs that a real API server admits, and specs that it rejects, naming the field."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MINIMAL: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "decode": {}}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealKubernetes]:
-    async with real_kubernetes(tmp_path_factory.mktemp("kubernetes")) as made:
+    async with real_kubernetes(tmp_path_factory.mktemp("kubernetes")) as running:
         for one in RESOURCES:
             path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-            answer = await made.admin.post(path, json=one.definition)
+            answer = await running.admin.post(path, json=one.definition)
             assert answer.status_code == 201, answer.text
             assert not answer.headers.get("warning"), answer.headers["warning"]
         for one in RESOURCES:
-            await _served(made, one.plural)
-        yield made
+            await _served(running, one.plural)
+        yield running
 
 
 async def _served(api: RealKubernetes, plural: str) -> None:
@@ -74,22 +74,24 @@ LONG = [
 CASES = [(case["it has"], case["spec"], case["refused with"]) for case in REFUSED] + LONG
 
 
-async def test_there_are_enough_cases_and_each_names_a_field() -> None:
+async def test_admission_cases_name_their_fields() -> None:
     assert len(CASES) > 40
     assert not [case for case in CASES if "spec" not in case[2]]
 
 
 @pytest.mark.parametrize(("spec", "named"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-async def test_it_is_refused_and_the_field_named(api: RealKubernetes, spec: Any, named: str) -> None:
-    made = service(spec)
+async def test_admission_invalid_spec_is_rejected_with_its_field(
+    api: RealKubernetes, spec: Any, named: str
+) -> None:
+    manifest = service(spec)
     if spec is None:
-        del made["spec"]
-    answer = await create(api, made)
+        del manifest["spec"]
+    answer = await create(api, manifest)
     assert answer.status_code in (400, 422), answer.text
     assert named in answer.json()["message"]
 
 
-async def test_a_name_that_leaves_no_room_for_others_is_refused(api: RealKubernetes) -> None:
+async def test_admission_too_long_name_is_rejected(api: RealKubernetes) -> None:
     answer = await create(api, service(MINIMAL, "a" * 41))
     assert answer.status_code == 422
     assert "at most 40 characters" in answer.json()["message"]
@@ -98,7 +100,7 @@ async def test_a_name_that_leaves_no_room_for_others_is_refused(api: RealKuberne
 @pytest.mark.parametrize(
     "spec", [case["spec"] for case in ADMITTED], ids=[case["it has"] for case in ADMITTED]
 )
-async def test_it_is_admitted_and_read_back_by_the_same_types(api: RealKubernetes, spec: Any) -> None:
+async def test_admission_valid_spec_is_read_back_by_its_types(api: RealKubernetes, spec: Any) -> None:
     answer = await create(api, service(spec))
     assert answer.status_code == 201, answer.text
     kind = next(one for one in RESOURCES if one.kind == "InferenceService")
@@ -120,14 +122,19 @@ OTHERS: list[tuple[str, dict[str, Any], str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("plural", "spec", "field", "value", "named"), OTHERS)
-async def test_the_other_kinds_are_checked_too(
+async def test_admission_other_kinds_are_validated(
     api: RealKubernetes, plural: str, spec: dict[str, Any], field: str, value: Any, named: str
 ) -> None:
     kind = next(one for one in RESOURCES if one.plural == plural)
-    made = {"apiVersion": "baton.dev/v1alpha1", "kind": kind.kind, "metadata": {"name": "one"}, "spec": spec}
-    answer = await create(api, made, plural)
+    manifest = {
+        "apiVersion": "baton.dev/v1alpha1",
+        "kind": kind.kind,
+        "metadata": {"name": "one"},
+        "spec": spec,
+    }
+    answer = await create(api, manifest, plural)
     assert answer.status_code == 201, answer.text
-    answer = await create(api, {**made, "spec": {**spec, field: value}}, plural)
+    answer = await create(api, {**manifest, "spec": {**spec, field: value}}, plural)
     assert answer.status_code == 422 and named in answer.json()["message"], answer.text
 
 
@@ -138,26 +145,28 @@ LEAST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", RESOURCES, ids=lambda one: one.kind)
-async def test_every_bound_of_a_schema_is_kept_and_named(api: RealKubernetes, kind: Resource) -> None:
-    """More than anybody would write down: every field of today's schema, with values that are none."""
+async def test_admission_value_beyond_a_bound_is_rejected_and_named(
+    api: RealKubernetes, kind: Resource
+) -> None:
+    """Try more values than a table could hold: every field of today's schema with invalid values."""
     schema = kind.definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     cases = list(breaches(("spec",), schema))
     few = asyncio.Semaphore(8)
 
     async def refused(breach: Breach) -> str:
-        made = broken(LEAST[kind.kind], schema, breach)
+        changed = broken(LEAST[kind.kind], schema, breach)
         named = {"apiVersion": "baton.dev/v1alpha1", "kind": kind.kind, "metadata": {"name": "one"}}
         async with few:
-            answer = await create(api, {**named, **made}, kind.plural)
+            answer = await create(api, {**named, **changed}, kind.plural)
         text = answer.text.replace('\\"', '"')
         return "" if answer.status_code in (400, 422) and breach.named in text else f"{breach}: {text[:300]}"
 
-    taken = [said for said in await asyncio.gather(*map(refused, cases)) if said]
+    taken = [complaint for complaint in await asyncio.gather(*map(refused, cases)) if complaint]
     assert not taken, taken[:3]
     print(f"{kind.kind}: {len(cases)} values refused")
 
 
-async def test_what_kubectl_explains_is_described_to_the_last_field(api: RealKubernetes) -> None:
+async def test_openapi_fields_have_descriptions(api: RealKubernetes) -> None:
     """It reads what the API server publishes, which is not the file that was applied."""
     published = (await api.admin.get("/openapi/v3/apis/baton.dev/v1alpha1")).raise_for_status().json()
     schemas = published["components"]["schemas"]
@@ -172,11 +181,11 @@ async def test_what_kubectl_explains_is_described_to_the_last_field(api: RealKub
             walk(f"{path}[].{name}", below)
 
     for kind in RESOURCES:
-        found = next(
+        schema_of_kind = next(
             schema
             for schema in schemas.values()
             if {"kind": kind.kind}.items() <= schema.get("x-kubernetes-group-version-kind", [{}])[0].items()
         )
         for part in ("spec", "status"):
-            walk(f"{kind.kind}.{part}", found["properties"][part])
+            walk(f"{kind.kind}.{part}", schema_of_kind["properties"][part])
     assert not silent

@@ -1,4 +1,4 @@
-"""What a service says of its HTTPRoute: the URL that the listener gives it, and whether Gateways serve it."""
+"""A service's status of its HTTPRoute: the URL from the listener, and whether Gateways serve it."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ URLS: dict[str, tuple[list[Manifest], list[Manifest], str]] = {
 @pytest.mark.parametrize("case", URLS)
 def test_url_follows_the_listener(case: str) -> None:
     references, listeners, expected = URLS[case]
-    known = {("models", "front"): {"spec": {"listeners": listeners}}}
-    assert exposures.route_url(OWNER, exposure(*references), known) == expected
+    gateways = {("models", "front"): {"spec": {"listeners": listeners}}}
+    assert exposures.route_url(OWNER, exposure(*references), gateways) == expected
 
 
 def parent(*conditions: Manifest, **reference: str) -> Manifest:

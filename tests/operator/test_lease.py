@@ -1,4 +1,4 @@
-"""Who holds the Lease: the table, and the law that there are never two."""
+"""The holder of the Lease: a table of cases, and the law that there are never two."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ def versioned(lease: dict[str, Any], version: int) -> dict[str, Any]:
 HELD = versioned(new("baton", "operator", "other", TIME), 1)
 
 
-def test_one_that_nobody_holds_may_be_taken_at_once() -> None:
+def test_lease_released_may_be_taken_at_once() -> None:
     lease = versioned(released(HELD), 2)
     assert LeaseView("me").seen(lease, 0).may_take(lease, 0)
 
 
-def test_one_that_is_ours_may_be_taken_by_who_has_forgotten_it() -> None:
+def test_lease_own_after_restart_may_be_taken() -> None:
     lease = versioned(new("baton", "operator", "me", TIME), 1)
     view = LeaseView("me").seen(lease, 0)
     assert view.may_take(lease, 0)
     assert not view.holds(0)
 
 
-def test_anothers_may_be_taken_when_it_has_not_changed_for_its_duration_by_our_own_clock() -> None:
+def test_lease_of_another_not_renewed_in_time_may_be_taken() -> None:
+    """The duration is measured by the reader's own clock."""
     view = LeaseView("me").seen(HELD, 100)
     assert not view.may_take(HELD, 100 + DURATION_S)
     assert view.seen(HELD, 110).may_take(HELD, 100 + DURATION_S + 1)
@@ -50,7 +51,7 @@ def test_anothers_may_be_taken_when_it_has_not_changed_for_its_duration_by_our_o
     assert not view.seen(renewed, 110).may_take(renewed, 100 + DURATION_S + 1)
 
 
-def test_a_holder_who_cannot_renew_stops_before_anybody_may_take_it() -> None:
+def test_lease_holder_without_renewal_stops_before_expiry() -> None:
     lease = versioned(new("baton", "operator", "me", TIME), 1)
     view = LeaseView("me").wrote(lease, 100)
     assert view.holds(100 + GIVE_UP_S - 0.1)
@@ -58,12 +59,12 @@ def test_a_holder_who_cannot_renew_stops_before_anybody_may_take_it() -> None:
     assert GIVE_UP_S + RENEW_S < DURATION_S
 
 
-def test_who_sees_it_with_another_holds_it_no_more() -> None:
+def test_lease_seen_with_another_holder_is_lost() -> None:
     view = LeaseView("me").wrote(HELD, 100)
     assert not view.seen(versioned(HELD, 2), 101).holds(101)
 
 
-def test_each_new_holder_is_counted() -> None:
+def test_lease_new_holder_increments_transitions() -> None:
     lease = taken(HELD, "me", "2026-01-01T00:00:20.000000Z")
     assert lease["spec"] == {
         "holderIdentity": "me",
@@ -103,16 +104,16 @@ OWN = versioned(new("own", "operator", "me", TIME), 3)
 def test_rival_is_alive_once_seen_to_renew(
     first: list[dict[str, Any]], second: list[dict[str, Any]] | None, after_s: float, answer: bool
 ) -> None:
-    """It gives the Lease of the one that is alive, or whether it is certain that there is none."""
+    """It returns the Lease of the rival that is alive, or whether it is certain that no rival is."""
     rivals = OtherLeases("own", "operator", 100)
-    found = rivals.look(first, 100)
+    rival = rivals.look(first, 100)
     if second is not None:
-        found = rivals.look(second, 100 + after_s)
-    assert bool(found) == answer
-    assert (found is not True and answer) == (second is not None and second[1:] == [versioned(HELD, 2)])
+        rival = rivals.look(second, 100 + after_s)
+    assert bool(rival) == answer
+    assert (rival is not True and answer) == (second is not None and second[1:] == [versioned(HELD, 2)])
 
 
-def test_there_are_never_two_holders_whatever_is_late_or_lost() -> None:
+def test_lease_random_faults_never_give_two_holders() -> None:
     """Three operators whose clocks differ, an API server that fails, answers late, and keeps versions."""
     led = set()
     for seed in range(200):
@@ -128,13 +129,13 @@ def test_there_are_never_two_holders_whatever_is_late_or_lost() -> None:
             one = rng.randrange(3)
             if rng.random() < 0.3:
                 continue  # it could not read
-            asked = now + offsets[one]
-            views[one] = views[one].seen(lease, asked)
-            if not views[one].may_take(lease, asked) or rng.random() < 0.1:
+            read_at = now + offsets[one]
+            views[one] = views[one].seen(lease, read_at)
+            if not views[one].may_take(lease, read_at) or rng.random() < 0.1:
                 continue  # not its turn, or it could not write
             version += 1
             lease = versioned(taken(lease, views[one].me, TIME), version)
-            now += rng.uniform(0, 2)  # what was written is known only now
+            now += rng.uniform(0, 2)  # the answer to the write arrives only now
             if rng.random() < 0.8:  # else the answer is lost
-                views[one] = views[one].wrote(lease, asked)
+                views[one] = views[one].wrote(lease, read_at)
     assert len(led) == 3

@@ -12,13 +12,13 @@ def applied(target: Any, patch: Any) -> Any:
     """RFC 7396, as an API server does it."""
     if not isinstance(patch, dict):
         return patch
-    made = dict(target) if isinstance(target, dict) else {}
+    merged = dict(target) if isinstance(target, dict) else {}
     for name, value in patch.items():
         if value is None:
-            made.pop(name, None)
+            merged.pop(name, None)
         else:
-            made[name] = applied(made.get(name), value)
-    return made
+            merged[name] = applied(merged.get(name), value)
+    return merged
 
 
 def anything(rng: random.Random, depth: int = 0) -> Any:
@@ -30,7 +30,7 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
     return rng.randrange(2) if kind == "number" else rng.choice("xy")
 
 
-def test_a_patch_gives_what_was_wanted_and_what_is_so_already_has_none() -> None:
+def test_merge_patch_random_objects_give_the_wanted_object() -> None:
     for seed in range(2000):
         rng = random.Random(seed)
         before = {"top": anything(rng), "more": anything(rng)}

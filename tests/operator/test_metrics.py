@@ -1,4 +1,4 @@
-"""What the operator tells of services: their objectives, and the buckets by which those are judged."""
+"""The operator's metrics of services: their objectives, and the buckets that measure them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FIRST, TOKEN, SHARE = (
 )
 
 
-def told(figures: OperatorMetrics) -> dict[str, tuple[dict[str, str], float]]:
-    page = text_string_to_metric_families(figures.text().decode())
+def exported(operator_metrics: OperatorMetrics) -> dict[str, tuple[dict[str, str], float]]:
+    page = text_string_to_metric_families(operator_metrics.text().decode())
     samples = [one for family in page for one in family.samples if one.name in (FIRST, TOKEN, SHARE)]
     return {one.name: (one.labels, one.value) for one in samples}
 
@@ -27,21 +27,21 @@ def told(figures: OperatorMetrics) -> dict[str, tuple[dict[str, str], float]]:
     ("ttft", "first"),
     [("2s", "2.5"), ("2500ms", "2.5"), ("3s", "5.0"), ("1ms", "0.001"), ("1h", "300.0")],
 )
-def test_an_objective_is_told_with_the_bucket_that_holds_it(ttft: str, first: str) -> None:
-    figures = OperatorMetrics(lambda: 0.0)
-    figures.services.stands(
+def test_metrics_objective_has_the_bucket_that_holds_it(ttft: str, first: str) -> None:
+    operator_metrics = OperatorMetrics(lambda: 0.0)
+    operator_metrics.services.stands(
         "models", "chat", {}, Objectives(time_to_first_token=Duration(ttft), percentile=90)
     )
-    found = told(figures)
+    values = exported(operator_metrics)
     of = {"namespace": "models", "service": "chat"}
-    assert found[FIRST][0] == {**of, "bound": first}
-    assert found[TOKEN] == ({**of, "bound": "0.05"}, 0.05)
-    assert found[SHARE] == (of, 0.9)
+    assert values[FIRST][0] == {**of, "bound": first}
+    assert values[TOKEN] == ({**of, "bound": "0.05"}, 0.05)
+    assert values[SHARE] == (of, 0.9)
     assert float(first) in metrics.ROUTER_FIRST_BYTE.buckets
 
 
-def test_a_service_that_is_gone_has_none() -> None:
-    figures = OperatorMetrics(lambda: 0.0)
-    figures.services.stands("models", "chat", {}, Objectives())
-    figures.services.stands("models", "chat", None)
-    assert told(figures) == {}
+def test_metrics_deleted_service_has_no_objective() -> None:
+    operator_metrics = OperatorMetrics(lambda: 0.0)
+    operator_metrics.services.stands("models", "chat", {}, Objectives())
+    operator_metrics.services.stands("models", "chat", None)
+    assert exported(operator_metrics) == {}

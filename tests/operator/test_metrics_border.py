@@ -1,4 +1,4 @@
-"""Who is let in to read metrics, past the policies that keep strangers away."""
+"""The namespace whose pods may read metrics past the network policies."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
 from tests.operator.test_mutual_tls import PAIR, SECRET, settled
 
 
-def rules(spec: dict[str, Any], told: str, policy: str) -> list[dict[str, Any]]:
-    """Of one policy of a service, by an operator that was told of this namespace."""
+def rules(spec: dict[str, Any], monitoring: str, policy: str) -> list[dict[str, Any]]:
+    """Return the ingress rules of one policy, of an operator with this metrics namespace."""
     cluster = settled(spec)
     images = OperatorDefaults(
-        "registry.example/worker:1", "registry.example/router:1", metrics_namespace=told
+        "registry.example/worker:1", "registry.example/router:1", metrics_namespace=monitoring
     )
-    made = plan_service(cluster.observe(), images, cluster.now)
-    objects = [*cluster.objects.values(), *made.apply]  # what is applied comes over what is there
-    found = [one for one in objects if one["kind"] == "NetworkPolicy" and policy in one["metadata"]["name"]]
-    ingress: list[dict[str, Any]] = found[-1]["spec"]["ingress"]
+    plan = plan_service(cluster.observe(), images, cluster.now)
+    objects = [*cluster.objects.values(), *plan.apply]  # applied objects replace existing ones
+    policies = [
+        one for one in objects if one["kind"] == "NetworkPolicy" and policy in one["metadata"]["name"]
+    ]
+    ingress: list[dict[str, Any]] = policies[-1]["spec"]["ingress"]
     return ingress
 
 
@@ -40,22 +42,22 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_metrics_of_workers_are_read_from_one_namespace_at_one_port(case: str) -> None:
-    spec, told, expected = CASES[case]
+def test_network_policy_worker_metrics_open_to_one_namespace(case: str) -> None:
+    spec, monitoring, expected = CASES[case]
     ports = [{"protocol": "TCP", "port": 8000}]
     from_namespaces = [
         one
-        for one in rules(spec, told, "workers")
+        for one in rules(spec, monitoring, "workers")
         if any("namespaceSelector" in peer for peer in one.get("from", []))
     ]
     assert from_namespaces == ([{"from": [namespace(expected)], "ports": ports}] if expected else [])
 
 
-def test_where_workers_want_certificates_metrics_have_a_port_that_is_open() -> None:
+def test_network_policy_mutual_tls_needs_no_rule_for_metrics() -> None:
     assert rules(SECRET, "monitoring", "workers") == rules(SECRET, "", "workers")
 
 
-def test_routers_that_are_not_open_to_all_are_open_to_who_reads_metrics() -> None:
+def test_network_policy_restricted_router_is_open_to_metrics() -> None:
     some = secured(ingressNamespaceLabels={"team": "a"})
     (rule,) = rules(some, "monitoring", "router")
     assert namespace("monitoring") in rule["from"]

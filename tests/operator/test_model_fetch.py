@@ -1,4 +1,4 @@
-"""Workers start when the files of their model are there: a Job fetches them, slowly or not at all."""
+"""Workers start when the files of their model exist: a Job fetches them, slowly or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def workers(cluster: FakeCluster, revision: str) -> int:
 
 
 def test_rollout_waits_for_a_long_download_and_is_not_undone() -> None:
-    """No worker starts on an empty volume, and the old generation serves on, whole."""
+    """No worker starts on an empty volume, and the old revision keeps serving at full size."""
     cluster = settled()
     old = cluster.service["status"]["currentRevision"]
     cluster.fetch_s = 300.0
@@ -55,7 +55,7 @@ def test_rollout_waits_for_a_long_download_and_is_not_undone() -> None:
     assert cluster.service["status"]["model"]["resolvedRevision"] == "0123abcd"
 
 
-def test_old_generation_is_scaled_while_a_download_lasts() -> None:
+def test_old_revision_is_scaled_while_a_download_lasts() -> None:
     cluster = settled()
     old = cluster.service["status"]["currentRevision"]
     cluster.fetch_s = 1000.0
@@ -79,7 +79,7 @@ def test_removed_prefill_workers_stay_until_the_model_is_there() -> None:
 
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
 def test_failed_fetch_is_failed_until_files_are_there(gone: bool) -> None:
-    """Also when the Job's time to live is over, or somebody has deleted it to try again."""
+    """Also when the Job's time to live is over, or a user has deleted it to try again."""
     cluster = settled()
     old = cluster.service["status"]["currentRevision"]
     cluster.fetches_fail = True
@@ -104,7 +104,7 @@ def test_failed_fetch_is_failed_until_files_are_there(gone: bool) -> None:
     assert cluster.condition("Ready") == ("True", "Serving")
 
 
-def test_first_fetch_that_fails_starts_no_worker_after_its_job_is_gone() -> None:
+def test_failed_first_fetch_starts_no_worker_after_job_deletion() -> None:
     cluster = FakeCluster(HUB)
     cluster.fetches_fail = True
     cluster.settle()
@@ -118,8 +118,8 @@ def test_first_fetch_that_fails_starts_no_worker_after_its_job_is_gone() -> None
     assert cluster.condition("Ready") == ("False", "ModelMissing")
 
 
-def test_fetched_model_is_proved_by_the_generations_that_use_it() -> None:
-    """Neither the Job's end nor a change of the engine makes anybody fetch it again."""
+def test_fetched_model_is_proved_by_revisions_that_use_it() -> None:
+    """Neither the Job's end nor a change of the engine causes another fetch."""
     cluster = settled()
     cluster.delete_jobs()
     cluster.settle()
@@ -218,8 +218,8 @@ def test_pods_that_fetch_for_themselves_ask_for_the_room() -> None:
     assert volume == {"sizeLimit": "20Gi"}
 
 
-def test_pods_without_a_cache_fetch_one_commit_whenever_they_start() -> None:
-    """Workers of one generation never differ, although the hub has a newer commit by then."""
+def test_pods_without_a_cache_fetch_one_commit_per_revision() -> None:
+    """Workers of one revision never differ, although the hub has a newer commit by then."""
     spec = {**HUB, "model": {"uri": "hf://org/model"}}
     cluster = settled(spec)
     revision = cluster.service["status"]["currentRevision"]
@@ -249,7 +249,7 @@ def test_model_that_is_the_same_for_all_pods_is_not_pinned(model: dict[str, Any]
 @pytest.mark.parametrize(
     ("size", "then"), [("40Gi", "40Gi"), ("10Gi", "20Gi"), ("20480Mi", "20Gi")], ids=["more", "less", "same"]
 )
-def test_claim_grows_with_its_size_and_rolls_nobody(size: str, then: str) -> None:
+def test_claim_grows_with_its_size_without_a_rollout(size: str, then: str) -> None:
     cluster = settled()
     before = cluster.service["status"]["currentRevision"]
     cache = {**HUB["model"]["cache"], "size": size}
@@ -263,8 +263,8 @@ def test_claim_grows_with_its_size_and_rolls_nobody(size: str, then: str) -> Non
 
 def job(cluster: FakeCluster) -> Any:
     """The Job that fetches."""
-    (made,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]
-    return made
+    (fetch,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]
+    return fetch
 
 
 def generations(cluster: FakeCluster) -> list[Any]:

@@ -29,12 +29,12 @@ def settled(spec: dict[str, Any]) -> FakeCluster:
 
 def deployments(cluster: FakeCluster) -> dict[str, Manifest]:
     """Pods of each Deployment, by its name without a revision."""
-    found = {}
+    pods = {}
     for key, manifest in cluster.objects.items():
         if key[1] == "Deployment":
             role = manifest["metadata"]["labels"][labels.ROLE]
-            found[role] = manifest["spec"]["template"]["spec"]
-    return found
+            pods[role] = manifest["spec"]["template"]["spec"]
+    return pods
 
 
 def secrets(pod: Manifest) -> list[str]:
@@ -73,7 +73,7 @@ def test_kubelets_ask_at_a_port_where_they_need_no_certificate() -> None:
         assert container[probe]["httpGet"]["port"] == "http"
 
 
-def test_at_that_port_and_no_other_anybody_may_ask() -> None:
+def test_mutual_tls_metrics_port_is_the_only_open_one() -> None:
     for spec, ports in ((SECRET, [8001]), (PAIR, [])):
         policies = [one for key, one in settled(spec).objects.items() if "workers" in key[2]]
         (policy,) = (one for one in policies if one["kind"] == "NetworkPolicy")
@@ -85,13 +85,14 @@ def test_events_beside_it_have_no_tokens_in_them() -> None:
     assert "--no-kv-tokens" in deployments(settled(SECRET))["prefill"]["containers"][0]["args"]
 
 
-def test_an_issuer_is_asked_for_the_services_own_name_and_a_secret_is_enough_without_one() -> None:
+def test_mutual_tls_issuer_certificate_has_service_name() -> None:
+    """A Secret without an issuer needs no Certificate."""
     cluster = settled(ISSUED)
     assert cluster.names("Certificate") == ["chat-mtls"]
-    (made,) = (one["spec"] for key, one in cluster.objects.items() if key[1] == "Certificate")
-    assert made["dnsNames"] == ["chat.models.svc.cluster.local"]
-    assert made["issuerRef"] == {"name": "own", "kind": "Issuer"}
-    assert made["secretName"] == "chat-mtls"
+    (certificate,) = (one["spec"] for key, one in cluster.objects.items() if key[1] == "Certificate")
+    assert certificate["dnsNames"] == ["chat.models.svc.cluster.local"]
+    assert certificate["issuerRef"] == {"name": "own", "kind": "Issuer"}
+    assert certificate["secretName"] == "chat-mtls"
     assert settled(SECRET).names("Certificate") == []
 
 
@@ -103,7 +104,7 @@ def test_without_it_nothing_of_it_is_there() -> None:
         assert not [one for one in pod["containers"][0]["args"] if one.startswith("--tls")]
 
 
-def test_routers_show_it_as_long_as_an_old_generation_wants_it() -> None:
+def test_routers_present_certificate_while_old_revision_needs_it() -> None:
     cluster = settled(ISSUED)
     cluster.change(PAIR)
     cluster.reconcile()
@@ -114,16 +115,16 @@ def test_routers_show_it_as_long_as_an_old_generation_wants_it() -> None:
     assert cluster.names("Certificate") == []
 
 
-def test_what_the_operator_was_told_holds_for_services_that_say_nothing() -> None:
-    told = OperatorDefaults(IMAGES.worker, IMAGES.router, by_issuer("ClusterIssuer/all"))
+def test_mutual_tls_operator_default_applies_to_unset_services() -> None:
+    defaults = OperatorDefaults(IMAGES.worker, IMAGES.router, by_issuer("ClusterIssuer/all"))
     for spec, issuers in ((PAIR, [{"name": "all", "kind": "ClusterIssuer"}]), (SECRET, [])):
         cluster = FakeCluster(spec)
         cluster.apis = frozenset({CERTIFICATE_API})
-        made = plan_service(cluster.observe(), told, cluster.now).apply
-        assert [one["spec"]["issuerRef"] for one in made if one["kind"] == "Certificate"] == issuers
+        applied = plan_service(cluster.observe(), defaults, cluster.now).apply
+        assert [one["spec"]["issuerRef"] for one in applied if one["kind"] == "Certificate"] == issuers
 
 
-def test_where_there_is_no_cert_manager_it_is_named_and_the_rest_is_made() -> None:
+def test_mutual_tls_without_cert_manager_is_reported_in_status() -> None:
     cluster = FakeCluster(ISSUED)
     cluster.settle()
     assert cluster.names("Certificate") == []

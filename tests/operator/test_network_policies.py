@@ -1,4 +1,4 @@
-"""Who reaches whom: the policies of a service against every connection that its parts open."""
+"""Permitted connections: the policies of a service and every connection that its parts open."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ CLUSTER[GATEWAY]["ingress"] = "yes"
 
 PAIR: Manifest = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}
 RESTRICTED = {**PAIR, "security": {"ingressNamespaceLabels": {"ingress": "yes"}}}
+POOLED = {**RESTRICTED, "exposure": {"inferencePool": {}}}
 MUTUAL_TLS = {**PAIR, "security": {"mutualTls": {"secretName": "own"}}}
 HUB = {**PAIR, "model": {"uri": "hf://org/model"}}
 TRACED = {**PAIR, "engine": {"args": ["--tracing-endpoint=http://collector.observing:4318"]}}
@@ -135,6 +136,14 @@ DNS = Peer("kube-system", {"k8s-app": "kube-dns"}, "10.6.0.1")
 HUB_ADDRESS, COLLECTOR, DATABASE = (Peer(address=f"198.51.100.{one}") for one in (1, 2, 3))
 RUNNER = Peer(MODELS, names.of_role("chat", batch_jobs.ROLE), "10.0.7.1")
 OTHERS_ROUTER = Peer(MODELS, names.of_role("other", names.ROUTER), "10.0.8.1")
+
+VLLM: Manifest = {
+    "model": {"uri": "pvc://models/a"},
+    "engine": {"type": "vLLM", "image": "vllm:1", "args": ["--otlp-traces-endpoint=grpc://collector:4317"]},
+    "prefill": {},
+    "decode": {},
+}
+SGLANG: Manifest = {**VLLM, "engine": {"type": "SGLang", "image": "sglang:1"}}
 
 CONNECTIONS: list[tuple[str, Manifest, str | Peer, str | Peer, int, bool]] = [
     ("a router takes a request to a prefill worker", PAIR, "router", "prefill", names.HTTP_PORT, True),
@@ -170,7 +179,21 @@ CONNECTIONS: list[tuple[str, Manifest, str | Peer, str | Peer, int, bool]] = [
     ("nor another service's router", PAIR, OTHERS_ROUTER, "decode", names.HTTP_PORT, False),
     ("nor Prometheus its transfers", PAIR, PROMETHEUS, "prefill", 5557, False),
     ("a router does not open transfers", PAIR, "router", "prefill", 5557, False),
+    ("a router reads KV events of vLLM", VLLM, "router", "prefill", 5557, True),
+    ("a router reads KV events of SGLang again", SGLANG, "router", "decode", 5558, True),
+    ("vLLM decode reads a side channel", VLLM, "decode", "prefill", 5600, True),
+    ("SGLang decode asks a bootstrap server", SGLANG, "decode", "prefill", 8998, True),
+    ("a router opens no side channel", VLLM, "router", "prefill", 5600, False),
+    ("a client reaches no bootstrap server", SGLANG, IN_NAMESPACE, "prefill", 8998, False),
+    ("Prometheus reads metrics of vLLM", VLLM, PROMETHEUS, "decode", names.HTTP_PORT, True),
+    ("a vLLM worker sends spans", VLLM, "decode", COLLECTOR, 4317, True),
     ("a stranger does not reach a restricted router", RESTRICTED, IN_OTHER, "router", 8080, False),
+    ("a gateway asks a router for a worker", POOLED, CONTROLLER, "router", names.PICKER_PORT, True),
+    ("a gateway sends a request to a decode worker", POOLED, CONTROLLER, "decode", names.HTTP_PORT, True),
+    ("a gateway does not reach a prefill worker", POOLED, CONTROLLER, "prefill", names.HTTP_PORT, False),
+    ("a gateway without a pool reaches no worker", RESTRICTED, CONTROLLER, "decode", names.HTTP_PORT, False),
+    ("a stranger does not reach a pooled worker", POOLED, IN_OTHER, "decode", names.HTTP_PORT, False),
+    ("a stranger asks no router for workers", POOLED, IN_OTHER, "router", names.PICKER_PORT, False),
     ("a runner reaches nothing else", JOBS, RUNNER, HUB_ADDRESS, 443, False),
 ]
 
@@ -180,7 +203,7 @@ def test_policies_allow_what_parts_do_and_no_more(
     case: tuple[str, Manifest, str | Peer, str | Peer, int, bool],
 ) -> None:
     _, spec, source, target, port, expected = case
-    objects = made(spec)
+    objects = service_objects(spec)
     pods = roles(objects)
     source, target = (pods[one] if isinstance(one, str) else one for one in (source, target))
     policies = network_policies.of(objects)
@@ -189,8 +212,8 @@ def test_policies_allow_what_parts_do_and_no_more(
 
 
 def test_policies_keep_revisions_apart() -> None:
-    old = made(PAIR)
-    new = made({**PAIR, "engine": {"maxModelLen": 1024}})
+    old = service_objects(PAIR)
+    new = service_objects({**PAIR, "engine": {"maxModelLen": 1024}})
     policies = network_policies.of([*old, *new])
     assert allows(policies, CLUSTER, roles(old)["decode"], roles(old)["prefill"], ANY)
     assert not allows(policies, CLUSTER, roles(old)["decode"], roles(new)["prefill"], ANY)
@@ -203,7 +226,7 @@ def test_tracing_flag_and_variable_are_the_engines() -> None:
     assert f"{prefix}tracing_endpoint".upper() == network.TRACING_VARIABLE
 
 
-def made(spec: Manifest) -> list[Manifest]:
+def service_objects(spec: Manifest) -> list[Manifest]:
     """All objects of a service, by an operator whose default Prometheus namespace is `monitoring`."""
     images = OperatorDefaults(
         "registry.example/worker:1", "registry.example/router:1", metrics_namespace=MONITORING

@@ -20,6 +20,7 @@ from baton_http.kubernetes import KubernetesAccess
 from baton_operator import rbac
 from baton_operator.cluster.api_resources import API, path
 from baton_operator.cluster.lease import DURATION_S
+from baton_operator.manifests.inference_pool import POOL_API, POOL_KIND
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
 from baton_router.workers.discovery.listed import ListedWorker
 from tests.operator.fake_prometheus import NOTHING, fake_prometheus
@@ -58,9 +59,9 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealCluster]:
-    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as made:
-        await made.define_others()
-        yield made
+    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as running:
+        await running.define_others()
+        yield running
 
 
 async def reaches(cluster: RealCluster, type: str, wanted: str, name: str = "chat") -> None:
@@ -77,7 +78,7 @@ async def has_url(cluster: RealCluster, name: str, url: str) -> None:
     await cluster.until(so)
 
 
-async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster) -> None:
+async def test_operator_rights_are_all_used_and_sufficient(cluster: RealCluster) -> None:
     """From an empty namespace to a service that serves, through changes, until it has been deleted."""
     async with running_operator(cluster, "rights") as operator:
         await cluster.put(EVERYTHING)
@@ -85,7 +86,7 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
         await reaches(cluster, "ModelReady", "False Fetching")
 
         async def is_fetched() -> bool:
-            await cluster.ready_pods()  # the model's Job is done once it is there, and routers are ready
+            await cluster.ready_pods()  # once the model's Job exists it completes, and routers are ready
             return await cluster.condition("ModelReady") == "True Present"
 
         await cluster.until(is_fetched)
@@ -110,16 +111,18 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
         for replicas in (0, 1, 0, 1):
             await cluster.put({**PAIR, "suspend": not replicas})
             await reaches(cluster, "Ready", "False Suspended" if not replicas else "True Serving")
+        await _has_an_inference_pool(cluster)
+        await _works_on_several_nodes(cluster)
         await _rolls_out_and_back(cluster)
         await cluster.put({**PAIR, "decode": {"replicas": 3}})
         await cluster.until(lambda: _serves(cluster, "3/3"))
         await cluster.api.delete(path(API, "InferenceService", "models", "chat"))
         assert await operator.status("/healthz") == await operator.status("/readyz") == 200
-    asked = cluster.asked()
-    refused = [one for one in asked if one.code == 403]
+    requests = cluster.requests()
+    refused = [one for one in requests if one.code == 403]
     assert not refused
-    assert {one.verb for one in asked if one.resource == "secrets"} == {"create"}
-    used = {(one.group, one.resource, one.verb) for one in asked}
+    assert {one.verb for one in requests if one.resource == "secrets"} == {"create"}
+    used = {(one.group, one.resource, one.verb) for one in requests}
     unused = {
         (rule.group, resource, verb)
         for rule in [*rbac.SERVICES, *rbac.CLUSTER, *rbac.own("baton-operator")]
@@ -130,7 +133,7 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
     assert IMPLIED & used == set(), "else they need no reason of their own"
 
 
-async def test_exposure_follows_what_the_gateway_says(cluster: RealCluster) -> None:
+async def test_exposure_follows_the_gateways_status(cluster: RealCluster) -> None:
     """
     The URL has the listener's scheme and port, the condition what the controller wrote.
 
@@ -193,17 +196,17 @@ async def _grows_and_shrinks(cluster: RealCluster) -> None:
             "scaleUp": {"stabilizationWindow": "0s"},
             "scaleDown": {"stabilizationWindow": "0s"},
         }
-        asked = {"mode": "Internal", "interval": "5s", "prometheus": {"url": prometheus.url}}
+        autoscaling = {"mode": "Internal", "interval": "5s", "prometheus": {"url": prometheus.url}}
         decode = {"scaling": {"minReplicas": 1, "maxReplicas": 2, **windows}}
         # The worker that is fullest has hardly any KV blocks left.
         full = {"demand_answer": 1000.0, "decode_generated": 900.0, "decode_fullest": 0.95, "in_flight": 9.0}
-        prometheus.figures |= full
-        await cluster.put({**EVERYTHING, "decode": decode, "autoscaling": asked})
+        prometheus.values_by_name |= full
+        await cluster.put({**EVERYTHING, "decode": decode, "autoscaling": autoscaling})
         await cluster.until(lambda: desired(2))
         await reaches(cluster, "ScalingActive", "True Measured")
         pods = (await cluster.admin.get(path("v1", "Pod", "models"))).json()["items"]
         prometheus.running = {one["metadata"]["name"]: 1.0 for one in pods}
-        prometheus.figures = dict(NOTHING)
+        prometheus.values_by_name = dict(NOTHING)
         await cluster.until(lambda: desired(1), 120.0)
 
 
@@ -260,9 +263,7 @@ async def _batch_from_beginning_to_end(cluster: RealCluster) -> None:
     await cluster.until(gone)
 
 
-async def test_a_routers_account_may_do_what_routers_do_and_nothing_else(
-    cluster: RealCluster, tmp_path: Path
-) -> None:
+async def test_router_account_uses_exactly_its_rights(cluster: RealCluster, tmp_path: Path) -> None:
     async with running_operator(cluster, "accounts"):
         await cluster.put(PAIR, "routed")
         await reaches(cluster, "SpecSupported", "True Supported", "routed")
@@ -272,20 +273,20 @@ async def test_a_routers_account_may_do_what_routers_do_and_nothing_else(
     (account / "namespace").write_text("models")
     (account / "ca.crt").write_bytes((cluster.api.account / "ca.crt").read_bytes())
     access = KubernetesAccess(cluster.api.url, account)
-    found: list[frozenset[ListedWorker]] = []
+    listed: list[frozenset[ListedWorker]] = []
     workers = KubernetesWorkers(access, "baton.dev/service=routed", "http", random.Random(0), retry_s=0.1)
-    following = asyncio.create_task(workers.watch(found.append))
+    watching = asyncio.create_task(workers.watch(listed.append))
     try:
-        await cluster.until(lambda: found)
+        await cluster.until(lambda: listed)
         await cluster.api.post(path("discovery.k8s.io/v1", "EndpointSlice", "models"), SLICE)
-        await cluster.until(lambda: any(found[-1]))
+        await cluster.until(lambda: any(listed[-1]))
     finally:
-        following.cancel()
+        watching.cancel()
     name = "system:serviceaccount:models:routed-router"
-    asked = cluster.asked_by(name)
-    assert {one.code for one in asked} == {200}
+    requests = cluster.requests_of(name)
+    assert {one.code for one in requests} == {200}
     role = path("rbac.authorization.k8s.io/v1", "Role", "models", "routed-router")
-    assert {(one.group, one.resource, one.verb) for one in asked} == {
+    assert {(one.group, one.resource, one.verb) for one in requests} == {
         (group, resource, verb)
         for rule in (await cluster.admin.get(role)).json()["rules"]
         for group in rule["apiGroups"]
@@ -296,7 +297,7 @@ async def test_a_routers_account_may_do_what_routers_do_and_nothing_else(
 
 
 async def _may_do_nothing(cluster: RealCluster, token: str) -> None:
-    """Beyond what everybody may: ask what it may, and what the API server is."""
+    """Check that it has only every account's rights: to read its rights and the API server's version."""
     review = {"apiVersion": "authorization.k8s.io/v1", "spec": {"namespace": "models"}}
     answer = await cluster.admin.post(
         "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews",
@@ -340,7 +341,7 @@ STRAYS: tuple[tuple[tuple[str, str], dict[str, Any]], ...] = (
         },
     ),
 )
-"""What an older operator may have made, of kinds of which today's names nothing else."""
+"""Objects that an older operator may have made, of kinds that today's operator otherwise never makes."""
 
 
 async def _stray(cluster: RealCluster, kind: tuple[str, str], body: dict[str, Any]) -> None:
@@ -350,8 +351,41 @@ async def _stray(cluster: RealCluster, kind: tuple[str, str], body: dict[str, An
 
 async def _serves(cluster: RealCluster, decode: str = "") -> bool:
     await cluster.ready_pods()
-    there = (await cluster.service())["status"].get("decode", {}).get("summary", "")
-    return await cluster.condition("Ready") == "True Serving" and there.endswith(decode)
+    summary = (await cluster.service())["status"].get("decode", {}).get("summary", "")
+    return await cluster.condition("Ready") == "True Serving" and summary.endswith(decode)
+
+
+async def _has_an_inference_pool(cluster: RealCluster) -> None:
+    """Its InferencePool is created, changed, and deleted."""
+
+    async def are(modes: list[str]) -> bool:
+        pools = (await cluster.admin.get(path(POOL_API, POOL_KIND, "models"))).json()["items"]
+        return [one["spec"]["endpointPickerRef"]["failureMode"] for one in pools] == modes
+
+    for mode in ("FailClose", "FailOpen"):
+        exposure = {"inferencePool": {"failureMode": mode}}
+        await cluster.put({**PAIR, "security": {"networkPolicy": False}, "exposure": exposure})
+        await cluster.until(lambda mode=mode: are([mode]))  # type: ignore[misc]
+    await cluster.put(PAIR)
+    await cluster.until(lambda: are([]))
+
+
+async def _works_on_several_nodes(cluster: RealCluster) -> None:
+    """Its LeaderWorkerSet is created, changed, and deleted with the service's next revision."""
+    api, kind = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"
+    spec = {"model": {"uri": "pvc://models/a"}, "engine": {"type": "vLLM", "image": "vllm:1"}}
+    nodes = {"parallelism": {"tensor": 2, "nodes": 2}}
+
+    async def are(replicas: list[int]) -> bool:
+        groups = (await cluster.admin.get(path(api, kind, "models"))).json()["items"]
+        return [one["spec"]["replicas"] for one in groups] == replicas
+
+    for replicas in (1, 2):
+        await cluster.put({**spec, "decode": {**nodes, "replicas": replicas}}, "wide")
+        await cluster.until(lambda replicas=replicas: are([replicas]))  # type: ignore[misc]
+    await cluster.put({**spec, "decode": {}, "rollout": {"strategy": "Recreate"}}, "wide")
+    await cluster.until(lambda: are([]))
+    await cluster.api.delete(path(API, "InferenceService", "models", "wide"))
 
 
 async def _rolls_out_and_back(cluster: RealCluster) -> None:
@@ -362,8 +396,8 @@ async def _rolls_out_and_back(cluster: RealCluster) -> None:
 
     async def is_first(wanted: bool) -> bool:
         await cluster.ready_pods()
-        there: str = (await cluster.service())["status"]["currentRevision"]
-        return (there == first) == wanted
+        current: str = (await cluster.service())["status"]["currentRevision"]
+        return (current == first) == wanted
 
     await cluster.put({**changed, "rollout": canary})
     await cluster.until(lambda: is_first(False), 60)
@@ -377,10 +411,10 @@ async def _gone(cluster: RealCluster, *parts: str) -> bool:
     return not [name for name in await cluster.objects() if any(part in name for part in parts)]
 
 
-async def test_of_two_operators_one_writes_and_the_other_goes_on_when_it_is_killed(
+async def test_operators_two_running_survivor_takes_over_after_kill(
     cluster: RealCluster,
 ) -> None:
-    since = len(cluster.asked())
+    since = len(cluster.requests())
     async with running_operator(cluster, "first") as first:
         await cluster.until(lambda: _leads(first))
         async with running_operator(cluster, "second") as second:
@@ -399,42 +433,42 @@ async def test_of_two_operators_one_writes_and_the_other_goes_on_when_it_is_kill
 
 def writers(cluster: RealCluster, since: int) -> list[str]:
     """
-    Who wrote, one after the other; fails if anybody did whom the Lease did not name then.
+    Return the operators that wrote, in order; fail if one wrote while the Lease did not name it.
 
     The API server's log is in the order of its answers, and a Lease is written before anything else is.
-    One Event, on its way when an operator was stopped, tells of what was done before and may be late.
+    One Event, on its way when an operator was stopped, reports an earlier transition and may be late.
     """
     held, late = "", 0
-    found: list[str] = []
-    for one in cluster.asked(since):
+    order: list[str] = []
+    for one in cluster.requests(since):
         if one.resource == "leases" and one.verb in ("create", "update") and one.code < 300:
             held = one.who
         elif one.resource == "events" and one.code < 300 and one.who != held:
             late += 1
         elif one.is_work and one.code < 300:
             assert one.who == held, f"{one} while the Lease was {held}'s"
-            found += [one.who] if found[-1:] != [one.who] else []
+            order += [one.who] if order[-1:] != [one.who] else []
     assert late <= 1
-    return found
+    return order
 
 
-async def test_one_that_was_stopped_and_comes_back_finds_itself_replaced_and_writes_nothing(
+async def test_operator_resumed_after_losing_lease_writes_nothing(
     cluster: RealCluster,
 ) -> None:
-    since = len(cluster.asked())
+    since = len(cluster.requests())
     async with running_operator(cluster, "frozen") as frozen, running_operator(cluster, "next") as other:
         await cluster.until(lambda: _leads(frozen))
         await cluster.until(lambda: _is(other, "/readyz"))
         await cluster.put(PAIR, "before")
         await reaches(cluster, "SpecSupported", "True Supported", "before")
         frozen.process.send_signal(signal.SIGSTOP)
-        await cluster.put(PAIR, "meanwhile")  # it will hear of that when it goes on
+        await cluster.put(PAIR, "meanwhile")  # it sees that change when it continues
         await cluster.until(lambda: _leads(other), DURATION_S + 30)
         await reaches(cluster, "SpecSupported", "True Supported", "meanwhile")
         frozen.process.send_signal(signal.SIGCONT)
         assert await asyncio.wait_for(frozen.process.wait(), 60) == 1
-        said = frozen.log.read_text()
-        assert "Lost the Lease" in said or "does not hold" in said, said
+        log_text = frozen.log.read_text()
+        assert "Lost the Lease" in log_text or "does not hold" in log_text, log_text
         await cluster.put(PAIR, "after")
         await reaches(cluster, "SpecSupported", "True Supported", "after")
     assert writers(cluster, since) == ["frozen", "next"]
@@ -448,7 +482,7 @@ async def _is(operator: Any, path: str) -> bool:
     return bool(await operator.status(path) == 200)
 
 
-async def test_one_that_stops_leaves_the_lease_to_the_next_at_once(cluster: RealCluster) -> None:
+async def test_operator_stopped_releases_the_lease(cluster: RealCluster) -> None:
     async with running_operator(cluster, "third") as third:
         await cluster.until(lambda: _leads(third))
         third.process.terminate()
@@ -456,7 +490,7 @@ async def test_one_that_stops_leaves_the_lease_to_the_next_at_once(cluster: Real
     assert (await cluster.admin.get(LEASE)).json()["spec"]["holderIdentity"] == ""
 
 
-async def test_one_that_loses_the_lease_writes_no_more_and_ends(cluster: RealCluster) -> None:
+async def test_operator_lost_lease_stops_writing_and_exits(cluster: RealCluster) -> None:
     async with running_operator(cluster, "robbed") as operator:
         await cluster.until(lambda: _is(operator, "/readyz"))
         await cluster.until(lambda: _leads(operator))
@@ -466,10 +500,10 @@ async def test_one_that_loses_the_lease_writes_no_more_and_ends(cluster: RealClu
     await cluster.api.patch(LEASE, {"spec": {"holderIdentity": ""}})
 
 
-async def test_what_is_asked_for_while_the_api_server_is_away_is_done_when_it_is_back(
+async def test_operator_api_server_outage_is_caught_up_after_return(
     cluster: RealCluster,
 ) -> None:
-    """The operator ends when it cannot renew its Lease; whatever runs it starts it again."""
+    """The operator ends when it cannot renew its Lease; its supervisor starts it again."""
     async with running_operator(cluster, "before") as operator:
         await cluster.until(lambda: _leads(operator))
         await cluster.put(PAIR, "kept")
@@ -492,11 +526,11 @@ async def test_what_is_asked_for_while_the_api_server_is_away_is_done_when_it_is
         await cluster.put(PAIR, "later")
         await cluster.until(lambda: _leads(operator), 60)
         await reaches(cluster, "SpecSupported", "True Supported", "later")
-        there = await cluster.objects()
-        assert {name: there[name] for name in objects} == objects, "nothing that was there has changed"
+        after = await cluster.objects()
+        assert {name: after[name] for name in objects} == objects, "nothing that was there has changed"
 
 
-async def test_a_restart_of_the_api_server_is_survived(cluster: RealCluster) -> None:
+async def test_operator_api_server_restart_is_survived(cluster: RealCluster) -> None:
     """Shorter than the Lease lasts: watches break, and are taken up again by the same process."""
     async with running_operator(cluster, "survivor") as operator:
         await cluster.until(lambda: _leads(operator))
@@ -516,12 +550,12 @@ async def test_a_restart_of_the_api_server_is_survived(cluster: RealCluster) -> 
         assert (await cluster.admin.get(where)).json()["status"]["observedGeneration"] == 1
 
 
-async def test_each_transition_has_one_event_and_what_comes_back_counts(cluster: RealCluster) -> None:
-    where, since = path("v1", "Event", "models"), len(cluster.asked())
+async def test_events_repeated_transition_increments_one_event(cluster: RealCluster) -> None:
+    where, since = path("v1", "Event", "models"), len(cluster.requests())
 
     async def events() -> list[dict[str, Any]]:
-        there = (await cluster.admin.get(where)).json()["items"]
-        return [one for one in there if one["involvedObject"]["name"] == "told"]
+        items = (await cluster.admin.get(where)).json()["items"]
+        return [one for one in items if one["involvedObject"]["name"] == "told"]
 
     async def stands(wanted: str) -> bool:
         await cluster.ready_pods("told")
@@ -538,11 +572,11 @@ async def test_each_transition_has_one_event_and_what_comes_back_counts(cluster:
             await cluster.until(partial(stands, wanted))
         await cluster.until(has_come_back)
 
-    there = await events()
-    sorts = {(one["reason"], one["message"].partition(".")[0]) for one in there}
-    assert len(sorts) == len(there), "what is the same is one Event"
-    done = [one for one in cluster.asked(since) if one.resource == "events" and one.code < 300]
+    reported = await events()
+    sorts = {(one["reason"], one["message"].partition(".")[0]) for one in reported}
+    assert len(sorts) == len(reported), "what is the same is one Event"
+    done = [one for one in cluster.requests(since) if one.resource == "events" and one.code < 300]
     of_it = [one for one in done if one.name.startswith("told.")]
     created = [one.name for one in of_it if one.verb == "create"]
-    assert sorted(created) == sorted(one["metadata"]["name"] for one in there)
-    assert len(of_it) == sum(one["count"] for one in there)
+    assert sorted(created) == sorted(one["metadata"]["name"] for one in reported)
+    assert len(of_it) == sum(one["count"] for one in reported)

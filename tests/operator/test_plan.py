@@ -37,16 +37,16 @@ def settled(spec: dict[str, Any], seed: int = 0) -> FakeCluster:
 
 
 def changed(spec: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    made = copy.deepcopy(spec)
+    copied = copy.deepcopy(spec)
     *parents, last = path.split(".")
-    where = made
+    where = copied
     for name in parents:
         where = where.setdefault(name, {})
     where[last] = value
-    return made
+    return copied
 
 
-def test_a_pair_becomes_workers_routers_and_what_lies_around_them() -> None:
+def test_plan_pair_makes_workers_routers_and_supporting_objects() -> None:
     cluster = settled(PAIR)
     revision = cluster.service["status"]["currentRevision"]
     assert cluster.names("Deployment") == [
@@ -118,7 +118,7 @@ def test_pods_can_do_nothing_that_they_need_not() -> None:
     assert sum(pod["automountServiceAccountToken"] for pod in pods) == 1, "the routers'"
 
 
-def test_the_model_is_fetched_before_anybody_waits_for_it() -> None:
+def test_plan_model_is_fetched_before_workers_start() -> None:
     cluster = FakeCluster(HUB)
     cluster.reconcile()
     assert cluster.names("PersistentVolumeClaim") == ["chat-model"]
@@ -161,18 +161,18 @@ SPECS = {
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 @pytest.mark.parametrize("seed", range(3))
-def test_what_was_carried_out_is_not_done_again(spec: dict[str, Any], seed: int) -> None:
+def test_plan_settled_service_has_no_actions(spec: dict[str, Any], seed: int) -> None:
     cluster = settled(spec, seed)
     writes = cluster.writes
     for _ in range(3):
-        made = cluster.reconcile()
-        assert not made.apply and not made.create and not made.prune
+        plan = cluster.reconcile()
+        assert not plan.apply and not plan.create and not plan.prune
         cluster.later(3600)
     assert cluster.writes == writes
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_order_of_what_is_there_does_not_matter(seed: int) -> None:
+def test_plan_order_of_objects_does_not_matter(seed: int) -> None:
     cluster = FakeCluster(PAIR, seed=seed)
     for _ in range(seed * 2):
         cluster.reconcile()
@@ -186,7 +186,7 @@ def test_the_order_of_what_is_there_does_not_matter(seed: int) -> None:
     )
 
 
-def test_what_kubernetes_adds_to_objects_is_not_fought_over() -> None:
+def test_plan_fields_added_by_kubernetes_are_kept() -> None:
     cluster = settled(PAIR)
     for manifest in cluster.objects.values():
         manifest["metadata"]["resourceVersion"] = "12"
@@ -197,7 +197,7 @@ def test_what_kubernetes_adds_to_objects_is_not_fought_over() -> None:
     assert not cluster.plan().apply
 
 
-def test_what_somebody_else_has_changed_is_put_back() -> None:
+def test_plan_foreign_changes_are_reverted() -> None:
     cluster = settled(PAIR)
     name = next(name for name in cluster.names("Deployment") if "prefill" in name)
     cluster.objects["apps/v1", "Deployment", name]["spec"]["replicas"] = 9
@@ -207,7 +207,7 @@ def test_what_somebody_else_has_changed_is_put_back() -> None:
     assert {one["metadata"]["name"] for one in cluster.plan().apply} == {name, "chat"}
 
 
-def test_a_field_that_is_not_wished_any_more_is_taken_away() -> None:
+def test_plan_removed_field_is_removed_from_the_object() -> None:
     cluster = settled(changed(PAIR, "router.placement", {"nodeSelector": {"disk": "fast"}}))
     cluster.change(PAIR)
     (router,) = cluster.plan().apply
@@ -234,15 +234,15 @@ def test_a_field_that_is_not_wished_any_more_is_taken_away() -> None:
         ("prefill.args", ["--threads=2"], False),
     ],
 )
-def test_only_what_makes_workers_makes_a_generation(path: str, value: Any, same: bool) -> None:
+def test_revision_changes_only_with_worker_fields(path: str, value: Any, same: bool) -> None:
     def revision(spec: dict[str, Any]) -> str:
         return Blueprint.of("chat", InferenceServiceSpec.model_validate(spec)).digest
 
     assert (revision(changed(PAIR, path, value)) == revision(PAIR)) is same
 
 
-def test_names_of_generations_do_not_change_from_release_to_release() -> None:
-    """If this fails, an upgrade replaces all workers, unless the generations are found by their content."""
+def test_revision_names_are_stable_across_releases() -> None:
+    """If this fails, an upgrade replaces all workers, unless revisions are found by their content."""
     names = {
         name: Blueprint.of("chat", InferenceServiceSpec.model_validate(spec)).digest
         for name, spec in SPECS.items()
@@ -262,16 +262,16 @@ NAMES = {
 }
 
 
-def test_an_operator_with_other_defaults_leaves_workers_alone() -> None:
+def test_plan_new_default_image_keeps_workers() -> None:
     cluster = settled(PAIR)
-    made = plan_service(
+    plan = plan_service(
         cluster.observe(), OperatorDefaults("registry.example/worker:2", IMAGES.router), cluster.now
     )
-    assert not made.apply
+    assert not plan.apply
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_rollout_never_prunes_what_serves_and_loses_no_worker(seed: int) -> None:
+def test_rollout_never_prunes_serving_objects_nor_loses_workers(seed: int) -> None:
     cluster = settled(PAIR, seed)
     rng = random.Random(seed)
     specs = [changed(PAIR, "engine.maxModelLen", length) for length in (1024, 2048)]
@@ -279,10 +279,10 @@ def test_a_rollout_never_prunes_what_serves_and_loses_no_worker(seed: int) -> No
     for turn in range(600):
         if turn == rng.randint(3, 30):
             cluster.change(specs[1])
-        made = cluster.plan()
+        plan = cluster.plan()
         alive = {pod.revision for pod in cluster.pods}
         weights = {one["name"]: one["weight"] for one in cluster.service["status"]["revisions"]}
-        for gone in made.prune:
+        for gone in plan.prune:
             revision = cluster.objects[gone]["metadata"]["labels"].get(labels.REVISION)
             assert revision not in alive and not weights.get(revision, 0)
         before = cluster.writes
@@ -297,7 +297,7 @@ def test_a_rollout_never_prunes_what_serves_and_loses_no_worker(seed: int) -> No
     assert len([name for name in cluster.names("Deployment") if name != "chat-router"]) == 2
 
 
-def test_each_role_keeps_to_its_own_bounds_in_a_rollout() -> None:
+def test_rollout_each_role_keeps_its_own_bounds() -> None:
     """Only prefill may lose a worker before another one is ready; decode may only have one more."""
     spec = changed(PAIR, "prefill.updateStrategy", {"maxSurge": 0, "maxUnavailable": 1})
     spec = changed(spec, "decode.updateStrategy", {"maxSurge": 2, "maxUnavailable": 0})
@@ -305,18 +305,18 @@ def test_each_role_keeps_to_its_own_bounds_in_a_rollout() -> None:
     old = cluster.service["status"]["currentRevision"]
     cluster.change(changed(spec, "engine.maxModelLen", 1024))
     cluster.reconcile()
-    asked = {
+    replicas = {
         (one["metadata"]["labels"][labels.ROLE], one["metadata"]["labels"][labels.REVISION] == old):
         one["spec"]["replicas"]
         for one in cluster.objects.values()
         if one["kind"] == "Deployment" and labels.REVISION in one["metadata"]["labels"]
     }  # fmt: skip
-    assert asked == {
+    assert replicas == {
         ("prefill", True): 1, ("prefill", False): 1, ("decode", True): 3, ("decode", False): 2,
     }  # fmt: skip
 
 
-def test_a_generation_that_crashes_is_taken_back_and_not_tried_again() -> None:
+def test_rollout_crashing_revision_is_rolled_back_once() -> None:
     cluster = settled(PAIR)
     good = cluster.service["status"]["currentRevision"]
     bad = changed(PAIR, "engine.args", ["--nonsense"])
@@ -334,8 +334,8 @@ def test_a_generation_that_crashes_is_taken_back_and_not_tried_again() -> None:
     assert cluster.condition("Degraded")[0] == "False" and cluster.condition("Ready") == ("True", "Serving")
 
 
-def test_time_in_which_nobody_is_waited_for_is_no_delay() -> None:
-    """Neither a long pause nor a canary's long step makes a generation fail once more of it is asked for."""
+def test_progress_deadline_excludes_pauses_and_canary_steps() -> None:
+    """Neither a long pause nor a canary's long step makes a revision fail when it gets more replicas."""
     policy = {"canary": {"steps": [{"weight": 10, "pause": "100s"}]}, "progressDeadline": "1m"}
     cluster = settled(changed(PAIR, "rollout", policy))
     old = cluster.service["status"]["currentRevision"]
@@ -357,11 +357,11 @@ def test_time_in_which_nobody_is_waited_for_is_no_delay() -> None:
     assert cluster.service["status"]["currentRevision"] != old
 
 
-def test_who_is_waited_for_too_long_has_failed() -> None:
+def test_rollout_past_progress_deadline_fails() -> None:
     cluster = settled(changed(PAIR, "rollout", {"progressDeadline": "1m"}))
     old = cluster.service["status"]["currentRevision"]
     cluster.change(changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout.progressDeadline", "1m"))
-    for _ in range(3):  # its Deployments are there; none of its pods gets ready
+    for _ in range(3):  # its Deployments exist; none of its pods gets ready
         cluster.reconcile()
     cluster.later(61)
     cluster.reconcile()
@@ -370,7 +370,7 @@ def test_who_is_waited_for_too_long_has_failed() -> None:
     assert cluster.service["status"]["currentRevision"] == old
 
 
-def test_a_generation_can_be_gone_back_to_by_name() -> None:
+def test_rollout_rollback_to_named_revision() -> None:
     cluster = settled(PAIR)
     first = cluster.service["status"]["currentRevision"]
     cluster.change(changed(PAIR, "engine.maxModelLen", 1024))
@@ -393,7 +393,7 @@ def test_plan_paused_canary_keeps_its_weights() -> None:
         plan = cluster.plan()
         assert plan.state is not None
         weights = {name: fate.weight for name, fate in plan.state.revision_plans.items()}
-        assert weights == {old: 90, plan.state.target.revision: 10}
+        assert weights == {old: 90, plan.state.target.name: 10}
         assert {one.revision: one.weight for one in plan.state.seen} == weights
         assert plan.again_s is not None and 0 < plan.again_s <= 100
 
@@ -450,29 +450,29 @@ def test_plan_ingress_certificate_needs_cert_manager() -> None:
     assert other.condition("SpecSupported")[0] == "True", "a Certificate of a route is its Gateway's"
 
 
-def test_one_to_go_back_to_that_is_not_remembered_is_named() -> None:
+def test_rollout_rollback_to_unknown_revision_is_an_error() -> None:
     cluster = settled(PAIR)
     cluster.change(changed(PAIR, "rollout.rollbackTo", "00000000"))
     with pytest.raises(ValueError, match=r"rollbackTo: 00000000"):
         cluster.plan()
 
 
-def test_old_generations_are_remembered_up_to_a_limit() -> None:
+def test_plan_revision_history_is_limited() -> None:
     cluster = settled(changed(PAIR, "rollout.revisionHistoryLimit", 2))
-    made = []
+    created = []
     for length in range(1000, 1005):
         spec = changed(changed(PAIR, "rollout.revisionHistoryLimit", 2), "engine.maxModelLen", length)
         cluster.change(spec)
         cluster.settle()
-        made.append(cluster.service["status"]["currentRevision"])
+        created.append(cluster.service["status"]["currentRevision"])
     kept = [name.rpartition("-")[2] for name in cluster.names("ConfigMap") if "-rev-" in name]
-    assert sorted(kept) == sorted(made[-3:]), "the newest"
-    cluster.change(changed(spec, "rollout.rollbackTo", made[-2]))
+    assert sorted(kept) == sorted(created[-3:]), "the newest"
+    cluster.change(changed(spec, "rollout.rollbackTo", created[-2]))
     cluster.settle()
-    assert cluster.service["status"]["currentRevision"] == made[-2]
+    assert cluster.service["status"]["currentRevision"] == created[-2]
 
 
-def test_a_role_that_is_scaled_begins_with_what_is_there_and_keeps_to_its_bounds() -> None:
+def test_plan_scaled_role_starts_from_current_replicas_in_bounds() -> None:
     cluster = settled(changed(PAIR, "decode.replicas", 3))
     cluster.change(SPECS["scaled"])
     cluster.settle()
@@ -484,7 +484,7 @@ def test_a_role_that_is_scaled_begins_with_what_is_there_and_keeps_to_its_bounds
     assert scaler["spec"]["replicas"] == 9, "the number belongs to whoever scales"
 
 
-def test_a_suspended_service_keeps_everything_but_its_pods() -> None:
+def test_plan_suspended_service_keeps_all_but_its_pods() -> None:
     cluster = settled(PAIR)
     cluster.change(changed(PAIR, "suspend", True))
     cluster.settle()
@@ -495,7 +495,7 @@ def test_a_suspended_service_keeps_everything_but_its_pods() -> None:
     assert cluster.condition("Ready") == ("True", "Serving")
 
 
-def test_an_api_that_the_cluster_lacks_is_named_and_everything_else_is_made() -> None:
+def test_plan_missing_api_is_reported_and_the_rest_is_made() -> None:
     route = {"type": "HTTPRoute", "hosts": ["a.example"], "gatewayRefs": [{"name": "g"}]}
     cluster = settled(changed(PAIR, "exposure", route))
     assert cluster.condition("SpecSupported") == ("False", "ApiMissing")
@@ -505,14 +505,14 @@ def test_an_api_that_the_cluster_lacks_is_named_and_everything_else_is_made() ->
     assert cluster.condition("SpecSupported")[0] == "True" and cluster.names("HTTPRoute") == ["chat"]
 
 
-def test_what_is_not_of_a_kind_that_is_pruned_stays() -> None:
+def test_plan_object_of_unpruned_kind_stays() -> None:
     cluster = settled(HUB)
     other = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", "labels": {}}}
     cluster.objects[key(other)] = other
     assert "Secret" not in PRUNED and not cluster.plan().prune
 
 
-def test_a_plan_touches_nothing_of_what_it_was_made_from() -> None:
+def test_plan_leaves_its_inputs_unchanged() -> None:
     cluster = settled(PAIR)
     cluster.change(changed(PAIR, "engine.maxModelLen", 1024))
     before = copy.deepcopy((cluster.service, cluster.objects, cluster.pods))
@@ -520,13 +520,13 @@ def test_a_plan_touches_nothing_of_what_it_was_made_from() -> None:
     assert (cluster.service, cluster.objects, cluster.pods) == before
 
 
-def test_a_time_that_passes_changes_no_plan() -> None:
+def test_plan_of_settled_service_ignores_time() -> None:
     cluster = settled(PAIR)
-    observed: ClusterState = cluster.observe()
-    assert not plan_service(observed, IMAGES, cluster.now + 1e6).apply
+    state: ClusterState = cluster.observe()
+    assert not plan_service(state, IMAGES, cluster.now + 1e6).apply
 
 
-def test_every_reason_why_a_service_is_not_ready_is_explained() -> None:
+def test_docs_every_ready_reason_is_explained() -> None:
     root = Path(__file__).parents[2]
     explained = set(
         re.findall(

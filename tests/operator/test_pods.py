@@ -9,7 +9,7 @@ import pytest
 
 from baton_api import labels as label_names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests import routers, workers
+from baton_operator.manifests import ports, routers
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner
 from baton_operator.manifests.revision import Blueprint, Revision
@@ -24,15 +24,15 @@ NODE, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
 def router(**wanted: Any) -> Manifest:
     """The spec of a router's pod."""
     spec = InferenceServiceSpec.model_validate({**MINIMAL, "router": wanted})
-    made = routers.router(OWNER, spec, "router:1", 2, Shown([], [], []), 1)
-    pod: Manifest = made["spec"]["template"]["spec"]
+    deployment = routers.router(OWNER, spec, "router:1", 2, Shown([], [], []), 1)
+    pod: Manifest = deployment["spec"]["template"]["spec"]
     return pod
 
 
 def first(cluster: FakeCluster, kind: str, component: str) -> Manifest:
     """The pod of a cluster's first object of a kind, with this component in its labels."""
-    found = [one for (_, there, _), one in sorted(cluster.objects.items()) if there == kind]
-    pods = [one for one in found if one["metadata"]["labels"]["app.kubernetes.io/component"] == component]
+    manifests = [one for (_, object_kind, _), one in sorted(cluster.objects.items()) if object_kind == kind]
+    pods = [one for one in manifests if one["metadata"]["labels"]["app.kubernetes.io/component"] == component]
     pod: Manifest = pods[0]["spec"]["template"]["spec"]
     return pod
 
@@ -134,21 +134,21 @@ def resources(**wanted: Any) -> Manifest:
     """Those of a worker's container."""
     cluster = FakeCluster({**MINIMAL, "decode": {"resources": wanted}})
     cluster.settle()
-    made: Manifest = first(cluster, "Deployment", "both")["containers"][0]["resources"]
-    return made
+    requested: Manifest = first(cluster, "Deployment", "both")["containers"][0]["resources"]
+    return requested
 
 
 def test_worker_requests_each_rail_and_huge_pages() -> None:
     rails = {f"networking.gke.io.networks/rdma-{number}": 1 for number in range(1, 8)}
     rdma = {"resourceName": "networking.gke.io.networks/rdma-0"}
-    made = resources(memory="64Gi", rdma=rdma, extended=rails, hugepages={"2Mi": "5Gi", "1Gi": "8Gi"})
+    requested = resources(memory="64Gi", rdma=rdma, extended=rails, hugepages={"2Mi": "5Gi", "1Gi": "8Gi"})
     devices = {
         **{f"networking.gke.io.networks/rdma-{number}": "1" for number in range(8)},
         "hugepages-2Mi": "5Gi",
         "hugepages-1Gi": "8Gi",
     }
-    # What is neither cpu nor memory must be the same in both.
-    assert made == {"requests": {"memory": "64Gi", **devices}, "limits": {"memory": "64Gi", **devices}}
+    # Resources other than cpu and memory must be the same in both.
+    assert requested == {"requests": {"memory": "64Gi", **devices}, "limits": {"memory": "64Gi", **devices}}
 
 
 HOST = {"spec": {"hostNetwork": True}}
@@ -177,15 +177,15 @@ def test_workers_in_the_nodes_network_share_no_port(tls: bool) -> None:
     old = listening(cluster)
     cluster.change({**spec, "engine": {"maxModelLen": 1024}})
     cluster.settle()
-    there = {**old, **listening(cluster)}
-    assert len(there) == 4
-    taken = [port for one in there.values() for port in one.values()]
+    ports_by_role = {**old, **listening(cluster)}
+    assert len(ports_by_role) == 4
+    taken = [port for one in ports_by_role.values() for port in one.values()]
     assert len(taken) == len(set(taken))
-    assert all(workers.FIRST_PORT <= port <= workers.LAST_PORT for port in taken)
+    assert all(ports.FIRST_PORT <= port <= ports.LAST_PORT for port in taken)
 
 
-def test_worker_in_the_nodes_network_is_told_its_ports() -> None:
-    """What it is told to listen on, what Kubernetes places it by, and what routers are told are the same."""
+def test_worker_in_the_nodes_network_has_its_ports_as_flags() -> None:
+    """The listening ports, the ports for Kubernetes' placement and those sent to routers are the same."""
     cluster = FakeCluster({**PAIR, "security": {"mutualTls": {"secretName": "own"}}})
     cluster.settle()
     pod = first(cluster, "Deployment", "prefill")
@@ -214,13 +214,13 @@ def test_worker_in_its_own_network_keeps_its_ports() -> None:
 def test_ports_of_a_revisions_roles_differ_in_every_service() -> None:
     spec = InferenceServiceSpec.model_validate(PAIR)
     blueprint = Blueprint.of("chat", spec)
-    generation = Revision(blueprint=blueprint, image="worker:1", created=0.0, revision="6f1c2ab9")
+    revision = Revision(blueprint=blueprint, image="worker:1", created=0.0, name="6f1c2ab9")
     for number in range(5000):
         owner = Owner(f"service-{number}", "models", "uid")
-        both = [workers.ports(owner, generation, role) for role in blueprint.roles]
+        both = [ports.ports(owner, revision, role) for role in blueprint.roles]
         taken = [port for one in both for port in astuple(one)]
-        assert len(set(taken)) == 2 * workers.PORTS_OF_ROLE
-        assert min(taken) >= workers.FIRST_PORT and max(taken) <= workers.LAST_PORT
+        assert len(set(taken)) == 2 * ports.PORTS_OF_ROLE
+        assert min(taken) >= ports.FIRST_PORT and max(taken) <= ports.LAST_PORT
 
 
 SEPARATE: Manifest = {**MINIMAL, "prefill": {}}

@@ -1,4 +1,4 @@
-"""The operator's rights, as far as they can be read; what is used of them a real API server's log tells."""
+"""The operator's rights as declared; a test with a real API server's log checks which are used."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ EVERYTHING = [*SERVICES, *CLUSTER, *own("baton-operator")]
 
 
 def granted() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    verbs_by_resource: dict[str, set[str]] = {}
     for rule in EVERYTHING:
         for resource in rule.resources:
-            found.setdefault(resource, set()).update(rule.verbs)
-    return found
+            verbs_by_resource.setdefault(resource, set()).update(rule.verbs)
+    return verbs_by_resource
 
 
-def test_what_may_be_pruned_may_be_listed_and_deleted() -> None:
+def test_rbac_pruned_kinds_may_be_listed_and_deleted() -> None:
     for kind in PRUNED:
         assert {"list", "delete"} <= granted()[plural(kind)], kind
 
 
-def test_nothing_is_granted_that_leads_to_more() -> None:
+def test_rbac_grants_no_privilege_escalation() -> None:
     assert granted()["secrets"] == {"create"}
     for resource in ("pods/exec", "pods/attach", "nodes", "clusterroles", "clusterrolebindings"):
         assert resource not in granted()
@@ -31,7 +31,7 @@ def test_nothing_is_granted_that_leads_to_more() -> None:
     assert not any("*" in (rule.group, *rule.resources) for rule in EVERYTHING)
 
 
-def test_no_right_is_granted_twice() -> None:
+def test_rbac_rights_are_granted_once() -> None:
     single = [
         (rule.group, resource, verb, rule.names)
         for rule in EVERYTHING
@@ -41,7 +41,7 @@ def test_no_right_is_granted_twice() -> None:
     assert len(single) == len(set(single))
 
 
-def test_a_rule_stands_in_a_role_as_kubernetes_wants_it() -> None:
+def test_rbac_rules_have_kubernetes_form() -> None:
     assert rules(own("baton-operator")) == [
         {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
         {

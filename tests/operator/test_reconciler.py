@@ -36,14 +36,14 @@ HUB: dict[str, Any] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealCluster]:
-    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as made:
-        yield made
+    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as running:
+        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def api(cluster: RealCluster) -> AsyncIterator[ApiClient]:
-    async with client(cluster) as made:
-        yield made
+    async with client(cluster) as connected:
+        yield connected
 
 
 async def namespace(cluster: RealCluster, name: str) -> str:
@@ -64,20 +64,20 @@ async def settled(cluster: RealCluster, inside: Inside, where: str) -> None:
 
 
 @pytest.mark.parametrize("spec", [PAIR, SCALED, HUB], ids=["pair", "scaled", "hub"])
-async def test_the_same_object_twice_is_written_once(
+async def test_reconcile_unchanged_object_is_written_once(
     cluster: RealCluster, api: ApiClient, spec: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     where = await namespace(cluster, f"twice-{request.node.callspec.id}")
     await cluster.put(spec, namespace=where)
     inside = Inside(api)
     await settled(cluster, inside, where)
-    since = len(cluster.asked())
+    since = len(cluster.requests())
     await cluster.put(spec, namespace=where)
     await inside.reconcile(namespace=where)
     await Inside(api, now=inside.now + 1000).reconcile(namespace=where)
-    asked = cluster.asked(since)
-    assert asked, "it has looked"
-    assert counted([one for one in asked if one.is_work]) == {}
+    requests = cluster.requests(since)
+    assert requests, "it has looked"
+    assert counted([one for one in requests if one.is_work]) == {}
     status = (await cluster.service(namespace=where))["status"]
     ready = next(one for one in status["conditions"] if one["type"] == "Ready")
     assert (ready["status"], ready["reason"]) == ("True", "Serving"), status
@@ -109,7 +109,7 @@ async def test_ticket_secret_is_kept_and_replaced_after_deletion(
     assert second["data"] != first["data"]
 
 
-async def test_what_others_change_is_put_back_and_what_they_add_stays(
+async def test_reconcile_foreign_change_is_reverted_and_addition_kept(
     cluster: RealCluster, api: ApiClient
 ) -> None:
     where = await namespace(cluster, "drift")
@@ -121,12 +121,12 @@ async def test_what_others_change_is_put_back_and_what_they_add_stays(
         service, {"spec": {"selector": {labels.ROLE: "nobody"}}, "metadata": {"annotations": {"a": "b"}}}
     )
     await inside.reconcile(namespace=where)
-    there = (await cluster.admin.get(service)).json()
-    assert there["spec"]["selector"][labels.ROLE] == "router"
-    assert there["metadata"]["annotations"]["a"] == "b"
+    stored = (await cluster.admin.get(service)).json()
+    assert stored["spec"]["selector"][labels.ROLE] == "router"
+    assert stored["metadata"]["annotations"]["a"] == "b"
 
 
-async def test_anothers_object_of_the_same_name_is_left_alone_and_status_names_it(
+async def test_reconcile_foreign_object_of_same_name_is_reported(
     cluster: RealCluster, api: ApiClient
 ) -> None:
     where = await namespace(cluster, "taken")
@@ -135,24 +135,24 @@ async def test_anothers_object_of_the_same_name_is_left_alone_and_status_names_i
     await cluster.put(PAIR, namespace=where)
     with pytest.raises(ApiException):
         await Inside(api).reconcile(namespace=where)
-    there = (await cluster.admin.get(path("v1", "Service", where, "chat"))).json()
-    assert there["spec"]["selector"] == {"app": "theirs"}
+    stored = (await cluster.admin.get(path("v1", "Service", where, "chat"))).json()
+    assert stored["spec"]["selector"] == {"app": "theirs"}
     status = (await cluster.service(namespace=where))["status"]
-    said = next(one for one in status["conditions"] if one["type"] == "SpecSupported")
-    assert said["status"] == "False"
-    assert said["message"].startswith("Service chat: ")
+    condition = next(one for one in status["conditions"] if one["type"] == "SpecSupported")
+    assert condition["status"] == "False"
+    assert condition["message"].startswith("Service chat: ")
 
 
-async def test_what_the_api_server_refuses_is_said_in_status(cluster: RealCluster, api: ApiClient) -> None:
+async def test_reconcile_rejected_write_is_reported_in_status(cluster: RealCluster, api: ApiClient) -> None:
     where = await namespace(cluster, "refused")
     template = {"spec": {"containers": [{"name": "main", "imagePullPolicy": "Sometimes"}]}}
     await cluster.put({**PAIR, "decode": {"podTemplate": template}}, namespace=where)
     with pytest.raises(ApiException):
         await Inside(api).reconcile(namespace=where)
     status = (await cluster.service(namespace=where))["status"]
-    said = next(one for one in status["conditions"] if one["type"] == "Ready")
-    assert (said["status"], said["reason"]) == ("False", "Invalid")
-    assert "imagePullPolicy" in said["message"]
+    condition = next(one for one in status["conditions"] if one["type"] == "Ready")
+    assert (condition["status"], condition["reason"]) == ("False", "Invalid")
+    assert "imagePullPolicy" in condition["message"]
 
 
 async def test_claim_that_may_not_grow_is_named_and_service_serves_on(
@@ -178,7 +178,7 @@ async def test_claim_that_may_not_grow_is_named_and_service_serves_on(
     assert conditions["Ready"]["status"] == "True"
 
 
-async def test_one_that_is_deleted_is_left_to_the_garbage_collector(
+async def test_reconcile_deleted_service_is_left_to_garbage_collector(
     cluster: RealCluster, api: ApiClient
 ) -> None:
     where = await namespace(cluster, "deleted")
@@ -186,23 +186,21 @@ async def test_one_that_is_deleted_is_left_to_the_garbage_collector(
     inside = Inside(api)
     await inside.reconcile(namespace=where)
     await cluster.api.delete(path(API, "InferenceService", where, "chat"))
-    since = len(cluster.asked())
+    since = len(cluster.requests())
     assert await inside.reconcile(namespace=where) is None
-    assert not [one for one in cluster.asked(since) if one.is_work]
+    assert not [one for one in cluster.requests(since) if one.is_work]
     owners = [one["metadata"]["ownerReferences"] for one in (await cluster.objects(where)).values()]
     assert owners and all(one[0]["controller"] for one in owners)
 
 
-async def test_a_scaler_says_which_pods_it_is_about_and_whether_it_is_heard(
-    cluster: RealCluster, api: ApiClient
-) -> None:
+async def test_reconcile_scaler_status_has_selector_and_binding(cluster: RealCluster, api: ApiClient) -> None:
     where = await namespace(cluster, "scalers")
     inside = Inside(api)
     await cluster.put(SCALED, namespace=where)
     other = {"serviceName": "chat", "role": "decode", "replicas": 3}
     await cluster.put(other, name="mine", namespace=where, kind="RoleScaler")
-    alone = {"serviceName": "none", "role": "prefill", "replicas": 3}
-    await cluster.put(alone, name="alone", namespace=where, kind="RoleScaler")
+    unbound = {"serviceName": "none", "role": "prefill", "replicas": 3}
+    await cluster.put(unbound, name="alone", namespace=where, kind="RoleScaler")
     await settled(cluster, inside, where)
     await inside.reconcile("none", where)
     scale = f"{path(API, 'RoleScaler', where, 'chat-decode')}/scale"
@@ -254,9 +252,7 @@ async def stages(cluster: RealCluster, inside: Inside, where: str) -> None:
     await settled(cluster, inside, where)
 
 
-async def test_one_that_is_killed_at_any_of_its_writes_ends_with_the_same_objects(
-    cluster: RealCluster, api: ApiClient
-) -> None:
+async def test_reconcile_killed_at_any_write_converges(cluster: RealCluster, api: ApiClient) -> None:
     began = time.monotonic()
     count = Killing(0, False)
     whole = await namespace(cluster, "killed-nowhere")
@@ -279,7 +275,7 @@ async def test_one_that_is_killed_at_any_of_its_writes_ends_with_the_same_object
 
 
 async def stages_from_there(cluster: RealCluster, inside: Inside, where: str) -> None:
-    """Another operator goes on: first with the spec as it is, then with the last one."""
+    """Another operator continues: first with the spec as it is, then with the last one."""
     await settled(cluster, inside, where)
     await cluster.put(PAIR | {"engine": {"image": "registry.example/worker:2"}}, namespace=where)
     await settled(cluster, inside, where)
@@ -288,8 +284,8 @@ async def stages_from_there(cluster: RealCluster, inside: Inside, where: str) ->
 async def whole_life(
     cluster: RealCluster, where: str, settle: Callable[[], Awaitable[None]]
 ) -> list[dict[str, Manifest]]:
-    """From a model that is fetched to a service that rests; what is there after each change."""
-    found = []
+    """Return the objects after each change, from a fetched model to a suspended service."""
+    states = []
     changed = HUB | {"decode": {"replicas": 2}, "engine": {"image": "registry.example/worker:2"}}
     canary = {"rollout": {"canary": {"steps": [{"weight": 50, "pause": "0s"}]}}}
     exposed = {"exposure": {"type": "Ingress", "hosts": ["chat.example.org"]}}
@@ -297,20 +293,18 @@ async def whole_life(
     async def change(spec: dict[str, Any]) -> None:
         await cluster.put(spec, namespace=where)
         await settle()
-        found.append(await cluster.objects(where))
+        states.append(await cluster.objects(where))
 
     await change(HUB)
     first = (await cluster.service(namespace=where))["status"]["currentRevision"]
     await change({**changed, **exposed, **canary})
     await change({**changed, "rollout": {"rollbackTo": first}})
     await change({**HUB, "suspend": True})
-    return found
+    return states
 
 
-async def test_if_each_operator_is_killed_at_its_first_write_the_next_ones_get_there_all_the_same(
-    cluster: RealCluster, api: ApiClient
-) -> None:
-    """Through every state that a longer life leaves between two writes: before one, and after it."""
+async def test_reconcile_killed_at_each_first_write_converges(cluster: RealCluster, api: ApiClient) -> None:
+    """Each operator is killed before or after its first write; the next one continues from any such state."""
     whole = await namespace(cluster, "life-of-one")
     one = Inside(api)
     wanted = await whole_life(cluster, whole, lambda: settled(cluster, one, whole))
@@ -328,16 +322,16 @@ async def test_if_each_operator_is_killed_at_its_first_write_the_next_ones_get_t
                     await Inside(api, killing.guard, killing.answered).reconcile(namespace=where)
                 except Killed:
                     killed += 1
-            if killed == before:  # nothing is to be written, unless the cluster does something
+            if killed == before:  # no write is left, unless the cluster does something
                 await cluster.ready_pods(namespace=where)
                 quiet += 1
             else:
                 quiet = 0
 
-    found = await whole_life(cluster, where, by_mortals)
-    for number, (there, expected) in enumerate(zip(found, wanted, strict=True)):
-        assert set(there) == set(expected), f"after change {number}"
-        for name, made in there.items():
-            assert made == expected[name], f"{name} after change {number}"
+    states = await whole_life(cluster, where, by_mortals)
+    for number, (objects, expected) in enumerate(zip(states, wanted, strict=True)):
+        assert set(objects) == set(expected), f"after change {number}"
+        for name, manifest in objects.items():
+            assert manifest == expected[name], f"{name} after change {number}"
     assert killed > 2 * 40
     print(f"{killed} operators were killed, half of them before their first write and half after it")

@@ -32,7 +32,7 @@ def evict(cluster: FakeCluster, role: str) -> None:
     cluster.pods[number] = ended
 
 
-def test_evicted_pod_does_not_count_and_is_named_while_one_is_missing() -> None:
+def test_evicted_pod_is_not_counted_and_named_until_replaced() -> None:
     cluster = settled()
     evict(cluster, "decode")
     cluster.reconcile()
@@ -44,8 +44,8 @@ def test_evicted_pod_does_not_count_and_is_named_while_one_is_missing() -> None:
     assert cluster.condition("Ready") == ("True", "Serving")
 
 
-def test_generation_of_which_only_evicted_pods_are_left_is_gone() -> None:
-    """Their objects stay for as long as nobody deletes them: neither drained nor kept for that."""
+def test_revision_with_only_evicted_pods_is_gone() -> None:
+    """Evicted pods' objects stay until deleted: the revision is neither drained nor kept for them."""
     cluster = settled()
     old = cluster.service["status"]["currentRevision"]
     evict(cluster, "decode")
@@ -64,7 +64,7 @@ def test_generation_of_which_only_evicted_pods_are_left_is_gone() -> None:
 
 
 @pytest.mark.parametrize("spec", [PAIR, CHANGED], ids=["more workers", "a rollout"])
-def test_pods_that_a_quota_refuses_are_said_to_be_refused(spec: dict[str, Any]) -> None:
+def test_pods_rejected_by_quota_are_reported(spec: dict[str, Any]) -> None:
     cluster = settled()
     cluster.quota = True
     cluster.change({**spec, "decode": {"replicas": 5}})
@@ -81,7 +81,7 @@ def test_pods_that_a_quota_refuses_are_said_to_be_refused(spec: dict[str, Any]) 
     assert cluster.service["status"]["decode"]["message"] == ""
 
 
-def test_router_whose_pods_are_refused_says_why() -> None:
+def test_router_with_rejected_pods_reports_the_reason() -> None:
     cluster = settled()
     router = cluster.objects["apps/v1", "Deployment", "chat-router"]
     condition = {
@@ -126,7 +126,7 @@ def test_service_after_a_rollback_is_ready_and_degraded() -> None:
     cluster.change(CHANGED)
     state = cluster.reconcile().state
     assert state is not None
-    cluster.broken.add(state.target.revision)
+    cluster.broken.add(state.target.name)
     cluster.settle()
     assert cluster.condition("Ready") == cluster.condition("Available") == ("True", "RolledBack")
     assert cluster.condition("Degraded") == ("True", "RolledBack")

@@ -69,7 +69,7 @@ CANARY = {"steps": [{"weight": 10, "pause": "1m"}, {"weight": 50, "pause": "1m"}
 
 
 def shown(revision_plans: Mapping[str, RevisionPlan]) -> dict[str, str]:
-    """`prefill decode weight phase` of each generation."""
+    """`prefill decode weight phase` of each revision."""
     assert all(one.revision == name for name, one in revision_plans.items())
     return {
         name: f"{one.replicas.get('prefill', '-')} {one.replicas['decode']} {one.weight} {one.phase}"
@@ -234,18 +234,18 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("want", "there", "revision_plans"), CASES)
-def test_what_becomes_of_each_generation(
-    want: RolloutTarget, there: list[str], revision_plans: dict[str, str]
+@pytest.mark.parametrize(("want", "states", "revision_plans"), CASES)
+def test_rollout_case_gives_plan_of_each_revision(
+    want: RolloutTarget, states: list[str], revision_plans: dict[str, str]
 ) -> None:
-    assert shown(decide(want, [revisions(one) for one in there], 1.0)) == revision_plans
+    assert shown(decide(want, [revisions(one) for one in states], 1.0)) == revision_plans
 
 
-def test_pause_every_generation_keeps_what_it_has() -> None:
+def test_rollout_paused_every_revision_keeps_its_replicas() -> None:
     standing = replace(revisions("z 1/1 1/2 10"), step=1, step_since=5.0)
     failed = replace(revisions("b 0/0 0/0"), failed=True)
-    there = [standing, failed, revisions("c 0/1 0/1"), revisions("d 0/0 0/0"), revisions("a 2/2 4/4 90")]
-    revision_plans = decide(wanted(canary=CANARY, paused=True), there, 1.0)
+    states = [standing, failed, revisions("c 0/1 0/1"), revisions("d 0/0 0/0"), revisions("a 2/2 4/4 90")]
+    revision_plans = decide(wanted(canary=CANARY, paused=True), states, 1.0)
     assert revision_plans["z"] == RevisionPlan("z", "Serving", {"prefill": 1, "decode": 2}, 10, 1, 5.0)
     assert shown(revision_plans) == {
         "z": "1 2 10 Serving",
@@ -257,17 +257,17 @@ def test_pause_every_generation_keeps_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_generation_that_failed_before_is_named_so(held: bool) -> None:
-    """Whichever one is wanted now, and whether or not its model is there."""
+def test_rollout_revision_that_failed_before_is_reported_failed(held: bool) -> None:
+    """The wanted revision makes no difference, nor whether its model is fetched."""
     failed = replace(revisions("b 1/1 1/1"), failed=True)
-    there = [revisions("z 0/0 0/0"), failed, revisions("a 2/2 4/4 100")]
-    assert shown(decide(wanted(held=held), there, 1.0))["b"] == "0 0 0 Failed"
-    assert shown(decide(wanted(held=held), [replace(there[0], failed=True), *there[1:]], 1.0)) == {
+    states = [revisions("z 0/0 0/0"), failed, revisions("a 2/2 4/4 100")]
+    assert shown(decide(wanted(held=held), states, 1.0))["b"] == "0 0 0 Failed"
+    assert shown(decide(wanted(held=held), [replace(states[0], failed=True), *states[1:]], 1.0)) == {
         "z": "0 0 0 Failed", "b": "0 0 0 Failed", "a": "2 4 100 Serving",
     }  # fmt: skip
 
 
-def test_generation_that_crashes_says_how_often_it_started() -> None:
+def test_rollout_crashing_revision_reports_its_restarts() -> None:
     revision_plans = decide(wanted(), [revisions("z 1/1 0/1!"), revisions("a 2/2 4/4 100")], 1.0)
     assert revision_plans["z"].reason == f"a worker started {CRASHES + 1} times"
 
@@ -281,7 +281,7 @@ LAST = [
 
 @pytest.mark.parametrize(("olds", "last"), LAST)
 @pytest.mark.parametrize("policy", [{}, {"canary": CANARY}])
-def test_of_old_generations_the_one_that_serves_most_stays(
+def test_rollout_of_old_revisions_the_one_that_serves_most_stays(
     olds: list[tuple[str, int, str]], last: str, policy: dict[str, Any]
 ) -> None:
     new = replace(revisions("z 0/0 0/0"), failed=not policy)
@@ -290,20 +290,20 @@ def test_of_old_generations_the_one_that_serves_most_stays(
     assert [name for name, _, _ in olds if revision_plans[name].phase != "Draining"] == [last]
 
 
-def test_a_suspended_service_has_nobody() -> None:
+def test_rollout_suspended_service_has_no_workers() -> None:
     want = replace(wanted(), suspended=True)
     revision_plans = decide(want, [revisions("z 1/1 1/1"), revisions("a 2/2 4/4 100")], 1.0)
     assert all(not any(one.replicas.values()) for one in revision_plans.values())
 
 
-def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
-    want, there = wanted(progressDeadline="10m"), [revisions("z 0/1 0/1"), revisions("a 2/2 4/4 100")]
-    assert seconds_until_change(want, there, 100.0) == 500.0
-    assert decide(want, there, 599.0)["z"].phase == "Warming"
-    assert decide(want, there, 600.0)["z"].phase == "Warming"
-    failed = decide(want, there, 601.0)["z"]
+def test_rollout_progress_deadline_fails_and_is_scheduled() -> None:
+    want, states = wanted(progressDeadline="10m"), [revisions("z 0/1 0/1"), revisions("a 2/2 4/4 100")]
+    assert seconds_until_change(want, states, 100.0) == 500.0
+    assert decide(want, states, 599.0)["z"].phase == "Warming"
+    assert decide(want, states, 600.0)["z"].phase == "Warming"
+    failed = decide(want, states, 601.0)["z"]
     assert (failed.phase, failed.reason) == ("Failed", "no progress for 10m")
-    later = [replace(there[0], progressed=50.0), there[1]]
+    later = [replace(states[0], progressed=50.0), states[1]]
     assert (seconds_until_change(want, later, 100.0), seconds_until_change(want, later, 650.0)) == (
         550.0,
         0.0,
@@ -312,11 +312,11 @@ def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
     assert decide(want, later, 651.0)["z"].phase == "Failed"
 
 
-def test_generation_that_carries_the_service_has_no_deadline() -> None:
-    """One worker more than the targets is not ready: nobody waits for it."""
-    want, there = wanted(progressDeadline="10m"), [revisions("z 2/2 4/5"), revisions("a 2/2 4/4 100")]
-    assert seconds_until_change(want, there, 100.0) is None
-    assert decide(want, there, 10_000.0)["z"].phase == "Serving"
+def test_rollout_serving_revision_has_no_progress_deadline() -> None:
+    """One worker more than the targets is not ready: the rollout does not wait for it."""
+    want, states = wanted(progressDeadline="10m"), [revisions("z 2/2 4/5"), revisions("a 2/2 4/4 100")]
+    assert seconds_until_change(want, states, 100.0) is None
+    assert decide(want, states, 10_000.0)["z"].phase == "Serving"
 
 
 FAILING = [
@@ -333,7 +333,7 @@ FAILING = [
 
 
 @pytest.mark.parametrize(("of_new", "of_old", "failed"), FAILING)
-def test_requests_that_fail_on_the_new_one_alone_take_it_back(
+def test_rollout_failures_only_on_new_revision_roll_back(
     of_new: RolloutHealth, of_old: RolloutHealth, failed: bool
 ) -> None:
     new, old = revisions("z 1/1 1/1 25"), revisions("a 2/2 3/3 75")
@@ -343,15 +343,15 @@ def test_requests_that_fail_on_the_new_one_alone_take_it_back(
     assert not failed or shown(revision_plans)["a"] == "2 4 100 Serving"
 
 
-def test_how_many_requests_may_fail_can_be_said() -> None:
-    there = [replace(revisions("z 1/1 1/1 25"), health=RolloutHealth(100, 30)), revisions("a 2/2 3/3 75")]
-    assert decide(wanted(maxFailedPercent=30), there, 1.0)["z"].phase == "Warming"
-    assert decide(wanted(maxFailedPercent=29), there, 1.0)["z"].phase == "Failed"
-    assert decide(wanted(maxFailedPercent=0, autoRollback=False), there, 1.0)["z"].phase == "Warming"
+def test_rollout_max_failed_percent_sets_the_failure_limit() -> None:
+    states = [replace(revisions("z 1/1 1/1 25"), health=RolloutHealth(100, 30)), revisions("a 2/2 3/3 75")]
+    assert decide(wanted(maxFailedPercent=30), states, 1.0)["z"].phase == "Warming"
+    assert decide(wanted(maxFailedPercent=29), states, 1.0)["z"].phase == "Failed"
+    assert decide(wanted(maxFailedPercent=0, autoRollback=False), states, 1.0)["z"].phase == "Warming"
 
 
 def streams(quick: int, slow: int) -> RolloutHealth:
-    """Of which so many have their first token within 2 s, and the others within 4."""
+    """Return the health of streams: `quick` had their first token within 2 s, `slow` within 4 s."""
     return RolloutHealth(quick + slow, 0, {2.0: quick, 4.0: quick + slow, math.inf: quick + slow})
 
 
@@ -371,7 +371,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(("limit", "of_new", "of_old", "failed"), SLOW)
-def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
+def test_rollout_slow_streams_only_on_new_revision_roll_back(
     limit: str | None, of_new: RolloutHealth, of_old: RolloutHealth, failed: bool
 ) -> None:
     new, old = (
@@ -386,12 +386,12 @@ def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
             f"{slow} of {of_new.streams} streams took longer than {limit} to their first token"
         )
         assert shown(revision_plans)["a"] == "2 4 100 Serving"
-        told = decide(wanted(maxTimeToFirstToken=limit, autoRollback=False), [new, old], 1.0)
-        assert told["z"].phase == "Warming"
+        without_rollback = decide(wanted(maxTimeToFirstToken=limit, autoRollback=False), [new, old], 1.0)
+        assert without_rollback["z"].phase == "Warming"
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_generation_no_worse_than_the_old_one_is_never_taken_back_for_its_requests(seed: int) -> None:
+def test_rollout_revision_no_worse_than_old_one_is_kept(seed: int) -> None:
     """Nor is one that gets better by the same number of requests."""
     rng = random.Random(seed)
     policy: dict[str, Any] = {
@@ -412,20 +412,20 @@ def test_a_generation_no_worse_than_the_old_one_is_never_taken_back_for_its_requ
         assert decide(wanted(**policy), [new, old], 1.0)["z"].phase != "Failed"
 
 
-def test_while_requests_go_to_two_generations_somebody_looks_often() -> None:
+def test_rollout_split_traffic_is_checked_often() -> None:
     want, new, old = wanted(), revisions("z 1/1 1/1 25"), revisions("a 2/2 3/3 75")
     assert seconds_until_change(want, [new, old], 0.0) == HEALTH_CHECK_S
     assert seconds_until_change(want, [replace(new, weight=0), old], 0.0) is None
     assert seconds_until_change(want, [revisions("z 2/2 4/4 100"), revisions("a 0/0 0/0")], 0.0) is None
 
 
-def test_what_failed_stays_failed() -> None:
+def test_rollout_failed_revision_stays_failed() -> None:
     new = replace(revisions("z 0/0 0/0"), failed=True)
     revision_plans = decide(wanted(), [new, revisions("a 2/2 4/4 100")], 1.0)
     assert shown(revision_plans) == {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}
 
 
-def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
+def test_rollout_canary_follows_steps_and_old_revision_stays() -> None:
     want, old = wanted(canary=CANARY), revisions("a 2/2 4/4 100")
     assert Canary.model_validate(CANARY).steps[0] == CanaryStep(weight=10, pause=Duration("1m"))
     assert shown(decide(want, [revisions("z 0/0 0/0"), old], 0.0)) == {
@@ -453,7 +453,7 @@ def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
 
 
 class Cluster:
-    """Pods that get ready, and end, in an order that nobody chose."""
+    """Pods that get ready, and end, in a random order."""
 
     def __init__(self, rng: random.Random, want: RolloutTarget, generations: Sequence[RevisionState]) -> None:
         self.rng, self.want, self.seen = rng, want, list(generations)
@@ -463,7 +463,7 @@ class Cluster:
         """One decision and one thing that happens; whether anything is left to happen."""
         revision_plans = decide(self.want, self.seen, self.now)
         self.check(revision_plans)
-        self.seen = [self._told(one, revision_plans[one.revision]) for one in self.seen]
+        self.seen = [self._scaled(one, revision_plans[one.revision]) for one in self.seen]
         moves = [
             (number, name)
             for number, one in enumerate(self.seen)
@@ -486,9 +486,9 @@ class Cluster:
                 assert one.share(targets) > 0, "requests go only where both roles are ready"
         for name, target in targets.items():
             bounds = self.want.bounds[name]
-            asked = sum(one.replicas.get(name, 0) for one in revision_plans.values())
+            replicas = sum(one.replicas.get(name, 0) for one in revision_plans.values())
             most = target + max(1, bounds.surge) + (len(self.seen) > 2)
-            assert asked <= most, "no more than the surge, and the first worker of yet another generation"
+            assert replicas <= most, "no more than the surge, and the first worker of yet another generation"
 
     def kept_capacity(self) -> None:
         lost = max(
@@ -502,11 +502,11 @@ class Cluster:
         carried = sum(one.share(self.want.targets) for one in self.seen)
         assert carried >= 1 - lost - 1e-9, "what serves is never less than what is allowed to be missing"
 
-    def _told(self, one: RevisionState, fate: RevisionPlan) -> RevisionState:
+    def _scaled(self, one: RevisionState, fate: RevisionPlan) -> RevisionState:
         roles = {}
         for name, state in one.roles.items():
             replicas = fate.replicas[name]
-            # Who is not ready ends first.
+            # Pods that are not ready end first.
             roles[name] = RoleState(replicas, min(state.ready, replicas), max(state.pods, replicas))
         return replace(one, roles=roles, weight=fate.weight)
 
@@ -520,7 +520,7 @@ class Cluster:
         return replace(one, roles={**one.roles, name: moved})
 
 
-def test_generation_whose_pods_still_end_is_there() -> None:
+def test_rollout_revision_with_terminating_pods_exists() -> None:
     """None of its workers is asked for any more, but requests finish on those that drain."""
     draining = replace(
         revisions("a 0/0 0/0"), roles={"prefill": RoleState(0, 0, 0), "decode": RoleState(0, 0, 1)}
@@ -537,7 +537,7 @@ def test_deadline_that_has_passed_is_not_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_rollout_loses_no_capacity_keeps_its_bounds_and_ends(seed: int) -> None:
+def test_rollout_random_loses_no_capacity_keeps_bounds_and_ends(seed: int) -> None:
     rng = random.Random(seed)
     prefill, decode = rng.randint(1, 6), rng.randint(1, 6)
     surge, unavailable = rng.choice([(1, 0), (2, 0), (0, 1), (3, 1)])
@@ -560,7 +560,7 @@ def test_a_rollout_loses_no_capacity_keeps_its_bounds_and_ends(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_change_amid_a_change_ends_as_well(seed: int) -> None:
+def test_rollout_change_during_rollout_ends(seed: int) -> None:
     rng = random.Random(seed)
     want = wanted(rng.randint(1, 5), rng.randint(1, 5))
     whole = {name: RoleState(target, target, target) for name, target in want.targets.items()}

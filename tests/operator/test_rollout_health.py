@@ -1,4 +1,4 @@
-"""What lately became of requests, read off routers that count since they began."""
+"""Recent request outcomes, read from routers that count since their start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from baton_api import metrics
 from baton_api.metrics.counters import LabeledHistogram
 from baton_operator.rollout.rollout_health import WINDOW_S, RolloutHealth, RouterHealthSource
 
-NAME = metrics.ROUTER_GENERATION_REQUESTS.name
-FIRST_TOKENS = metrics.ROUTER_GENERATION_FIRST_TOKEN.name
+NAME = metrics.ROUTER_REVISION_REQUESTS.name
+FIRST_TOKENS = metrics.ROUTER_REVISION_FIRST_TOKEN.name
 
 
 class Routers:
@@ -23,9 +23,9 @@ class Routers:
         self.now = 0.0
         self.counts: dict[str, dict[tuple[str, str], int]] = {}
         self.first_tokens: dict[str, LabeledHistogram] = defaultdict(
-            lambda: LabeledHistogram(metrics.ROUTER_GENERATION_FIRST_TOKEN)
+            lambda: LabeledHistogram(metrics.ROUTER_REVISION_FIRST_TOKEN)
         )
-        self.tries = RouterHealthSource(self.read, lambda: self.now)
+        self.source = RouterHealthSource(self.read, lambda: self.now)
 
     async def read(self, url: str) -> str:
         address = url.removeprefix("http://").partition(":")[0]
@@ -42,7 +42,7 @@ class Routers:
         return "\n".join(lines) + "\n" + generate_latest(registry).decode()
 
     async def recent(self, *addresses: str) -> Mapping[str, RolloutHealth]:
-        return await self.tries.recent("uid", {f"pod-{one}": one for one in addresses})
+        return await self.source.recent("uid", {f"pod-{one}": one for one in addresses})
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def routers() -> Routers:
     return Routers()
 
 
-async def test_what_was_counted_before_the_first_look_says_nothing(routers: Routers) -> None:
+async def test_rollout_health_counts_before_the_first_read_are_ignored(routers: Routers) -> None:
     routers.counts["a"] = {("old", "passed"): 900, ("old", "failed"): 100}
     assert await routers.recent("a") == {"old": RolloutHealth(0, 0)}
     routers.counts["a"] = {("old", "passed"): 907, ("old", "failed"): 101, ("new", "failed"): 5}
     assert await routers.recent("a") == {"old": RolloutHealth(8, 1), "new": RolloutHealth(5, 5)}
 
 
-async def test_all_routers_are_heard_and_one_that_is_silent_is_left_out(routers: Routers) -> None:
+async def test_rollout_health_sums_routers_and_skips_silent_ones(routers: Routers) -> None:
     routers.counts = {"a": {("new", "passed"): 0}, "b": {("new", "passed"): 0}}
     await routers.recent("a", "b")
     routers.counts = {"a": {("new", "passed"): 6}, "b": {("new", "failed"): 4}}
@@ -79,7 +79,7 @@ async def test_streams_are_known_by_how_long_their_first_token_took(routers: Rou
     assert [health.slow(limit) for limit in (0.4, 0.5, 1.9, 2.0, 6.5, 300.0, 301.0)] == [5, 4, 3, 3, 1, 1, 0]
 
 
-async def test_what_is_long_ago_is_forgotten(routers: Routers) -> None:
+async def test_rollout_health_outcomes_outside_the_window_are_dropped(routers: Routers) -> None:
     routers.counts["a"] = {("new", "failed"): 0}
     await routers.recent("a")
     routers.counts["a"] = {("new", "failed"): 9}
@@ -88,16 +88,16 @@ async def test_what_is_long_ago_is_forgotten(routers: Routers) -> None:
     assert await routers.recent("a") == {"new": RolloutHealth(0, 0)}
 
 
-async def test_a_router_that_begins_anew_counts_from_nothing(routers: Routers) -> None:
+async def test_rollout_health_restarted_router_counts_from_zero(routers: Routers) -> None:
     routers.counts["a"] = {("new", "passed"): 50}
     await routers.recent("a")
     routers.counts["a"] = {("new", "passed"): 3}
     assert await routers.recent("a") == {"new": RolloutHealth(0, 0)}
 
 
-async def test_a_service_whose_rollout_has_ended_begins_anew(routers: Routers) -> None:
+async def test_rollout_health_forgotten_service_starts_from_zero(routers: Routers) -> None:
     routers.counts["a"] = {("new", "failed"): 0}
     await routers.recent("a")
     routers.counts["a"] = {("new", "failed"): 9}
-    routers.tries.forget("uid")
+    routers.source.forget("uid")
     assert await routers.recent("a") == {"new": RolloutHealth(0, 0)}

@@ -30,7 +30,7 @@ def deployment(image: str, generation: str | None = "1", replicas: int = 2) -> M
 
 
 @pytest.mark.parametrize(
-    ("there", "wished", "expected"),
+    ("existing", "wanted", "expected"),
     [
         pytest.param(deployment("a"), deployment("b"), True, id="another default image"),
         pytest.param(deployment("a", None), deployment("b"), True, id="routers of version 0.1.0"),
@@ -42,9 +42,9 @@ def deployment(image: str, generation: str | None = "1", replicas: int = 2) -> M
     ],
 )
 def test_is_upgrade_where_only_the_operator_has_changed(
-    there: Manifest | None, wished: Manifest | None, expected: bool
+    existing: Manifest | None, wanted: Manifest | None, expected: bool
 ) -> None:
-    assert is_upgrade(there, wished) is expected
+    assert is_upgrade(existing, wanted) is expected
 
 
 @pytest.mark.parametrize(
@@ -83,17 +83,17 @@ class Upgraded:
 
     def reconcile(self, rollouts: RouterRollouts, ready_in: int) -> float | None:
         """Seconds until the next time; routers that are replaced are ready after `ready_in` steps."""
-        observed = self.cluster.observe()
-        made = rollouts.admit(plan_service(observed, NEW, self.cluster.now), observed)
+        state = self.cluster.observe()
+        plan = rollouts.admit(plan_service(state, NEW, self.cluster.now), state)
         before = self.image
-        for one in made.apply:
+        for one in plan.apply:
             self.cluster.objects[key(one)] = {
                 **one,
                 "status": self.cluster.objects[key(one)].get("status", {}),
             }
         if self.image != before:
             self.ready_in = ready_in
-        return made.again_s
+        return plan.again_s
 
     def step(self) -> None:
         """Of the controller: one of the two routers is new at once, the other when that one is ready."""
@@ -110,7 +110,7 @@ class Upgraded:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_upgrade_replaces_routers_of_a_few_services_at_a_time(seed: int) -> None:
-    """Whatever the order in which services are looked at, and however long their routers take."""
+    """The order of reconciles and the time that routers take make no difference."""
     rng = random.Random(seed)
     services = [Upgraded(number) for number in range(12)]
     rollouts, most = RouterRollouts(3), 0
@@ -157,8 +157,8 @@ async def test_upgraded_operator_waits_for_routers_to_be_ready(tmp_path: Path) -
     names = ("one", "two")
 
     def image(api: FakeApi, name: str) -> str:
-        there = api.objects.get(("apps/v1", "deployments", "models", f"{name}-router"), {})
-        containers = there.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [{}])
+        deployment = api.objects.get(("apps/v1", "deployments", "models", f"{name}-router"), {})
+        containers = deployment.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [{}])
         return str(containers[0].get("image", ""))
 
     async with FakeApi(tmp_path) as api:

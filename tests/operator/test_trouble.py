@@ -50,8 +50,8 @@ async def test_requests_that_fail_for_a_while_are_made_again(tmp_path: Path, sta
 
 
 @pytest.mark.parametrize("options", [(), ("--namespaces=models,others",)], ids=["cluster", "namespaces"])
-async def test_watch_that_expires_is_begun_anew(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """What was missed meanwhile is seen."""
+async def test_watch_that_expires_is_restarted(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Changes missed meanwhile are seen."""
     async with operated(tmp_path, *options) as (api, operator):
         await api.put({**PAIR, "suspend": True}, lose=True)
         await api.expire()
@@ -60,7 +60,7 @@ async def test_watch_that_expires_is_begun_anew(tmp_path: Path, options: tuple[s
         assert operator.process.returncode is None
 
 
-async def test_watch_that_fails_is_begun_anew(tmp_path: Path) -> None:
+async def test_watch_that_fails_is_restarted(tmp_path: Path) -> None:
     """An error that is not about its version: everything is listed again, by the same process."""
     async with operated(tmp_path) as (api, operator):
         await api.put({**PAIR, "suspend": True}, lose=True)
@@ -87,9 +87,9 @@ async def test_unlisted_kind_keeps_the_operator_from_working(tmp_path: Path) -> 
         assert await operator.status("/readyz") == 200
 
 
-async def test_a_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:
+async def test_watch_that_stalls_is_restarted(tmp_path: Path) -> None:
     async with operated(tmp_path, "--watch-silence-s=2") as (api, operator):
-        await api.at_rest()  # what it made itself is looked at once more, and would find the change
+        await api.at_rest()  # its own writes cause one more reconcile, which would find the change
         api.silent = True
         await api.put({**PAIR, "suspend": True})
         before = api.watches["inferenceservices"]
@@ -101,15 +101,15 @@ async def test_a_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:
 
 
 async def test_second_operator_of_the_cluster_refuses_to_start(tmp_path: Path) -> None:
-    """With a Lease of its own it would take nobody's, and both would write what the other one takes back."""
+    """With a Lease of its own it would conflict with no other, and each would revert the other's writes."""
     async with operated(tmp_path) as (api, first):
         second, watches = tmp_path / "second", api.watches.copy()
         second.mkdir()
         async with started(second, api.kubeconfig, "second", "--lease-name=other") as other:
             assert await asyncio.wait_for(other.process.wait(), 60) != 0
-            said = other.log.read_text()
-        assert "Another operator manages the same services: operator holds the Lease" in said
-        assert "baton/baton-operator and watches all namespaces" in said
+            log_text = other.log.read_text()
+        assert "Another operator manages the same services: operator holds the Lease" in log_text
+        assert "baton/baton-operator and watches all namespaces" in log_text
         lease = api.objects["coordination.k8s.io/v1", "leases", "baton", "other"]
         assert lease["spec"]["holderIdentity"] == "", "the Lease is left to the next one"
         assert api.watches == watches, "it has not begun to work"

@@ -2,7 +2,7 @@
 The law of the operator, in a cluster that is unkind to it by a seeded schedule.
 
 Workers crash and are evicted, fetches fail and their Jobs vanish, a quota refuses pods, and the spec changes
-in the middle of all that. What serves goes on serving, status says what is, and at rest nothing is written.
+in the middle of all that. Serving workers keep serving, status is true, and at rest there are no writes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def spec(rng: random.Random) -> dict[str, Any]:
     """Of a service with any of what a rollout depends on."""
     surge, unavailable = rng.choice([(1, 0), (2, 0), (0, 1), (2, 1)])
     bounds = {"maxSurge": surge, "maxUnavailable": unavailable}
-    made: dict[str, Any] = {
+    generated: dict[str, Any] = {
         "model": {"uri": "builtin://smollm2"},
         "engine": {"maxModelLen": rng.choice([1024, 2048, 4096])},
         "decode": {"replicas": rng.randint(1, 4), "updateStrategy": bounds},
     }
     if rng.random() < 0.8:
-        made["prefill"] = {"replicas": rng.randint(1, 3), "updateStrategy": bounds}
+        generated["prefill"] = {"replicas": rng.randint(1, 3), "updateStrategy": bounds}
     if rng.random() < 0.5:
         cache = {"type": "PVC", "size": "20Gi"}
-        made["model"] = {"uri": rng.choice(["hf://org/one", "hf://org/two"]), "cache": cache}
+        generated["model"] = {"uri": rng.choice(["hf://org/one", "hf://org/two"]), "cache": cache}
     if rng.random() < 0.2:
         steps = [{"weight": 25, "pause": rng.choice(["0s", "30s"])}]
-        made["rollout"] = {"canary": {"steps": steps}}
-    return made
+        generated["rollout"] = {"canary": {"steps": steps}}
+    return generated
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -53,10 +53,10 @@ def test_operator_in_an_unkind_cluster_keeps_its_law(seed: int) -> None:
     for _ in range(4):
         cluster.troubles = rng.randint(0, 12)
         cluster.change(spec(rng))
-        made = check(cluster)
+        plan = check(cluster)
         if rng.random() < 0.3:
-            assert made.state is not None
-            cluster.broken.add(made.state.target.revision)
+            assert plan.state is not None
+            cluster.broken.add(plan.state.target.name)
         for _ in range(rng.randint(1, 80)):
             cluster.happen()
             check(cluster)
@@ -65,23 +65,23 @@ def test_operator_in_an_unkind_cluster_keeps_its_law(seed: int) -> None:
 
 
 def check(cluster: FakeCluster) -> ServicePlan:
-    """Reconcile, and hold what was done and what was said against what is."""
+    """Reconcile, and compare the actions and the status with the cluster."""
     before = cluster.observe()
-    made = cluster.reconcile()
-    state = made.state
+    plan = cluster.reconcile()
+    state = plan.state
     assert state is not None
     serves_on(state)
     weighs_what_serves(state)
-    prunes_nothing_alive(before.objects, made, cluster)
+    prunes_nothing_alive(before.objects, plan, cluster)
     says_what_is(cluster, state)
-    return made
+    return plan
 
 
 def serves_on(state: ServiceState) -> None:
     """No ready worker is given up before another one has taken over, beyond what may be unavailable."""
     carried = [one for one in state.seen if state.revision_plans[one.revision].phase != "Failed"]
-    asked = {one.revision: {name: role.replicas for name, role in one.roles.items()} for one in carried}
-    before = sum(left(one, asked[one.revision]).share(state.targets) for one in carried)
+    replicas = {one.revision: {name: role.replicas for name, role in one.roles.items()} for one in carried}
+    before = sum(left(one, replicas[one.revision]).share(state.targets) for one in carried)
     after = sum(
         left(one, state.revision_plans[one.revision].replicas).share(state.targets) for one in carried
     )
@@ -95,13 +95,13 @@ def serves_on(state: ServiceState) -> None:
 
 
 def left(one: RevisionState, replicas: Mapping[RoleName, int]) -> RevisionState:
-    """The generation after Kubernetes has done as it was told: who is not ready ends first."""
+    """Return the revision after Kubernetes has scaled it: pods that are not ready end first."""
     roles = {name: replace(role, ready=min(role.ready, replicas[name])) for name, role in one.roles.items()}
     return replace(one, roles=roles)
 
 
 def weighs_what_serves(state: ServiceState) -> None:
-    """All requests go somewhere, and only to generations that can serve as long as there is one."""
+    """All requests go somewhere, and only to revisions that can serve as long as there is one."""
     weights = {name: fate.weight for name, fate in state.revision_plans.items()}
     serving = {one.revision for one in state.seen if one.share(state.targets) > 0}
     good = {name for name in serving if state.revision_plans[name].phase != "Failed"}
@@ -110,9 +110,9 @@ def weighs_what_serves(state: ServiceState) -> None:
         assert {name for name, weight in weights.items() if weight} <= serving, (weights, serving)
 
 
-def prunes_nothing_alive(objects: Any, made: ServicePlan, cluster: FakeCluster) -> None:
+def prunes_nothing_alive(objects: Any, plan: ServicePlan, cluster: FakeCluster) -> None:
     alive = {pod.revision for pod in cluster.pods if not pod.finished}
-    for gone in made.prune:
+    for gone in plan.prune:
         assert objects[gone]["metadata"]["labels"].get(labels.REVISION) not in alive
 
 
@@ -138,7 +138,7 @@ def says_what_is(cluster: FakeCluster, state: ServiceState) -> None:
 
 
 def is_of(deployment: Any, state: ServiceState) -> bool:
-    of_it: bool = deployment["metadata"]["labels"].get(labels.REVISION) == state.target.revision
+    of_it: bool = deployment["metadata"]["labels"].get(labels.REVISION) == state.target.name
     return of_it
 
 
@@ -146,11 +146,11 @@ def comes_to_rest(cluster: FakeCluster) -> None:
     """When nothing goes wrong any more: the wanted generation serves, or was taken back, alone."""
     for _ in range(2000):
         before = cluster.writes
-        made = check(cluster)
+        plan = check(cluster)
         if cluster.happen() or cluster.writes != before:
             continue
-        if made.again_s is not None:
-            cluster.later(made.again_s)
+        if plan.again_s is not None:
+            cluster.later(plan.again_s)
         elif cluster.condition("ModelReady") == ("False", "Failed"):
             cluster.delete_jobs()
         else:
@@ -159,8 +159,8 @@ def comes_to_rest(cluster: FakeCluster) -> None:
         raise AssertionError("it never comes to rest")
     for _ in range(3):
         cluster.later(3600)
-        made = cluster.reconcile()
-        assert not made.apply and not made.create and not made.prune
+        plan = cluster.reconcile()
+        assert not plan.apply and not plan.create and not plan.prune
     assert cluster.writes == before
     status = cluster.service["status"]
     serving = status["currentRevision"]

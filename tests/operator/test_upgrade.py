@@ -1,8 +1,8 @@
 """
 A new version of the operator takes over what an older one left: no worker restarts, and none is forgotten.
 
-`state_0.1.0.json.gz` holds what 0.1.0 left in a real API server, by moments of a service's life: in the
-middle of a rollout, after one that was taken back, with a model whose Job is gone, and while such a Job runs.
+`state_0.1.0.json.gz` holds the objects of 0.1.0 in a real API server, at moments of a service's life. The
+moments are: during a rollout, after a rollback, with a model whose Job is gone, and while such a Job runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def left(moment: str) -> FakeCluster:
 
 
 def settle_while_requests_go_on(cluster: FakeCluster) -> None:
-    """All weight stays on generations that can serve, and their capacity does not shrink."""
+    """All weight stays on revisions that can serve, and their capacity does not shrink."""
     targets = {"prefill": 0, "decode": 0}
     for role in targets:
         part = cluster.service["spec"].get(role)
@@ -78,12 +78,12 @@ def settle_while_requests_go_on(cluster: FakeCluster) -> None:
     } - {one["name"] for one in cluster.service["status"]["revisions"]}
     assert not orphans
     for _ in range(3):
-        made = cluster.reconcile()
-        assert not made.apply and not made.create and not made.prune
+        plan = cluster.reconcile()
+        assert not plan.apply and not plan.create and not plan.prune
 
 
 @pytest.mark.parametrize("moment", LEFT)
-def test_upgrade_goes_on_where_0_1_0_stood(moment: str) -> None:
+def test_upgrade_continues_from_state_of_0_1_0(moment: str) -> None:
     cluster = left(moment)
     before = copy.deepcopy(cluster.service["status"])
     cluster.reconcile()
@@ -123,7 +123,7 @@ def _worker_environment(deployment: dict[str, Any]) -> set[str]:
 
 
 def test_upgrade_amid_a_fetch_takes_back_workers_without_a_model() -> None:
-    """0.1.0 started them on an empty volume; they come again when the files are there."""
+    """0.1.0 started them on an empty volume; they come again when the files are present."""
     cluster = left("fetching")
     new = cluster.service["status"]["updateRevision"]
     cluster.fetch_s = 1000.0
@@ -136,7 +136,7 @@ def test_upgrade_amid_a_fetch_takes_back_workers_without_a_model() -> None:
     assert cluster.service["status"]["currentRevision"] == new
 
 
-def test_generation_of_another_template_version_is_rolled_out_anew() -> None:
+def test_revision_of_old_template_version_is_rolled_out_again() -> None:
     """Its workers are found under the name that they have, and serve until others take over."""
     cluster = left("fetched")
     old = cluster.service["status"]["currentRevision"]
@@ -166,7 +166,7 @@ def test_template_that_another_version_rendered_stays() -> None:
     assert worker["spec"]["template"] == before and worker["spec"]["replicas"] == 4
 
 
-def test_template_that_somebody_has_edited_is_put_back() -> None:
+def test_edited_template_is_reverted() -> None:
     cluster = FakeCluster(PAIR)
     cluster.settle()
     revision = cluster.service["status"]["currentRevision"]
@@ -177,8 +177,8 @@ def test_template_that_somebody_has_edited_is_put_back() -> None:
     assert again["metadata"]["name"] == f"chat-decode-{revision}" and again["spec"]["template"] == wished
 
 
-def test_claim_size_makes_no_generation() -> None:
-    """Of 0.1.0's generations it was a part, and they are the same ones all the same."""
+def test_claim_size_makes_no_revision() -> None:
+    """The size was a part of 0.1.0's revisions, which stay the same all the same."""
     cluster = left("fetched")
     spec = copy.deepcopy(cluster.service["spec"])
     spec["model"]["cache"]["size"] = "40Gi"

@@ -12,7 +12,7 @@ B: QueueKey = ("InferenceService", "models", "b")
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """A clock that stands still until the test moves it."""
 
     now = 1000.0
 
@@ -25,7 +25,7 @@ def queue(clock: Clock | None = None) -> WorkQueue:
 
 
 async def taken(queue: WorkQueue) -> QueueKey | None:
-    """What can be taken at once."""
+    """Return the key that can be taken at once."""
     task = asyncio.create_task(queue.take())
     for _ in range(3):
         await asyncio.sleep(0)
@@ -36,7 +36,7 @@ async def taken(queue: WorkQueue) -> QueueKey | None:
     return None
 
 
-async def test_what_changes_often_is_looked_at_once() -> None:
+async def test_work_queue_repeated_change_is_taken_once() -> None:
     waiting = queue()
     for _ in range(5):
         waiting.add(A)
@@ -45,7 +45,8 @@ async def test_what_changes_often_is_looked_at_once() -> None:
     assert await taken(waiting) is None
 
 
-async def test_what_changes_while_somebody_works_on_it_is_looked_at_again_by_nobody_else_meanwhile() -> None:
+async def test_work_queue_change_during_work_is_taken_after_done() -> None:
+    """No second worker takes the key meanwhile."""
     waiting = queue()
     waiting.add(A)
     assert await taken(waiting) == A
@@ -57,7 +58,7 @@ async def test_what_changes_while_somebody_works_on_it_is_looked_at_again_by_nob
     assert await taken(waiting) is None
 
 
-async def test_what_wants_a_look_in_a_while_has_it_then_and_earlier_if_it_changes() -> None:
+async def test_work_queue_delayed_key_is_due_then_or_at_a_change() -> None:
     clock = Clock()
     waiting = queue(clock)
     waiting.add(A)
@@ -77,7 +78,7 @@ async def test_what_wants_a_look_in_a_while_has_it_then_and_earlier_if_it_change
     assert await taken(waiting) is None
 
 
-async def test_what_fails_comes_back_ever_later_and_at_once_when_it_has_gone_well() -> None:
+async def test_work_queue_failed_key_backs_off_until_a_success() -> None:
     clock = Clock()
     waiting = queue(clock)
     waiting.add(A)
@@ -97,7 +98,7 @@ async def test_what_fails_comes_back_ever_later_and_at_once_when_it_has_gone_wel
     assert waiting.failed(A) <= FIRST_BACKOFF_S
 
 
-async def test_one_that_fails_keeps_nobody_waiting() -> None:
+async def test_work_queue_failed_key_delays_no_other_key() -> None:
     waiting = queue()
     waiting.add(A)
     assert await taken(waiting) == A
@@ -108,7 +109,7 @@ async def test_one_that_fails_keeps_nobody_waiting() -> None:
     assert await taken(waiting) is None
 
 
-async def test_the_age_of_the_oldest_is_told() -> None:
+async def test_work_queue_reports_age_of_oldest_key() -> None:
     clock = Clock()
     waiting = queue(clock)
     assert waiting.oldest_s() == 0
@@ -120,7 +121,7 @@ async def test_the_age_of_the_oldest_is_told() -> None:
     assert (waiting.oldest_s(), len(waiting)) == (7, 2)
 
 
-async def test_whoever_waits_is_woken() -> None:
+async def test_work_queue_waiting_takers_are_woken() -> None:
     waiting = WorkQueue(asyncio.get_running_loop().time, random.Random(0))
     takers = [asyncio.create_task(waiting.take()) for _ in range(2)]
     await asyncio.sleep(0)
@@ -129,7 +130,7 @@ async def test_whoever_waits_is_woken() -> None:
     assert set(await asyncio.gather(*takers)) == {A, B}
 
 
-async def test_no_key_is_lost_and_none_is_with_two_at_once_whatever_happens() -> None:
+async def test_work_queue_random_events_lose_no_key_nor_share_it() -> None:
     """The law: whatever has changed since it was last taken is taken again."""
     for seed in range(300):
         rng = random.Random(seed)

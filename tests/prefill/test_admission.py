@@ -1,4 +1,4 @@
-"""What a decode worker may ask for, and what is said about the rest."""
+"""Valid requests of a decode worker, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def prefill(sampling: dict[str, Any] | None = None, **changes: Any) -> Prefill:
 
 
 @pytest.mark.parametrize("start, parent", [(0, root_hash()), (1, HASHES[0]), (2, HASHES[1])])
-def test_the_answer_is_the_chain_hash_of_the_whole_prompt(start: int, parent: bytes) -> None:
+def test_admission_returns_the_prompts_chain_hashes(start: int, parent: bytes) -> None:
     tail = chain_hash(HASHES[1], TOKENS[32:])
     assert check(prefill(start_block=start, parent=parent), LIMITS) == [*HASHES, tail]
 
 
-def test_a_tenants_salt_is_part_of_the_chain() -> None:
+def test_admission_salt_is_part_of_the_chain() -> None:
     assert check(prefill(salt="t", parent=root_hash("t")), LIMITS)[-1] != check(prefill(), LIMITS)[-1]
     with pytest.raises(InvalidRequest):
         check(prefill(salt="t"), LIMITS)
@@ -83,8 +83,8 @@ REFUSED: dict[str, tuple[Prefill, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_makes_no_sense_is_refused_with_the_number(case: str) -> None:
-    wish, told = REFUSED[case]
+def test_admission_invalid_request_is_rejected_with_the_value(case: str) -> None:
+    request, message = REFUSED[case]
     with pytest.raises(InvalidRequest) as error:
-        check(wish, LIMITS)
-    assert told in str(error.value)
+        check(request, LIMITS)
+    assert message in str(error.value)

@@ -137,11 +137,11 @@ async def chunks(connection: ControlConnection) -> tuple[list[Chunk], Commit]:
 
 async def ended(connection: ControlConnection) -> str:
     """How the server ended the connection."""
-    with pytest.raises(TransferFailed) as told:
+    with pytest.raises(TransferFailed) as raised:
         async with asyncio.timeout(60):
             while True:
                 await connection.receive()
-    return str(told.value)
+    return str(raised.value)
 
 
 async def test_prefill_reader_goes_on_while_shared_threads_are_busy() -> None:
@@ -177,7 +177,7 @@ class Watched:
 
 @pytest.mark.parametrize("length", [1, 4, 28, 30])
 async def test_prefill_prompt_is_hashed_once_by_its_admission(length: int) -> None:
-    """What was hashed off the event loop is not hashed again when the engine gets the prompt on it."""
+    """Hashes computed off the event loop are not computed again when the engine gets the prompt on it."""
     side = fake_side("prefill-0")
     client = Watched(side)
     async with open_bench(side, client=client) as bench, bench.peer() as peer:
@@ -189,7 +189,7 @@ async def test_prefill_prompt_is_hashed_once_by_its_admission(length: int) -> No
     assert request.hashes == block_hashes(PROMPT[:length], side.cache.block_size, root_hash("t"))
 
 
-async def test_blocks_are_announced_as_they_are_computed_and_then_committed() -> None:
+async def test_prefill_announces_computed_blocks_then_commits() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(prefill())
         heard, commit = await chunks(peer)
@@ -218,7 +218,7 @@ async def test_prefill_samples_one_token_whatever_peer_requests() -> None:
         await hear(peer, Drained)
 
 
-async def test_a_cached_prefix_is_announced_before_anything_is_computed() -> None:
+async def test_prefill_announces_a_cached_prefix_first() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(prefill())
         await chunks(peer)
@@ -237,7 +237,7 @@ async def test_a_cached_prefix_is_announced_before_anything_is_computed() -> Non
         peer.send(Done(session="s", epoch=1))
 
 
-async def test_blocks_that_the_decode_worker_has_are_computed_but_not_announced() -> None:
+async def test_prefill_skips_blocks_that_the_decode_worker_has() -> None:
     parent = root_hash()
     for start in range(0, 12, 4):
         parent = chain_hash(parent, PROMPT[start : start + 4])
@@ -261,7 +261,7 @@ async def test_another_prompt_behind_the_same_length_is_refused() -> None:
 PrefillState = Callable[[Bench, ControlConnection], Awaitable[None]]
 
 
-async def asked(bench: Bench, peer: ControlConnection) -> None:
+async def start_prefill(bench: Bench, peer: ControlConnection) -> None:
     peer.send(prefill())
 
 
@@ -283,7 +283,7 @@ async def committed(bench: Bench, peer: ControlConnection) -> None:
 
 
 STATES: dict[str, PrefillState] = {
-    "asked": asked,
+    "asked": start_prefill,
     "in mid-pass": in_mid_pass,
     "partly announced": partly_announced,
     "committed": committed,
@@ -291,7 +291,7 @@ STATES: dict[str, PrefillState] = {
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_an_abort_at_any_state_lets_everything_go_and_says_so(state: str) -> None:
+async def test_prefill_abort_in_any_state_releases_and_confirms(state: str) -> None:
     """Peers' defect 23: an abort is acknowledged once nothing of the session is left, whatever its state."""
     async with open_bench() as bench, bench.peer() as peer:
         await STATES[state](bench, peer)
@@ -301,7 +301,7 @@ async def test_an_abort_at_any_state_lets_everything_go_and_says_so(state: str) 
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_a_connection_lost_at_any_state_lets_everything_go(state: str) -> None:
+async def test_prefill_lost_connection_in_any_state_releases(state: str) -> None:
     async with open_bench() as bench:
         async with bench.peer() as peer:
             await STATES[state](bench, peer)
@@ -309,7 +309,7 @@ async def test_a_connection_lost_at_any_state_lets_everything_go(state: str) -> 
 
 
 @pytest.mark.parametrize("state", ["in mid-pass", "committed"])
-async def test_the_deadline_lets_everything_go(state: str) -> None:
+async def test_prefill_deadline_releases_all_blocks(state: str) -> None:
     """Peers' defect 8: a decode worker that never says Done costs blocks for so long and no longer."""
     async with open_bench() as bench, bench.peer() as peer:
         if state == "in mid-pass":
@@ -338,7 +338,7 @@ async def test_server_done_for_ended_session_is_acknowledged() -> None:
             assert await hear(peer, Drained) == Drained(session="gone", epoch=7)
 
 
-async def test_a_later_attempt_takes_the_place_of_an_earlier_one_and_never_the_other_way() -> None:
+async def test_prefill_later_attempt_replaces_an_earlier_one() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         bench.model.go.clear()
         peer.send(prefill(epoch=2))
@@ -369,7 +369,7 @@ async def test_server_two_peers_may_use_one_session_name() -> None:
         two.send(Done(session="r", epoch=1))
 
 
-async def test_draining_finishes_what_is_under_way_and_takes_nothing_new() -> None:
+async def test_prefill_drain_finishes_sessions_and_rejects_new_ones() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(prefill())
         await chunks(peer)
@@ -384,7 +384,7 @@ async def test_draining_finishes_what_is_under_way_and_takes_nothing_new() -> No
         await asyncio.wait_for(drained, 60)
 
 
-async def test_a_full_worker_says_that_another_may_do_better() -> None:
+async def test_prefill_full_worker_rejects_with_retry() -> None:
     async with open_bench(sessions=1) as bench, bench.peer() as peer:
         peer.send(prefill())
         await chunks(peer)
@@ -398,26 +398,26 @@ async def test_a_full_worker_says_that_another_may_do_better() -> None:
         peer.send(Done(session="r", epoch=1))
 
 
-async def test_a_ping_is_answered_with_the_load() -> None:
+async def test_prefill_ping_is_answered_with_the_load() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(Ping(number=41))
         pong = await hear(peer, Pong)
         assert (pong.number, pong.free_blocks) == (41, bench.side.now.available_blocks)
 
 
-async def test_another_version_of_the_protocol_is_refused_whatever_else_its_hello_holds() -> None:
+async def test_prefill_other_protocol_version_is_rejected() -> None:
     async with open_bench() as bench:
         connection = await bench.raw()
         hello = {"type": "hello", "protocol": PROTOCOL + 1, "worker": "decode-9", "novelty": [1, 2]}
         await send_raw(connection, msgspec.msgpack.encode(hello))
         refusal = await hear(connection, Refuse)
-        assert f"prefill-0 speaks version {PROTOCOL} " in refusal.reason
-        assert f"decode-9 version {PROTOCOL + 1};" in refusal.reason
+        assert f"prefill-0 uses version {PROTOCOL} " in refusal.reason
+        assert f"decode-9 version {PROTOCOL + 1}." in refusal.reason
         assert "closed" in await ended(connection)
         await connection.close()
 
 
-async def test_another_digest_is_refused_and_nothing_about_the_memory_is_told() -> None:
+async def test_prefill_other_digest_is_rejected_without_memory_details() -> None:
     async with open_bench() as bench:
         other = fake_side("decode-1", weights="v")
         connection = await bench.raw()
@@ -442,7 +442,7 @@ UNWELCOME: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", UNWELCOME)
-async def test_who_does_not_say_hello_is_cut_off_and_others_are_served(case: str) -> None:
+async def test_prefill_peer_without_hello_is_cut_off(case: str) -> None:
     async with open_bench() as bench:
         connection = await bench.raw()
         connection._writer.write(UNWELCOME[case])
@@ -454,7 +454,7 @@ async def test_who_does_not_say_hello_is_cut_off_and_others_are_served(case: str
             peer.send(Done(session="r", epoch=1))
 
 
-async def test_a_message_that_is_not_a_decode_workers_to_say_ends_the_connection() -> None:
+async def test_prefill_unexpected_message_ends_the_connection() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(Chunk(session="r", epoch=1, first_block=0, blocks=[1], checksums=[1]))
         await ended(peer)
@@ -479,7 +479,7 @@ async def test_mutated_frames_end_a_connection_at_most() -> None:
 SECRET = b"s3cret"
 
 
-async def test_a_ticket_admits_its_own_request_here_and_nothing_else() -> None:
+async def test_prefill_ticket_admits_only_its_own_request() -> None:
     async with open_bench(secret=SECRET, wall_clock=lambda: NOW) as bench:
         good = tickets.issue(SECRET, "r", bench.server.address, NOW)
         async with bench.peer(request_id="r", ticket=good) as peer:
@@ -517,7 +517,7 @@ async def test_too_many_connections_are_refused() -> None:
         await connection.close()
 
 
-async def test_a_port_in_use_is_said_with_the_way_out() -> None:
+async def test_prefill_port_in_use_names_the_flag() -> None:
     async with open_bench() as bench:
         second = serve(bench.side, port=int(bench.server.address.rpartition(":")[2]))
         with pytest.raises(SetupError, match=r"cannot listen on 127\.0\.0\.1:\d+.*--control-port"):
@@ -525,7 +525,7 @@ async def test_a_port_in_use_is_said_with_the_way_out() -> None:
         await second.close()
 
 
-async def test_a_broken_engine_sends_the_prompt_back() -> None:
+async def test_prefill_engine_failure_is_retryable() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         bench.model.fail_on = PROMPT[20]
         peer.send(prefill())
@@ -535,7 +535,7 @@ async def test_a_broken_engine_sends_the_prompt_back() -> None:
         assert await hear(peer, Drained) == Drained(session="r", epoch=1)
 
 
-async def test_the_transfer_is_attended_to_while_somebody_may_read() -> None:
+async def test_prefill_transfer_is_served_while_peers_may_read() -> None:
     async with open_bench() as bench:
         presence = bench.server._peer_reads
         assert not presence.served

@@ -35,16 +35,16 @@ def session(tokens: int = 40, start_block: int = 0) -> PrefillSession:
 
 
 def computing(tokens: int = 40, start_block: int = 0) -> PrefillSession:
-    made = session(tokens, start_block)
-    assert made.begin() == [SubmitPrompt()]
-    return made
+    session_ = session(tokens, start_block)
+    assert session_.begin() == [SubmitPrompt()]
+    return session_
 
 
-def announce(made: PrefillSession, actions: list[Action]) -> list[Action]:
+def announce(session_: PrefillSession, actions: list[Action]) -> list[Action]:
     """Answer the one Checksum in `actions`."""
     (prefill,) = actions
     assert isinstance(prefill, ComputeChecksums)
-    return made.checksummed(prefill.first_block, prefill.blocks, [block * 10 for block in prefill.blocks])
+    return session_.checksummed(prefill.first_block, prefill.blocks, [block * 10 for block in prefill.blocks])
 
 
 def chunk(first_block: int, blocks: list[int]) -> SendToDecode:
@@ -58,104 +58,104 @@ COMMIT = SendToDecode(Commit(session="r", epoch=3, first=FIRST, prompt_tokens=40
 DRAINED = SendToDecode(Drained(session="r", epoch=3))
 
 
-def test_whole_blocks_are_announced_as_they_come_and_the_partial_one_last() -> None:
-    made = computing()
-    assert announce(made, made.computed(20, [4, 5, 6])) == [chunk(0, [4])]
-    assert made.computed(31, [4, 5, 6]) == []
-    assert announce(made, made.computed(32, [4, 5, 6])) == [chunk(1, [5])]
-    assert announce(made, made.computed(40, [4, 5, 6])) == [chunk(2, [6])]
-    assert made.finished(FIRST, 0) == [COMMIT]
-    assert made.done() == [ReleaseBlocks(), DRAINED]
+def test_session_announces_whole_blocks_then_the_partial_one() -> None:
+    session_ = computing()
+    assert announce(session_, session_.computed(20, [4, 5, 6])) == [chunk(0, [4])]
+    assert session_.computed(31, [4, 5, 6]) == []
+    assert announce(session_, session_.computed(32, [4, 5, 6])) == [chunk(1, [5])]
+    assert announce(session_, session_.computed(40, [4, 5, 6])) == [chunk(2, [6])]
+    assert session_.finished(FIRST, 0) == [COMMIT]
+    assert session_.done() == [ReleaseBlocks(), DRAINED]
 
 
-def test_a_cached_prefix_is_announced_at_once() -> None:
-    made = computing()
-    assert announce(made, made.computed(32, [4, 5, 6])) == [chunk(0, [4, 5])]
+def test_session_announces_a_cached_prefix_at_once() -> None:
+    session_ = computing()
+    assert announce(session_, session_.computed(32, [4, 5, 6])) == [chunk(0, [4, 5])]
 
 
 def test_blocks_that_the_decode_worker_holds_are_skipped() -> None:
-    made = computing(start_block=1)
-    assert made.computed(16, [4, 5, 6]) == []
-    assert announce(made, made.computed(40, [4, 5, 6])) == [chunk(1, [5, 6])]
+    session_ = computing(start_block=1)
+    assert session_.computed(16, [4, 5, 6]) == []
+    assert announce(session_, session_.computed(40, [4, 5, 6])) == [chunk(1, [5, 6])]
 
 
-def test_the_commit_waits_for_the_last_chunk() -> None:
-    made = computing()
-    asked = made.computed(40, [4, 5, 6])
-    assert made.finished(FIRST, 0) == []
-    assert announce(made, asked) == [chunk(0, [4, 5, 6]), COMMIT]
+def test_session_commit_waits_for_the_last_chunk() -> None:
+    session_ = computing()
+    actions = session_.computed(40, [4, 5, 6])
+    assert session_.finished(FIRST, 0) == []
+    assert announce(session_, actions) == [chunk(0, [4, 5, 6]), COMMIT]
 
 
 def test_commit_reports_both_times_and_ends_computing() -> None:
     """The decode worker's relay record shows the waiting and the computing of the prompt apart."""
-    made = computing()
-    announce(made, made.computed(40, [4, 5, 6]))
-    (sent,) = made.finished(FIRST, 32, queue_s=0.25, compute_s=0.5)
+    session_ = computing()
+    announce(session_, session_.computed(40, [4, 5, 6]))
+    (sent,) = session_.finished(FIRST, 32, queue_s=0.25, compute_s=0.5)
     assert isinstance(sent, SendToDecode) and isinstance(sent.message, Commit)
     assert (sent.message.cached_tokens, sent.message.queue_s, sent.message.compute_s) == (32, 0.25, 0.5)
-    assert made.state is PrefillState.COMMITTED
-    assert made.failed("too late", retry=True) == []
+    assert session_.state is PrefillState.COMMITTED
+    assert session_.failed("too late", retry=True) == []
 
 
-def test_progress_told_twice_or_late_is_announced_once() -> None:
-    made = computing()
-    announce(made, made.computed(32, [4, 5, 6]))
-    assert made.computed(32, [4, 5, 6]) == []
-    assert made.computed(16, [4, 5, 6]) == []
+def test_session_repeated_or_late_progress_is_announced_once() -> None:
+    session_ = computing()
+    announce(session_, session_.computed(32, [4, 5, 6]))
+    assert session_.computed(32, [4, 5, 6]) == []
+    assert session_.computed(16, [4, 5, 6]) == []
 
 
 @pytest.mark.parametrize("tokens, blocks", [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
-def test_every_length_of_prompt_is_announced_whole(tokens: int, blocks: int) -> None:
-    made = computing(tokens)
-    assert announce(made, made.computed(tokens, [4, 5])) == [chunk(0, [4, 5][:blocks])]
+def test_session_announces_prompts_of_every_length(tokens: int, blocks: int) -> None:
+    session_ = computing(tokens)
+    assert announce(session_, session_.computed(tokens, [4, 5])) == [chunk(0, [4, 5][:blocks])]
 
 
 @pytest.mark.parametrize("end", ["done", "abort"])
-def test_an_end_while_computing_releases_at_once(end: str) -> None:
-    made = computing()
-    assert getattr(made, end)() == [ReleaseBlocks(), DRAINED]
+def test_session_end_while_computing_releases_at_once(end: str) -> None:
+    session_ = computing()
+    assert getattr(session_, end)() == [ReleaseBlocks(), DRAINED]
 
 
-def test_a_lost_connection_releases_without_a_word() -> None:
-    made = computing()
-    assert made.lost() == [ReleaseBlocks()]
+def test_session_lost_connection_releases_without_a_message() -> None:
+    session_ = computing()
+    assert session_.lost() == [ReleaseBlocks()]
 
 
-def test_the_deadline_ends_a_prompt_that_is_computed_and_one_that_is_never_fetched() -> None:
-    made = computing()
+def test_session_deadline_ends_computing_and_unfetched_prompts() -> None:
+    session_ = computing()
     failed = SendToDecode(Failed(session="r", epoch=3, reason="the deadline passed", retry=False))
-    assert made.deadline() == [failed, ReleaseBlocks(), DRAINED]
-    made = computing()
-    announce(made, made.computed(40, [4, 5, 6]))
-    made.finished(FIRST, 0)
-    assert made.deadline() == [ReleaseBlocks(), DRAINED]
+    assert session_.deadline() == [failed, ReleaseBlocks(), DRAINED]
+    session_ = computing()
+    announce(session_, session_.computed(40, [4, 5, 6]))
+    session_.finished(FIRST, 0)
+    assert session_.deadline() == [ReleaseBlocks(), DRAINED]
 
 
-def test_after_a_failure_what_was_announced_is_held_until_the_decode_worker_answers() -> None:
-    made = computing()
-    announce(made, made.computed(16, [4, 5, 6]))
-    assert made.failed("no memory", retry=True) == [
+def test_session_failure_holds_announced_blocks_until_done() -> None:
+    session_ = computing()
+    announce(session_, session_.computed(16, [4, 5, 6]))
+    assert session_.failed("no memory", retry=True) == [
         SendToDecode(Failed(session="r", epoch=3, reason="no memory", retry=True))
     ]
-    assert made.state is PrefillState.FAILED
-    assert made.done() == [ReleaseBlocks(), DRAINED]
+    assert session_.state is PrefillState.FAILED
+    assert session_.done() == [ReleaseBlocks(), DRAINED]
 
 
 def test_checksums_that_come_after_the_end_are_dropped() -> None:
-    made = computing()
-    asked = made.computed(40, [4, 5, 6])
-    made.abort()
-    assert announce(made, asked) == []
-    assert made.finished(FIRST, 0) == []
+    session_ = computing()
+    actions = session_.computed(40, [4, 5, 6])
+    session_.abort()
+    assert announce(session_, actions) == []
+    assert session_.finished(FIRST, 0) == []
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_law_what_is_submitted_is_released_once_and_chunks_tile_the_prompt(seed: int) -> None:
+def test_session_random_events_release_once_and_tile_the_prompt(seed: int) -> None:
     chance = random.Random(seed)
     tokens = chance.randint(1, 100)
     blocks = list(range(50, 50 + -(-tokens // 16)))
     start = chance.randint(0, len(blocks) - 1)
-    made = computing(tokens, start)
+    session_ = computing(tokens, start)
     log: list[Action] = []
     unanswered: list[ComputeChecksums] = []
     done = 0
@@ -163,22 +163,22 @@ def test_law_what_is_submitted_is_released_once_and_chunks_tile_the_prompt(seed:
         match chance.randint(0, 9):
             case 0 | 1 | 2:
                 done = min(tokens, done + chance.randint(0, 40))
-                new = made.computed(done, blocks)
+                new = session_.computed(done, blocks)
             case 3 | 4 | 5 if unanswered:
                 prefill = unanswered.pop(0)
-                new = made.checksummed(prefill.first_block, prefill.blocks, [0] * len(prefill.blocks))
+                new = session_.checksummed(prefill.first_block, prefill.blocks, [0] * len(prefill.blocks))
             case 6 if done == tokens:
-                new = made.finished(FIRST, 0)
+                new = session_.finished(FIRST, 0)
             case 7 if chance.random() < 0.2:
-                new = chance.choice([made.done, made.abort, made.lost, made.deadline])()
+                new = chance.choice([session_.done, session_.abort, session_.lost, session_.deadline])()
             case 8 if chance.random() < 0.05:
-                new = made.failed("chance", retry=False)
+                new = session_.failed("chance", retry=False)
             case _:
                 new = []
         unanswered += [action for action in new if isinstance(action, ComputeChecksums)]
         log += [action for action in new if not isinstance(action, ComputeChecksums)]
-    log += made.lost()
-    assert made.state is PrefillState.RELEASED
+    log += session_.lost()
+    assert session_.state is PrefillState.RELEASED
     assert log.count(ReleaseBlocks()) == 1
     after = log[log.index(ReleaseBlocks()) + 1 :]
     assert all(action == DRAINED for action in after)

@@ -56,8 +56,8 @@ class Collector:
         body = await reader.readexactly(length)
         body = gzip.decompress(body) if "content-encoding: gzip" in head else body
         self.heard += body
-        told = ExportTraceServiceRequest.FromString(body)
-        for resource in told.resource_spans:
+        decoded = ExportTraceServiceRequest.FromString(body)
+        for resource in decoded.resource_spans:
             for scope in resource.scope_spans:
                 self.spans += [_span(one) for one in scope.spans]
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")

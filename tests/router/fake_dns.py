@@ -1,4 +1,4 @@
-"""A small real DNS server on 127.0.0.1: it answers from a table, keeps silent, or fails as it is told to."""
+"""A small real DNS server on 127.0.0.1. It answers from a table, stays silent, or fails on command."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class FakeDns(asyncio.DatagramProtocol):
         self.silent = False
         self.failing = False
         self.along: list[tuple[str, str]] = []
-        """What is sent along with every answer: (name, IPv4 address)."""
-        self.asked: list[tuple[str, str]] = []
+        """Additional records of every answer: (name, IPv4 address)."""
+        self.requests: list[tuple[str, str]] = []
 
     async def __aenter__(self) -> FakeDns:
         loop = asyncio.get_running_loop()
@@ -45,7 +45,7 @@ class FakeDns(asyncio.DatagramProtocol):
         query = dns.message.from_wire(data)
         question = query.question[0]
         name, kind = question.name.to_text(omit_final_dot=True), dns.rdatatype.to_text(question.rdtype)
-        self.asked.append((name, kind))
+        self.requests.append((name, kind))
         if self.silent:
             return
         answer = dns.message.make_response(query)
@@ -56,6 +56,6 @@ class FakeDns(asyncio.DatagramProtocol):
             answer.answer.append(dns.rrset.from_text_list(question.name, 5, "IN", kind, records))
             for host, address in self.along:
                 answer.additional.append(dns.rrset.from_text(f"{host}.", 5, "IN", "A", address))
-        elif not any(known == name for known, _ in self.records):
+        elif not any(name_of == name for name_of, _ in self.records):
             answer.set_rcode(dns.rcode.NXDOMAIN)
         self._transport.sendto(answer.to_wire(), addr)

@@ -1,7 +1,7 @@
 """
-An API server that behaves, as far as EndpointSlices go: lists, watches, bookmarks, versions that expire.
+A fake API server for EndpointSlices: lists, watches, bookmarks, versions that expire.
 
-It fails as it is told to: does not answer, breaks watches off, loses events, refuses.
+It fails on command: does not answer, breaks watches off, loses events, rejects requests.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FakeKubernetes:
         """With it, everything is answered so."""
         self.lists = 0
         self.watches: list[str] = []
-        """The versions from which somebody watched."""
+        """The versions from which clients watched."""
         self._slices: dict[str, Any] = {}
         self._events: list[tuple[int, str, Any]] = []
         self._version = 100
@@ -108,10 +108,10 @@ class FakeKubernetes:
 
     def _happen(self, kind: str, item: Any, lose: bool) -> None:
         self._version += 1
-        made = json.loads(json.dumps(item))
-        made["metadata"]["resourceVersion"] = str(self._version)
+        stored = json.loads(json.dumps(item))
+        stored["metadata"]["resourceVersion"] = str(self._version)
         if not lose:
-            self._events.append((self._version, kind, made))
+            self._events.append((self._version, kind, stored))
         self._tell()
 
     def _tell(self) -> None:
@@ -140,27 +140,27 @@ class FakeKubernetes:
 
     async def _give(self, target: str, writer: asyncio.StreamWriter) -> None:
         parts = urlsplit(target)
-        asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
-        if parts.path != PATH or asked["labelSelector"] != SELECTOR:
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        if parts.path != PATH or query["labelSelector"] != SELECTOR:
             writer.write(_answer(403, {}))
-        elif "watch" in asked:
-            await self._watch(asked, writer)
+        elif "watch" in query:
+            await self._watch(query, writer)
         else:
             self.lists += 1
             metadata = {"resourceVersion": str(self._version)}
             writer.write(_answer(200, {"metadata": metadata, "items": list(self._slices.values())}))
 
-    async def _watch(self, asked: dict[str, str], writer: asyncio.StreamWriter) -> None:
-        seen = int(asked["resourceVersion"])
-        assert asked["allowWatchBookmarks"] == "true"
-        self.watches.append(asked["resourceVersion"])
+    async def _watch(self, query: dict[str, str], writer: asyncio.StreamWriter) -> None:
+        seen = int(query["resourceVersion"])
+        assert query["allowWatchBookmarks"] == "true"
+        self.watches.append(query["resourceVersion"])
         if seen < self._oldest:
             writer.write(_answer(410, {}))
             return
         self._watching.add(writer)
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         try:
-            async with asyncio.timeout(float(asked["timeoutSeconds"])):
+            async with asyncio.timeout(float(query["timeoutSeconds"])):
                 while seen >= self._oldest:
                     for version, kind, item in [one for one in self._events if one[0] > seen]:
                         _event(writer, kind, item)
@@ -193,7 +193,7 @@ def certificate(account: Path) -> Path:
     now = datetime.datetime.now(datetime.UTC)
     address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
     key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    made = (
+    stored = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -207,10 +207,10 @@ def certificate(account: Path) -> Path:
         .sign(key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM
-    (account / "ca.crt").write_bytes(made.public_bytes(pem))
+    (account / "ca.crt").write_bytes(stored.public_bytes(pem))
     secret = key.private_bytes(
         pem, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
     server = account.parent / "server.pem"
-    server.write_bytes(secret + made.public_bytes(pem))
+    server.write_bytes(secret + stored.public_bytes(pem))
     return server

@@ -1,8 +1,8 @@
 """
-A worker that behaves: a small real HTTP server that answers as one would, or fails as it is told to.
+A fake worker: a small real HTTP server that answers like a worker, or fails on command.
 
-What it does with a request to generate is its `behaviour`, an async function that writes the answer;
-the ones below are the ways in which workers go wrong. It remembers everything it was asked.
+Its `behaviour` handles requests to generate: an async function that writes the answer. The functions below
+are the ways in which workers fail. The fake records all requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_api.workers import Load, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WorkerRequest:
     """One request as it arrived."""
 
     method: str
@@ -32,7 +32,7 @@ class Asked:
         return next((value for given, value in self.headers if given == name), None)
 
 
-Behaviour = Callable[["FakeWorker", Asked, asyncio.StreamWriter], Awaitable[None]]
+Behaviour = Callable[["FakeWorker", WorkerRequest, asyncio.StreamWriter], Awaitable[None]]
 
 WORDS = ("The", " capital", " of", " France", " is", " Paris", ".")
 
@@ -72,8 +72,8 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def answer(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
-    if not json.loads(asked.body).get("stream"):
+async def answer(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
+    if not json.loads(request.body).get("stream"):
         writer.write(plain(200, whole_answer()))
         return
     writer.write(STREAM_HEAD)
@@ -86,7 +86,7 @@ async def answer(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter)
 def saying(status: int, body: bytes, *headers: tuple[str, str]) -> Behaviour:
     """Always the same answer."""
 
-    async def say(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def say(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(plain(status, body, *headers))
 
     return say
@@ -95,7 +95,7 @@ def saying(status: int, body: bytes, *headers: tuple[str, str]) -> Behaviour:
 def streaming(*parts: bytes, end: bool = True) -> Behaviour:
     """These bytes as a stream, each in a chunk of its own; without an end the worker then dies."""
 
-    async def stream(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def stream(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
         for part in parts:
             writer.write(chunk(part))
@@ -109,45 +109,49 @@ def streaming(*parts: bytes, end: bool = True) -> Behaviour:
     return stream
 
 
-async def die_at_once(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def die_at_once(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def crash(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def crash(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     """The whole process dies, with all that it had."""
     worker.crashing = asyncio.ensure_future(worker.die())
     await asyncio.Event().wait()
 
 
-async def die_after_the_head(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def die_after_the_head(
+    worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter
+) -> None:
     writer.write(STREAM_HEAD)
     await writer.drain()
     writer.close()
 
 
-async def die_in_the_body(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def die_in_the_body(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     writer.write(plain(200, whole_answer())[:-20])
     await writer.drain()
     writer.close()
 
 
-async def hang(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def hang(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     await asyncio.Event().wait()
 
 
-async def hang_in_the_stream(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def hang_in_the_stream(
+    worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter
+) -> None:
     writer.write(STREAM_HEAD + chunk(event("The")))
     await asyncio.Event().wait()
 
 
-async def gated(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def gated(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     """A stream whose first event comes at once and whose rest waits for `release`."""
     writer.write(STREAM_HEAD + chunk(event("The")))
     await worker.release.wait()
     writer.write(chunk(event(None, "stop") + b"data: [DONE]\n\n") + STREAM_END)
 
 
-async def flood(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def flood(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     """A stream without an end, written as fast as it is taken."""
     writer.write(STREAM_HEAD)
     part = chunk(event("x" * 16_000))
@@ -183,9 +187,9 @@ class FakeWorker:
         self.probe = plain(200, b"")
         """The answer to /health_generate."""
         self.pages: dict[str, Callable[[], bytes]] = {}
-        """What other paths answer to GET, when they are asked."""
-        self.probed: list[Asked] = []
-        self.asked: list[Asked] = []
+        """Answers of other paths to GET."""
+        self.probed: list[WorkerRequest] = []
+        self.requests: list[WorkerRequest] = []
         """Requests to generate, in the order of their arrival."""
         self.arrived = asyncio.Event()
         self.left = asyncio.Event()
@@ -210,7 +214,7 @@ class FakeWorker:
         await self.die()
 
     async def die(self) -> None:
-        """As a killed process: all connections are reset and nobody listens."""
+        """Act like a killed process: reset all connections and stop listening."""
         self._server.close()
         for writer in self._writers:
             writer.transport.abort()
@@ -232,8 +236,8 @@ class FakeWorker:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while not writer.is_closing():
-                asked = await _read(reader)
-                if not await self._answer(asked, reader, writer):
+                request = await _read(reader)
+                if not await self._answer(request, reader, writer):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -243,29 +247,35 @@ class FakeWorker:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    async def _answer(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _answer(
+        self, request: WorkerRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
         """Whether the answer went out; False if the asker left before."""
-        if self.key and asked.target != "/ready" and asked.header("authorization") != f"Bearer {self.key}":
+        if (
+            self.key
+            and request.target != "/ready"
+            and request.header("authorization") != f"Bearer {self.key}"
+        ):
             writer.write(plain(401, b'{"error": {"code": "invalid_api_key"}}'))
             return True
-        if asked.method == "GET":
+        if request.method == "GET":
             if self.silent:
                 await reader.read(1)
             elif self.nonsense:
                 writer.write(plain(200, self.nonsense))
-            elif asked.target == "/health_generate":
-                self.probed.append(asked)
+            elif request.target == "/health_generate":
+                self.probed.append(request)
                 writer.write(self.probe)
-            elif asked.target in self.pages:
-                writer.write(plain(200, self.pages[asked.target]()))
-            elif asked.target == "/load":
+            elif request.target in self.pages:
+                writer.write(plain(200, self.pages[request.target]()))
+            elif request.target == "/load":
                 writer.write(plain(200, msgspec.json.encode(self.load)))
             else:
                 writer.write(plain(200 if self.ready else 503, b"{}"))
             return True
-        self.asked.append(asked)
+        self.requests.append(request)
         self.arrived.set()
-        answering = asyncio.ensure_future(self.behaviour(self, asked, writer))
+        answering = asyncio.ensure_future(self.behaviour(self, request, writer))
         leaving = asyncio.ensure_future(reader.read(1))
         try:
             done, _ = await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -279,10 +289,10 @@ class FakeWorker:
         return False
 
 
-async def _read(reader: asyncio.StreamReader) -> Asked:
+async def _read(reader: asyncio.StreamReader) -> WorkerRequest:
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     first, *lines = head.rstrip().split("\r\n")
     method, target, _ = first.split(" ")
     headers = [(name.lower(), value) for name, _, value in (line.partition(": ") for line in lines)]
     length = next((int(value) for name, value in headers if name == "content-length"), 0)
-    return Asked(method, target, headers, await reader.readexactly(length))
+    return WorkerRequest(method, target, headers, await reader.readexactly(length))

@@ -21,7 +21,7 @@ class Issuer:
 
     def __init__(self) -> None:
         self.keys: dict[str, tuple[str, Any]] = {}
-        self.asked = 0
+        self.fetches = 0
         self.down = False
         self.add("rsa", "RS256")
 
@@ -43,7 +43,7 @@ class Issuer:
         return msgspec.json.encode({"keys": bodies})
 
     async def fetch(self) -> bytes:
-        self.asked += 1
+        self.fetches += 1
         if self.down:
             raise OSError("The issuer does not answer.")
         return self.shown()
@@ -51,7 +51,9 @@ class Issuer:
     def token(self, key: str = "rsa", headers: dict[str, Any] | None = None, **claims: Any) -> str:
         """Good for five minutes, unless the claims say otherwise; None takes a claim away."""
         algorithm, private = self.keys[key]
-        said = {"iss": ISSUER, "aud": AUDIENCE, "sub": "acme", "exp": time.time() + 300, **claims}
-        said = {name: value for name, value in said.items() if value is not None}
+        claimed = {"iss": ISSUER, "aud": AUDIENCE, "sub": "acme", "exp": time.time() + 300, **claims}
+        claimed = {name: value for name, value in claimed.items() if value is not None}
         named = {"kid": key, **(headers or {})}
-        return jwt.encode(said, private, algorithm, {name: value for name, value in named.items() if value})
+        return jwt.encode(
+            claimed, private, algorithm, {name: value for name, value in named.items() if value}
+        )

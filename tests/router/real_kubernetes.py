@@ -21,15 +21,15 @@ STARTED_S = 90.0
 
 
 def program(name: str) -> str:
-    """Its path; skips the test if there is none. `KUBEBUILDER_ASSETS` may name the folder."""
-    found = shutil.which(name, path=os.environ.get("KUBEBUILDER_ASSETS")) or shutil.which(name)
-    if found is None:
+    """Return its path, or skip the test. `KUBEBUILDER_ASSETS` may name the folder."""
+    executable = shutil.which(name, path=os.environ.get("KUBEBUILDER_ASSETS")) or shutil.which(name)
+    if executable is None:
         pytest.skip(f"{name} is not installed: e2e/cluster/cluster api FOLDER, KUBEBUILDER_ASSETS=FOLDER")
-    return found
+    return executable
 
 
 class RealKubernetes:
-    """`admin` speaks to it with all rights; `account` is the folder of a user who has none yet."""
+    """`admin` is a client with all rights; `account` is the folder of a user without rights."""
 
     def __init__(
         self, url: str, admin: httpx.AsyncClient, account: Path, server: Server, audit: Path

@@ -84,6 +84,7 @@ async def running_router(
         }
     )
     router = create_app(config)
+    await router.start_endpoint_picker()
     server = RouterServer(router, config)
     listening = bind(config.host, config.port)
     url = address(listening)
@@ -101,7 +102,7 @@ async def running_router(
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for a condition that other tasks bring about, and of which nobody tells."""
+    """Wait for a condition that other tasks cause without a notification."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not so within {seconds} s"

@@ -1,4 +1,4 @@
-"""Tenants at a router: who is let in, what each sees, what a worker is told, and what is whose."""
+"""Tenants at a router: admission, visibility, headers for workers, and ownership."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hashed(key: str) -> str:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """Two tenants, of whom one is small and one runs the service."""
+    """Two tenants: a small one, and an admin."""
     tenants = [
         {"name": "acme", "keys": [hashed("acme-1"), hashed("acme-2")], "models": ["tiny"]},
         {"name": "ops", "keys": [hashed("ops")], "admin": True},
@@ -54,7 +54,7 @@ async def get(router: RunningRouter, path: str, key: str, method: str = "GET") -
     return await router.client.request(method, path, headers={"authorization": f"Bearer {key}"})
 
 
-async def test_a_worker_is_told_the_tenants_salt_and_no_clients(file: str) -> None:
+async def test_worker_gets_the_salt_of_the_tenant_not_of_the_client(file: str) -> None:
     forged = {headers.SALT: "another's", headers.TICKET: "forged"}
     async with FakeWorker() as worker:
         async with running_router([worker], tenants_file=file, ticket_secret=SECRET) as router:
@@ -63,26 +63,26 @@ async def test_a_worker_is_told_the_tenants_salt_and_no_clients(file: str) -> No
             given = {**forged, "authorization": "Bearer acme-1"}
             assert (await router.client.post(CHAT, json=QUESTION, headers=given)).status_code == 200
             assert (await ask(router, "nobody")).status_code == 401
-        salts = [asked.header(headers.SALT) for asked in worker.asked]
+        salts = [sent.header(headers.SALT) for sent in worker.requests]
         acme, ops = (cache_salt(SECRET.encode(), name) for name in ("acme", "ops"))
         assert salts == [acme, acme, ops, acme]
-        assert [asked.header("authorization") for asked in worker.asked] == [None] * 4
-        worker.asked.clear()
+        assert [sent.header("authorization") for sent in worker.requests] == [None] * 4
+        worker.requests.clear()
         async with running_router([worker], api_key=["k"]) as router:
             assert (await ask(router, "k")).status_code == 200
-        assert worker.asked[0].header(headers.SALT) is None
+        assert worker.requests[0].header(headers.SALT) is None
 
 
-async def test_prompts_of_two_tenants_are_two_prompts_to_the_index(file: str) -> None:
+async def test_prefix_index_separates_prompts_of_two_tenants(file: str) -> None:
     async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
-        known = [0]
+        changes = [0]
         for key in ("acme-1", "ops", "acme-2"):
             await ask(router, key)
-            known.append(len(router.router.scheduler.dispatcher.worker_states))
-        assert known[0] < known[1] < known[2] == known[3] == 2 * known[1]
+            changes.append(len(router.router.scheduler.dispatcher.worker_states))
+        assert changes[0] < changes[1] < changes[2] == changes[3] == 2 * changes[1]
 
 
-async def test_a_tenant_sees_and_asks_for_its_own_models_only(file: str) -> None:
+async def test_tenant_sees_and_uses_only_its_own_models(file: str) -> None:
     async with (
         FakeWorker() as tiny,
         FakeWorker(model="large") as large,
@@ -104,7 +104,7 @@ async def test_a_tenant_sees_and_asks_for_its_own_models_only(file: str) -> None
             "/generate", json={"text": "x"}, headers={"authorization": "Bearer acme-1"}
         )
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
-        assert len(large.asked) == 1 and not tiny.asked
+        assert len(large.requests) == 1 and not tiny.requests
 
 
 ADMIN = (
@@ -119,7 +119,7 @@ ADMIN = (
 )
 
 
-async def test_what_concerns_others_is_an_admins(file: str) -> None:
+async def test_resources_of_others_require_an_admin(file: str) -> None:
     async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
         for method, path in ADMIN:
             answer = await get(router, path, "acme-1", method)
@@ -131,8 +131,8 @@ async def test_what_concerns_others_is_an_admins(file: str) -> None:
             assert (await get(router, path, "acme-1")).status_code == 200, path
 
 
-async def test_every_route_wants_a_key_and_only_listed_ones_are_for_tenants(file: str) -> None:
-    """Whatever is added to the router later, it is closed until somebody opens it."""
+async def test_routes_require_a_key_and_only_listed_ones_admit_tenants(file: str) -> None:
+    """New routes are closed until they are opened explicitly."""
     async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
         paths = {getattr(route, "path", "") for route in router.router._rest.routes}
         assert len(paths) > 15
@@ -144,29 +144,29 @@ async def test_every_route_wants_a_key_and_only_listed_ones_are_for_tenants(file
             assert ((await get(router, path, "acme-1")).status_code == 403) is not for_all, path
 
 
-async def test_responses_belong_to_a_tenant_whatever_key_it_uses(file: str) -> None:
+async def test_responses_belong_to_the_tenant_for_all_its_keys(file: str) -> None:
     access = create_app(RouterSettings(tenants_file=file))
 
-    def whose(key: str) -> bytes:
-        tenant = access.access.known(f"Bearer {key}".encode())
+    def owner_of(key: str) -> bytes:
+        tenant = access.access.authenticated(f"Bearer {key}".encode())
         scope = {"headers": [(b"authorization", f"Bearer {key}".encode())], "baton.tenant": tenant}
         return access.owner_of(scope)
 
-    assert whose("acme-1") == whose("acme-2") != whose("ops")
+    assert owner_of("acme-1") == owner_of("acme-2") != owner_of("ops")
 
 
 # --- Names of a key file, and tokens ---
 
 
-def test_a_name_in_a_key_file_is_a_tenant_with_everybodys_cache(tmp_path: Path) -> None:
+def test_key_file_names_are_tenants_that_share_one_cache(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice:k-1\nk-2\n")
     access = Authenticator(RouterSettings(api_key_file=str(file)))
-    alice, nobody = access.known(b"Bearer k-1"), access.known(b"Bearer k-2")
-    assert alice is not None and nobody is not None
+    alice, no_tenant = access.authenticated(b"Bearer k-1"), access.authenticated(b"Bearer k-2")
+    assert alice is not None and no_tenant is not None
     assert (alice.name, alice.salt, alice.admin) == ("alice", "", True)
-    assert (nobody.name, nobody.salt) == ("", "") and not access.tells_apart
-    assert access.known(b"Bearer k-1") is alice
+    assert (no_tenant.name, no_tenant.salt) == ("", "") and not access.owned_by_tenants
+    assert access.authenticated(b"Bearer k-1") is alice
 
 
 def jwt_settings(tmp_path: Path, issuer: Issuer, **more: Any) -> dict[str, Any]:
@@ -175,13 +175,13 @@ def jwt_settings(tmp_path: Path, issuer: Issuer, **more: Any) -> dict[str, Any]:
     return {"jwt_jwks": str(shown), "jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, **more}
 
 
-async def test_a_token_is_as_good_as_a_key(tmp_path: Path, file: str) -> None:
+async def test_web_token_is_accepted_like_a_key(tmp_path: Path, file: str) -> None:
     issuer = Issuer()
     settings = jwt_settings(tmp_path, issuer, tenants_file=file, api_key=["k"])
     async with FakeWorker() as worker, running_router([worker], **settings) as router:
         for key in (issuer.token(), issuer.token(), "acme-1", "ops", "k"):
             assert (await ask(router, key)).status_code == 200
-        salts = [asked.header(headers.SALT) for asked in worker.asked]
+        salts = [sent.header(headers.SALT) for sent in worker.requests]
         assert len(set(salts[:3])) == 1 and len(set(salts)) == 3 and salts[4] is None
         refused = await ask(router, issuer.token(exp=1))
         assert refused.status_code == 401
@@ -194,20 +194,20 @@ async def test_a_token_is_as_good_as_a_key(tmp_path: Path, file: str) -> None:
         stranger = await ask(router, issuer.token(sub="umbrella"))
         assert (stranger.status_code, stranger.json()["error"]["code"]) == (403, Forbidden.code)
         assert (await ask(router, "a.b.c")).status_code == 401
-        assert len(worker.asked) == 5
+        assert len(worker.requests) == 5
 
 
-async def test_without_a_file_each_name_that_tokens_have_is_a_tenant(tmp_path: Path) -> None:
+async def test_token_names_are_tenants_without_a_tenants_file(tmp_path: Path) -> None:
     issuer = Issuer()
     async with FakeWorker() as worker, running_router([worker], **jwt_settings(tmp_path, issuer)) as router:
         for name in ("a", "b", "a"):
             assert (await ask(router, issuer.token(sub=name))).status_code == 200
-        salts = [asked.header(headers.SALT) for asked in worker.asked]
+        salts = [sent.header(headers.SALT) for sent in worker.requests]
         assert salts[0] == salts[2] != salts[1] and all(salts)
         assert (await get(router, "/workers", issuer.token())).status_code == 403
 
 
-async def test_a_tenant_that_is_taken_out_of_the_file_has_no_good_tokens_any_more(tmp_path: Path) -> None:
+async def test_removed_tenant_invalidates_its_tokens(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("tenants: [{name: acme}]")
     issuer = Issuer()
@@ -215,14 +215,14 @@ async def test_a_tenant_that_is_taken_out_of_the_file_has_no_good_tokens_any_mor
     settings = RouterSettings(**jwt_settings(tmp_path, issuer, tenants_file=str(file)))
     access = Authenticator(settings, lambda: seconds[0])
     key = f"Bearer {issuer.token()}".encode()
-    assert access.known(key) is None and (await access.judged(key)).name == "acme"
-    assert access.known(key) is not None
+    assert access.authenticated(key) is None and (await access.authenticate_token(key)).name == "acme"
+    assert access.authenticated(key) is not None
     file.write_text("tenants: [{name: umbrella}]")
     seconds[0] = 1.0
-    assert access.known(key) is None
+    assert access.authenticated(key) is None
 
 
-def test_tokens_without_issuer_and_audience_are_no_way_to_start(tmp_path: Path) -> None:
+def test_tokens_without_issuer_and_audience_prevent_the_start(tmp_path: Path) -> None:
     settings = jwt_settings(tmp_path, Issuer())
     for missing in ("jwt_issuer", "jwt_audience"):
         with pytest.raises(SetupError, match="--jwt-jwks wants"):
@@ -277,29 +277,29 @@ async def test_tenants_read_no_addresses_and_no_numbers_of_all(file: str) -> Non
     async with FakeWorker() as worker:
         settings: dict[str, Any] = {"tenants_file": file, "health_interval_s": 0.05}
         async with running_router([worker], **settings) as router:
-            for key, told in (("acme-1", False), ("ops", True)):
+            for key, full in (("acme-1", False), ("ops", True)):
                 answer = await ask(router, key)
                 assert answer.status_code == 200
-                assert (headers.WORKER in answer.headers) is (headers.DECISION in answer.headers) is told
-                assert worker.name not in str(answer.headers) or told
+                assert (headers.WORKER in answer.headers) is (headers.DECISION in answer.headers) is full
+                assert worker.name not in str(answer.headers) or full
             await worker.die()
             await until(lambda: router.router.workers.decode[0].health.down)
-            for key, told in (("acme-1", False), ("ops", True)):
+            for key, full in (("acme-1", False), ("ops", True)):
                 for answer in (await ask(router, key), await get(router, "/v1/models", key)):
                     assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
-                    assert (worker.name in answer.text) is told
+                    assert (worker.name in answer.text) is full
             visitor = await router.client.get("/ready")
             assert visitor.status_code == 503 and worker.name not in visitor.text
 
 
 async def test_tenant_does_not_read_which_worker_was_lost(file: str) -> None:
     dying = fake_worker.streaming(fake_worker.event("The"), end=False)
-    for key, told in (("acme-1", False), ("ops", True)):
+    for key, full in (("acme-1", False), ("ops", True)):
         async with FakeWorker(dying) as worker, running_router([worker], tenants_file=file) as router:
             worker.release.set()
             answer = await stream(router, key)
             assert "was lost while it served this request" in answer
-            assert (worker.name in answer) is told
+            assert (worker.name in answer) is full
 
 
 async def stream(router: RunningRouter, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Who waits on which terms, and who is told at once that it is no use."""
+"""Waiting limits of requests, and immediate rejections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TERMS = {
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_terms(name: str) -> None:
+def test_wait_limits_follow_class_and_settings(name: str) -> None:
     kind, wanted, expected = TERMS[name]
     assert wait_limits(kind, wanted, interactive_s=10.0, wait_s=300.0) == expected
 
@@ -47,12 +47,12 @@ LATE = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_who_is_told_at_once(name: str) -> None:
-    kind, predicted, room, late = LATE[name]
-    assert too_late(kind, wait_limits(kind, None, 10.0, 300.0), predicted, room, 1.5) is late
+def test_too_late_compares_prediction_and_objective(name: str) -> None:
+    kind, predicted, capacity, late = LATE[name]
+    assert too_late(kind, wait_limits(kind, None, 10.0, 300.0), predicted, capacity, 1.5) is late
 
 
-def test_who_waits_in_vain_makes_it_harder_to_be_let_in() -> None:
+def test_tolerance_falls_with_late_requests_and_recovers() -> None:
     tolerance = PredictionTolerance()
     assert tolerance.times == TOLERANCE
     for _ in range(100):
@@ -64,8 +64,8 @@ def test_who_waits_in_vain_makes_it_harder_to_be_let_in() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_twentieth_may_wait_in_vain(seed: int) -> None:
-    """Where the more wait in vain the more are let in, tolerance comes to rest where few do."""
+def test_tolerance_settles_at_a_twentieth_of_late_requests(seed: int) -> None:
+    """If a higher tolerance makes more requests late, it settles where few are late."""
     rng = random.Random(seed)
     tolerance, vain = PredictionTolerance(), 0
     for number in range(20_000):
@@ -75,7 +75,7 @@ def test_a_twentieth_may_wait_in_vain(seed: int) -> None:
     assert vain / 10_000 == pytest.approx(0.05, abs=0.02)
 
 
-def test_the_pace_is_what_is_seen() -> None:
+def test_wait_correction_learns_the_ratio() -> None:
     pace = WaitCorrection()
     for _ in range(500):
         pace.learn(10.0, 2.0)
@@ -83,7 +83,7 @@ def test_the_pace_is_what_is_seen() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_pace_stays_between_its_bounds(seed: int) -> None:
+def test_wait_correction_stays_between_its_bounds(seed: int) -> None:
     rng = random.Random(seed)
     pace = WaitCorrection()
     for _ in range(500):

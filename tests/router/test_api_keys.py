@@ -1,4 +1,4 @@
-"""Who may use the router, and what a worker learns of it."""
+"""Admission by API keys, and keys sent to workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def ask(router: RunningRouter, **headers: str) -> httpx.Response:
     return await router.client.post(CHAT, json=QUESTION, headers=headers)
 
 
-async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
+async def test_key_is_required_except_for_monitoring_endpoints() -> None:
     async with FakeWorker() as worker, running_router([worker], api_key=["k-1", "k-2"]) as router:
         for headers in ({}, bearer("k-3"), {"authorization": "k-1"}):
             answer = await ask(router, **headers)
@@ -38,7 +38,7 @@ async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
             assert answer.headers[header_names.REQUEST_ID]
             for path in ("/v1/models", "/workers", "/no/such/path"):
                 assert (await router.client.get(path, headers=headers)).status_code == 401
-        assert worker.asked == []
+        assert worker.requests == []
         for key in ("k-1", "k-2"):
             assert (await ask(router, **bearer(key))).status_code == 200
             assert (await router.client.get("/workers", headers=bearer(key))).status_code == 200
@@ -61,15 +61,15 @@ async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
         "an open router with a key for its workers shows that one",
     ],
 )
-async def test_what_a_worker_sees_of_keys(settings: dict[str, Any], seen: str | None) -> None:
+async def test_worker_key_follows_the_settings(settings: dict[str, Any], seen: str | None) -> None:
     async with FakeWorker() as worker, running_router([worker], **settings) as router:
         assert (await ask(router, **bearer("client"))).status_code == 200
-        assert [value for name, value in worker.asked[0].headers if name == "authorization"] == (
+        assert [value for name, value in worker.requests[0].headers if name == "authorization"] == (
             [seen] if seen else []
         )
 
 
-async def test_workers_that_want_a_key_are_looked_at_with_it() -> None:
+async def test_health_checks_send_the_worker_key() -> None:
     worker = FakeWorker()
     worker.key = "ours"
     async with worker, running_router([worker], worker_api_key="ours") as router:
@@ -77,7 +77,7 @@ async def test_workers_that_want_a_key_are_looked_at_with_it() -> None:
         assert (await router.client.get("/ready")).status_code == 200
 
 
-async def test_a_worker_that_wants_another_key_is_out_of_use_and_says_what_is_missing() -> None:
+async def test_worker_that_requires_another_key_is_down_with_reason() -> None:
     worker = FakeWorker()
     worker.key = "theirs"
     settings: dict[str, Any] = {"health_interval_s": 0.2, "health_misses": 1, "wait": False}
@@ -96,12 +96,12 @@ async def test_keys_from_a_file_with_names_and_digests(tmp_path: Path) -> None:
         assert (await ask(router)).status_code == 401
 
 
-def test_a_key_file_that_is_not_there_is_no_way_to_start(tmp_path: Path) -> None:
+def test_missing_key_file_prevents_the_start(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="Cannot read"):
         create_app(RouterSettings(api_key_file=str(tmp_path / "none")))
 
 
-async def test_pages_may_call_a_router_that_wants_keys_and_no_other_unless_told() -> None:
+async def test_cors_allows_pages_with_keys_or_by_configuration() -> None:
     page = {"origin": "https://chat.example.org"}
     preflight = {**page, "access-control-request-method": "POST"}
     cases: tuple[tuple[dict[str, Any], str | None], ...] = (
@@ -111,9 +111,9 @@ async def test_pages_may_call_a_router_that_wants_keys_and_no_other_unless_told(
     )
     for settings, allowed in cases:
         async with FakeWorker() as worker, running_router([worker], **settings) as router:
-            asked = await router.client.options(CHAT, headers=preflight)
+            preflighted = await router.client.options(CHAT, headers=preflight)
             answer = await ask(router, **page, **bearer("k"))
-            for got in (asked, answer):
+            for got in (preflighted, answer):
                 assert got.headers.get("access-control-allow-origin") == allowed
             assert answer.status_code == 200
 
@@ -126,7 +126,7 @@ async def test_pages_may_call_a_router_that_wants_keys_and_no_other_unless_told(
         ({"host": "127.0.0.1"}, False),
     ],
 )
-def test_a_router_that_others_reach_without_a_key_says_so_aloud(
+def test_router_without_keys_on_a_public_address_warns(
     caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: bool
 ) -> None:
     given = RouterSettings.model_validate(settings)

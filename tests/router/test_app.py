@@ -1,4 +1,4 @@
-"""What is not hot: models, readiness, figures, the view of the workers, and unknown paths."""
+"""Endpoints outside the hot path: models, readiness, metrics, the list of workers, and unknown paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, STREAM, running_router, until
 
 
-async def test_models_are_those_of_all_workers_and_stay_the_same() -> None:
+async def test_models_are_those_of_all_workers_in_stable_order() -> None:
     one, two = FakeWorker(model="one"), FakeWorker(model="meta-llama/two")
     async with one, two, running_router([one, two]) as router:
         listed = (await router.client.get("/v1/models")).json()
@@ -36,14 +36,14 @@ async def test_models_are_those_of_all_workers_and_stay_the_same() -> None:
         assert (await router.client.get("/v1/models")).json() == listed
 
 
-async def test_a_models_context_is_what_all_of_its_workers_have() -> None:
+async def test_model_context_is_the_minimum_of_its_workers() -> None:
     one, two = FakeWorker(), FakeWorker()
     one.load = msgspec.structs.replace(one.load, max_model_len=8192, names=("tiny", "small"))
     two.load = msgspec.structs.replace(two.load, max_model_len=4096)
     async with one, two, running_router([one, two]) as router:
         cards = (await router.client.get("/v1/models")).json()["data"]
-        told = [(card["id"], card["root"], card["max_model_len"]) for card in cards]
-        assert told == [("tiny", "tiny", 4096), ("small", "tiny", 8192)]
+        shown = [(card["id"], card["root"], card["max_model_len"]) for card in cards]
+        assert shown == [("tiny", "tiny", 4096), ("small", "tiny", 8192)]
 
 
 async def test_model_is_served_by_its_whole_path_too() -> None:
@@ -74,7 +74,7 @@ async def test_models_and_ready_are_503_until_a_decode_worker_is_ready() -> None
                 assert (await router.client.get(path)).status_code == 200
 
 
-async def test_a_worker_that_died_is_seen_down_and_one_at_its_address_is_taken_up_again() -> None:
+async def test_dead_worker_is_down_and_its_successor_is_used() -> None:
     async with FakeWorker() as worker, running_router([worker], health_interval_s=0.1) as router:
         await worker.die()
         await until(lambda: router.router.refusal())
@@ -84,7 +84,7 @@ async def test_a_worker_that_died_is_seen_down_and_one_at_its_address_is_taken_u
         assert (await router.post()).status_code == 503
 
 
-async def test_the_view_of_the_workers_shows_role_state_and_load() -> None:
+async def test_workers_endpoint_shows_role_state_and_load() -> None:
     prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001")
     async with FakeWorker() as decode, prefill, running_router([decode], [prefill]) as router:
         views = (await router.client.get("/workers")).json()["data"]
@@ -95,7 +95,7 @@ async def test_the_view_of_the_workers_shows_role_state_and_load() -> None:
         assert views[1]["load"]["control"] == "127.0.0.1:7001"
 
 
-async def test_prometheus_is_told_of_the_workers_by_the_router() -> None:
+async def test_service_discovery_lists_the_workers_for_prometheus() -> None:
     prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001")
     async with FakeWorker() as decode, prefill, running_router([decode], [prefill]) as router:
         assert (await router.client.get("/workers/targets")).json() == [
@@ -108,7 +108,7 @@ NONSENSE = {"json": b'{"role": "cook"}', "utf-8": b'{"role": "\xff"}', "nested":
 
 
 @pytest.mark.parametrize("nonsense", [b"", *NONSENSE.values()], ids=["silent", *NONSENSE])
-async def test_a_worker_that_answers_nothing_or_nonsense_is_down(nonsense: bytes) -> None:
+async def test_worker_with_no_or_an_invalid_reply_is_down(nonsense: bytes) -> None:
     async with FakeWorker() as worker, running_router([worker], health_interval_s=0.1) as router:
         worker.silent, worker.nonsense = not nonsense, nonsense
         await until(lambda: router.router.workers.decode[0].health.down)
@@ -154,7 +154,7 @@ async def test_unknown_paths_and_methods_are_errors_in_openais_shape(
             assert answer.headers["allow"] == ("POST" if path == CHAT else "GET")
 
 
-async def test_every_path_of_the_description_is_served() -> None:
+async def test_openapi_paths_are_all_served() -> None:
     nothing = fake_worker.saying(200, b"{}")
     async with FakeWorker(nothing) as worker, running_router([worker]) as router:
         described = (await router.client.get("/openapi.json")).json()
@@ -170,7 +170,7 @@ async def test_every_path_of_the_description_is_served() -> None:
                     assert answer.status_code == 200, path
 
 
-async def test_while_it_drains_ready_says_so_and_running_streams_finish() -> None:
+async def test_draining_router_is_not_ready_and_finishes_streams() -> None:
     async with (
         FakeWorker(fake_worker.gated) as worker,
         running_router([worker], drain_s=10, drain_notice_s=0.5) as router,
@@ -186,26 +186,26 @@ async def test_while_it_drains_ready_says_so_and_running_streams_finish() -> Non
         assert b"[DONE]" in (await running).content
 
 
-async def test_a_connection_outlives_the_end_of_listening_by_one_request() -> None:
-    """It may be on its way; whoever sent it is asked to connect elsewhere for the next."""
+async def test_connection_serves_one_request_after_listening_ends() -> None:
+    """A request may be in transit. Its response asks the client to connect elsewhere for the next one."""
     body = b'{"model":"tiny"}'
-    asked = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
+    message = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
     async with (
         FakeWorker(fake_worker.saying(200, b"{}")) as worker,
         running_router([worker], drain_s=60, drain_notice_s=0.1) as router,
     ):
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
-        writer.write(asked)
+        writer.write(message)
         assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n{}")
         router.server.should_exit = True
         await until(lambda: not any(one.is_serving() for one in router.server.servers))
-        writer.write(asked)
+        writer.write(message)
         last = await reader.read()
         assert last.startswith(b"HTTP/1.1 200") and b"connection: close" in last
         writer.close()
 
 
-async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event_and_a_cut() -> None:
+async def test_stream_longer_than_the_drain_ends_with_error_and_cut() -> None:
     async with FakeWorker(fake_worker.gated) as worker:
         async with running_router([worker], drain_s=1) as router:
             reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
@@ -219,7 +219,7 @@ async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event_and_a_c
         writer.close()
 
 
-def test_the_router_does_not_load_torch() -> None:
+def test_router_does_not_import_torch() -> None:
     code = (
         "import sys, baton_router.server; sys.exit('torch' in sys.modules or 'baton_engine' in sys.modules)"
     )

@@ -42,7 +42,7 @@ def no_more_files() -> Iterator[None]:
 
 
 async def test_health_checks_outlive_exhausted_descriptors(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a descriptor no worker can be asked: it keeps its state, and is asked again afterwards."""
+    """Without a file descriptor no worker can be checked: it keeps its state, and is checked again later."""
     async with FakeWorker() as worker, running_router([worker], health_interval_s=0.05) as router:
         seen = router.router.workers.decode[0]
         with no_more_files():
@@ -121,26 +121,26 @@ async def test_guard_lets_cancellation_through() -> None:
         raise asyncio.CancelledError
 
 
-async def test_front_whose_loop_has_ended_is_not_ready(tmp_path: Path) -> None:
-    """A front that no longer hears its scheduler says so itself: it has no other process to ask."""
+async def test_frontend_with_an_ended_loop_is_not_ready(tmp_path: Path) -> None:
+    """A frontend process without its scheduler reports this itself, because no other process could."""
     path, services = str(tmp_path / "scheduler"), BackgroundTasks()
     async with FakeWorker() as worker, running_router([worker]) as router:
         service = SchedulerService(router.router.scheduler, lambda: router.router.workers.all, time.monotonic)
         services.start(BackgroundTask.SCHEDULER_SERVICE, lambda: service.serve(path, services))
-        front = Frontend(RouterSettings(), path, str(tmp_path / "control"))
+        frontend = Frontend(RouterSettings(), path, str(tmp_path / "control"))
         events: asyncio.Queue[dict[str, object]] = asyncio.Queue()
         sent: list[MutableMapping[str, Any]] = []
 
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
-        life = asyncio.create_task(front({"type": "lifespan"}, events.get, send))
+        life = asyncio.create_task(frontend({"type": "lifespan"}, events.get, send))
         await events.put({"type": "lifespan.startup"})
         await until(lambda: sent)
         next(one for one in asyncio.all_tasks() if one.get_name() == BackgroundTask.SCHEDULER_LINK).cancel()
-        await until(front._background.ended)
+        await until(frontend._background.ended)
         ready = {"type": "http", "path": "/ready", "method": "GET", "headers": []}
-        await front(ready, events.get, send)
+        await frontend(ready, events.get, send)
         assert sent[1]["status"] == 503
         await events.put({"type": "lifespan.shutdown"})
         await life

@@ -24,7 +24,7 @@ def prompt(*sizes: int, first: int = 100) -> PromptChunks:
 
 
 class Router:
-    """An index and a map, with workers that tell what they hold."""
+    """An index and a map, with workers that report their blocks."""
 
     def __init__(self, workers: int = 2) -> None:
         self.index = PrefixIndex()
@@ -55,7 +55,7 @@ class Router:
         ((512, 100), 1, 1, 0),
     ],
 )
-def test_a_chunk_goes_with_the_block_in_which_it_ends(
+def test_chunk_belongs_to_the_block_in_which_it_ends(
     sizes: tuple[int, ...], blocks: int, gone: int, left: int
 ) -> None:
     """`gone` is the first block that goes; a worker drops those behind it before."""
@@ -68,7 +68,7 @@ def test_a_chunk_goes_with_the_block_in_which_it_ends(
     assert router.holds(one) == ({0: left} if left else {})
 
 
-def test_a_report_may_come_before_its_events() -> None:
+def test_report_before_its_events_is_applied_later() -> None:
     router, one = Router(1), prompt(512, 512)
     router.send(one, 0, 4, 4)
     router.held[0].apply([stored([1, 2]), stored([3, 4], 2)])
@@ -76,7 +76,7 @@ def test_a_report_may_come_before_its_events() -> None:
     assert router.holds(one) == {0: 1}
 
 
-def test_reports_that_wait_are_not_kept_for_ever() -> None:
+def test_waiting_reports_expire() -> None:
     router = Router(1)
     for number in range(PENDING_LIMIT + 1):
         router.send(prompt(512, first=number), 0, 10_000 + number, 1)
@@ -86,7 +86,7 @@ def test_reports_that_wait_are_not_kept_for_ever() -> None:
     assert router.holds(prompt(512, first=1)) == {}
 
 
-def test_only_what_is_new_is_looked_at_and_the_rest_stays_where_it_was() -> None:
+def test_new_blocks_extend_the_placed_chunks() -> None:
     router, turn = Router(1), prompt(512, 512, 512)
     router.held[0].apply([stored([1, 2, 3, 4])])
     router.send(prompt(512, 512), 0, 4, 4)
@@ -98,7 +98,7 @@ def test_only_what_is_new_is_looked_at_and_the_rest_stays_where_it_was() -> None
     assert router.holds(turn) == {0: 1}
 
 
-def test_who_drops_a_block_is_alone_in_it() -> None:
+def test_removed_block_affects_only_its_worker() -> None:
     router, one = Router(2), prompt(512)
     for held in router.held:
         held.apply([stored([1])])
@@ -108,7 +108,7 @@ def test_who_drops_a_block_is_alone_in_it() -> None:
     assert router.holds(one) == {1: 1}
 
 
-def test_who_held_the_blocks_already_is_found() -> None:
+def test_report_finds_earlier_holders_of_its_blocks() -> None:
     """From before this router began, or through another one."""
     router, one = Router(3), prompt(512, 512)
     router.held[1].replace({1: None, 2: 1, 3: 2})
@@ -117,7 +117,7 @@ def test_who_held_the_blocks_already_is_found() -> None:
     assert router.holds(one) == {0: 2, 1: 1}
 
 
-def test_who_stores_a_known_block_holds_its_chunk() -> None:
+def test_worker_that_stores_a_known_block_holds_its_chunk() -> None:
     router, one = Router(2), prompt(512, 512)
     router.held[0].apply([stored([1, 2])])
     router.send(one, 0, 2, 2)
@@ -126,7 +126,7 @@ def test_who_stores_a_known_block_holds_its_chunk() -> None:
 
 
 @pytest.mark.parametrize("way", ["cleared", "replaced"])
-def test_a_worker_that_clears_its_cache_holds_nothing(way: str) -> None:
+def test_cleared_cache_holds_no_chunks(way: str) -> None:
     router, one = Router(2), prompt(512, 512)
     for slot, held in enumerate(router.held):
         held.apply([stored([1, 2])])
@@ -138,7 +138,7 @@ def test_a_worker_that_clears_its_cache_holds_nothing(way: str) -> None:
     assert router.holds(one) == {1: 2}
 
 
-def test_a_process_that_has_ended_has_nothing_more_to_say() -> None:
+def test_ended_process_has_no_further_effect() -> None:
     router, one = Router(1), prompt(512)
     before = router.held[0]
     before.apply([stored([1])])
@@ -152,7 +152,7 @@ def test_a_process_that_has_ended_has_nothing_more_to_say() -> None:
     assert router.holds(one) == {0: 1}
 
 
-def test_a_prompt_whose_parents_are_gone_is_placed_as_far_as_they_are_there() -> None:
+def test_prompt_without_parents_is_placed_up_to_the_gap() -> None:
     router, one = Router(1), prompt(512, 512)
     router.held[0].apply([stored([2], 1)])
     router.send(one, 0, 2, 2)
@@ -161,7 +161,7 @@ def test_a_prompt_whose_parents_are_gone_is_placed_as_far_as_they_are_there() ->
     assert router.holds(one) == {0: 1} and len(router.map) == 0
 
 
-def test_who_holds_an_end_without_its_beginning_is_credited_with_nothing() -> None:
+def test_holder_without_the_prefix_gets_no_credit() -> None:
     router, one = Router(2), prompt(512, 512)
     for held in router.held:
         held.apply([stored([2], 1)])
@@ -169,7 +169,7 @@ def test_who_holds_an_end_without_its_beginning_is_credited_with_nothing() -> No
     assert router.holds(one) == {0: 2}
 
 
-def test_a_report_that_waits_is_placed_by_a_snapshot_too() -> None:
+def test_waiting_report_is_placed_by_a_snapshot() -> None:
     router, one = Router(1), prompt(512, 512)
     router.send(one, 0, 2, 2)
     router.held[0].replace({1: None, 2: 1})
@@ -177,7 +177,7 @@ def test_a_report_that_waits_is_placed_by_a_snapshot_too() -> None:
     assert router.holds(one) == {0: 1}
 
 
-def test_what_a_snapshot_brings_is_forgotten_from_its_end() -> None:
+def test_chunks_of_a_snapshot_are_evicted_from_the_end() -> None:
     router, one = Router(2), prompt(512, 512)
     router.held[0].apply([stored([1, 2])])
     router.send(one, 0, 2, 2)
@@ -186,7 +186,7 @@ def test_what_a_snapshot_brings_is_forgotten_from_its_end() -> None:
     assert router.holds(one) == {0: 2, 1: 1}
 
 
-def test_a_worker_that_tells_nothing_costs_nothing() -> None:
+def test_worker_without_events_costs_nothing() -> None:
     router = Router(1)
     router.map.close(0)
     router.send(prompt(512), 0, 1, 1)
@@ -194,8 +194,8 @@ def test_a_worker_that_tells_nothing_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_placed_is_held_by_those_who_hold_its_block(seed: int) -> None:
-    """Workers that compute, drop, clear and begin anew; prompts are branches of one tree."""
+def test_placed_chunks_belong_to_the_holders_of_their_block(seed: int) -> None:
+    """Workers that compute, evict, clear and restart. Prompts are branches of one tree."""
     rng = random.Random(seed)
     router = Router(3)
     pools: list[dict[int, int | None]] = [{} for _ in range(3)]

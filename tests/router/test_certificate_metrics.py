@@ -1,4 +1,4 @@
-"""Until when the certificate is good that workers are shown, as Prometheus reads it of a router."""
+"""The metric of a router for the expiry of its certificate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def figure(page: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(rf"^{name} (\S+)$", page, re.M)]
 
 
-async def test_a_router_tells_when_its_certificate_ends(tmp_path: Path) -> None:
+async def test_router_exposes_the_expiry_of_its_certificate(tmp_path: Path) -> None:
     folder = Authority().fill(tmp_path / "mtls", NAME)
     shown: dict[str, Any] = {"tls_folder": str(folder), "tls_name": NAME}
     async with FakeWorker() as worker, running_router([worker], **shown) as router:
@@ -33,7 +33,7 @@ async def test_a_router_tells_when_its_certificate_ends(tmp_path: Path) -> None:
     assert end == pytest.approx(time.time() + DAY_S, abs=600)
 
 
-async def test_without_one_there_is_nothing_to_tell() -> None:
+async def test_router_without_a_certificate_exposes_no_expiry() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         page = (await router.client.get("/metrics")).text
     assert "# TYPE baton_router_certificate_life_seconds gauge" in page

@@ -40,12 +40,12 @@ def after(story: str, every_s: float = 0.1) -> tuple[CircuitBreaker, float]:
 
 
 @pytest.mark.parametrize(("story", "open_"), STORIES.values(), ids=STORIES.keys())
-def test_what_failed_opens_it(story: str, open_: bool) -> None:
+def test_failures_open_the_breaker(story: str, open_: bool) -> None:
     breaker, now = after(story)
     assert breaker.refuses(now) == open_
 
 
-def test_half_of_what_came_over_a_long_time_does_not_open_it() -> None:
+def test_old_failures_do_not_open_the_breaker() -> None:
     breaker, now = after("FS" * 30, every_s=WINDOW_S / WINDOW * 1.5)
     assert not breaker.refuses(now)
 
@@ -54,7 +54,7 @@ def opened() -> tuple[CircuitBreaker, float]:
     return after("F" * FAILURES_IN_A_ROW)
 
 
-def test_after_the_pause_one_request_decides_and_the_others_wait_for_it() -> None:
+def test_half_open_breaker_admits_one_probe_at_a_time() -> None:
     breaker, now = opened()
     assert breaker.refuses(now + PAUSE_S - 0.01)
     now += PAUSE_S
@@ -66,7 +66,7 @@ def test_after_the_pause_one_request_decides_and_the_others_wait_for_it() -> Non
     assert not breaker.served(77, now).opened
 
 
-def test_a_request_that_was_to_decide_and_was_given_up_leaves_it_to_the_next() -> None:
+def test_abandoned_probe_lets_the_next_request_probe() -> None:
     breaker, now = opened()
     now += PAUSE_S
     breaker = breaker.sent(77, now)
@@ -76,7 +76,7 @@ def test_a_request_that_was_to_decide_and_was_given_up_leaves_it_to_the_next() -
     assert breaker.sent(78, now).probe == 78
 
 
-def test_each_pause_is_twice_as_long_up_to_a_limit() -> None:
+def test_pause_doubles_up_to_its_limit() -> None:
     breaker, now = opened()
     pauses = []
     for number in range(100, 110):
@@ -87,7 +87,7 @@ def test_each_pause_is_twice_as_long_up_to_a_limit() -> None:
 
 
 @pytest.mark.parametrize(("quiet_s", "pause_s"), [(1.0, 2 * PAUSE_S), (PAUSE_LIMIT_S + 1, PAUSE_S)])
-def test_a_good_while_makes_the_next_time_a_first_one_again(quiet_s: float, pause_s: float) -> None:
+def test_quiet_period_resets_the_pause(quiet_s: float, pause_s: float) -> None:
     breaker, now = opened()
     now = breaker.until
     breaker = breaker.sent(9, now).served(9, now)
@@ -97,7 +97,7 @@ def test_a_good_while_makes_the_next_time_a_first_one_again(quiet_s: float, paus
     assert breaker.until - now == pytest.approx(pause_s)
 
 
-def test_a_worker_on_which_nothing_failed_costs_nothing() -> None:
+def test_breaker_without_failures_keeps_no_state() -> None:
     breaker = CircuitBreaker()
     assert breaker.sent(1, 5.0) is breaker
     assert breaker.served(1, 5.0) is breaker
@@ -105,7 +105,7 @@ def test_a_worker_on_which_nothing_failed_costs_nothing() -> None:
 
 
 class Model:
-    """The same in plain words: a list of all outcomes, read anew each time."""
+    """The plain model: a list of all outcomes, evaluated each time."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[float, bool]] = []
@@ -121,7 +121,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_law_open_after_bad_outcomes_only_and_one_probe_at_a_time(seed: int) -> None:
+def test_law_breaker_opens_after_failures_and_admits_one_probe(seed: int) -> None:
     rng = random.Random(seed)
     breaker, model, now = CircuitBreaker(), Model(), 0.0
     under_way: dict[int, bool] = {}

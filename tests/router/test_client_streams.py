@@ -37,7 +37,7 @@ async def settled(worker: FakeWorker) -> int:
     return before
 
 
-async def test_a_client_that_does_not_read_makes_its_worker_wait() -> None:
+async def test_slow_client_slows_down_its_worker() -> None:
     async with FakeWorker(fake_worker.flood) as worker, running_router([worker]) as router:
         reader, writer = await asking(router)
         await until(lambda: worker.flooded)
@@ -52,7 +52,7 @@ async def test_a_client_that_does_not_read_makes_its_worker_wait() -> None:
         await worker.left.wait()
 
 
-async def test_a_client_that_never_reads_is_cut_off_and_others_are_served_meanwhile() -> None:
+async def test_client_that_never_reads_is_cut_and_others_are_served() -> None:
     async with FakeWorker(fake_worker.flood) as worker, running_router([worker], idle_s=0.5) as router:
         _, writer = await asking(router)
         await worker.arrived.wait()
@@ -63,7 +63,7 @@ async def test_a_client_that_never_reads_is_cut_off_and_others_are_served_meanwh
         writer.transport.abort()
 
 
-async def test_a_slow_worker_and_a_reading_client_are_not_cut() -> None:
+async def test_slow_worker_with_a_reading_client_is_not_cut() -> None:
     async with FakeWorker(fake_worker.gated) as worker, running_router([worker], idle_s=0.4) as router:
         waiting = asyncio.create_task(router.post(STREAM))
         await worker.arrived.wait()
@@ -71,14 +71,14 @@ async def test_a_slow_worker_and_a_reading_client_are_not_cut() -> None:
         assert b"[DONE]" in (await waiting).content
 
 
-async def test_many_streams_at_once_are_all_complete() -> None:
+async def test_parallel_streams_are_all_complete() -> None:
     async with (
         FakeWorker(fake_worker.gated) as one,
         FakeWorker(fake_worker.gated) as two,
         running_router([one, two]) as router,
     ):
         clients = [await asking(router) for _ in range(STREAMS)]
-        await until(lambda: len(one.asked) + len(two.asked) == STREAMS, 60)
+        await until(lambda: len(one.requests) + len(two.requests) == STREAMS, 60)
         assert router.metric(metrics.ROUTER_IN_FLIGHT.name) == STREAMS
         one.release.set()
         two.release.set()
@@ -86,7 +86,7 @@ async def test_many_streams_at_once_are_all_complete() -> None:
             assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
             writer.close()
         assert router.metric(metrics.ROUTER_REQUESTS.name, path=CHAT, code="200") == STREAMS
-        assert abs(len(one.asked) - len(two.asked)) <= 2, "two choices keep two workers even"
+        assert abs(len(one.requests) - len(two.requests)) <= 2, "two choices keep two workers even"
 
 
 def sdk(router: RunningRouter) -> openai.AsyncOpenAI:
@@ -96,24 +96,24 @@ def sdk(router: RunningRouter) -> openai.AsyncOpenAI:
     )
 
 
-ASKED: ChatCompletionUserMessageParam = {"role": "user", "content": "What is the capital of France?"}
+MESSAGE: ChatCompletionUserMessageParam = {"role": "user", "content": "What is the capital of France?"}
 
 
-async def test_the_sdk_lists_asks_and_streams() -> None:
+async def test_sdk_lists_models_and_streams() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router, sdk(router) as client:
         assert [model.id async for model in client.models.list()] == ["tiny"]
-        whole = await client.chat.completions.create(model="tiny", messages=[ASKED])
+        whole = await client.chat.completions.create(model="tiny", messages=[MESSAGE])
         assert whole.choices[0].message.content == "".join(fake_worker.WORDS)
         assert whole._request_id
-        stream = await client.chat.completions.create(model="tiny", messages=[ASKED], stream=True)
+        stream = await client.chat.completions.create(model="tiny", messages=[MESSAGE], stream=True)
         words = [chunk.choices[0].delta.content async for chunk in stream]
         assert words == [*fake_worker.WORDS, None]
 
 
-async def test_the_sdk_raises_when_the_worker_is_lost_in_the_stream() -> None:
+async def test_sdk_raises_when_the_worker_is_lost_during_a_stream() -> None:
     dying = fake_worker.streaming(fake_worker.event("The"), end=False)
     async with FakeWorker(dying) as worker, running_router([worker]) as router, sdk(router) as client:
-        stream = await client.chat.completions.create(model="tiny", messages=[ASKED], stream=True)
+        stream = await client.chat.completions.create(model="tiny", messages=[MESSAGE], stream=True)
         words = []
         with pytest.raises(openai.APIError, match="was lost"):
             async for chunk in stream:
@@ -122,25 +122,25 @@ async def test_the_sdk_raises_when_the_worker_is_lost_in_the_stream() -> None:
         assert words == ["The"]
 
 
-async def test_the_sdk_raises_the_class_that_fits_the_error() -> None:
+async def test_sdk_raises_the_class_of_the_error() -> None:
     async with (
         FakeWorker() as worker,
         running_router([worker], health_interval_s=0.1) as router,
         sdk(router) as client,
     ):
         with pytest.raises(openai.NotFoundError, match="tiny"):
-            await client.chat.completions.create(model="other", messages=[ASKED])
+            await client.chat.completions.create(model="other", messages=[MESSAGE])
         worker.ready = False
         await until(lambda: router.router.refusal())
         with pytest.raises(openai.InternalServerError):
-            await client.chat.completions.create(model="tiny", messages=[ASKED], stream=True)
+            await client.chat.completions.create(model="tiny", messages=[MESSAGE], stream=True)
 
 
 async def test_small_pieces_are_not_held_back_on_either_side() -> None:
     async with FakeWorker(fake_worker.hang) as worker, running_router([worker]) as router:
         _, writer = await asking(router)
         upstream = router.router.workers.decode[0].upstream
-        await until(lambda: worker.asked)
+        await until(lambda: worker.requests)
         clients = [cast(BoundedHttpProtocol, one).transport for one in router.server.server_state.connections]
         workers = [connection.transport for connection in upstream._busy]
         assert clients and workers

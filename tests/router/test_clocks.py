@@ -14,6 +14,8 @@ PACKAGES = (baton_router, baton_http)
 CALENDAR_READERS = {
     "baton_router/app.py": "`created` of models, for clients to read",
     "baton_router/dashboard/endpoints.py": "arrival times, for people to read",
+    "baton_router/gateway/certificate.py": "validity of a self-signed certificate",
+    "baton_router/gateway/exchange.py": "expiry of tickets",
     "baton_router/metrics/tracing.py": "times of spans, beside those of other services",
     "baton_router/proxy/admin_operations.py": "expiry of tickets",
     "baton_router/proxy/proxy.py": "expiry of tickets",
@@ -22,7 +24,7 @@ CALENDAR_READERS = {
 }
 """Modules that read the calendar clock, and what for. Batches are exempt: their windows outlive restarts."""
 
-READINGS = {
+CLOCKS = {
     ("time", "time"),
     ("time", "time_ns"),
     ("datetime", "now"),
@@ -36,7 +38,7 @@ def reads_calendar(path: Path) -> bool:
     return any(
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name | ast.Attribute)
-        and (getattr(node.value, "id", getattr(node.value, "attr", "")), node.attr) in READINGS
+        and (getattr(node.value, "id", getattr(node.value, "attr", "")), node.attr) in CLOCKS
         for node in ast.walk(tree)
     )
 

@@ -1,4 +1,4 @@
-"""What a front passes on to the process that serves the rest: any size, any length, both ways."""
+"""Requests that a frontend process forwards to the scheduler process: any size and length, both ways."""
 
 from __future__ import annotations
 
@@ -113,22 +113,22 @@ class Served:
 
 @asynccontextmanager
 async def passing() -> AsyncIterator[httpx.AsyncClient]:
-    """A client before a front that passes all on."""
+    """A client of a frontend process that forwards everything."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "control")
         control = ControlProxy(path)
 
-        async def front(scope: Scope, receive: Receive, send: Send) -> None:
+        async def frontend(scope: Scope, receive: Receive, send: Send) -> None:
             await control(scope, receive, send)
 
-        async with Served(app, path), Served(front, None) as before:
+        async with Served(app, path), Served(frontend, None) as before:
             url = f"http://127.0.0.1:{before.port}"
             async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
                 yield client
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
-async def test_a_request_arrives_as_it_was_and_so_does_the_answer(method: str) -> None:
+async def test_request_and_response_pass_unchanged(method: str) -> None:
     async with passing() as client:
         body = b"" if method in ("GET", "DELETE") else b"a body"
         answer = await client.request(method, "/echo?a=1&b=%20", content=body, headers={"x-a": "b"})
@@ -138,7 +138,7 @@ async def test_a_request_arrives_as_it_was_and_so_does_the_answer(method: str) -
 
 
 @pytest.mark.parametrize("sized", [True, False])
-async def test_an_upload_passes_in_pieces(sized: bool) -> None:
+async def test_upload_passes_in_pieces(sized: bool) -> None:
     piece, count = bytes(range(256)) * 1024, 80
     whole = piece * count
 
@@ -153,26 +153,26 @@ async def test_an_upload_passes_in_pieces(sized: bool) -> None:
         assert answer["most"] < len(whole) / 10
 
 
-async def test_a_long_answer_passes_whole() -> None:
+async def test_long_response_passes_completely() -> None:
     async with passing() as client:
         answer = await client.get("/stream")
         assert answer.content == b"".join(b"%06d\n" % number * 100 for number in range(500))
 
 
-async def test_answers_without_a_body_end() -> None:
+async def test_answers_without_a_body_are_complete() -> None:
     async with passing() as client:
         assert (await client.get("/empty")).status_code == 204
         assert (await client.head("/empty")).status_code == 204
         assert (await client.head("/sized")).headers["content-length"] == "1000000"
 
 
-async def test_an_answer_that_breaks_off_is_no_whole_one() -> None:
+async def test_aborted_response_raises_at_the_client() -> None:
     async with passing() as client:
         with pytest.raises(httpx.RemoteProtocolError):
             await client.get("/broken")
 
 
-async def test_a_client_that_leaves_is_gone_for_the_other_process_too() -> None:
+async def test_disconnected_client_disconnects_from_the_scheduler_too() -> None:
     left.clear()
     async with passing() as client:
         async with client.stream("GET", "/endless") as answer:
@@ -180,9 +180,9 @@ async def test_a_client_that_leaves_is_gone_for_the_other_process_too() -> None:
         await asyncio.wait_for(left.wait(), 60)
 
 
-async def test_without_the_other_process_it_says_so() -> None:
-    async with Served(ControlProxy("/nonexistent/socket"), None) as front:
-        url = f"http://127.0.0.1:{front.port}/v1/files"
+async def test_missing_scheduler_process_is_reported() -> None:
+    async with Served(ControlProxy("/nonexistent/socket"), None) as frontend:
+        url = f"http://127.0.0.1:{frontend.port}/v1/files"
         async with httpx.AsyncClient(trust_env=False) as client:
             answer = await client.get(url)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")

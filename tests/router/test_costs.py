@@ -1,4 +1,4 @@
-"""What the router believes about time: lines through measurements, bookings, averages."""
+"""The router's time predictions: lines through measurements, bookings, averages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from baton_router.workers.worker_state import WorkerStates
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_line_is_learned_from_noisy_measurements(seed: int) -> None:
+def test_linear_model_is_learned_from_noisy_measurements(seed: int) -> None:
     rng = random.Random(seed)
     truth = (0.5, 2.0, 0.3)
     line = LeastSquares((0.0, 0.0, 0.0))
@@ -41,7 +41,7 @@ def test_a_line_is_learned_from_noisy_measurements(seed: int) -> None:
         assert line.predict(*inputs) == pytest.approx(exact, rel=0.15, abs=0.1)
 
 
-def test_a_line_goes_with_the_times() -> None:
+def test_linear_model_follows_changed_times() -> None:
     line = LeastSquares((1.0, 0.0, 0.0))
     for _ in range(500):
         line.learn(1.0, 0.0, 0.0, 1.0)
@@ -50,7 +50,7 @@ def test_a_line_goes_with_the_times() -> None:
     assert line.predict(1.0, 0.0, 0.0) == pytest.approx(3.0, rel=0.1)
 
 
-def test_an_input_that_is_always_nothing_does_no_harm() -> None:
+def test_constant_zero_input_keeps_the_fit_stable() -> None:
     line = LeastSquares((1.0, 1.0, 0.0))
     for _ in range(20_000):
         line.learn(1.0, 0.0, 0.0, 2.0)
@@ -60,7 +60,7 @@ def test_an_input_that_is_always_nothing_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_recursion_is_that_of_the_textbook(seed: int) -> None:
+def test_recursion_equals_the_textbook_least_squares(seed: int) -> None:
     rng = random.Random(seed)
     line = LeastSquares((0.1, 0.2, 0.3))
     coefficients = [0.1, 0.2, 0.3]
@@ -83,7 +83,7 @@ def test_the_recursion_is_that_of_the_textbook(seed: int) -> None:
         assert line.coefficients == pytest.approx(coefficients, rel=1e-6, abs=1e-9)
 
 
-def test_the_tokens_that_attend_to_a_long_context_cost_more() -> None:
+def test_tokens_with_a_long_context_cost_more() -> None:
     cost = WorkerKind().newcomer()
     truth = WorkerKind().newcomer()
     truth.line.coefficients = (0.01, 0.05, 0.02)
@@ -97,7 +97,7 @@ def test_the_tokens_that_attend_to_a_long_context_cost_more() -> None:
     assert cost.seconds(100, 8000) > cost.seconds(100, 100)
 
 
-def test_no_prediction_is_in_the_past() -> None:
+def test_prediction_is_never_in_the_past() -> None:
     prefill, step = WorkerKind().newcomer(), StepCost()
     for _ in range(50):
         prefill.learn(1000, 1000, 0.001)
@@ -106,7 +106,7 @@ def test_no_prediction_is_in_the_past() -> None:
     assert step.seconds(0, 0) >= LEAST_S
 
 
-def test_a_transfer_is_as_fast_as_the_last_ones() -> None:
+def test_transfer_speed_follows_the_latest_transfers() -> None:
     cost = TransferCost()
     for _ in range(100):
         cost.learn(1000, 0.001 + 0.5)
@@ -118,7 +118,7 @@ def test_a_transfer_is_as_fast_as_the_last_ones() -> None:
     assert cost.seconds(0, 30.0) == cost.start_s
 
 
-def test_the_backlog_is_what_is_booked_less_the_progress_of_the_first() -> None:
+def test_backlog_is_the_bookings_minus_the_progress_of_the_first() -> None:
     booked = PrefillBookings()
     booked.book(1, 4.0, 100, now=10.0)
     booked.book(2, 2.0, 50, now=11.0)
@@ -132,7 +132,7 @@ def test_the_backlog_is_what_is_booked_less_the_progress_of_the_first() -> None:
     assert booked.backlog_s(16.0) == 0.0
 
 
-def test_a_booking_let_go_out_of_turn_leaves_the_first_where_it_was() -> None:
+def test_booking_released_out_of_order_keeps_the_first() -> None:
     booked = PrefillBookings()
     booked.book(1, 4.0, 100, now=0.0)
     booked.book(2, 2.0, 50, now=0.0)
@@ -141,7 +141,7 @@ def test_a_booking_let_go_out_of_turn_leaves_the_first_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nothing_leaks_from_the_bookings(seed: int) -> None:
+def test_bookings_are_released_completely(seed: int) -> None:
     rng = random.Random(seed)
     prefill, streams = PrefillBookings(), StreamBookings()
     live: dict[int, tuple[float, int, int]] = {}
@@ -167,7 +167,7 @@ def test_nothing_leaks_from_the_bookings(seed: int) -> None:
         assert 0.0 <= prefill.backlog_s(now) <= total + 1e-6
 
 
-def test_who_was_never_tried_is_believed_to_be_like_the_others_of_its_kind() -> None:
+def test_untried_worker_is_assumed_to_be_like_its_peers() -> None:
     kind, other_kind = WorkerKind(), WorkerKind()
     first, second = kind.newcomer(), kind.newcomer()
     guess = first.seconds(1000, 1000)
@@ -180,7 +180,7 @@ def test_who_was_never_tried_is_believed_to_be_like_the_others_of_its_kind() -> 
     assert other_kind.newcomer().seconds(1000, 1000) == guess
 
 
-def test_who_was_tried_is_known_by_its_own_measurements() -> None:
+def test_tried_worker_uses_its_own_measurements() -> None:
     kind = WorkerKind()
     quick, slow = kind.newcomer(), kind.newcomer()
     for size in range(100, 5000, 50):
@@ -191,7 +191,7 @@ def test_who_was_tried_is_known_by_its_own_measurements() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_more_never_takes_less(seed: int) -> None:
+def test_law_prediction_is_monotonic(seed: int) -> None:
     rng = random.Random(seed)
     cost, step = WorkerKind().newcomer(), StepCost()
     for _ in range(200):
@@ -206,7 +206,7 @@ PROFILE = Profile(
     model="measured",
     machine="one core",
     baton="0",
-    made=0.0,
+    measured_at=0.0,
     prefill=PrefillLine(base_s=0.004, token_s=2e-5, pair_s=3e-9),
     step=StepLine(base_s=0.006, stream_s=1e-4, token_s=5e-8),
     transfer=TransferLine(start_s=0.002, token_s=4e-6),
@@ -217,7 +217,7 @@ PROFILE = Profile(
 )
 
 
-def test_a_profile_is_believed_until_something_is_measured() -> None:
+def test_profile_applies_until_something_is_measured() -> None:
     prior = CostPrior.of(PROFILE)
     cost = WorkerKind(prior).newcomer()
     for uncached, context in ((100, 100), (500, 4000)):
@@ -230,21 +230,21 @@ def test_a_profile_is_believed_until_something_is_measured() -> None:
     assert cost.seconds(100, 100) == pytest.approx(1.0, rel=0.1)
 
 
-def test_a_profile_is_for_the_model_that_it_names() -> None:
-    for knowledge, seconds in (
+def test_profile_applies_only_to_its_model() -> None:
+    for states, seconds in (
         (WorkerStates([PROFILE]), PROFILE.transfer.seconds(1000)),
         (WorkerStates(), 0.003),
     ):
-        assert knowledge.transfer("a", "b").seconds(1000, 0.0) == pytest.approx(seconds)
+        assert states.transfer("a", "b").seconds(1000, 0.0) == pytest.approx(seconds)
 
 
-def test_a_router_begins_with_the_profiles_that_it_is_given(tmp_path: Path) -> None:
+def test_router_starts_with_its_configured_profiles(tmp_path: Path) -> None:
     def scheduler(path: Path) -> RequestScheduler:
         settings = RouterSettings(decode=("http://127.0.0.1:1",), profile=(path,))
         return RequestScheduler(settings, UpstreamPool(1.0), random.Random(0), lambda: 0.0)
 
     profiles.write(PROFILE, tmp_path / "there.json")
-    known = scheduler(tmp_path / "there.json").dispatcher.worker_states
-    assert known.transfer("a", "b").start_s == PROFILE.transfer.start_s
+    states = scheduler(tmp_path / "there.json").dispatcher.worker_states
+    assert states.transfer("a", "b").start_s == PROFILE.transfer.start_s
     with pytest.raises(SetupError, match="Cannot read the profile"):
         scheduler(tmp_path / "none.json")

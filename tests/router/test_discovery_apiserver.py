@@ -13,7 +13,7 @@ from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
 from tests.router.fake_kubernetes import PATH, a_slice
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 from tests.router.running import until
-from tests.router.test_discovery_kubernetes import A, B, following
+from tests.router.test_discovery_kubernetes import A, B, followed
 
 pytestmark = pytest.mark.processes
 
@@ -35,7 +35,7 @@ async def allow(api: RealKubernetes) -> None:
     await api.post(f"{RBAC}/rolebindings", {**name, "roleRef": role, "subjects": [user]})
 
 
-async def test_a_real_api_server_tells_who_is_there_and_needs_to_allow_no_more_than_list_and_watch(
+async def test_real_api_server_needs_only_list_and_watch_rights(
     tmp_path: Path,
 ) -> None:
     async with real_kubernetes(tmp_path) as api:
@@ -44,7 +44,7 @@ async def test_a_real_api_server_tells_who_is_there_and_needs_to_allow_no_more_t
         other = manifest(a_slice("other", "10.9.9.9"))
         other["metadata"]["labels"][labels.SERVICE] = "another"
         await api.post(PATH, other)
-        async with following(api) as follower:
+        async with followed(api) as follower:
             await until(lambda: "may not list and watch endpointslices" in follower.source.trouble)
             await allow(api)
             await follower.sees(A)
@@ -58,10 +58,10 @@ async def test_a_real_api_server_tells_who_is_there_and_needs_to_allow_no_more_t
             )
             await api.delete(f"{PATH}/one")
             await follower.sees(B)
-        async with following(api, list_every_s=0.3) as follower:
+        async with followed(api, list_every_s=0.3) as follower:
             await follower.sees(B)
-            told = follower.told
-            await until(lambda: follower.told > told + 1)  # further full lists
+            notified = follower.notified
+            await until(lambda: follower.notified > notified + 1)  # further full lists
             assert follower.addresses == {B}
             await api.delete(f"{PATH}/two")
             await follower.sees()

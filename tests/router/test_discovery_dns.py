@@ -36,7 +36,7 @@ NOTHING_TO_ASK_FOR = [
 
 
 @pytest.mark.parametrize("text", NOTHING_TO_ASK_FOR)
-def test_a_name_without_a_port_and_an_address_are_refused_with_the_way_out(text: str) -> None:
+def test_dns_flag_without_port_or_name_is_refused_with_a_remedy(text: str) -> None:
     with pytest.raises(ValueError, match=r"give NAME:PORT"):
         DnsName.parse(text)
 
@@ -53,7 +53,7 @@ ANSWERS: dict[str, tuple[list[list[Address]], list[Address]]] = {
 
 
 @pytest.mark.parametrize(("answers", "left"), ANSWERS.values(), ids=ANSWERS.keys())
-def test_the_last_good_answer_holds(answers: list[list[Address]], left: list[Address]) -> None:
+def test_failed_query_keeps_the_last_answer(answers: list[list[Address]], left: list[Address]) -> None:
     good = LastGoodAddresses()
     for answer in answers:
         assert good.took(frozenset(answer)) == good.addresses
@@ -61,7 +61,7 @@ def test_the_last_good_answer_holds(answers: list[list[Address]], left: list[Add
 
 
 class Follower:
-    """What one source tells."""
+    """Records the lists of one source."""
 
     def __init__(self, source: DnsWorkers) -> None:
         self.source = source
@@ -79,7 +79,7 @@ class Follower:
 
 
 @asynccontextmanager
-async def following(server: FakeDns, name: str) -> AsyncIterator[Follower]:
+async def followed(server: FakeDns, name: str) -> AsyncIterator[Follower]:
     follower = Follower(DnsWorkers(DnsName.parse(name), Role.PREFILL, 0.005, resolver=server.resolver))
     task = asyncio.create_task(follower.source.watch(follower.lists.append))
     try:
@@ -89,8 +89,8 @@ async def following(server: FakeDns, name: str) -> AsyncIterator[Follower]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_workers_come_and_go_with_their_addresses() -> None:
-    async with FakeDns() as server, following(server, f"{NAME}:8000") as follower:
+async def test_workers_follow_their_addresses() -> None:
+    async with FakeDns() as server, followed(server, f"{NAME}:8000") as follower:
         server.records[NAME, "A"] = ["10.0.0.1", "10.0.0.2"]
         assert await follower.next() == {"10.0.0.1:8000", "10.0.0.2:8000"}
         assert {one.role for one in follower.lists[-1]} == {Role.PREFILL}
@@ -102,19 +102,19 @@ async def test_workers_come_and_go_with_their_addresses() -> None:
 
 
 @pytest.mark.parametrize("kind", ["silent", "failing"])
-async def test_those_that_were_known_stay_while_no_server_answers(
+async def test_known_workers_stay_while_no_server_answers(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with FakeDns() as server:
         server.records[NAME, "A"] = ["10.0.0.1"]
         server.resolver.lifetime = 0.1
-        async with following(server, f"{NAME}:8000") as follower:
+        async with followed(server, f"{NAME}:8000") as follower:
             assert await follower.next() == {"10.0.0.1:8000"}
             setattr(server, kind, True)
             await until(lambda: NAME in follower.source.trouble)
-            asked, told = len(server.asked), len(follower.lists)
-            await until(lambda: len(server.asked) > asked + 3)
-            assert (follower.addresses, len(follower.lists)) == ({"10.0.0.1:8000"}, told)
+            queries, lists = len(server.requests), len(follower.lists)
+            await until(lambda: len(server.requests) > queries + 3)
+            assert (follower.addresses, len(follower.lists)) == ({"10.0.0.1:8000"}, lists)
             setattr(server, kind, False)
             server.records[NAME, "A"] = ["10.0.0.2"]
             await until(lambda: not follower.source.trouble)
@@ -122,28 +122,28 @@ async def test_those_that_were_known_stay_while_no_server_answers(
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
-async def test_ipv6_counts_where_there_is_nothing_else() -> None:
-    async with FakeDns() as server, following(server, f"{NAME}:8000") as follower:
+async def test_ipv6_is_used_without_ipv4() -> None:
+    async with FakeDns() as server, followed(server, f"{NAME}:8000") as follower:
         server.records[NAME, "AAAA"] = ["fd00::1"]
         assert await follower.next() == {"[fd00::1]:8000"}
         server.records[NAME, "A"] = ["10.0.0.1"]  # the same worker by another address
         assert await follower.next() == {"10.0.0.1:8000"}
 
 
-async def test_a_service_says_host_and_port_of_each() -> None:
-    async with FakeDns() as server, following(server, SERVICE) as follower:
+async def test_srv_records_give_host_and_port_of_each_worker() -> None:
+    async with FakeDns() as server, followed(server, SERVICE) as follower:
         server.records[SERVICE, "SRV"] = ["0 50 8001 a.example.org.", "0 50 8002 b.example.org."]
         server.records["a.example.org", "A"] = ["10.0.0.1"]
         server.records["b.example.org", "A"] = ["10.0.0.2"]
         assert await follower.next() == {"10.0.0.1:8001", "10.0.0.2:8002"}
         server.along = [("a.example.org", "10.0.0.1"), ("b.example.org", "10.0.0.9")]
         await until(lambda: follower.addresses == {"10.0.0.1:8001", "10.0.0.9:8002"})
-        server.asked.clear()
+        server.requests.clear()
         await follower.next()
-        assert {kind for _, kind in server.asked} == {"SRV"}  # what came along was not asked for
+        assert {kind for _, kind in server.requests} == {"SRV"}  # additional records caused no queries
 
 
-async def test_a_short_name_is_looked_for_in_the_search_list() -> None:
-    async with FakeDns() as server, following(server, "workers:8000") as follower:
+async def test_short_name_uses_the_search_list() -> None:
+    async with FakeDns() as server, followed(server, "workers:8000") as follower:
         server.records["workers.svc.cluster.local", "A"] = ["10.0.0.1"]
         assert await follower.next() == {"10.0.0.1:8000"}

@@ -1,4 +1,4 @@
-"""Workers by Kubernetes: against an API server that behaves, and fails as it is told to."""
+"""Discovery by Kubernetes, with a fake API server that fails on command."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ LONG_S = 60.0
 
 
 class Follower:
-    """What the source tells."""
+    """Records the lists of the source."""
 
     def __init__(self, source: KubernetesWorkers) -> None:
         self.source = source
         self.workers: frozenset[ListedWorker] = frozenset()
-        self.told = 0
+        self.notified = 0
 
     @property
     def addresses(self) -> set[str]:
         return {one.host for one in self.workers}
 
     async def sees(self, *addresses: str) -> None:
-        await until(lambda: self.told and self.addresses == set(addresses))
+        await until(lambda: self.notified and self.addresses == set(addresses))
 
     def took(self, workers: frozenset[ListedWorker]) -> None:
         self.workers = workers
-        self.told += 1
+        self.notified += 1
 
 
 @asynccontextmanager
-async def following(
+async def followed(
     api: FakeKubernetes | RealKubernetes, list_every_s: float = LONG_S, list_s: float = LONG_S
 ) -> AsyncIterator[Follower]:
     access = KubernetesAccess(api.url, api.account)
@@ -57,10 +57,10 @@ async def following(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_workers_come_stand_and_go_as_the_watch_says(tmp_path: Path) -> None:
+async def test_workers_follow_the_watch(tmp_path: Path) -> None:
     async with FakeKubernetes(tmp_path) as api:
         api.put(a_slice("one", A))
-        async with following(api) as follower:
+        async with followed(api) as follower:
             await follower.sees(A)
             api.put(a_slice("two", B, role="prefill", revision="r2"))
             await follower.sees(A, B)
@@ -73,8 +73,8 @@ async def test_workers_come_stand_and_go_as_the_watch_says(tmp_path: Path) -> No
             assert api.lists == 1
 
 
-async def test_a_watch_that_breaks_off_is_taken_up_where_it_was(tmp_path: Path) -> None:
-    async with FakeKubernetes(tmp_path) as api, following(api) as follower:
+async def test_broken_watch_resumes_at_its_version(tmp_path: Path) -> None:
+    async with FakeKubernetes(tmp_path) as api, followed(api) as follower:
         await until(lambda: len(api.watches) == 1)
         api.put(a_slice("one", A))
         await follower.sees(A)
@@ -86,10 +86,10 @@ async def test_a_watch_that_breaks_off_is_taken_up_where_it_was(tmp_path: Path) 
         assert (api.watches, api.lists) == (["100", "101"], 1)
 
 
-async def test_a_bookmark_says_from_where_to_watch_without_another_list(tmp_path: Path) -> None:
+async def test_bookmark_resumes_the_watch_without_a_list(tmp_path: Path) -> None:
     async with FakeKubernetes(tmp_path) as api:
         api.put(a_slice("one", A))
-        async with following(api) as follower:
+        async with followed(api) as follower:
             await follower.sees(A)
             for _ in range(5):
                 api.bookmark()
@@ -100,26 +100,26 @@ async def test_a_bookmark_says_from_where_to_watch_without_another_list(tmp_path
             assert (api.watches, api.lists) == (["101", "107"], 1)
 
 
-async def test_what_has_expired_is_listed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_expired_version_is_listed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with FakeKubernetes(tmp_path) as api:
         api.put(a_slice("one", A))
-        async with following(api) as follower:
+        async with followed(api) as follower:
             await follower.sees(A)
-            api.expire()  # said in the watch
+            api.expire()  # reported in the watch
             api.put(a_slice("two", B))
             await follower.sees(A, B)
             api.break_off()
-            api.expire()  # said to whoever wants to watch
+            api.expire()  # reported at the start of a watch
             api.delete("one")
             await follower.sees(B)
             assert api.lists == 3
-    assert not caplog.records  # it is nothing to worry about
+    assert not caplog.records  # expiry is normal and not logged
 
 
-async def test_what_a_watch_loses_the_next_full_list_brings(tmp_path: Path) -> None:
+async def test_full_list_repairs_a_lossy_watch(tmp_path: Path) -> None:
     async with FakeKubernetes(tmp_path) as api:
         api.put(a_slice("one", A, B))
-        async with following(api, list_every_s=0.1) as follower:
+        async with followed(api, list_every_s=0.1) as follower:
             await follower.sees(A, B)
             api.put(a_slice("one", A), lose=True)
             await follower.sees(A)
@@ -136,7 +136,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("failure", "reason"), FAILURES.values(), ids=FAILURES.keys())
-async def test_those_that_were_known_stay_while_there_is_no_list(
+async def test_known_workers_stay_while_lists_fail(
     tmp_path: Path,
     failure: dict[str, object],
     reason: str,
@@ -144,7 +144,7 @@ async def test_those_that_were_known_stay_while_there_is_no_list(
 ) -> None:
     async with FakeKubernetes(tmp_path) as api:
         api.put(a_slice("one", A))
-        async with following(api, list_every_s=0.1, list_s=2.0) as follower:
+        async with followed(api, list_every_s=0.1, list_s=2.0) as follower:
             await follower.sees(A)
             for name, value in failure.items():
                 setattr(api, name, value)
@@ -159,8 +159,8 @@ async def test_those_that_were_known_stay_while_there_is_no_list(
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
-async def test_a_token_that_was_replaced_is_used(tmp_path: Path) -> None:
-    async with FakeKubernetes(tmp_path) as api, following(api, list_every_s=0.05) as follower:
+async def test_replaced_token_is_used(tmp_path: Path) -> None:
+    async with FakeKubernetes(tmp_path) as api, followed(api, list_every_s=0.05) as follower:
         api.put(a_slice("one", A))
         await follower.sees(A)
         api.token = "token-2"
@@ -169,14 +169,14 @@ async def test_a_token_that_was_replaced_is_used(tmp_path: Path) -> None:
         await follower.sees(A, B)
 
 
-async def test_nobody_is_asked_who_cannot_show_a_certificate_of_the_clusters_authority(
+async def test_api_server_without_the_cluster_certificate_is_not_used(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "other").mkdir()
     async with FakeKubernetes(tmp_path) as api, FakeKubernetes(tmp_path / "other") as other:
         api.put(a_slice("one", A))
         (other.account / "ca.crt").write_bytes((api.account / "ca.crt").read_bytes())
-        async with following(other) as follower:
+        async with followed(other) as follower:
             await until(lambda: "certificate verify failed" in follower.source.trouble)
             assert not other.lists
 
@@ -189,34 +189,32 @@ MISSING = {
 
 
 @pytest.mark.parametrize(("name", "reason"), MISSING.items())
-async def test_what_the_account_lacks_is_said(tmp_path: Path, name: str, reason: str) -> None:
+async def test_missing_permissions_are_reported(tmp_path: Path, name: str, reason: str) -> None:
     async with FakeKubernetes(tmp_path) as api:
         kept = (api.account / name).read_bytes()
         (api.account / name).unlink()
         api.put(a_slice("one", A))
-        async with following(api) as follower:
+        async with followed(api) as follower:
             await until(lambda: reason in follower.source.trouble)
             (api.account / name).write_bytes(kept)
             await follower.sees(A)
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_whatever_happens_on_the_way_the_workers_are_those_that_there_are(
-    tmp_path: Path, seed: int
-) -> None:
+async def test_law_workers_follow_the_cluster_under_random_failures(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     names = ["one", "two", "three"]
-    async with FakeKubernetes(tmp_path) as api, following(api, list_every_s=0.15) as follower:
-        there: set[str] = set()
+    async with FakeKubernetes(tmp_path) as api, followed(api, list_every_s=0.15) as follower:
+        existing: set[str] = set()
         for _ in range(40):
             name, lose = rng.choice(names), rng.random() < 0.2
             match rng.randrange(8):
                 case 0 | 1 | 2 | 3:
                     api.put(a_slice(name, *rng.sample([A, B, C, "10.0.0.4"], rng.randrange(4))), lose=lose)
-                    there.add(name)
-                case 4 | 5 if name in there:
+                    existing.add(name)
+                case 4 | 5 if name in existing:
                     api.delete(name, lose=lose)
-                    there.discard(name)
+                    existing.discard(name)
                 case 6:
                     api.break_off()
                 case 7:

@@ -35,9 +35,9 @@ TOGETHER: dict[str, tuple[list[ListedWorker], list[ListedWorker]]] = {
 }
 
 
-@pytest.mark.parametrize(("said", "together"), TOGETHER.values(), ids=TOGETHER.keys())
-def test_what_several_say_is_one_list(said: list[ListedWorker], together: list[ListedWorker]) -> None:
-    assert merge_lists(said) == {one.name: one for one in together}
+@pytest.mark.parametrize(("lists", "together"), TOGETHER.values(), ids=TOGETHER.keys())
+def test_lists_of_several_sources_are_merged(lists: list[ListedWorker], together: list[ListedWorker]) -> None:
+    assert merge_lists(lists) == {one.name: one for one in together}
 
 
 STEPS: dict[str, tuple[list[ListedWorker], list[ListedWorker], ListChanges]] = {
@@ -62,7 +62,7 @@ STEPS: dict[str, tuple[list[ListedWorker], list[ListedWorker], ListChanges]] = {
 
 
 @pytest.mark.parametrize(("before", "after", "change"), STEPS.values(), ids=STEPS.keys())
-def test_from_one_list_to_the_next(
+def test_list_difference_gives_added_changed_and_removed(
     before: list[ListedWorker], after: list[ListedWorker], change: ListChanges
 ) -> None:
     assert list_changes(merge_lists(before), merge_lists(after)) == change
@@ -77,24 +77,24 @@ def anybody(rng: random.Random) -> ListedWorker:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_whatever_is_listed_the_order_does_not_matter_and_changes_lead_there_and_then_end(seed: int) -> None:
+def test_law_order_of_lists_does_not_matter_and_changes_converge(seed: int) -> None:
     rng = random.Random(seed)
     present: dict[str, ListedWorker] = {}
     for _ in range(20):
-        said = [anybody(rng) for _ in range(rng.randrange(8))]
-        desired = merge_lists(said)
-        rng.shuffle(said)
+        lists = [anybody(rng) for _ in range(rng.randrange(8))]
+        desired = merge_lists(lists)
+        rng.shuffle(lists)
         assert (
-            merge_lists(said)
-            == merge_lists(said + said)
-            == merge_lists(merge_lists(said).values())
+            merge_lists(lists)
+            == merge_lists(lists + lists)
+            == merge_lists(merge_lists(lists).values())
             == desired
         )
         change = list_changes(present, desired)
         for name in change.removed:
             del present[name]
         for one in change.added:
-            assert one.name not in present  # nobody takes a place that is not free
+            assert one.name not in present  # a name is added only if it is free
             present[one.name] = one
         for one in change.status_changed:
             assert present[one.name].same(one)

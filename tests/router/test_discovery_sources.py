@@ -1,4 +1,4 @@
-"""Who lists the workers, from the settings."""
+"""Sources of workers, from the settings."""
 
 from __future__ import annotations
 
@@ -20,49 +20,53 @@ def sources(**given: Any) -> WorkerSources:
 
 
 def test_flags_list_their_workers_at_once() -> None:
-    made = sources(decode=("http://10.0.0.1:8001", "http://[fd00::1]"), prefill=("http://workers",))
-    assert made.flags == {
+    built = sources(decode=("http://10.0.0.1:8001", "http://[fd00::1]"), prefill=("http://workers",))
+    assert built.flags == {
         ListedWorker("10.0.0.1", 8001, Role.DECODE),
         ListedWorker("fd00::1", 80, Role.DECODE),
         ListedWorker("workers", 80, Role.PREFILL),
     }
-    assert made.complete()
+    assert built.complete()
 
 
-def test_workers_by_tls_want_a_certificate_of_the_router() -> None:
+def test_workers_by_tls_require_a_router_certificate() -> None:
     with pytest.raises(SetupError, match=r"https://10.0.0.1:443 .* --tls-folder"):
         sources(decode=("https://10.0.0.1",))
-    made = sources(decode=("https://10.0.0.1", "http://10.0.0.2"), tls_folder="/etc/mtls")
-    assert {(one.name, one.secure) for one in made.flags} == {("10.0.0.1:443", True), ("10.0.0.2:80", False)}
+    built = sources(decode=("https://10.0.0.1", "http://10.0.0.2"), tls_folder="/etc/mtls")
+    assert {(one.name, one.secure) for one in built.flags} == {("10.0.0.1:443", True), ("10.0.0.2:80", False)}
 
 
-NOBODY: dict[str, tuple[dict[str, Any], str]] = {
+EMPTY: dict[str, tuple[dict[str, Any], str]] = {
     "nobody asked": ({}, "none is configured: name one with --decode http://HOST:PORT"),
-    "DNS has not answered": ({"decode_dns": ["w:80"]}, "DNS: decode w:80 has not told yet"),
+    "DNS has not answered": ({"decode_dns": ["w:80"]}, "DNS: decode w:80 has not reported yet"),
     "two have not answered": (
         {"decode_dns": ["w:80"], "kubernetes_selector": "a=b"},
-        "DNS: decode w:80 and Kubernetes have not told yet",
+        "DNS: decode w:80 and Kubernetes have not reported yet",
     ),
 }
 
 
-@pytest.mark.parametrize(("given", "said"), NOBODY.values(), ids=NOBODY.keys())
-def test_why_there_is_nobody(given: dict[str, Any], said: str) -> None:
-    made = sources(**given)
-    assert made.why_none() == said
-    assert made.complete() == (not given)
+@pytest.mark.parametrize(("given", "message"), EMPTY.values(), ids=EMPTY.keys())
+def test_empty_sources_explain_missing_workers(given: dict[str, Any], message: str) -> None:
+    built = sources(**given)
+    assert built.why_none() == message
+    assert built.complete() == (not given)
 
 
-WRONG = {"decode_dns": "workers", "prefill_dns": "http://workers:80", "revision_weight": "abc"}
+WRONG = [
+    ("decode_dns", "workers", "give NAME:PORT"),
+    ("prefill_dns", "http://workers:80", "give NAME:PORT"),
+    ("revision_weight", "abc", "Expected REVISION=NUMBER"),
+]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG.items())
-def test_what_cannot_be_meant_is_refused_at_the_start(name: str, value: str) -> None:
-    with pytest.raises(ValidationError, match="give "):
+@pytest.mark.parametrize(("name", "value", "remedy"), WRONG)
+def test_invalid_sources_are_refused_at_startup(name: str, value: str, remedy: str) -> None:
+    with pytest.raises(ValidationError, match=remedy):
         RouterSettings.model_validate({name: [value]})
 
 
-def test_in_a_pod_the_api_server_is_that_of_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_uses_the_api_server_of_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for host, url in (("10.96.0.1", "https://10.96.0.1:6443"), ("fd00::1", "https://[fd00::1]:6443")):
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")

@@ -1,4 +1,4 @@
-"""Whom power of two choices chooses."""
+"""The power-of-two-choices policy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from baton_router.workers.worker import Worker, Workers
 
 
 def worker(port: int, listed: Role = Role.DECODE, **load: object) -> Worker:
-    made = Worker(Upstream("127.0.0.1", port), listed)
-    made.answered(Load(role=listed, model="tiny", control="127.0.0.1:7", **load))  # type: ignore[arg-type]
-    return made
+    created = Worker(Upstream("127.0.0.1", port), listed)
+    created.answered(Load(role=listed, model="tiny", control="127.0.0.1:7", **load))  # type: ignore[arg-type]
+    return created
 
 
 def busy(*running: int) -> list[Worker]:
@@ -25,12 +25,12 @@ def busy(*running: int) -> list[Worker]:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("running", "chosen"), [((4,), 0), ((1, 2), 0), ((2, 1), 1), ((9, 0), 1)])
-def test_of_one_or_two_it_is_the_less_busy(running: tuple[int, ...], chosen: int, seed: int) -> None:
+def test_less_busy_of_two_workers_is_chosen(running: tuple[int, ...], chosen: int, seed: int) -> None:
     candidates = busy(*running)
     assert choose_worker(candidates, random.Random(seed)) is candidates[chosen]
 
 
-def test_equally_many_requests_are_told_apart_by_waiting_tokens() -> None:
+def test_equal_requests_are_decided_by_waiting_tokens() -> None:
     one, two = worker(1, running=2, queued_tokens=500), worker(2, running=2, queued_tokens=20)
     assert {choose_worker([one, two], random.Random(seed)) for seed in range(20)} == {two}
 
@@ -42,7 +42,7 @@ def test_equally_busy_workers_are_chosen_equally_often() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_busiest_of_all_is_never_chosen_and_load_stays_even(seed: int) -> None:
+def test_busiest_worker_is_never_chosen_and_load_stays_even(seed: int) -> None:
     rng = random.Random(seed)
     candidates = busy(*[0] * rng.randint(2, 12))
     for _ in range(2000):
@@ -58,7 +58,7 @@ def test_the_busiest_of_all_is_never_chosen_and_load_stays_even(seed: int) -> No
     assert max(counts) - min(counts) <= 0.2 * max(counts) + 8
 
 
-def test_a_pair_needs_equal_digests_and_a_decode_worker_goes_alone_without_one() -> None:
+def test_pair_needs_equal_digests_else_decode_computes_locally() -> None:
     one, two = worker(1, compatibility="a"), worker(2, compatibility="b")
     prefill = worker(3, Role.PREFILL, compatibility="a")
     workers, rng = Workers((one, two), (prefill,)), random.Random(0)
@@ -68,7 +68,7 @@ def test_a_pair_needs_equal_digests_and_a_decode_worker_goes_alone_without_one()
         assert (pair.decode, pair.prefill) in [(one, prefill), (two, None)]
 
 
-def test_a_worker_that_was_tried_is_not_tried_again() -> None:
+def test_tried_worker_is_not_tried_again() -> None:
     one, two = workers = tuple(busy(0, 9))
     rng = random.Random(0)
     pair = choose_pair(choose_worker, Workers(workers, ()), "tiny", [one.name], 0.0, rng)

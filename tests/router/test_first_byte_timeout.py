@@ -18,12 +18,12 @@ PREDICTIONS = {
 
 
 @pytest.mark.parametrize(("predicted", "seconds"), PREDICTIONS.values(), ids=PREDICTIONS.keys())
-def test_a_worker_has_several_times_what_was_predicted(predicted: float, seconds: float) -> None:
+def test_timeout_is_several_times_the_prediction(predicted: float, seconds: float) -> None:
     assert first_token_timeout_s(predicted, 2.0) == pytest.approx(seconds)
 
 
-def grant(patience: float, step_s: float = 0.01) -> Grant:
-    return Grant(1, "127.0.0.1:1", "", "", b"", patience, step_s, has_alternative=True)
+def grant(timeout: float, step_s: float = 0.01) -> Grant:
+    return Grant(1, "127.0.0.1:1", "", "", b"", timeout, step_s, has_alternative=True)
 
 
 TOKENS: dict[str, tuple[Grant, int | None, float]] = {
@@ -35,9 +35,7 @@ TOKENS: dict[str, tuple[Grant, int | None, float]] = {
 
 
 @pytest.mark.parametrize(("granted", "tokens", "seconds"), TOKENS.values(), ids=TOKENS.keys())
-def test_the_first_byte_is_due_with_the_token_that_it_comes_with(
-    granted: Grant, tokens: int | None, seconds: float
-) -> None:
+def test_first_byte_is_due_with_its_token(granted: Grant, tokens: int | None, seconds: float) -> None:
     assert first_byte_s(granted, tokens) == pytest.approx(seconds)
 
 
@@ -47,10 +45,10 @@ class FakeAttempt:
     def __init__(self, begun: bool = True) -> None:
         self.begun = begun
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.asked = asyncio.Event()
+        self.polled = asyncio.Event()
 
     def fail(self, cause: str) -> bool:
-        self.asked.set()
+        self.polled.set()
         if self.begun:
             self.ended.set_result(cause)
         return self.begun
@@ -73,29 +71,29 @@ CASES: dict[str, tuple[float, float, Callable[[], bool], str]] = {
 
 
 @pytest.mark.parametrize(("slow", "limit", "may_leave", "cause"), CASES.values(), ids=CASES.keys())
-async def test_an_attempt_ends_for_one_reason(
+async def test_attempt_ends_for_one_reason_only(
     slow: float, limit: float, may_leave: Callable[[], bool], cause: str
 ) -> None:
     attempt = FakeAttempt()
-    patience = FirstByteTimeout(attempt, slow, asyncio.get_running_loop().time() + limit, may_leave)
+    timeout = FirstByteTimeout(attempt, slow, asyncio.get_running_loop().time() + limit, may_leave)
     async with asyncio.timeout(60):
         assert await attempt.ended == cause
-    patience.close()
+    timeout.close()
 
 
-async def test_an_attempt_that_only_connects_is_ended_as_soon_as_there_is_something_to_end() -> None:
+async def test_connecting_attempt_ends_as_soon_as_it_is_connected() -> None:
     attempt = FakeAttempt(begun=False)
     loop = asyncio.get_running_loop()
-    patience = FirstByteTimeout(attempt, 0.01, loop.time() + 5.0, yes)
+    timeout = FirstByteTimeout(attempt, 0.01, loop.time() + 5.0, yes)
     async with asyncio.timeout(60):
-        await attempt.asked.wait()
+        await attempt.polled.wait()
         attempt.begun = True
         assert await attempt.ended == SLOW
-    patience.close()
+    timeout.close()
 
 
-async def test_an_answer_that_has_begun_is_left_alone() -> None:
+async def test_started_answer_has_no_first_byte_timeout() -> None:
     attempt = FakeAttempt()
     FirstByteTimeout(attempt, 0.01, asyncio.get_running_loop().time() + 0.02, yes).close()
     await asyncio.sleep(0.05)
-    assert not attempt.asked.is_set()
+    assert not attempt.polled.is_set()

@@ -1,4 +1,4 @@
-"""Who is to blame when an answer stands still, and after how long."""
+"""The cause of a stalled answer, and the time until it is reported."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FakeResponse:
 async def blamed(
     answer: FakeResponse, every_s: float = 0.0, what: Callable[[], None] = lambda: None
 ) -> tuple[str, float]:
-    """Who, and after how long; meanwhile something happens again and again."""
+    """Return the cause and the seconds until it is reported, while an event repeats."""
     stall = answer.watched()
     happening = asyncio.create_task(answer.every(every_s, what)) if every_s else None
     try:
@@ -83,7 +83,7 @@ async def blamed(
 
 
 @in_virtual_time
-async def test_a_worker_that_is_silent_is_to_blame() -> None:
+async def test_silent_worker_is_to_blame() -> None:
     answer = FakeResponse()
     answer.comes(TOKEN)
     who, after_s = await blamed(answer)
@@ -92,7 +92,7 @@ async def test_a_worker_that_is_silent_is_to_blame() -> None:
 
 
 @in_virtual_time
-async def test_a_worker_that_only_says_that_it_lives_has_longer() -> None:
+async def test_keep_alive_extends_the_idle_timeout() -> None:
     answer = FakeResponse()
     answer.comes(TOKEN)
     who, after_s = await blamed(answer, SILENT_S / 4, lambda: answer.comes(ALIVE))
@@ -101,7 +101,7 @@ async def test_a_worker_that_only_says_that_it_lives_has_longer() -> None:
 
 
 @in_virtual_time
-async def test_a_client_that_does_not_read_is_to_blame() -> None:
+async def test_client_that_does_not_read_is_to_blame() -> None:
     answer = FakeResponse()
     answer.sending = True
     who, after_s = await blamed(answer)
@@ -111,7 +111,7 @@ async def test_a_client_that_does_not_read_is_to_blame() -> None:
 
 @pytest.mark.parametrize("pieces", [(TOKEN,), (TOKEN, ALIVE, ALIVE)], ids=["tokens", "tokens now and then"])
 @in_virtual_time
-async def test_an_answer_that_goes_on_is_left_alone(pieces: tuple[bytes, ...]) -> None:
+async def test_progressing_answer_has_no_idle_timeout(pieces: tuple[bytes, ...]) -> None:
     answer, number = FakeResponse(), 0
     stall = answer.watched()
     while asyncio.get_running_loop().time() < answer.began + 2 * TOKENS_S:
@@ -123,7 +123,7 @@ async def test_an_answer_that_goes_on_is_left_alone(pieces: tuple[bytes, ...]) -
 
 
 @in_virtual_time
-async def test_a_worker_is_not_to_blame_for_the_time_in_which_a_client_read() -> None:
+async def test_worker_is_not_blamed_for_the_reading_time_of_a_client() -> None:
     answer = FakeResponse()
     answer.comes(TOKEN)
     answer.comes(ALIVE)

@@ -18,7 +18,7 @@ from baton_router.cache.kv_feed import BUFFER_LIMIT, REPLAY_S, RETRY_S, SILENCE_
 
 
 class View:
-    """What a router would believe: blocks stored by number."""
+    """The router's view: stored blocks by number."""
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
@@ -51,33 +51,33 @@ def begun(upto: int = -1) -> tuple[KvEventFeed, View]:
     return feed, view
 
 
-def test_a_feed_begins_with_all_that_is_there() -> None:
+def test_feed_begins_with_a_snapshot() -> None:
     view = View()
     feed = KvEventFeed(view, 0.0)
     for number in (3, 4, 5):
         feed.batch(number, batch(number), 0.0)
     assert view.blocks == [] and not feed.whole
     assert feed.due(0.0) is FeedRequest.SNAPSHOT
-    assert feed.due(0.0) is None  # it was said once
+    assert feed.due(0.0) is None  # it was requested once
     feed.snapshot(4, whole(4), 0.1)
     assert view.blocks == [0, 1, 2, 3, 4, 5] and feed.whole and feed.gaps == 0
 
 
-def test_batches_are_applied_as_they_come() -> None:
+def test_batches_are_applied_in_order() -> None:
     feed, view = begun(0)
     for number in (1, 2, 3):
         feed.batch(number, batch(number), 1.0)
     assert view.blocks == [0, 1, 2, 3]
 
 
-def test_what_came_before_is_not_applied_twice() -> None:
+def test_earlier_batches_are_not_applied_twice() -> None:
     feed, view = begun(0)
     for number in (1, 1, 0, 2, 1):
         feed.batch(number, batch(number), 1.0)
     assert view.blocks == [0, 1, 2] and feed.whole
 
 
-def test_a_gap_is_asked_for_and_closed_by_a_replay() -> None:
+def test_gap_is_requested_and_closed_by_a_replay() -> None:
     feed, view = begun(0)
     feed.batch(4, batch(4), 1.0)
     assert feed.due(1.0) is FeedRequest.REPLAY and feed.next == 1 and feed.gaps == 1
@@ -89,14 +89,14 @@ def test_a_gap_is_asked_for_and_closed_by_a_replay() -> None:
     assert feed.whole and feed.due(9.0) is None and feed.gaps == 1
 
 
-def test_a_late_batch_closes_the_gap_too() -> None:
+def test_late_batch_closes_the_gap() -> None:
     feed, view = begun(0)
     feed.batch(2, batch(2), 1.0)
     feed.batch(1, batch(1), 1.0)
     assert view.blocks == [0, 1, 2] and feed.whole
 
 
-def test_a_replay_that_has_forgotten_the_gap_is_followed_by_a_snapshot() -> None:
+def test_replay_that_starts_too_late_is_followed_by_a_snapshot() -> None:
     feed, view = begun(0)
     feed.batch(9, batch(9), 1.0)
     assert feed.due(1.0) is FeedRequest.REPLAY
@@ -109,7 +109,7 @@ def test_a_replay_that_has_forgotten_the_gap_is_followed_by_a_snapshot() -> None
     assert view.blocks == list(range(11)) and feed.whole
 
 
-def test_a_replay_that_does_not_come_is_followed_by_a_snapshot() -> None:
+def test_missing_replay_is_followed_by_a_snapshot() -> None:
     feed, _ = begun(0)
     feed.batch(2, batch(2), 1.0)
     assert feed.due(1.0) is FeedRequest.REPLAY
@@ -117,7 +117,7 @@ def test_a_replay_that_does_not_come_is_followed_by_a_snapshot() -> None:
     assert feed.due(1.1 + REPLAY_S) is FeedRequest.SNAPSHOT
 
 
-def test_a_snapshot_that_is_older_than_what_waits_is_followed_by_a_replay() -> None:
+def test_snapshot_older_than_waiting_batches_needs_a_replay() -> None:
     view = View()
     feed = KvEventFeed(view, 0.0)
     feed.due(0.0)
@@ -126,19 +126,19 @@ def test_a_snapshot_that_is_older_than_what_waits_is_followed_by_a_replay() -> N
     assert feed.due(0.1) is FeedRequest.REPLAY and feed.next == 4
 
 
-def test_a_snapshot_that_fails_is_tried_again_with_patience() -> None:
+def test_failed_snapshot_is_retried_with_delays() -> None:
     feed = KvEventFeed(View(), 0.0)
-    now, tries = 0.0, []
+    now, attempts = 0.0, []
     for _ in range(5):
         while feed.due(now) is not FeedRequest.SNAPSHOT:
             now += 0.1
-        tries.append(now)
+        attempts.append(now)
         feed.failed(now)
-    pauses = [after - before for before, after in itertools.pairwise(tries)]
+    pauses = [after - before for before, after in itertools.pairwise(attempts)]
     assert pauses == pytest.approx([RETRY_S * 2**n for n in range(4)], abs=0.11)
 
 
-def test_a_feed_is_degraded_when_nothing_comes() -> None:
+def test_feed_is_degraded_without_events() -> None:
     feed, _ = begun()
     assert not feed.degraded(SILENCE_S)
     assert feed.degraded(SILENCE_S + 0.1)
@@ -146,14 +146,14 @@ def test_a_feed_is_degraded_when_nothing_comes() -> None:
     assert not feed.degraded(SILENCE_S + 0.3)
 
 
-def test_a_feed_is_degraded_when_it_stays_broken() -> None:
+def test_feed_is_degraded_when_it_stays_broken() -> None:
     feed, _ = begun(0)
     for second in range(1, 20):
         feed.batch(second + 1, [], float(second))
     assert feed.degraded(SILENCE_S + 1)
 
 
-def test_what_waits_is_bounded() -> None:
+def test_waiting_batches_are_bounded() -> None:
     feed, view = begun(0)
     last = BUFFER_LIMIT + 10
     for number in range(2, last + 1):
@@ -212,7 +212,7 @@ class Process:
 
     def snapshot(self) -> tuple[int, Tree]:
         seq = self._events.flush()
-        taken = KvSnapshot(seq, *self.pool.known())
+        taken = KvSnapshot(seq, *self.pool.published())
         return seq, dict(taken.part(0, len(taken)))
 
 
@@ -238,8 +238,8 @@ class Trees:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_is_lost_the_view_becomes_what_the_worker_holds(seed: int) -> None:
-    """Batches, replays and snapshots are lost, doubled and late; processes begin anew."""
+def test_law_view_converges_to_the_worker_after_any_loss(seed: int) -> None:
+    """Batches, replays and snapshots are lost, duplicated and late; processes restart."""
     chance = random.Random(seed)
     now = 0.0
     kept = chance.choice([3, 30])

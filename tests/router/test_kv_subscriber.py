@@ -29,7 +29,7 @@ from baton_router.settings import RouterSettings
 from baton_router.workers.kv_subscriber import KvSubscribers, reachable_at
 from baton_router.workers.worker import Worker, Workers
 from baton_router.workers.worker_state import WorkerStates
-from tests.router.fake_worker import Asked, FakeWorker, plain, whole_answer
+from tests.router.fake_worker import FakeWorker, WorkerRequest, plain, whole_answer
 from tests.router.running import CONNECT_S, running_router, until
 
 SIZE = 4
@@ -56,7 +56,7 @@ class Telling:
         self.http = worker
         self.publisher = publisher
         self.held: Tree = {}
-        self.asked = 0
+        self.requests = 0
         worker.pages["/kv/snapshot"] = self._snapshot
         self.at(publisher.endpoint, publisher.replay_endpoint)
 
@@ -75,7 +75,7 @@ class Telling:
         self.publisher.publish(changes)
 
     def _snapshot(self) -> bytes:
-        self.asked += 1
+        self.requests += 1
         epoch, seq = self.http.load.epoch, self.publisher.last
         parts = [list(self.held.items()), []]
         frames = [SnapshotFrame(epoch, seq, SIZE, part, not part) for part in parts]
@@ -92,7 +92,7 @@ async def telling(worker: FakeWorker, **given: Any) -> AsyncIterator[Telling]:
         publisher.close()
 
 
-class Following:
+class FollowedWorker:
     """Feeds of one worker, at a clock that the test moves."""
 
     def __init__(self, http: FakeWorker) -> None:
@@ -127,15 +127,15 @@ class Following:
 
 
 @asynccontextmanager
-async def following(http: FakeWorker) -> AsyncIterator[Following]:
-    made = Following(http)
-    watching = asyncio.create_task(made.kv_subscribers.watch())
+async def followed(http: FakeWorker) -> AsyncIterator[FollowedWorker]:
+    followed = FollowedWorker(http)
+    watching = asyncio.create_task(followed.kv_subscribers.watch())
     try:
-        yield made
+        yield followed
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        made.worker.upstream.close()
+        followed.worker.upstream.close()
 
 
 class Lossy:
@@ -174,83 +174,83 @@ async def lossy(source: KvPublisher) -> AsyncIterator[Lossy]:
         await relay.close()
 
 
-async def test_what_was_there_and_what_comes_is_known() -> None:
+async def test_existing_and_new_blocks_are_known() -> None:
     async with FakeWorker() as http, telling(http) as worker:
         worker.publish(storing(chain(1, 3)))
-        async with following(http) as router:
+        async with followed(http) as router:
             await until(lambda: router.tree == as_tree(chain(1, 3)))
             more = chain(2, 5)
             worker.publish(storing(more))
             worker.publish([Removed(chain(1, 3)[2])])
             await until(lambda: router.tree == as_tree(chain(1, 2)) | as_tree(more))
-            assert worker.asked == 1
+            assert worker.requests == 1
 
 
 @pytest.mark.parametrize("remembered", [True, False])
-async def test_what_was_lost_is_replayed_or_read_anew(remembered: bool) -> None:
+async def test_lost_events_are_replayed_or_read_as_a_snapshot(remembered: bool) -> None:
     async with FakeWorker() as http, telling(http) as worker, lossy(worker.publisher) as relay:
         worker.at(relay.endpoint, worker.publisher.replay_endpoint if remembered else "")
-        async with following(http) as router:
+        async with followed(http) as router:
             await until(lambda: router.heard)
             worker.publish(storing(chain(1, 3)))
             await until(lambda: router.tree == as_tree(chain(1, 3)))
-            asked = worker.asked
+            before = worker.requests
             relay.lose = set(range(worker.publisher.last + 1, worker.publisher.last + 4))
             worker.publish([Removed(chain(1, 3)[2])])
             worker.publish(storing(chain(2, 2)))
             await until(lambda: router.gaps == 1)
             await until(lambda: router.tree == as_tree(chain(1, 2)) | as_tree(chain(2, 2)))
-            assert worker.asked == asked + (not remembered)
+            assert worker.requests == before + (not remembered)
 
 
-async def test_a_process_that_begins_anew_holds_nothing_of_before() -> None:
+async def test_restarted_process_holds_no_earlier_blocks() -> None:
     async with FakeWorker() as http, telling(http) as worker:
         worker.publish(storing(chain(1, 3)))
-        async with following(http) as router:
+        async with followed(http) as router:
             await until(lambda: router.tree == as_tree(chain(1, 3)))
             async with telling(http) as second:
                 second.at(second.publisher.endpoint, second.publisher.replay_endpoint, epoch="2")
                 router.worker.answered(http.load)
-                await until(lambda: second.asked and router.tree == {})
+                await until(lambda: second.requests and router.tree == {})
                 second.publish(storing(chain(7, 2)))
                 await until(lambda: router.tree == as_tree(chain(7, 2)))
 
 
-async def test_a_snapshot_of_another_process_is_not_taken() -> None:
+async def test_snapshot_of_another_process_is_ignored() -> None:
     async with FakeWorker() as http, telling(http) as worker:
         worker.publish(storing(chain(1, 3)))
-        async with following(http) as router:
-            http.load = msgspec.structs.replace(http.load, epoch="2")  # which the router has not seen yet
-            await until(lambda: worker.asked)
+        async with followed(http) as router:
+            http.load = msgspec.structs.replace(http.load, epoch="2")  # not seen by the router yet
+            await until(lambda: worker.requests)
             await asyncio.sleep(0)
             assert router.tree == {}
             router.worker.answered(http.load)
             await until(lambda: router.tree == as_tree(chain(1, 3)))
 
 
-async def test_a_worker_of_which_nothing_comes_counts_half_until_it_does() -> None:
-    async with FakeWorker() as http, telling(http, heartbeat_s=60) as worker, following(http) as router:
-        known = router.worker_states.of(router.worker)
-        await until(lambda: worker.asked)
+async def test_silent_worker_counts_half_until_events_arrive() -> None:
+    async with FakeWorker() as http, telling(http, heartbeat_s=60) as worker, followed(http) as router:
+        state = router.worker_states.of(router.worker)
+        await until(lambda: worker.requests)
         await until(lambda: router.kv_subscribers.subscribers[router.worker.name].feed.whole)
-        assert known.cache_weight == 1.0
+        assert state.cache_weight == 1.0
         router.now += SILENCE_S + 1
-        await until(lambda: known.degraded)
-        assert known.cache_weight == 0.5
+        await until(lambda: state.degraded)
+        assert state.cache_weight == 0.5
 
         def recovered() -> bool:
             worker.publish([])
-            return not known.degraded
+            return not state.degraded
 
         await until(recovered)
 
 
-async def test_an_address_that_makes_no_sense_is_said_once_and_counts_half(
+async def test_invalid_endpoint_is_logged_once_and_counts_half(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with FakeWorker() as http:
         http.load = msgspec.structs.replace(http.load, kv_events="nonsense")
-        async with following(http) as router:
+        async with followed(http) as router:
             await until(lambda: router.worker_states.of(router.worker).degraded)
             assert ["nonsense" in record.message for record in caplog.records] == [True]
 
@@ -264,11 +264,11 @@ async def test_an_address_that_makes_no_sense_is_said_once_and_counts_half(
         ("ipc:///run/kv", "10.0.0.7", "ipc:///run/kv"),
     ],
 )
-def test_a_worker_that_listens_everywhere_is_reached_at_its_host(endpoint: str, host: str, at: str) -> None:
+def test_wildcard_endpoint_is_reached_at_the_host_of_the_worker(endpoint: str, host: str, at: str) -> None:
     assert reachable_at(endpoint, host) == at
 
 
-async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
+async def test_evicted_blocks_are_not_expected_at_the_worker() -> None:
     """The whole way: a request, its report, an eviction, and what the metrics say of it."""
     names = chain(3, 40)
     report = PromptReport(
@@ -276,7 +276,7 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
         tail=f"{block_number(names[-1]):016x}",
     )  # fmt: skip
 
-    async def answer(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def answer(worker: FakeWorker, before: WorkerRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(plain(200, whole_answer(), (headers.PROMPT, report.encode())))
 
     async with FakeWorker(answer) as http, telling(http) as worker, running_router([http]) as running:
@@ -287,13 +287,13 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5120}]}
         assert (await running.post(body)).status_code == 200
         prompt = chunk_messages([PromptMessage("user", "x" * 5120)], None, root_name("", "tiny"))
-        knowledge = router.scheduler.dispatcher.worker_states
-        await until(lambda: len(knowledge.blocks) == 10)
-        assert list(knowledge.held(prompt, knowledge.match(prompt)).values()) == [5120]
+        states = router.scheduler.dispatcher.worker_states
+        await until(lambda: len(states.blocks) == 10)
+        assert list(states.held(prompt, states.match(prompt)).values()) == [5120]
         worker.publish([Removed(name) for name in reversed(names[10:])])
 
         def held() -> list[int]:
-            return list(knowledge.held(prompt, knowledge.match(prompt)).values())
+            return list(states.held(prompt, states.match(prompt)).values())
 
         await until(lambda: held() == [1024])  # 10 of 40 blocks
         assert running.metric(metrics.ROUTER_INDEX_CHUNKS.name) == 2

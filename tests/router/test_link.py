@@ -1,4 +1,4 @@
-"""A scheduler in another process: what a front is granted, what it does alone, and that nothing is kept."""
+"""A scheduler in another process: grants, local actions of a frontend process, and released state."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class FakePicker:
         self.open = asyncio.Event()
         self.open.set()
         self.error: Exception | None = None
-        self.asked: list[PickRequest] = []
+        self.requests: list[PickRequest] = []
         self.granted: dict[int, Grant] = {}
         self.heard: list[tuple[object, ...]] = []
         self.withdrawn = 0
         self._number = 100
 
     async def pick(self, ask: PickRequest) -> Grant:
-        self.asked.append(ask)
+        self.requests.append(ask)
         try:
             await self.open.wait()
         except asyncio.CancelledError:
@@ -69,7 +69,7 @@ class FakePicker:
         assert self.granted[grant.number] == grant
         self.heard.append(("began", report))
 
-    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
+    def failed(self, grant: Grant, *, crashed: bool = False, at_prefill: bool = False) -> None:
         assert self.granted[grant.number] == grant
         self.heard.append(("failed", crashed))
 
@@ -83,19 +83,19 @@ class FakePicker:
 
 
 class Linked:
-    """A scheduler's service and a front's picker on one socket."""
+    """A scheduler service and the remote picker of a frontend process on one socket."""
 
-    def __init__(self, folder: Path, patience_s: float, requests: int) -> None:
+    def __init__(self, folder: Path, timeout_s: float, requests: int) -> None:
         self.path = str(folder / "scheduler")
         self.picker = FakePicker()
         self.worker = Worker(UpstreamPool(1.0).get("127.0.0.1:1"), Role.DECODE)
         self.workers: tuple[Worker, ...] = (self.worker,)
         self.unasked: Counter[str] = Counter()
         self.upstreams = UpstreamPool(1.0)
-        self.places = QueueCapacity(requests, 1024**2)
-        self.front = RemotePicker(self.path, self.upstreams, patience_s, self.places, self._unasked)
+        self.capacity = QueueCapacity(requests, 1024**2)
+        self.remote = RemotePicker(self.path, self.upstreams, timeout_s, self.capacity, self._unasked)
         self.serve()
-        self.keeping = asyncio.create_task(self.front.keep())
+        self.keeping = asyncio.create_task(self.remote.keep())
 
     def _unasked(self, reason: str) -> None:
         self.unasked[reason] += 1
@@ -106,12 +106,12 @@ class Linked:
 
     def deafen(self) -> None:
         """The scheduler's process is busy with something else: what it is sent stays in the socket."""
-        for front in self.service._frontends:
-            front.transport.pause_reading()
+        for frontend in self.service._frontends:
+            frontend.transport.pause_reading()
 
     def hear(self) -> None:
-        for front in self.service._frontends:
-            front.transport.resume_reading()
+        for frontend in self.service._frontends:
+            frontend.transport.resume_reading()
 
     async def stop(self, task: asyncio.Task[None]) -> None:
         task.cancel()
@@ -123,193 +123,193 @@ class Linked:
 
 
 @asynccontextmanager
-async def linked(patience_s: float = 60.0, requests: int = 1000) -> AsyncIterator[Linked]:
+async def linked(timeout_s: float = 60.0, requests: int = 1000) -> AsyncIterator[Linked]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Linked(Path(folder), patience_s, requests)
-        await until(lambda: made.front.connected and made.service.metrics())
+        linked_pair = Linked(Path(folder), timeout_s, requests)
+        await until(lambda: linked_pair.remote.connected and linked_pair.service.metrics())
         try:
-            yield made
+            yield linked_pair
         finally:
-            await made.stop(made.keeping)
-            await made.stop(made.serving)
+            await linked_pair.stop(linked_pair.keeping)
+            await linked_pair.stop(linked_pair.serving)
 
 
-async def test_a_grant_comes_over_and_what_becomes_of_it_goes_back() -> None:
+async def test_grant_arrives_and_its_outcome_returns() -> None:
     async with linked() as both:
-        grant = await both.front.pick(ASK)
-        assert both.picker.asked == [ASK]
+        grant = await both.remote.pick(ASK)
+        assert both.picker.requests == [ASK]
         assert (grant.decode, grant.prefill, grant.control, grant.summary) == (
             "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", b"why"
         )  # fmt: skip
-        both.front.began(grant, REPORT)
-        both.front.failed(grant, crashed=True)
-        both.front.release(grant, complete=True)
+        both.remote.began(grant, REPORT)
+        both.remote.failed(grant, crashed=True)
+        both.remote.release(grant, complete=True)
         await until(lambda: not both.picker.granted)
         assert both.picker.heard == [("began", REPORT), ("failed", True), ("let go", True)]
         assert not both.unasked
 
 
-async def test_an_error_comes_over_as_what_it_was() -> None:
+async def test_known_error_keeps_its_class() -> None:
     async with linked() as both:
         for error in (ModelNotFound("big", ("tiny",)), NotReady("Not now."), QuotaExceeded("files", 7, 7)):
             both.picker.error = error
             with pytest.raises(type(error)) as caught:
-                await both.front.pick(ASK)
+                await both.remote.pick(ASK)
             assert caught.value.body() == error.body()
             assert caught.value.retry_after == error.retry_after
 
 
-def test_an_error_of_a_kind_that_is_not_known_is_internal() -> None:
+def test_unknown_error_becomes_internal() -> None:
     error = error_of(link.PickRejected(1, "Exception", "secret", {}))
     assert (error.status, error.code) == (500, error_of(rejection_of(1, error)).code)
 
 
-async def test_who_waits_with_the_scheduler_is_not_late() -> None:
-    async with linked(patience_s=0.05) as both:
+async def test_request_waiting_in_the_scheduler_is_not_late() -> None:
+    async with linked(timeout_s=0.05) as both:
         both.picker.open.clear()
-        waiting = asyncio.create_task(both.front.pick(ASK))
-        await asyncio.sleep(0.2)  # much longer than its patience with a silent scheduler
+        waiting = asyncio.create_task(both.remote.pick(ASK))
+        await asyncio.sleep(0.2)  # much longer than the timeout for a silent scheduler
         assert not waiting.done()
         both.picker.open.set()
-        both.front.release(await waiting, complete=True)
+        both.remote.release(await waiting, complete=True)
         await until(lambda: both.picker.heard)
         assert not both.picker.granted and not both.unasked
 
 
-async def test_who_leaves_while_waiting_is_withdrawn() -> None:
+async def test_disconnected_waiting_request_is_withdrawn() -> None:
     async with linked() as both:
         both.picker.open.clear()
-        waiting = asyncio.create_task(both.front.pick(ASK))
-        await until(lambda: both.picker.asked)
+        waiting = asyncio.create_task(both.remote.pick(ASK))
+        await until(lambda: both.picker.requests)
         waiting.cancel()
         await until(lambda: both.picker.withdrawn)
         assert waiting.cancelled() and not both.picker.granted
 
 
-async def test_a_remote_picker_rejects_what_is_not_acknowledged() -> None:
-    """A scheduler that is there and silent is waited for, and then the client is told to come back."""
-    async with linked(patience_s=0.05) as both:
+async def test_remote_picker_rejects_unacknowledged_requests() -> None:
+    """The picker waits for a silent scheduler, then rejects the request with Retry-After."""
+    async with linked(timeout_s=0.05) as both:
         both.ready()
-        await until(lambda: any(one.ready for one in both.front.workers))
-        assert both.front.serving
+        await until(lambda: any(one.ready for one in both.remote.workers))
+        assert both.remote.serving
         both.deafen()
         with pytest.raises(NotReady, match=r"did not answer within 0\.05 s") as rejected:
-            await both.front.pick(ASK)
+            await both.remote.pick(ASK)
         assert rejected.value.retry_after
         assert both.unasked == {"late": 1}
         both.hear()
         await both.stop(both.serving)
-        await until(lambda: not both.front.connected)
+        await until(lambda: not both.remote.connected)
         with pytest.raises(NotReady):
-            await both.front.pick(ASK)
+            await both.remote.pick(ASK)
         assert both.unasked == {"late": 1, "away": 1}
-        assert not both.front.serving
-        assert not both.picker.asked and not +both.front.busy
-        assert len(both.places) == 0
+        assert not both.remote.serving
+        assert not both.picker.requests and not +both.remote.busy
+        assert len(both.capacity) == 0
 
 
-async def test_a_remote_picker_waits_for_a_busy_scheduler() -> None:
+async def test_remote_picker_waits_for_a_busy_scheduler() -> None:
     """Its word comes late: the request is scheduled, by its queue, as if it had come at once."""
     async with linked() as both:
         both.deafen()
-        waiting = asyncio.create_task(both.front.pick(ASK))
-        await until(lambda: both.places)
+        waiting = asyncio.create_task(both.remote.pick(ASK))
+        await until(lambda: both.capacity)
         await asyncio.sleep(0.01)
-        assert not both.picker.asked and not waiting.done()
+        assert not both.picker.requests and not waiting.done()
         both.hear()
-        both.front.release(await waiting, complete=True)
+        both.remote.release(await waiting, complete=True)
         await until(lambda: both.picker.heard)
-        assert both.picker.asked == [ASK] and not both.unasked
+        assert both.picker.requests == [ASK] and not both.unasked
 
 
-async def test_a_remote_picker_bounds_what_waits_by_tenant() -> None:
-    """What is not acknowledged is bounded; what the scheduler holds is the scheduler's to bound."""
+async def test_remote_picker_bounds_waiting_requests_by_tenant() -> None:
+    """Unacknowledged requests are bounded here, acknowledged ones by the scheduler."""
     async with linked(requests=10) as both:
         both.picker.open.clear()
         held = []
         for _ in range(5):
-            held += [asyncio.create_task(both.front.pick(ASK)) for _ in range(8)]
+            held += [asyncio.create_task(both.remote.pick(ASK)) for _ in range(8)]
             await until(partial(_acknowledged, both, len(held)))
         both.deafen()
-        tenants = [asyncio.create_task(both.front.pick(replace(ASK, tenant="a"))) for _ in range(20)]
+        tenants = [asyncio.create_task(both.remote.pick(replace(ASK, tenant="a"))) for _ in range(20)]
         await until(lambda: both.unasked["full"])
-        late = asyncio.create_task(both.front.pick(replace(ASK, tenant="b")))
+        late = asyncio.create_task(both.remote.pick(replace(ASK, tenant="b")))
         refused = [one for one in tenants if one.done()]
         assert (len(refused), both.unasked["full"], late.done()) == (12, 12, False)
         assert all(isinstance(one.exception(), Overloaded) for one in refused)
         both.hear()
         both.picker.open.set()
         for one in (*held, late, *(one for one in tenants if one not in refused)):
-            both.front.release(await one, complete=True)
-        assert not both.places
+            both.remote.release(await one, complete=True)
+        assert not both.capacity
 
 
-async def test_a_remote_picker_sends_again_what_was_not_granted() -> None:
-    """A scheduler that is started anew gets what the old one held, with the time that it has waited."""
+async def test_remote_picker_resends_ungranted_requests() -> None:
+    """A restarted scheduler gets the open requests with their waiting time."""
     async with linked() as both:
         both.ready()
-        await until(lambda: any(one.ready for one in both.front.workers))
-        old = await both.front.pick(ASK)
+        await until(lambda: any(one.ready for one in both.remote.workers))
+        old = await both.remote.pick(ASK)
         both.picker.open.clear()
-        held = asyncio.create_task(both.front.pick(ASK))
-        await until(lambda: len(both.picker.asked) == 2)
-        await until(lambda: not both.places)
+        held = asyncio.create_task(both.remote.pick(ASK))
+        await until(lambda: len(both.picker.requests) == 2)
+        await until(lambda: not both.capacity)
         await both.stop(both.serving)
-        await until(lambda: not both.front.connected)
-        new = asyncio.create_task(both.front.pick(ASK))
-        await until(lambda: len(both.places) == 2)
-        assert both.front.serving and not both.picker.granted, (
+        await until(lambda: not both.remote.connected)
+        new = asyncio.create_task(both.remote.pick(ASK))
+        await until(lambda: len(both.capacity) == 2)
+        assert both.remote.serving and not both.picker.granted, (
             "what a front was granted ends with its connection"
         )
         both.picker.open.set()
         both.serve()
         grants = await asyncio.gather(held, new)
         assert {grant.control for grant in grants} == {"127.0.0.1:3"}
-        again = both.picker.asked[2:]
+        again = both.picker.requests[2:]
         assert [replace(ask, waited_s=0.0) for ask in again] == [ASK, ASK]
         assert again[0].waited_s > again[1].waited_s > 0
-        both.front.began(old, REPORT)  # the scheduler that granted it is gone: nobody is told
-        both.front.release(old, complete=True)
+        both.remote.began(old, REPORT)  # the scheduler that granted it is gone: no report is sent
+        both.remote.release(old, complete=True)
         for grant in grants:
-            both.front.release(grant, complete=True)
+            both.remote.release(grant, complete=True)
         await until(lambda: not both.picker.granted)
         assert both.picker.heard == [("let go", False), ("let go", True), ("let go", True)]
         assert not both.unasked
 
 
-async def test_a_worker_that_is_down_is_down_for_the_fronts_too() -> None:
+async def test_down_worker_is_down_for_frontends_too() -> None:
     async with linked() as both:
         both.ready()
-        await until(lambda: any(one.ready for one in both.front.workers))
+        await until(lambda: any(one.ready for one in both.remote.workers))
         both.worker.health = both.worker.health.missed(1, "it does not answer")
-        await until(lambda: both.front.workers[0].down_since > 0)
-        assert not both.front.workers[0].ready
+        await until(lambda: both.remote.workers[0].down_since > 0)
+        assert not both.remote.workers[0].ready
 
 
-async def test_connections_to_who_has_gone_are_let_go_once_nothing_runs_there() -> None:
+async def test_connections_to_removed_workers_close_when_unused() -> None:
     async with linked() as both:
         both.ready()
-        await until(lambda: any(one.ready for one in both.front.workers))
-        grant = await both.front.pick(ASK)
+        await until(lambda: any(one.ready for one in both.remote.workers))
+        grant = await both.remote.pick(ASK)
         both.upstreams.get(grant.decode)
-        both.workers = ()  # perhaps the scheduler began anew, and knows nobody yet
-        await until(lambda: not both.front.workers)
-        assert (len(both.upstreams), both.front.busy[grant.decode]) == (1, 1)
-        both.front.release(grant, complete=True)
-        assert (len(both.upstreams), grant.decode in both.front.busy) == (0, False)
+        both.workers = ()  # the scheduler may have restarted without workers yet
+        await until(lambda: not both.remote.workers)
+        assert (len(both.upstreams), both.remote.busy[grant.decode]) == (1, 1)
+        both.remote.release(grant, complete=True)
+        assert (len(both.upstreams), grant.decode in both.remote.busy) == (0, False)
         both.workers = (both.worker,)
-        await until(lambda: both.front.workers)
+        await until(lambda: both.remote.workers)
         both.upstreams.get(grant.decode)
         both.workers = ()
         await until(lambda: not len(both.upstreams))
 
 
-async def test_who_has_had_its_time_loses_what_it_has_in_the_fronts_too() -> None:
+async def test_expired_worker_loses_its_requests_in_frontends_too() -> None:
     async with FakeWorker(hang) as worker, linked() as both:
         both.worker = Worker(both.upstreams.get(worker.name), Role.DECODE)
         both.workers = (both.worker,)
         both.ready()
-        await until(lambda: [one.name for one in both.front.workers if one.ready] == [worker.name])
+        await until(lambda: [one.name for one in both.remote.workers if one.ready] == [worker.name])
         head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
         asking = asyncio.create_task(both.upstreams.get(worker.name).request(head))
         await worker.arrived.wait()
@@ -319,34 +319,34 @@ async def test_who_has_had_its_time_loses_what_it_has_in_the_fronts_too() -> Non
         assert lost.value.cause == "drained"
 
 
-async def test_the_service_knows_what_fronts_counted() -> None:
+async def test_scheduler_receives_the_counters_of_frontends() -> None:
     async with linked() as both:
         family = MetricFamily("requests", "Requests.", "counter", [("requests_total", {"code": "200"}, 3.0)])
-        both.front.send_metrics([family])
+        both.remote.send_metrics([family])
         await until(lambda: any(both.service.metrics().values()))
         assert list(both.service.metrics().values()) == [[family]]
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_whatever_happens_nothing_stays_granted(seed: int) -> None:
+async def test_law_no_grant_remains_after_any_events(seed: int) -> None:
     """Clients that leave, answers, losses and schedulers that come and go, in any order."""
     rng = random.Random(seed)
 
     async def client(both: Linked) -> None:
-        grant = await both.front.pick(ASK)
+        grant = await both.remote.pick(ASK)
         try:
             await asyncio.sleep(rng.random() * 0.01)
             if rng.random() < 0.7:
-                both.front.began(grant, REPORT)
+                both.remote.began(grant, REPORT)
             else:
-                both.front.failed(grant)
+                both.remote.failed(grant)
             await asyncio.sleep(rng.random() * 0.01)
         finally:
-            both.front.release(grant, complete=rng.random() < 0.5)
+            both.remote.release(grant, complete=rng.random() < 0.5)
 
     async with linked() as both:
         both.ready()
-        await until(lambda: any(one.ready for one in both.front.workers))
+        await until(lambda: any(one.ready for one in both.remote.workers))
         for _ in range(6):
             clients = [asyncio.create_task(client(both)) for _ in range(40)]
             both.picker.open.set() if rng.random() < 0.7 else both.picker.open.clear()
@@ -359,10 +359,10 @@ async def test_whatever_happens_nothing_stays_granted(seed: int) -> None:
             both.picker.open.set()
             outcomes = await asyncio.gather(*clients, return_exceptions=True)
             assert all(one is None or isinstance(one, asyncio.CancelledError) for one in outcomes)
-        await until(lambda: both.front.connected)
+        await until(lambda: both.remote.connected)
         await until(lambda: not both.picker.granted)
-        assert not +both.front.busy
+        assert not +both.remote.busy
 
 
 def _acknowledged(both: Linked, requests: int) -> bool:
-    return len(both.picker.asked) == requests and not both.places
+    return len(both.picker.requests) == requests and not both.capacity

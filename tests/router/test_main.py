@@ -1,4 +1,4 @@
-"""What a process of the router may use, and what it counts."""
+"""Limits and counters of a router process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ assert still == hard and (soft == hard or hard == resource.RLIM_INFINITY and sof
 """
 
 
-def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
+def test_router_raises_its_open_file_limit_to_the_maximum() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
 
 
 def test_requests_are_counted_by_their_labels() -> None:
     registry = CollectorRegistry()
     metric = metrics.ROUTER_REQUESTS
-    tally = LabeledCounter(metric)
-    registry.register(tally)
+    counter = LabeledCounter(metric)
+    registry.register(counter)
     others = ["other"] * (len(metric.labels) - 1)
     for status in (200, 200, 503):
-        tally.add(status, *others)
+        counter.add(status, *others)
 
     def counted(status: str) -> float | None:
         return registry.get_sample_value(
@@ -43,7 +43,7 @@ def test_requests_are_counted_by_their_labels() -> None:
     assert [counted(status) for status in ("200", "503", "404")] == [2, 1, None]
 
 
-def test_a_spread_is_a_histogram() -> None:
+def test_labeled_histogram_counts_by_bucket() -> None:
     registry = CollectorRegistry()
     spread = LabeledHistogram(metrics.ROUTER_FIRST_BYTE)
     registry.register(spread)

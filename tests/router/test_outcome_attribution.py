@@ -1,4 +1,4 @@
-"""Whose fault it was: which workers a request speaks against."""
+"""Attribution of failed requests to workers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from baton_router.workers.worker_state import WorkerStates
 
 
 def worker(role: Role, port: int, revision: str = "") -> Worker:
-    made = Worker(Upstream("127.0.0.1", port), role, revision)
-    made.answered(Load(role=role, model="tiny", epoch="1", control="x:1" if role is Role.PREFILL else ""))
-    return made
+    created = Worker(Upstream("127.0.0.1", port), role, revision)
+    created.answered(Load(role=role, model="tiny", epoch="1", control="x:1" if role is Role.PREFILL else ""))
+    return created
 
 
 def report(fallback: str = "", remote: bool = False) -> PromptReport:
@@ -56,13 +56,13 @@ class Court:
         (family,) = self.outcomes.revision_requests.collect()
         return {(one.labels["revision"], one.labels["result"]): one.value for one in family.samples}
 
-    def request(self, told: PromptReport | None = None, *, lost: bool = False) -> None:
+    def request(self, prompt_report: PromptReport | None = None, *, lost: bool = False) -> None:
         self.number += 1
         self.outcomes.sent(self.number, self.pair, self.now)
         if lost:
             self.outcomes.failed(self.number, self.pair, self.now)
         else:
-            self.outcomes.answered(self.number, self.pair, told, self.now)
+            self.outcomes.answered(self.number, self.pair, prompt_report, self.now)
         self.outcomes.release(self.number, self.pair)
 
     @property
@@ -75,7 +75,7 @@ class Court:
         return self.now < cost.apart_until
 
 
-# What a report says -> whether it is the prefill worker's fault, whether it is the pair's.
+# Reason in a report -> whether it counts against the prefill worker, and against the pair.
 BLAME = {
     Fallback.UNREACHABLE: (True, False),
     Fallback.LOST: (True, False),
@@ -96,9 +96,7 @@ BLAME = {
 
 
 @pytest.mark.parametrize(("fallback", "blame"), BLAME.items(), ids=[str(one) for one in BLAME])
-def test_what_a_report_says_speaks_against_the_one_or_the_pair(
-    fallback: str, blame: tuple[bool, bool]
-) -> None:
+def test_failure_reports_blame_the_worker_or_the_pair(fallback: str, blame: tuple[bool, bool]) -> None:
     court = Court()
     for _ in range(FAILURES_IN_A_ROW):
         court.request(report(fallback))
@@ -107,11 +105,11 @@ def test_what_a_report_says_speaks_against_the_one_or_the_pair(
     assert court.apart == blame[1]
 
 
-def test_every_reason_has_its_row() -> None:
+def test_attribution_covers_every_reason() -> None:
     assert set(Fallback) < set(BLAME)
 
 
-def test_a_pair_is_kept_apart_for_a_while_only() -> None:
+def test_failed_pair_is_separated_for_a_while_only() -> None:
     court = Court()
     court.request(report(Fallback.TRANSPORT))
     court.now += BAD_PAIR_S - 0.1
@@ -120,7 +118,7 @@ def test_a_pair_is_kept_apart_for_a_while_only() -> None:
     assert not court.apart
 
 
-def test_a_worker_that_has_no_room_is_passed_over_for_a_moment_and_is_well() -> None:
+def test_full_worker_is_skipped_briefly_and_stays_healthy() -> None:
     court = Court()
     court.outcomes.full(court.pair, court.now)
     assert court.states == (WorkerStatus.FULL, WorkerStatus.READY)
@@ -129,28 +127,28 @@ def test_a_worker_that_has_no_room_is_passed_over_for_a_moment_and_is_well() -> 
     assert not court.pair.decode.health.breaker.recent
 
 
-def test_a_lost_decode_worker_speaks_against_nobody_else() -> None:
+def test_lost_decode_worker_blames_no_other_worker() -> None:
     court = Court()
     for _ in range(FAILURES_IN_A_ROW):
         court.request(lost=True)
     assert court.states == (WorkerStatus.EJECTED, WorkerStatus.READY)
 
 
-def test_one_prompt_that_comes_over_clears_a_prefill_worker_on_trial() -> None:
+def test_good_prompt_clears_a_prefill_worker_on_trial() -> None:
     court = Court()
     for _ in range(FAILURES_IN_A_ROW):
         court.request(report(Fallback.LOST))
     court.now += PAUSE_S
-    assert court.states == (WorkerStatus.READY, WorkerStatus.ON_TRIAL)
+    assert court.states == (WorkerStatus.READY, WorkerStatus.HALF_OPEN)
     court.request(report())
-    assert court.states == (WorkerStatus.READY, WorkerStatus.ON_TRIAL), (
+    assert court.states == (WorkerStatus.READY, WorkerStatus.HALF_OPEN), (
         "the decode worker held the prompt: nothing was learned"
     )
     court.request(report(remote=True))
     assert court.states == (WorkerStatus.READY, WorkerStatus.READY)
 
 
-def test_what_became_of_requests_is_counted_by_generation() -> None:
+def test_outcomes_are_counted_by_revision() -> None:
     court = Court("6f1c2ab9")
     for lost in (False, True, False, True, True):
         court.request(report(), lost=lost)
@@ -160,7 +158,7 @@ def test_what_became_of_requests_is_counted_by_generation() -> None:
     assert not nobodys.revision_requests
 
 
-def test_how_long_first_tokens_took_is_counted_by_generation() -> None:
+def test_first_token_times_are_counted_by_revision() -> None:
     court, nobodys = Court("6f1c2ab9"), Court()
     for seconds in (0.4, 2.0, 2.4):
         court.outcomes.first_byte(court.pair, seconds)
@@ -174,7 +172,7 @@ def test_how_long_first_tokens_took_is_counted_by_generation() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_law_whatever_requests_come_to_no_trial_is_left_open(seed: int) -> None:
+def test_law_no_probe_stays_open_after_any_outcomes(seed: int) -> None:
     rng = random.Random(seed)
     court = Court()
     open_: list[int] = []
@@ -188,8 +186,8 @@ def test_law_whatever_requests_come_to_no_trial_is_left_open(seed: int) -> None:
                 case 0:
                     court.outcomes.failed(ended, court.pair, court.now)
                 case 1:
-                    told = report(rng.choice(list(Fallback)), remote=rng.random() < 0.5)
-                    court.outcomes.answered(ended, court.pair, told, court.now)
+                    prompt_report = report(rng.choice(list(Fallback)), remote=rng.random() < 0.5)
+                    court.outcomes.answered(ended, court.pair, prompt_report, court.now)
                 case 2:  # began, and broke off
                     court.outcomes.answered(ended, court.pair, report(remote=True), court.now)
                     court.outcomes.failed(ended, court.pair, court.now)

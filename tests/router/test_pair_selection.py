@@ -1,4 +1,4 @@
-"""Which way a request goes: a table of situations, then the laws, against the plainest way to say them."""
+"""The choice of a pair: a table of cases, then laws, compared with a plain formulation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Decode:
         return self.blocks_free_s + self.slowdown_s
 
     @property
-    def alone_s(self) -> float:
+    def local_s(self) -> float:
         mine = self.backlog_s + (1 + congestion(self.waiting)) * self.compute_s
         return self.price_s + mine + self.streams * pair_selection.DISTURBANCE * self.compute_s
 
@@ -155,17 +155,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_way_is(case: tuple[list[Decode], list[Prefill], tuple[str, str | None]]) -> None:
+def test_selection_chooses_the_cheapest_pair(
+    case: tuple[list[Decode], list[Prefill], tuple[str, str | None]],
+) -> None:
     decodes, prefills, expected = case
     assert chosen(decodes, prefills) == expected
 
 
-def test_a_slow_link_keeps_the_prompt_where_it_is() -> None:
+def test_slow_link_keeps_the_prompt_local() -> None:
     assert chosen([Decode("d")], [Prefill("p")], CONTEXT, {("p", "d"): 5.0}) == ("d", None)
 
 
-def test_ways_without_a_link_leave_the_decode_worker_alone() -> None:
-    """A worker that can be no pair computes by itself, however long the prompt is and whoever else is one."""
+def test_pairs_without_a_link_leave_local_prefill() -> None:
+    """A worker without a matching prefill worker computes locally, for any length and beside any pairs."""
     apart = {("p", "d"): NEVER}
     assert chosen([Decode("d")], [Prefill("p")], moving=apart) == ("d", None)
     busy = Decode("busy", group="other", blocks_free_s=60.0)
@@ -173,12 +175,12 @@ def test_ways_without_a_link_leave_the_decode_worker_alone() -> None:
     assert chosen([Decode("d"), busy], prefills, moving=apart) == ("d", None)
 
 
-def test_of_equal_ways_chance_decides() -> None:
-    found = found_ways([Decode("d0"), Decode("d1")], [], {}, CONTEXT)
-    assert {choose_option(found, random.Random(seed)).decode for seed in range(30)} == {0, 1}
+def test_equal_candidates_are_chosen_at_random() -> None:
+    candidates = found_ways([Decode("d0"), Decode("d1")], [], {}, CONTEXT)
+    assert {choose_option(candidates, random.Random(seed)).decode for seed in range(30)} == {0, 1}
 
 
-def test_of_about_equal_ways_the_longest_match_is_taken_then_the_idler() -> None:
+def test_equal_costs_prefer_the_longest_match_then_least_load() -> None:
     close: list[PlainOption] = [
         (1.0, 1.0, 16, 1, 0, LOCAL_PREFILL),
         (1.0 + CLOSE_S / 2, 1.0, 48, 5, 1, LOCAL_PREFILL),
@@ -189,14 +191,14 @@ def test_of_about_equal_ways_the_longest_match_is_taken_then_the_idler() -> None
     assert choose_option(same, random.Random(0)).decode == 3
 
 
-def test_the_busier_a_worker_the_more_its_time_is_worth() -> None:
+def test_time_weighs_more_on_a_busy_worker() -> None:
     prices = [congestion(waiting) for waiting in range(40)]
     assert prices == sorted(prices)
     assert prices[0] < prices[3] < prices[-1] == prices[-2]
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_choice_is_that_of_the_plain_formulation(seed: int) -> None:
+def test_selection_equals_the_plain_formula(seed: int) -> None:
     rng = random.Random(seed)
     groups = ["a", "b"][: rng.randint(1, 2)]
     size = rng.choice([4, 12])
@@ -220,7 +222,7 @@ def test_the_choice_is_that_of_the_plain_formulation(seed: int) -> None:
     slowest = 0.2 if size == 4 else 0.0
     moving = {(p.name, d.name): rng.uniform(0, slowest) for p, d in pairs}
     limit = rng.choice([0, 512, CONTEXT])
-    found = found_ways(decodes, prefills, moving, limit)
+    candidates = found_ways(decodes, prefills, moving, limit)
 
     prices: dict[tuple[str, str | None], float] = {}
     for p, d in pairs:
@@ -228,10 +230,10 @@ def test_the_choice_is_that_of_the_plain_formulation(seed: int) -> None:
             prices[d.name, p.name] = p.price_s + moving[p.name, d.name] + d.price_s
     for d in decodes:
         if CONTEXT - d.cached <= limit or not any(p.group == d.group for p in prefills):
-            prices[d.name, None] = d.alone_s
-    assert found[0][0] == pytest.approx(min(prices.values()))
-    assert [way[0] for way in found] == sorted(way[0] for way in found)
-    for way in map(PairOption._make, found):
+            prices[d.name, None] = d.local_s
+    assert candidates[0][0] == pytest.approx(min(prices.values()))
+    assert [way[0] for way in candidates] == sorted(way[0] for way in candidates)
+    for way in map(PairOption._make, candidates):
         d = decodes[way.decode]
         source = None if way.prefill == LOCAL_PREFILL else prefills[way.prefill]
         assert way.price_s == pytest.approx(prices[d.name, source.name if source else None])
@@ -243,7 +245,7 @@ def test_the_choice_is_that_of_the_plain_formulation(seed: int) -> None:
         assert way.cached == computer.cached and way.busy == d.streams + computer.waiting
         assert way.first_token_s <= way.price_s + 1e-9
 
-    taken = choose_option(found, rng)
-    close = [way for way in map(PairOption._make, found) if way.price_s <= found[0][0] + CLOSE_S]
+    taken = choose_option(candidates, rng)
+    close = [way for way in map(PairOption._make, candidates) if way.price_s <= candidates[0][0] + CLOSE_S]
     assert taken in close
     assert (taken.cached, -taken.busy) == max((way.cached, -way.busy) for way in close)

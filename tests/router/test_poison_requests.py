@@ -58,7 +58,7 @@ def test_crashes_of_two_workers_reject_the_request(losses: Sequence[tuple[str, s
     assert not rejected(crashes, ("alice", 8)), "another body of the tenant"
 
 
-def test_crashes_of_a_batch_line_are_the_runners_to_judge() -> None:
+def test_crashes_of_a_batch_line_are_left_to_its_runner() -> None:
     crashes = CrashHistory()
     for number in range(BATCH_LOSSES_LIMIT):
         assert not rejected(crashes, kind=PATIENT_CLASS)
@@ -87,24 +87,24 @@ def test_crashes_without_a_digest_are_not_remembered() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_law_crashes_are_bounded_and_judge_what_was_lost(seed: int) -> None:
+def test_law_crash_history_is_bounded_and_equals_its_model(seed: int) -> None:
     """Against a plain list of all losses; the oldest are dropped at the limit."""
     rng = random.Random(seed)
-    crashes, said, now = CrashHistory(), dict[Key, tuple[float, set[str]]](), 0.0
+    crashes, plain, now = CrashHistory(), dict[Key, tuple[float, set[str]]](), 0.0
     for _ in range(4000):
         now += rng.expovariate(1 / 2)
         key = (rng.choice("xy"), rng.randrange(1, 60))
-        for old in [one for one, (last, _) in said.items() if now - last >= REMEMBERED_S]:
-            del said[old]
+        for old in [one for one, (last, _) in plain.items() if now - last >= REMEMBERED_S]:
+            del plain[old]
         if rng.random() < 0.1:
             crashes.answered(key)
-            said.pop(key, None)
+            plain.pop(key, None)
         elif rng.random() < 0.5:
             worker = f"w{rng.randrange(4)}"
             crashes.lost(key, worker, "1", now)
-            said[key] = now, said.get(key, (now, set()))[1] | {worker}
+            plain[key] = now, plain.get(key, (now, set()))[1] | {worker}
         else:
-            expected = len(said[key][1]) >= LOSSES_LIMIT if key in said else False
+            expected = len(plain[key][1]) >= LOSSES_LIMIT if key in plain else False
             assert rejected(crashes, key, now=now) is expected
     rejected(crashes, now=now)
     for number in range(2 * REMEMBERED_LIMIT):
@@ -114,7 +114,7 @@ def test_law_crashes_are_bounded_and_judge_what_was_lost(seed: int) -> None:
 
 
 @pytest.mark.parametrize("body", [QUESTION, STREAM], ids=["whole", "stream"])
-async def test_a_request_that_kills_workers_costs_two_of_them(body: object) -> None:
+async def test_poison_request_costs_at_most_two_workers(body: object) -> None:
     """A client that sends it again gets the same answer, and no worker more dies of it."""
     async with (
         FakeWorker(fake_worker.crash) as one,
@@ -128,12 +128,12 @@ async def test_a_request_that_kills_workers_costs_two_of_them(body: object) -> N
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, PoisonRequest.code)
             assert answer.headers[headers.SHOULD_RETRY] == "false"
             assert "retry-after" not in answer.headers
-        assert sum(len(worker.asked) for worker in (one, two, three, four)) == 2
+        assert sum(len(worker.requests) for worker in (one, two, three, four)) == 2
         assert router.metric(metrics.ROUTER_REJECTS.name, reason="poison") == 4
 
 
-async def test_a_stream_that_kills_three_workers_is_not_sent_again() -> None:
-    """It goes on at a second and a third worker, and then ends with an error that says not to try again."""
+async def test_stream_that_kills_three_workers_is_not_sent_again() -> None:
+    """It resumes on a second and a third worker, and then ends with an error that forbids retries."""
     begun = begin_line(Beginning("chatcmpl-1", 1700000000, 42, 16))
     part = fake_worker.event("The") + tokens_line([5], ended=False)
     workers = [FakeWorker(fake_worker.streaming(begun, part, end=False)) for _ in range(4)]
@@ -155,18 +155,18 @@ async def test_a_stream_that_kills_three_workers_is_not_sent_again() -> None:
         assert (error["code"], error["retryable"]) == (PoisonRequest.code, False)
         again = await router.post(STREAM)
         assert (again.status_code, again.json()["error"]["code"]) == (500, PoisonRequest.code)
-        assert sum(len(worker.asked) for worker in workers) == 3
+        assert sum(len(worker.requests) for worker in workers) == 3
 
 
-async def test_a_crash_of_a_worker_is_nothing_to_its_other_requests() -> None:
-    """More of them than the retry budget holds: a crash costs one retry, and all go on elsewhere."""
+async def test_worker_crash_fails_none_of_its_other_requests() -> None:
+    """More requests than the retry budget: a crash costs one retry, and all continue elsewhere."""
     async with (
         FakeWorker(fake_worker.hang) as dying,
         FakeWorker() as good,
         running_router([dying, good], prefill_tokens=10**9, health_interval_s=600) as router,
     ):
         asking = [asyncio.create_task(router.post(anew(QUESTION))) for _ in range(100)]
-        await until(lambda: len(dying.asked) > 2 * RESERVE)
+        await until(lambda: len(dying.requests) > 2 * RESERVE)
         await dying.die()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
 
@@ -180,10 +180,10 @@ async def test_requests_that_kill_workers_cannot_exceed_the_budget() -> None:
         for _ in range(3):
             answer = await router.post(anew(QUESTION))
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, WorkerLost.code)
-        assert 1 <= sum(len(worker.asked) for worker in workers) <= 3
+        assert 1 <= sum(len(worker.requests) for worker in workers) <= 3
 
 
-async def test_a_batch_line_that_kills_its_worker_is_told_at_once() -> None:
+async def test_batch_line_that_kills_its_worker_is_not_retried() -> None:
     """Its runner sends it again by rules of its own."""
     async with (
         FakeWorker(fake_worker.crash) as one,
@@ -193,4 +193,4 @@ async def test_a_batch_line_that_kills_its_worker_is_told_at_once() -> None:
         patient = {headers.CLASS: PATIENT_CLASS}
         answer = await router.client.post(CHAT, json=anew(QUESTION), headers=patient)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, WorkerLost.code)
-        assert len(one.asked) + len(two.asked) == 1
+        assert len(one.requests) + len(two.requests) == 1

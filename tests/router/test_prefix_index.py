@@ -10,7 +10,7 @@ from baton_router.cache.prefix_index import PrefixIndex
 
 
 class Plain:
-    """What the index promises, in the fewest words: for each worker its chunks, the next to go first."""
+    """The plain model of the index: for each worker its chunks, the next one to evict first."""
 
     def __init__(self) -> None:
         self.capacity: dict[int, int] = {}
@@ -26,19 +26,19 @@ class Plain:
         self.held[worker] = held[max(0, len(held) - self.capacity[worker]) :]
 
     def match(self, chunks: list[int]) -> dict[int, int]:
-        found: dict[int, int] = {}
+        matches: dict[int, int] = {}
         for worker, held in self.held.items():
             count = 0
             while count < len(chunks) and chunks[count] in held:
                 count += 1
             if count:
-                found[worker] = count
-        return found
+                matches[worker] = count
+        return matches
 
 
-def chain(*turns: int) -> list[int]:
+def chain(*messages: int) -> list[int]:
     """The names of a prompt's chunks: each covers all before it."""
-    return [hash(turns[: end + 1]) for end in range(len(turns))]
+    return [hash(messages[: end + 1]) for end in range(len(messages))]
 
 
 def index_of(**held: list[int]) -> PrefixIndex:
@@ -49,7 +49,7 @@ def index_of(**held: list[int]) -> PrefixIndex:
     return index
 
 
-def test_each_worker_matches_as_far_as_it_holds_all_before() -> None:
+def test_worker_matches_up_to_its_first_missing_chunk() -> None:
     index = index_of(w0=chain(1, 2, 3), w1=chain(1, 2), w2=chain(9))
     assert index.match(chain(1, 2, 3, 4)) == {0: 3, 1: 2}
     assert index.match(chain(9, 1)) == {2: 1}
@@ -57,7 +57,7 @@ def test_each_worker_matches_as_far_as_it_holds_all_before() -> None:
     assert index.match([]) == {}
 
 
-def test_a_full_worker_drops_the_end_of_what_was_used_longest_ago() -> None:
+def test_full_worker_evicts_the_tail_of_the_oldest_prompt() -> None:
     index = PrefixIndex()
     index.register(0, 4)
     index.insert(0, chain(1, 2, 3))
@@ -78,14 +78,14 @@ def test_insert_of_matched_chunks_marks_them_as_used() -> None:
     assert index.match(chain(7, 8)) == {}
 
 
-def test_a_smaller_capacity_holds_at_once() -> None:
+def test_smaller_capacity_applies_at_once() -> None:
     index = index_of(w0=chain(1, 2, 3, 4))
     index.register(0, 2)
     assert index.match(chain(1, 2, 3, 4)) == {0: 2}
     assert index.holds(0) == 2
 
 
-def test_nothing_is_left_of_a_worker_that_is_forgotten() -> None:
+def test_removed_worker_leaves_no_entries() -> None:
     index = index_of(w0=chain(1, 2), w1=chain(1))
     index.forget(0)
     assert index.match(chain(1, 2)) == {1: 1}
@@ -94,7 +94,7 @@ def test_nothing_is_left_of_a_worker_that_is_forgotten() -> None:
     assert len(index) == 0
 
 
-def test_a_prompt_longer_than_the_whole_capacity_keeps_its_beginning() -> None:
+def test_prompt_longer_than_the_capacity_keeps_its_prefix() -> None:
     index = PrefixIndex()
     index.register(0, 3)
     index.insert(0, chain(1, 2, 3, 4, 5, 6))
@@ -102,7 +102,7 @@ def test_a_prompt_longer_than_the_whole_capacity_keeps_its_beginning() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_index_is_its_plain_model(seed: int) -> None:
+def test_law_index_equals_its_plain_model(seed: int) -> None:
     rng = random.Random(seed)
     index, plain = PrefixIndex(), Plain()
     for worker in range(4):
@@ -128,13 +128,13 @@ def test_the_index_is_its_plain_model(seed: int) -> None:
                 matched = index.match(chunks).get(worker, 0)
                 index.insert(worker, chunks, rng.randint(0, matched))
                 plain.insert(worker, chunks)
-        asked = chain(*(rng.randrange(3) for _ in range(7)))
-        assert index.match(asked) == plain.match(asked)
+        query = chain(*(rng.randrange(3) for _ in range(7)))
+        assert index.match(query) == plain.match(query)
         assert [index.holds(one) for one in range(4)] == [len(plain.held[one]) for one in range(4)]
     assert len(index) == len({chunk for held in plain.held.values() for chunk in held})
 
 
-def test_a_million_prompts_leave_no_more_than_the_workers_hold() -> None:
+def test_law_a_million_prompts_stay_within_the_capacity() -> None:
     index = PrefixIndex()
     for worker in range(2):
         index.register(worker, 500)

@@ -44,12 +44,12 @@ class Program:
 
 @contextmanager
 def program(*arguments: str) -> Iterator[Program]:
-    made = Program(*arguments)
+    one_program = Program(*arguments)
     try:
-        yield made
+        yield one_program
     finally:
-        made.process.kill()
-        made.process.communicate()
+        one_program.process.kill()
+        one_program.process.communicate()
 
 
 def alive(pid: int) -> bool:
@@ -60,18 +60,18 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_the_first_member_starts_first_and_stops_last() -> None:
+def test_first_member_starts_first_and_stops_last() -> None:
     with program() as crew:
         assert crew.lines(4) == ["one begins", "two begins", "three begins", "ready"]
         crew.process.send_signal(signal.SIGTERM)
-        stopping, *ends, one_told, one_ends, over = crew.rest()
-        assert (stopping, one_told, one_ends, over) == ("stopping", "one told", "one ends", "over")
+        stopping, *ends, one_signaled, one_ends, over = crew.rest()
+        assert (stopping, one_signaled, one_ends, over) == ("stopping", "one told", "one ends", "over")
         assert sorted(ends) == ["three ends", "three told", "two ends", "two told"]
         assert crew.process.returncode == 0
         assert not any(alive(pid) for pid in crew.pids.values())
 
 
-def test_a_member_that_is_killed_is_started_again_and_the_others_stay() -> None:
+def test_killed_member_is_restarted_and_the_others_stay() -> None:
     with program() as crew:
         crew.lines(4)
         before = dict(crew.pids)
@@ -82,18 +82,18 @@ def test_a_member_that_is_killed_is_started_again_and_the_others_stay() -> None:
         assert (crew.pids["one"], crew.pids["three"]) == (before["one"], before["three"])
 
 
-def test_a_member_that_cannot_start_ends_the_start() -> None:
+def test_member_that_cannot_start_ends_the_start() -> None:
     with program("refuse") as crew:
         assert crew.rest() == ["one begins", "refused two cannot start: it is Monday.", "over"]
         assert not any(alive(pid) for pid in crew.pids.values())
 
 
-def test_a_member_that_does_not_stop_is_killed() -> None:
+def test_member_that_does_not_stop_is_killed() -> None:
     with program("stubborn") as crew:
         crew.lines(4)
         crew.process.send_signal(signal.SIGINT)
-        *ends, one_told, one_ends, over = crew.rest()
-        assert (one_told, one_ends, over) == ("one told", "one ends", "over")
+        *ends, one_signaled, one_ends, over = crew.rest()
+        assert (one_signaled, one_ends, over) == ("one told", "one ends", "over")
         assert sorted(ends) == ["stopping", "three ends", "three told", "two told"]
 
 
@@ -112,7 +112,7 @@ def test_members_end_with_a_parent_that_is_killed() -> None:
         ([100.0, 100.0], [0.1, 0.1]),
     ],
 )
-def test_the_oftener_it_ends_the_longer_it_waits(lives: list[float], pauses: list[float]) -> None:
+def test_restart_delay_grows_with_repeated_ends(lives: list[float], pauses: list[float]) -> None:
     member, seen = ChildProcess("one", lambda started, life: None), []
     for life in lives:
         member.began = 50.0

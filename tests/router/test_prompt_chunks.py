@@ -1,4 +1,4 @@
-"""What of two prompts has the same name: what a worker's cache would share."""
+"""Names of prompt chunks: equal for the parts that a worker's cache would share."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def size(*messages: dict[str, Any]) -> int:
 def test_prompts_of_two_client_salts_share_nothing(path: str) -> None:
     """Workers keep their blocks apart, so the index must not expect one where the other is."""
     field = "messages" if "chat" in path else "input"
-    made = [prompt_of(path, **{field: [SYSTEM, USER], **more}) for more in ({}, {"cache_salt": "a"})]
+    prompts = [prompt_of(path, **{field: [SYSTEM, USER], **more}) for more in ({}, {"cache_salt": "a"})]
     again = prompt_of(path, **{field: [SYSTEM, USER], "cache_salt": "a"})
-    assert shared(made[1], again) == again.bytes
-    assert shared(made[0], made[1]) == 0
+    assert shared(prompts[1], again) == again.bytes
+    assert shared(prompts[0], prompts[1]) == 0
 
 
-def test_a_conversation_goes_on_where_it_ended() -> None:
+def test_next_turn_continues_the_chunks_of_the_conversation() -> None:
     first = prompt_of(messages=[SYSTEM, USER])
     second = prompt_of(messages=[SYSTEM, USER, ANSWER, USER])
     assert shared(first, second) == first.bytes == size(SYSTEM, USER)
 
 
-def test_the_assistants_messages_are_known_as_such() -> None:
+def test_assistant_messages_are_marked() -> None:
     prompt = prompt_of(messages=[SYSTEM, USER, ANSWER, USER])
     ((begin, end),) = prompt.answers
     assert prompt.sizes[begin - 1] == size(SYSTEM, USER)
@@ -79,7 +79,7 @@ def test_the_assistants_messages_are_known_as_such() -> None:
         ({"input": "x" * 600}, {"input": "x" * 512}, 512),
     ],
 )
-def test_prompts_share(one: dict[str, Any], other: dict[str, Any], alike: int) -> None:
+def test_prompts_share_their_equal_prefix(one: dict[str, Any], other: dict[str, Any], alike: int) -> None:
     assert shared(prompt_of(**one), prompt_of(**other)) == alike
 
 
@@ -99,7 +99,7 @@ def test_prompts_share(one: dict[str, Any], other: dict[str, Any], alike: int) -
         {},
     ],
 )
-def test_what_makes_no_sense_is_for_the_worker_to_say(fields: dict[str, Any]) -> None:
+def test_invalid_prompt_has_no_chunks_and_is_left_to_the_worker(fields: dict[str, Any]) -> None:
     prompt = prompt_of(**fields)
     assert len(prompt.names) == len(prompt.sizes)
     assert prompt_of(**fields) == prompt

@@ -1,4 +1,4 @@
-"""What a client's connection may send, and how long it may take."""
+"""Limits of client connections in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("parts", TOO_LARGE.values(), ids=TOO_LARGE.keys())
-async def test_a_head_over_the_limit_is_refused(parts: list[bytes]) -> None:
+async def test_head_over_the_limit_is_rejected(parts: list[bytes]) -> None:
     async with FakeWorker() as worker, running_router([worker], max_header=LIMIT) as router:
         answer = await answer_to(router, *parts)
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 431 ")
         assert str(LIMIT) in json.loads(body)["error"]["message"]
-        assert not worker.asked
+        assert not worker.requests
         assert (await router.post()).status_code == 200
 
 
@@ -60,7 +60,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize(("start", "part"), ENDLESS.values(), ids=ENDLESS.keys())
-async def test_what_does_not_end_after_the_head_ends_the_connection(start: bytes, part: bytes) -> None:
+async def test_endless_trailers_and_extensions_end_the_connection(start: bytes, part: bytes) -> None:
     async with FakeWorker() as worker, running_router([worker], max_header=LIMIT) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         writer.write(start)
@@ -71,33 +71,33 @@ async def test_what_does_not_end_after_the_head_ends_the_connection(start: bytes
                     await writer.drain()
         assert reader.exception() or await reader.read()
         writer.close()
-        assert not worker.asked
+        assert not worker.requests
         assert (await router.post()).status_code == 200
 
 
-async def test_a_head_within_the_limit_passes_with_a_large_body_right_behind() -> None:
+async def test_head_within_the_limit_passes_before_a_large_body() -> None:
     async with FakeWorker() as worker, running_router([worker], max_header=LIMIT) as router:
         body = json.dumps({"model": "tiny", "pad": "x" * 50_000}).encode()
         head = START + b"a: " + b"x" * (LIMIT - 200) + b"\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         answer = await answer_to(router, head % len(body) + body)
         assert answer.startswith(b"HTTP/1.1 200 ")
-        assert worker.asked[0].body == body
+        assert worker.requests[0].body == body
 
 
-async def test_a_head_that_takes_too_long_ends_the_connection() -> None:
+async def test_slow_head_ends_the_connection() -> None:
     async with FakeWorker() as worker, running_router([worker], header_s=0.2) as router:
         assert await answer_to(router, START) == b""
         assert await answer_to(router) == b""
 
 
-async def test_a_body_that_takes_too_long_is_an_error() -> None:
+async def test_slow_body_is_an_error() -> None:
     async with FakeWorker() as worker, running_router([worker], body_s=0.2) as router:
         answer = await answer_to(router, START + b"content-length: 10\r\n\r\n{")
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert b"0.2 seconds" in answer
 
 
-async def test_a_body_without_end_is_refused_and_not_read_on() -> None:
+async def test_endless_body_is_rejected_and_not_read_on() -> None:
     async with FakeWorker() as worker, running_router([worker], max_body=1000) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         writer.write(START + b"content-length: 100000000\r\n\r\n" + b"x" * 100_000)
@@ -111,7 +111,7 @@ async def test_a_body_without_end_is_refused_and_not_read_on() -> None:
 
 
 @pytest.mark.parametrize("line", [b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"])
-async def test_what_is_no_http_is_400_in_openais_shape(line: bytes) -> None:
+async def test_invalid_http_is_400_in_the_format_of_openai(line: bytes) -> None:
     async with running_router() as router:
         head, _, body = (await answer_to(router, line)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")

@@ -1,4 +1,4 @@
-"""Requests that wait for a free worker: who passes at once, who waits, who is told to come again."""
+"""Requests that wait for a free worker: immediate starts, waiting, and rejections with Retry-After."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.picker import PickRequest
+from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import LEAST_TICK_S, TICK_S, Queue
 from baton_router.scheduling.queued_request import BATCHED_PROMPTS_S, NEARLY_DONE_S, REPLAN_S
-from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.settings import RouterSettings
 from baton_router.workers.costs import WorkerKind
 from baton_router.workers.worker import FULL_S, Worker, Workers
@@ -32,11 +32,11 @@ LONG, SHORT = 40_000, 400
 """Bytes of prompts."""
 
 SECONDS_PER_BYTE = 1e-4
-"""That the workers here have told they take: a long prompt is four seconds."""
+"""Reported compute times of the workers: a long prompt takes four seconds."""
 
 
 class Cluster:
-    """A queue before workers that have told how fast they are, and a clock that the test moves."""
+    """A queue with workers of known speed, and a clock that the test advances."""
 
     def __init__(
         self,
@@ -76,11 +76,13 @@ class Cluster:
 
     @staticmethod
     def worker(role: Role, port: int, **load: Any) -> Worker:
-        made = Worker(Upstream("127.0.0.1", port, 1.0), Role.PREFILL if role is Role.PREFILL else Role.DECODE)
+        dispatch = Worker(
+            Upstream("127.0.0.1", port, 1.0), Role.PREFILL if role is Role.PREFILL else Role.DECODE
+        )
         report = {"model": "tiny", "total_blocks": 100_000, "free_blocks": 100_000, "epoch": "1", **load}
         control = "x:1" if role is Role.PREFILL else ""
-        made.answered(Load(role=role, control=control, compatibility="c", **report))
-        return made
+        dispatch.answered(Load(role=role, control=control, compatibility="c", **report))
+        return dispatch
 
     def request(self, size: int = SHORT, model: str = "tiny", **fields: Any) -> PickRequest:
         return PickRequest(model, chunk_text(self.rng.randbytes(size), 7), size=size, **fields)
@@ -89,9 +91,9 @@ class Cluster:
         """A request, as far as it comes by itself."""
 
         async def go() -> Dispatch:
-            made = await self.queue.dispatch(self.request(size, **fields))
+            dispatch = await self.queue.dispatch(self.request(size, **fields))
             self.gone.append(name)
-            return made
+            return dispatch
 
         self.tasks[name] = task = asyncio.create_task(go())
         await self.settle()
@@ -106,26 +108,26 @@ class Cluster:
         self.queue.changed()
         await self.settle()
 
-    async def computed(self, made: Dispatch) -> None:
+    async def computed(self, dispatch: Dispatch) -> None:
         report = PromptReport(
-            tokens=made.tokens, cached=0, held=0, queue_s=0.0, compute_s=made.compute_s, transfer_s=0.001,
-            remote=made.pair.prefill is not None,
+            tokens=dispatch.tokens, cached=0, held=0, queue_s=0.0, compute_s=dispatch.compute_s,
+            transfer_s=0.001, remote=dispatch.pair.prefill is not None,
         )  # fmt: skip
-        self.dispatcher.began(made, report, self.now)
+        self.dispatcher.began(dispatch, report, self.now)
         self.queue.changed()
         await self.settle()
 
     async def finish(self, task: asyncio.Task[Dispatch]) -> None:
-        made = task.result()
-        await self.computed(made)
-        self.dispatcher.release(made, self.now, complete=True)
+        dispatch = task.result()
+        await self.computed(dispatch)
+        self.dispatcher.release(dispatch, self.now, complete=True)
         self.queue.changed()
         await self.settle()
 
     @property
     def booked(self) -> int:
-        known = [self.dispatcher.worker_states.of(one) for one in self.workers.all]
-        return sum(one.prefills.waiting + one.streams.count for one in known)
+        states = [self.dispatcher.worker_states.of(one) for one in self.workers.all]
+        return sum(one.prefills.waiting + one.streams.count for one in states)
 
 
 @asynccontextmanager
@@ -147,7 +149,7 @@ async def cluster_of(*args: int, **settings: Any) -> AsyncIterator[Cluster]:
     assert cluster.booked == 0
 
 
-async def test_where_a_worker_is_free_nobody_waits_for_as_much_as_a_turn_of_the_loop() -> None:
+async def test_idle_worker_gets_a_request_in_the_same_iteration() -> None:
     async with cluster_of(1, 2) as cluster:
         for _ in range(2):
             waiting = cluster.queue.dispatch(cluster.request(LONG))
@@ -156,7 +158,7 @@ async def test_where_a_worker_is_free_nobody_waits_for_as_much_as_a_turn_of_the_
             cluster.dispatcher.release(stopped.value.value, cluster.now, complete=True)
 
 
-async def test_a_busy_worker_gets_its_next_prompt_with_the_first_token_of_the_one_before() -> None:
+async def test_busy_worker_gets_its_next_prompt_at_the_first_token() -> None:
     async with cluster_of() as cluster:
         first = await cluster.send("first", LONG)
         await cluster.send("second", LONG)
@@ -166,7 +168,7 @@ async def test_a_busy_worker_gets_its_next_prompt_with_the_first_token_of_the_on
         assert cluster.gone == ["first", "second"]
 
 
-async def test_a_worker_that_is_nearly_done_gets_the_next_one() -> None:
+async def test_nearly_idle_worker_gets_the_next_prompt() -> None:
     async with cluster_of() as cluster:
         await cluster.send("first", 2000)  # 0.2 s
         await cluster.send("second", LONG)
@@ -187,7 +189,7 @@ async def test_many_short_prompts_are_computed_together() -> None:
         assert len(cluster.gone) == pytest.approx(BATCHED_PROMPTS_S / 0.025, abs=2)
 
 
-async def test_of_a_worker_that_says_nothing_only_the_tokens_are_counted() -> None:
+async def test_worker_without_reports_is_limited_by_tokens() -> None:
     async with cluster_of(1, 0, prefill_tokens=1000) as cluster:
         cluster.decodes[0].answered(Load(role=Role.DECODE, model="tiny", epoch="2"))  # as if just started
         for number in range(12):
@@ -195,7 +197,7 @@ async def test_of_a_worker_that_says_nothing_only_the_tokens_are_counted() -> No
         assert len(cluster.gone) == 10
 
 
-async def test_one_prompt_goes_whatever_its_length() -> None:
+async def test_single_prompt_starts_whatever_its_length() -> None:
     async with cluster_of(prefill_tokens=10) as cluster:
         first = await cluster.send("first", LONG)
         await cluster.send("second", LONG)
@@ -204,7 +206,7 @@ async def test_one_prompt_goes_whatever_its_length() -> None:
         assert cluster.gone == ["first", "second"]
 
 
-async def test_the_answer_that_comes_whole_says_nothing_so_the_prompt_is_believed_to_be_computed() -> None:
+async def test_unstreamed_prompt_counts_as_computed_when_predicted() -> None:
     async with cluster_of() as cluster:
         await cluster.send("whole", LONG, streams=False)  # 4 s
         await cluster.send("next", LONG)
@@ -214,7 +216,7 @@ async def test_the_answer_that_comes_whole_says_nothing_so_the_prompt_is_believe
         assert cluster.gone == ["whole", "next"]
 
 
-async def test_the_shortest_goes_first_and_a_higher_class_before() -> None:
+async def test_shortest_goes_first_and_a_higher_class_before() -> None:
     async with cluster_of() as cluster:
         tasks = [await cluster.send("first", LONG)]
         await cluster.send("long", LONG)
@@ -227,11 +229,11 @@ async def test_the_shortest_goes_first_and_a_higher_class_before() -> None:
             assert cluster.gone[-1] == name
 
 
-async def test_who_comes_back_goes_first() -> None:
+async def test_retried_request_goes_first() -> None:
     async with cluster_of(2) as cluster:
         first = await cluster.send("first", LONG)
         await cluster.send("critical", SHORT, kind="critical")
-        await cluster.send("again", LONG, kind="critical", tried=(cluster.decodes[0].name,), retried=True)
+        await cluster.send("again", LONG, kind="critical", excluded=(cluster.decodes[0].name,), retried=True)
         await cluster.finish(first)
         assert cluster.gone == ["first", "again"]
         assert cluster.tasks["again"].result().pair.decode is cluster.decodes[1]
@@ -252,7 +254,7 @@ async def test_waiting_at_a_frontend_counts_in_order_and_age() -> None:
         assert cluster.gone == ["first", "old"]
 
 
-async def test_a_worker_that_was_full_is_not_asked_again_at_once() -> None:
+async def test_full_worker_is_not_asked_again_at_once() -> None:
     async with cluster_of(1, 0) as cluster:
         worker = cluster.decodes[0]
         worker.health = worker.health.full(cluster.now)
@@ -278,7 +280,7 @@ async def test_batch_leaves_a_tenth_of_the_blocks_free() -> None:
         assert cluster.gone == ["default", "batch"]
 
 
-async def test_beside_a_batch_a_request_goes_at_once_and_is_planned_once() -> None:
+async def test_request_beside_a_batch_starts_at_once_planned_once() -> None:
     async with cluster_of(2, 0) as cluster:
         for one in cluster.decodes:
             one.answered(Load(role=Role.DECODE, model="tiny", epoch="1", total_blocks=100, free_blocks=9))
@@ -291,12 +293,12 @@ async def test_beside_a_batch_a_request_goes_at_once_and_is_planned_once() -> No
         sending = cluster.queue.dispatch(cluster.request(SHORT, kind="interactive"))
         with pytest.raises(StopIteration) as stopped:
             sending.send(None)
-        made = stopped.value.value
-        assert before is not None and made.number == before.number + 1
-        cluster.dispatcher.release(made, cluster.now, complete=True)
+        dispatch = stopped.value.value
+        assert before is not None and dispatch.number == before.number + 1
+        cluster.dispatcher.release(dispatch, cluster.now, complete=True)
 
 
-async def test_a_queue_of_one_model_delays_no_other() -> None:
+async def test_queue_of_one_model_delays_no_other_model() -> None:
     async with cluster_of(1, 0) as cluster:
         cluster.workers.decode += (cluster.worker(Role.DECODE, 8300, model="other"),)
         for name in ("first", "second"):
@@ -308,8 +310,8 @@ async def test_a_queue_of_one_model_delays_no_other() -> None:
         cluster.dispatcher.release(stopped.value.value, cluster.now, complete=True)
 
 
-async def test_who_waits_for_a_shared_worker_is_not_overtaken() -> None:
-    """One worker has two models, another one of them: whoever waits for the shared one is asked first."""
+async def test_waiting_request_for_a_shared_worker_is_not_overtaken() -> None:
+    """One worker has two models, another one of them. A request waiting for the shared worker goes first."""
     async with cluster_of(1, 0) as cluster:
         shared = cluster.worker(Role.DECODE, 8300, model="both", names=("tiny", "other"))
         cluster.workers.decode += (shared,)
@@ -318,12 +320,12 @@ async def test_who_waits_for_a_shared_worker_is_not_overtaken() -> None:
         await cluster.send("own", LONG)
         await cluster.send("waiting", LONG, model="other")
         assert cluster.gone == ["shared", "own"]
-        cluster.now += 0.2  # the shared worker is done, and nobody has said so yet
+        cluster.now += 0.2  # the shared worker is done, but not reported yet
         await cluster.send("comer", SHORT)
         assert cluster.gone == ["shared", "own", "waiting"]
 
 
-async def test_an_interactive_request_that_would_come_too_late_is_told_when_to_come_again() -> None:
+async def test_late_interactive_request_is_rejected_with_retry_after() -> None:
     async with cluster_of() as cluster:
         await cluster.send("first", LONG, kind="interactive", objective_s=5.0)
         await cluster.send("in time", LONG // 2, kind="interactive", objective_s=5.0)
@@ -337,7 +339,7 @@ async def test_an_interactive_request_that_would_come_too_late_is_told_when_to_c
         assert cluster.queue.rejects == {"late": 1}
 
 
-async def test_on_an_idle_cluster_nobody_is_told_so() -> None:
+async def test_request_is_never_late_on_an_idle_cluster() -> None:
     async with cluster_of() as cluster:
         await cluster.send("long", LONG, kind="interactive", objective_s=0.1)
         assert cluster.gone == ["long"]
@@ -347,7 +349,7 @@ async def test_on_an_idle_cluster_nobody_is_told_so() -> None:
     ("fields", "seconds"),
     [({}, 20.0), ({"objective_s": 2.0}, 2.0), ({"kind": "interactive", "objective_s": 20.0}, 30.0)],
 )
-async def test_patience_ends_with_an_error_that_says_so(fields: dict[str, Any], seconds: float) -> None:
+async def test_expired_wait_is_reported_with_its_error(fields: dict[str, Any], seconds: float) -> None:
     async with cluster_of(wait_s=20.0) as cluster:
         await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG, **fields)
@@ -362,7 +364,7 @@ async def test_patience_ends_with_an_error_that_says_so(fields: dict[str, Any], 
         assert not batch.done()
 
 
-async def test_without_a_ready_worker_one_waits_for_it_to_recover() -> None:
+async def test_request_waits_for_an_unready_worker_to_recover() -> None:
     async with cluster_of(recovery_s=5.0) as cluster:
         worker = cluster.decodes[0]
         before = worker.health
@@ -380,15 +382,15 @@ async def test_without_a_ready_worker_one_waits_for_it_to_recover() -> None:
         assert cluster.queue.rejects == {"unready": 1}
 
 
-async def test_who_has_been_everywhere_is_not_kept_waiting() -> None:
+async def test_request_tried_everywhere_does_not_wait() -> None:
     async with cluster_of() as cluster:
-        task = await cluster.send("again", tried=(cluster.decodes[0].name,))
+        task = await cluster.send("again", excluded=(cluster.decodes[0].name,))
         assert isinstance(task.exception(), NotReady)
         unknown = await cluster.send("unknown", model="gpt-x")
         assert isinstance(unknown.exception(), ModelNotFound)
 
 
-async def test_a_tenant_cannot_fill_the_queue() -> None:
+async def test_tenant_cannot_fill_the_queue() -> None:
     async with cluster_of(queue_requests=10) as cluster:
         await cluster.send("first", LONG)
         for number in range(10):
@@ -408,7 +410,7 @@ async def test_bodies_cannot_fill_the_memory() -> None:
         assert isinstance(task.exception(), Overloaded) and "bytes" in str(task.exception())
 
 
-async def test_a_client_that_leaves_leaves_no_trace() -> None:
+async def test_disconnected_client_leaves_no_state() -> None:
     async with cluster_of() as cluster:
         first = await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG)
@@ -419,7 +421,7 @@ async def test_a_client_that_leaves_leaves_no_trace() -> None:
         assert cluster.booked == 0
 
 
-async def test_one_that_leaves_in_the_moment_in_which_it_goes_is_let_go() -> None:
+async def test_request_that_leaves_while_granted_is_released() -> None:
     async with cluster_of() as cluster:
         first = await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG)
@@ -443,8 +445,8 @@ async def test_requests_wait_for_workers_of_their_model_only() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_nothing_is_lost_whatever_happens(seed: int) -> None:
-    """Every request goes or is told; nothing stays booked; the idle clock moves on."""
+async def test_law_no_request_is_lost(seed: int) -> None:
+    """Every request starts or is rejected, and no booking remains."""
     rng = random.Random(seed)
     async with cluster_of(2, 2, queue_requests=40, wait_s=20.0, recovery_s=3.0) as cluster:
         healths = [(one, one.health) for one in cluster.workers.all]
@@ -489,7 +491,7 @@ async def test_nothing_is_lost_whatever_happens(seed: int) -> None:
         assert cluster.booked == 0
 
 
-async def test_a_request_is_held_until_the_first_worker_has_been_started() -> None:
+async def test_held_request_waits_for_the_first_worker_to_start() -> None:
     async with cluster_of(0, 0, hold_s=120.0, recovery_s=5.0) as cluster:
         held = [await cluster.send(kind, SHORT, kind=kind) for kind in ("interactive", "default")]
         await cluster.pass_time(100.0)
@@ -503,7 +505,7 @@ async def test_a_request_is_held_until_the_first_worker_has_been_started() -> No
         assert all(one.done() for one in held)
 
 
-async def test_who_is_held_in_vain_is_told_so() -> None:
+async def test_held_request_is_rejected_when_its_time_ends() -> None:
     async with cluster_of(0, 0, hold_s=60.0) as cluster:
         waits = await cluster.send("waits")
         hasty = await cluster.send("hasty", objective_s=2.0)
@@ -514,7 +516,7 @@ async def test_who_is_held_in_vain_is_told_so() -> None:
         assert cluster.queue.rejects["unready"] == 2
 
 
-async def test_a_model_that_no_worker_will_have_wakes_nobody() -> None:
+async def test_request_for_an_unlisted_model_is_not_held() -> None:
     async with cluster_of(0, 0, hold_s=60.0) as cluster:
         cluster.workers.hold_models = ("tiny",)
         unknown = await cluster.send("unknown", model="other")
@@ -523,7 +525,7 @@ async def test_a_model_that_no_worker_will_have_wakes_nobody() -> None:
         assert cluster.workers.models() == ("tiny",)
 
 
-async def test_what_is_asked_for_counts_once_and_also_when_it_is_refused() -> None:
+async def test_demand_counts_each_request_once_even_if_rejected() -> None:
     async with cluster_of(queue_requests=1) as cluster:
         await cluster.send("first", LONG, answer_tokens=10)
         refused = await cluster.send("refused", LONG, answer_tokens=10)
@@ -538,7 +540,7 @@ async def test_what_is_asked_for_counts_once_and_also_when_it_is_refused() -> No
 
 @pytest.mark.parametrize(("prefills", "local"), [(1, True), (0, False)])
 async def test_demand_of_a_short_chat_is_local_beside_prefill(prefills: int, local: bool) -> None:
-    """The decode worker computes it by itself; without prefill workers there is nothing to tell apart."""
+    """Prompts computed by decode workers count as local only beside prefill workers."""
     async with cluster_of(1, prefills, local_prefill_max_tokens=256) as cluster:
         await cluster.send("short", SHORT)
         demand = cluster.queue.demand
@@ -574,7 +576,7 @@ async def seconds_until(task: asyncio.Task[Dispatch]) -> float:
 
 
 @in_virtual_time
-async def test_queue_worker_nearly_done_is_given_the_next_in_time() -> None:
+async def test_queue_worker_nearly_done_gets_the_next_prompt() -> None:
     async with cluster_of(1, 0, clock=loop_time) as cluster:
         await cluster.send("first", 2550)  # 0.255 s
         waiting = await cluster.send("second", LONG)
@@ -582,7 +584,7 @@ async def test_queue_worker_nearly_done_is_given_the_next_in_time() -> None:
 
 
 @in_virtual_time
-async def test_queue_patience_ends_in_time() -> None:
+async def test_queue_waiting_time_ends_without_events() -> None:
     async with cluster_of(1, 0, clock=loop_time, wait_s=0.53) as cluster:
         await cluster.send("first", LONG)
         waiting = await cluster.send("second", LONG)
@@ -591,7 +593,7 @@ async def test_queue_patience_ends_in_time() -> None:
 
 
 @in_virtual_time
-async def test_queue_prompt_without_a_stream_ends_in_time() -> None:
+async def test_queue_unstreamed_prompt_ends_without_events() -> None:
     """Of a worker that has taught nothing only tokens count, until its prompt should be computed."""
     async with cluster_of(1, 0, clock=loop_time, prefill_tokens=1000) as cluster:
         cluster.decodes[0].answered(Load(role=Role.DECODE, model="tiny", epoch="2"))
@@ -683,14 +685,14 @@ async def test_queue_tenants_take_turns_by_tokens(dear: dict[str, Any], cheap: d
         assert 2 <= dear_count <= 14
 
 
-async def test_queue_without_worker_or_patience_raises_at_once() -> None:
+async def test_queue_without_worker_or_waiting_time_raises_at_once() -> None:
     async with cluster_of(0, 0, hold_s=0.0, recovery_s=0.0) as cluster:
         task = await cluster.send("first", SHORT, answer_tokens=10)
         assert isinstance(task.exception(), NotReady)
         assert cluster.queue.demand == {"prompt": SHORT // 4, "answer": 10}
 
 
-async def test_queue_held_requests_go_before_one_that_comes() -> None:
+async def test_queue_held_requests_start_before_a_new_one() -> None:
     """They wait for their model, and delay no other."""
     async with cluster_of(0, 0, hold_s=60.0) as cluster:
         held = await cluster.send("held", LONG)
@@ -704,20 +706,20 @@ async def test_queue_held_requests_go_before_one_that_comes() -> None:
         assert held.done() and cluster.gone == ["held", "late"]
 
 
-ALL_TRIED = "Every worker that serves this model was tried for this request."
+ALL_ATTEMPTED = "Every worker that serves this model was tried for this request."
 
 
 async def test_queue_all_workers_tried_says_so() -> None:
     async with cluster_of(2, 0) as cluster:
         names = tuple(one.name for one in cluster.decodes)
-        assert str((await cluster.send("at once", tried=names)).exception()) == ALL_TRIED
+        assert str((await cluster.send("at once", excluded=names)).exception()) == ALL_ATTEMPTED
         await cluster.send("first", LONG)
         await cluster.send("second", LONG)
-        waiting = await cluster.send("waiting", LONG, tried=names[:1])
+        waiting = await cluster.send("waiting", LONG, excluded=names[:1])
         assert not waiting.done()
         cluster.workers.decode = (cluster.decodes[0],)
         await cluster.pass_time(REPLAN_S)
-        assert isinstance(waiting.exception(), NotReady) and str(waiting.exception()) == ALL_TRIED
+        assert isinstance(waiting.exception(), NotReady) and str(waiting.exception()) == ALL_ATTEMPTED
 
 
 async def test_queue_model_gone_while_waiting_raises_not_found() -> None:
@@ -742,7 +744,7 @@ async def test_queue_demand_counts_uncached_tokens_of_all() -> None:
         assert cluster.queue.demand["local"] == cluster.queue.demand["prompt"]
 
 
-async def test_queue_client_leaving_as_it_goes_lets_go_unfinished() -> None:
+async def test_queue_client_leaving_at_its_grant_releases_incomplete() -> None:
     async with cluster_of(1, 0) as cluster:
         first = await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG)
@@ -755,7 +757,7 @@ async def test_queue_client_leaving_as_it_goes_lets_go_unfinished() -> None:
         assert (last.ended, last.complete) == (cluster.now, False)
 
 
-async def test_queue_client_leaving_as_its_patience_ends_is_cancelled() -> None:
+async def test_queue_client_leaving_at_its_time_limit_is_cancelled() -> None:
     async with cluster_of(1, 0, wait_s=5.0) as cluster:
         await cluster.send("first", LONG)
         await cluster.send("second", LONG)
@@ -778,7 +780,7 @@ async def test_queue_rejects_count_each_request() -> None:
         assert cluster.queue.rejects == {"late": 3, "waited": 2}
 
 
-async def test_queue_waiting_request_is_not_planned_at_each_look() -> None:
+async def test_queue_waiting_request_is_not_planned_at_each_event() -> None:
     async with cluster_of(1, 0) as cluster:
         await cluster.send("first", LONG)
         for number in range(5):
@@ -794,9 +796,7 @@ async def test_queue_waiting_request_is_not_planned_at_each_look() -> None:
 @pytest.mark.parametrize(("kind", "in_vain", "accepted"), [
     ("interactive", True, False), ("interactive", False, True), ("default", True, True),
 ])  # fmt: skip
-async def test_queue_requests_waiting_in_vain_make_admission_stricter(
-    kind: str, in_vain: bool, accepted: bool
-) -> None:
+async def test_queue_late_requests_make_admission_stricter(kind: str, in_vain: bool, accepted: bool) -> None:
     """Of a class whose clients sit and wait; those that went, and other classes, change nothing."""
     async with cluster_of(1, 0) as cluster:
         for number in range(12):

@@ -41,7 +41,7 @@ async def ask(router: RunningRouter, tenant: str, body: object = STREAM, **heade
     return await router.client.post(CHAT, json=body, headers={"authorization": f"Bearer {tenant}", **named})
 
 
-async def test_who_has_used_its_requests_is_told_when_to_come_again(tmp_path: Path) -> None:
+async def test_used_request_quota_is_rejected_with_retry_after(tmp_path: Path) -> None:
     settings = tenants(tmp_path, small={"requests_per_minute": 2}, other={})
     async with FakeWorker() as worker, running_router([worker], **settings) as router:
         assert [(await ask(router, "small")).status_code for _ in range(3)] == [200, 200, 429]
@@ -50,7 +50,7 @@ async def test_who_has_used_its_requests_is_told_when_to_come_again(tmp_path: Pa
         assert 1 <= int(refused.headers["retry-after"]) <= 36
         assert (await ask(router, "other")).status_code == 200
         assert router.metric(metrics.ROUTER_REJECTS.name, reason="requests") == 2
-        assert len(worker.asked) == 3
+        assert len(worker.requests) == 3
 
 
 async def test_tokens_are_reserved_for_the_answer_too(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ async def test_tokens_are_reserved_for_the_answer_too(tmp_path: Path) -> None:
         assert (await first).status_code == 200
 
 
-async def test_open_requests_are_limited_and_let_go(tmp_path: Path) -> None:
+async def test_open_requests_are_limited_until_their_end(tmp_path: Path) -> None:
     settings = tenants(tmp_path, small={"streams": 1})
     async with FakeWorker(fake_worker.gated) as worker, running_router([worker], **settings) as router:
         first = asyncio.create_task(ask(router, "small"))
@@ -75,9 +75,7 @@ async def test_open_requests_are_limited_and_let_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", [fake_worker.die_at_once, fake_worker.saying(503, b"{}")])
-async def test_a_request_that_goes_on_elsewhere_is_one_request(
-    failure: fake_worker.Behaviour, tmp_path: Path
-) -> None:
+async def test_resumed_request_counts_once(failure: fake_worker.Behaviour, tmp_path: Path) -> None:
     settings = tenants(tmp_path, small={"requests_per_minute": 20, "streams": 1})
     async with (
         FakeWorker(failure) as bad,
@@ -85,11 +83,11 @@ async def test_a_request_that_goes_on_elsewhere_is_one_request(
         running_router([bad, good], **settings) as router,
     ):
         statuses = [(await ask(router, "small", anew(STREAM))).status_code for _ in range(20)]
-        assert statuses == [200] * 20 and bad.asked
+        assert statuses == [200] * 20 and bad.requests
         assert (await ask(router, "small")).status_code == 429
 
 
-async def test_a_class_must_be_one_and_the_tenants_to_use(tmp_path: Path) -> None:
+async def test_class_must_exist_and_be_allowed_for_the_tenant(tmp_path: Path) -> None:
     settings = tenants(tmp_path, some={"classes": ["default", "batch"]})
     async with FakeWorker() as worker, running_router([worker], **settings) as router:
         for kind, status in {"batch": 200, "Default": 200, "interactive": 403, "urgent": 400}.items():
@@ -100,7 +98,7 @@ async def test_a_class_must_be_one_and_the_tenants_to_use(tmp_path: Path) -> Non
         assert (await ask(router, "some", x_slo_ttft_ms="2500")).status_code == 200
 
 
-async def test_who_waits_is_counted_and_a_client_that_leaves_is_not(tmp_path: Path) -> None:
+async def test_waiting_request_counts_until_its_client_disconnects(tmp_path: Path) -> None:
     async with (
         FakeWorker(fake_worker.hang) as worker,
         running_router([worker], prefill_tokens=1, **tenants(tmp_path, one={}, two={"streams": 1})) as router,
@@ -112,8 +110,8 @@ async def test_who_waits_is_counted_and_a_client_that_leaves_is_not(tmp_path: Pa
         await until(lambda: router.metric(metrics.ROUTER_QUEUE_AGE.name, **{"class": "interactive"}) > 0)
         tasks[1].cancel()
         await until(lambda: router.metric(metrics.ROUTER_QUEUE_DEPTH.name, **{"class": "interactive"}) == 0)
-        assert len(worker.asked) == 1
-        # What it had reserved is free again: the next one waits, and is not refused.
+        assert len(worker.requests) == 1
+        # Its reservation is released: the next one waits, and is not rejected.
         tasks += [asyncio.create_task(ask(router, "two", anew(STREAM), x_slo_ttft_ms="50"))]
         answer = await tasks[2]
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, Overloaded.code)
@@ -122,7 +120,7 @@ async def test_who_waits_is_counted_and_a_client_that_leaves_is_not(tmp_path: Pa
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_what_is_reserved_is_guessed_and_settled() -> None:
+def test_tokens_are_reserved_by_estimate_and_settled() -> None:
     rejects: Counter[str] = Counter()
     quotas = Quotas(rejects, lambda: 50.0)
     limits = TenantLimits(tokens_per_minute=1000)

@@ -21,12 +21,12 @@ A, B = ListedWorker("10.0.0.1", 8000, Role.DECODE), ListedWorker("10.0.0.2", 800
 PREFILL = ListedWorker("10.0.0.3", 8000, Role.PREFILL)
 
 
-def standing(one: ListedWorker, there: ListedStatus) -> ListedWorker:
-    return ListedWorker(one.host, one.port, one.role, one.revision, there)
+def standing(one: ListedWorker, status: ListedStatus) -> ListedWorker:
+    return ListedWorker(one.host, one.port, one.role, one.revision, status)
 
 
 class Router:
-    """What an enrolment changes, and a clock that the test moves."""
+    """A registration with its workers, and a clock that the test advances."""
 
     def __init__(self, *listed: ListedWorker) -> None:
         self.workers = Workers()
@@ -60,13 +60,13 @@ class Router:
         return sorted(worker.name for worker in workers)
 
 
-def test_who_is_listed_is_there_in_its_role() -> None:
+def test_listed_worker_is_registered_with_its_role() -> None:
     router = Router(A, PREFILL)
     assert router.names(router.workers.decode) == [A.name]
     assert router.names(router.workers.prefill) == [PREFILL.name]
 
 
-def test_lists_of_several_sources_count_together() -> None:
+def test_lists_of_several_sources_are_combined() -> None:
     router = Router(A)
     router.lists(A, B, source="another")
     assert router.names(router.workers.decode) == [A.name, B.name]
@@ -76,7 +76,7 @@ def test_lists_of_several_sources_count_together() -> None:
     assert router.names(router.workers.decode) == []
 
 
-def test_who_is_not_listed_any_more_gets_nothing_new_and_ends_what_it_has() -> None:
+def test_unlisted_worker_gets_no_requests_and_finishes_its_own() -> None:
     router = Router(A, B)
     leaving = router.worker(A)
     leaving.in_flight = 1
@@ -90,7 +90,7 @@ def test_who_is_not_listed_any_more_gets_nothing_new_and_ends_what_it_has() -> N
     assert leaving.gone and router.workers.all == router.workers.listed == (router.worker(B),)
 
 
-def test_who_has_had_its_time_is_let_go_with_what_it_has() -> None:
+def test_expired_drain_releases_the_worker_with_its_requests() -> None:
     router = Router(A, B)
     late = router.worker(A)
     late.in_flight = 1
@@ -101,35 +101,35 @@ def test_who_has_had_its_time_is_let_go_with_what_it_has() -> None:
     assert late.gone and router.workers.leaving == ()
 
 
-def test_who_is_about_to_end_gets_nothing_new_and_who_recovers_does() -> None:
+def test_terminating_worker_gets_no_requests_until_it_recovers() -> None:
     router = Router(A, B)
-    for there, state in (
+    for status, state in (
         (ListedStatus.TERMINATING, WorkerStatus.DRAINING),
         (ListedStatus.UNREADY, WorkerStatus.NOT_READY),
     ):
-        router.lists(standing(A, there), B)
+        router.lists(standing(A, status), B)
         assert router.worker(A).state(0.0) is state
-        assert router.worker(A).reason == f"it is listed as {there.name.lower()}"
+        assert router.worker(A).reason == f"it is listed as {status.name.lower()}"
         assert router.names(router.workers.serving("tiny", (), 0.0)) == [B.name]
     router.lists(A, B)
     assert router.names(router.workers.serving("tiny", (), 0.0)) == [A.name, B.name]
     assert not router.worker(A).reason
 
 
-def test_who_is_listed_again_before_it_has_gone_has_never_been_away() -> None:
+def test_worker_listed_again_before_its_end_continues() -> None:
     router = Router(A)
     worker = router.worker(A)
     worker.in_flight = 1
-    known = router.worker_states.of(worker)
+    worker_state = router.worker_states.of(worker)
     router.lists()
     router.lists(A)
     assert router.workers.decode == (worker,) and not router.workers.leaving
-    assert worker.ready(router.now) and router.worker_states.of(worker) is known
+    assert worker.ready(router.now) and router.worker_states.of(worker) is worker_state
     router.passes(2 * DRAIN_S)  # its time does not run any more
     assert not worker.gone and not worker.expired
 
 
-def test_an_address_that_is_given_to_another_is_another_worker_at_once() -> None:
+def test_address_with_another_role_is_another_worker() -> None:
     router = Router(A)
     before = router.worker(A)
     before.in_flight = 1
@@ -141,29 +141,29 @@ def test_an_address_that_is_given_to_another_is_another_worker_at_once() -> None
     assert after.upstream is not before.upstream
 
 
-def test_of_who_has_gone_the_index_knows_nothing_and_another_has_its_slot() -> None:
+def test_removed_worker_frees_its_slot_and_index_entries() -> None:
     router = Router(A, B)
     gone, stays = router.worker(A), router.worker(B)
     prompt = chunk_text(b"x" * 5_000, 7)
-    known, other = router.worker_states.of(gone), router.worker_states.of(stays)
-    sent = router.worker_states.sent(prompt, known, 0)
-    router.worker_states.answered(prompt, known)
-    blocks = router.worker_states.blocks.open(known.slot)
-    assert router.worker_states.match(prompt) == {known.slot: len(prompt.names)}
-    slot = known.slot
+    worker_state, other = router.worker_states.of(gone), router.worker_states.of(stays)
+    sent = router.worker_states.sent(prompt, worker_state, 0)
+    router.worker_states.answered(prompt, worker_state)
+    blocks = router.worker_states.blocks.open(worker_state.slot)
+    assert router.worker_states.match(prompt) == {worker_state.slot: len(prompt.names)}
+    slot = worker_state.slot
     router.lists(B, PREFILL)
     router.passes(0.5)
-    assert (known.slot, blocks.closed, len(router.worker_states)) == (NO_SLOT, True, 0)
+    assert (worker_state.slot, blocks.closed, len(router.worker_states)) == (NO_SLOT, True, 0)
     third = router.worker_states.of(router.worker(PREFILL))
     assert (third.slot, other.slot) == (slot, 1 - slot)
-    # What is still said of it, after it has gone, is nobody's.
-    router.worker_states.lost(sent, known)
-    router.worker_states.answered(prompt, known)
+    # Later events of the removed worker belong to no worker.
+    router.worker_states.lost(sent, worker_state)
+    router.worker_states.answered(prompt, worker_state)
     assert router.worker_states.match(prompt) == {}
     assert router.worker_states.of(gone).slot == NO_SLOT
 
 
-def test_a_model_whose_last_worker_went_is_missed_for_a_while_and_then_unknown() -> None:
+def test_model_without_workers_is_unavailable_and_later_unknown() -> None:
     router = Router(A, B)
     router.answer(router.worker(A), "large")
     assert router.workers.models() == ("large", "tiny")
@@ -177,14 +177,14 @@ def test_a_model_whose_last_worker_went_is_missed_for_a_while_and_then_unknown()
         router.workers.serving("large", (), router.now)
 
 
-def test_nobody_listed_is_said_in_the_words_of_those_who_list() -> None:
+def test_missing_workers_are_explained_by_their_sources() -> None:
     router = Router()
     router.workers.unlisted = lambda: "DNS keeps silent"
     with pytest.raises(NotReady, match="There is no decode worker: DNS keeps silent"):
         router.workers.serving("tiny", (), 0.0)
 
 
-def test_a_model_is_not_unknown_before_all_have_listed_their_workers() -> None:
+def test_model_is_not_unknown_before_all_sources_listed() -> None:
     router = Router(A)
     router.workers.complete = lambda: False
     with pytest.raises(NotReady):
@@ -192,7 +192,7 @@ def test_a_model_is_not_unknown_before_all_have_listed_their_workers() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_is_listed_slots_are_few_and_in_the_end_nothing_is_left(seed: int) -> None:
+def test_law_slots_are_reused_and_finally_free(seed: int) -> None:
     rng = random.Random(seed)
     router = Router()
     running: list[Worker] = []
@@ -221,12 +221,12 @@ def test_whatever_is_listed_slots_are_few_and_in_the_end_nothing_is_left(seed: i
                 running.pop(rng.randrange(len(running))).in_flight -= 1
             case _:
                 router.passes(rng.choice((0.5, RELEASE_S, DRAIN_S)))
-        there = router.workers.all
-        most = max(most, len(there))
-        assert len({worker.name for worker in there}) == len(there)
-        slots = [router.worker_states.of(worker).slot for worker in there]
+        status = router.workers.all
+        most = max(most, len(status))
+        assert len({worker.name for worker in status}) == len(status)
+        slots = [router.worker_states.of(worker).slot for worker in status]
         assert len(set(slots)) == len(slots) and all(0 <= slot < most for slot in slots)
-        assert all(not worker.gone for worker in there)
+        assert all(not worker.gone for worker in status)
     for worker in running:
         worker.in_flight -= 1
     router.lists()

@@ -11,7 +11,7 @@ from baton_router.tenants.tenants import DEFAULT_TENANT, Tenant
 
 SOME = Tenant(name="some", classes=frozenset({"default", "batch"}), default_class="batch")
 
-SAID: dict[str, tuple[list[tuple[bytes, bytes]], Tenant, tuple[str, float | None]]] = {
+HEADERS: dict[str, tuple[list[tuple[bytes, bytes]], Tenant, tuple[str, float | None]]] = {
     "nothing": ([], DEFAULT_TENANT, ("default", None)),
     "the tenant's own": ([(b"x-other", b"critical")], SOME, ("batch", None)),
     "a class": ([(headers.CLASS.encode(), b" Critical ")], DEFAULT_TENANT, ("critical", None)),
@@ -24,24 +24,24 @@ SAID: dict[str, tuple[list[tuple[bytes, bytes]], Tenant, tuple[str, float | None
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_what_is_said(name: str) -> None:
-    given, tenant, expected = SAID[name]
+@pytest.mark.parametrize("name", HEADERS)
+def test_request_class_is_read_from_headers(name: str) -> None:
+    given, tenant, expected = HEADERS[name]
     assert request_class(given, tenant) == expected
 
 
 @pytest.mark.parametrize("value", [b"", b"soon", b"0", b"-5", b"nan", b"inf", b"1e400", b"\xff"])
-def test_an_objective_must_be_a_time(value: bytes) -> None:
+def test_invalid_objective_is_rejected(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="above 0"):
         request_class([(headers.OBJECTIVE.encode(), value)], DEFAULT_TENANT)
 
 
 @pytest.mark.parametrize("value", [b"", b"urgent", b"\xff"])
-def test_a_class_must_be_one(value: bytes) -> None:
+def test_unknown_class_is_rejected(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="critical, interactive, default, batch"):
         request_class([(headers.CLASS.encode(), value)], DEFAULT_TENANT)
 
 
-def test_a_class_must_be_the_tenants() -> None:
+def test_class_not_allowed_for_the_tenant_is_rejected() -> None:
     with pytest.raises(Forbidden, match="interactive"):
         request_class([(headers.CLASS.encode(), b"interactive")], SOME)

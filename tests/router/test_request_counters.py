@@ -42,7 +42,7 @@ async def page(router: RunningRouter) -> dict[str, float]:
     return {row[1]: float(row[2]) for row in rows}
 
 
-async def test_every_figure_after_a_story(tmp_path: Path) -> None:
+async def test_metrics_after_a_mixed_load_are_exact(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text(json.dumps({"tenants": [{"name": name, "keys": [hashed(name)]} for name in ("a", "b")]}))
     local = PromptReport(
@@ -129,8 +129,8 @@ async def test_every_figure_after_a_story(tmp_path: Path) -> None:
         assert of(metrics.ROUTER_TENANTS.name) == {"": 2} and of(metrics.ROUTER_TENANTS_STALE.name) == {"": 1}
 
 
-async def test_each_figure_of_the_list_is_shown(tmp_path: Path) -> None:
-    """What `baton_api.metrics` names of the router is exposed, with its labels."""
+async def test_contract_metrics_are_all_exposed(tmp_path: Path) -> None:
+    """The router's metrics in `baton_api.metrics` are exposed with their labels."""
     file = tmp_path / "tenants.yaml"
     file.write_text(json.dumps({"tenants": [{"name": "a", "keys": [hashed("a")]}]}))
     async with FakeWorker() as worker, running_router([worker], tenants_file=str(file)) as router:
@@ -143,7 +143,7 @@ async def test_each_figure_of_the_list_is_shown(tmp_path: Path) -> None:
     assert listed - families == {metrics.ROUTER_REGISTERED_WORKERS.name}, "and that one is a front's"
 
 
-async def test_a_client_makes_no_new_series() -> None:
+async def test_client_input_creates_no_new_series() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         await router.post()
         before = None
@@ -156,7 +156,7 @@ async def test_a_client_makes_no_new_series() -> None:
             assert series == before
 
 
-def test_tenants_and_models_are_shown_up_to_a_number() -> None:
+def test_tenant_and_model_labels_are_bounded() -> None:
     accounts = RequestCounters()
     for number in range(TENANT_LABELS + 50):
         accounts.used(f"t-{number}", REPORT, 1)
@@ -168,10 +168,15 @@ def test_tenants_and_models_are_shown_up_to_a_number() -> None:
     assert [one.value for one in others] == [50]
 
 
-def test_a_name_that_nobody_vouches_for_is_none_of_those_that_are_shown() -> None:
+def test_bounded_labels_hide_unverified_and_excess_names() -> None:
     names = BoundedLabels(2)
-    assert [names.known("a"), names.label("a"), names.known("a"), names.label("b")] == [OTHER, "a", "a", "b"]
-    assert [names.label("c"), names.label("a"), names.known("c")] == [OTHER, "a", OTHER]
+    assert [names.existing_label("a"), names.label("a"), names.existing_label("a"), names.label("b")] == [
+        OTHER,
+        "a",
+        "a",
+        "b",
+    ]
+    assert [names.label("c"), names.label("a"), names.existing_label("c")] == [OTHER, "a", OTHER]
 
 
 @pytest.mark.parametrize(
@@ -185,17 +190,17 @@ def test_a_name_that_nobody_vouches_for_is_none_of_those_that_are_shown() -> Non
         (b"", 0),
     ],
 )
-def test_what_an_answer_says_of_its_tokens(answer: bytes, tokens: int) -> None:
+def test_usage_tokens_are_read_from_the_answer(answer: bytes, tokens: int) -> None:
     assert usage_tokens(answer) == tokens
 
 
-async def test_a_loop_that_stands_still_is_late() -> None:
+async def test_blocked_event_loop_shows_lag() -> None:
     lag = LoopLag()
     watch = asyncio.create_task(lag.watch())
     await asyncio.sleep(0.05)
     loop = asyncio.get_running_loop()
     done = loop.time() + 0.2
-    while loop.time() < done:  # what must never be done
+    while loop.time() < done:  # blocks the event loop on purpose
         pass
     await asyncio.sleep(0.05)
     watch.cancel()

@@ -60,16 +60,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_phases(case: str) -> None:
-    seen, said, expected = CASES[case]
-    assert [(one.name, one.start, one.end) for one in request_phases(seen, said)] == expected
+def test_request_phases_follow_times_and_report(case: str) -> None:
+    seen, reported, expected = CASES[case]
+    assert [(one.name, one.start, one.end) for one in request_phases(seen, reported)] == expected
 
 
 @pytest.mark.parametrize("queue_s", [0.0, 3.0, 99.0])
 @pytest.mark.parametrize("compute_s", [0.0, 3.0, 99.0])
 @pytest.mark.parametrize("transfer_s", [0.0, 3.0, 99.0])
 @pytest.mark.parametrize("seen", [STREAM, WHOLE])
-def test_whatever_a_worker_says_no_phase_leaves_the_request(
+def test_law_phases_stay_within_the_request_for_any_report(
     queue_s: float, compute_s: float, transfer_s: float, seen: RequestTimes
 ) -> None:
     for one in request_phases(seen, report(queue_s=queue_s, compute_s=compute_s, transfer_s=transfer_s)):

@@ -14,7 +14,7 @@ import pytest
 from baton_api import headers, metrics
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, WorkerLost
 from tests.router import fake_worker
-from tests.router.fake_worker import STREAM_END, STREAM_HEAD, Asked, FakeWorker, chunk, plain
+from tests.router.fake_worker import STREAM_END, STREAM_HEAD, FakeWorker, WorkerRequest, chunk, plain
 from tests.router.running import running_router
 
 PATH = "/v1/responses"
@@ -23,9 +23,9 @@ QUESTION = {"model": "tiny", "input": "Hi"}
 _numbers = itertools.count()
 
 
-def response_to(asked: Asked) -> dict[str, Any]:
-    """What a worker would answer: it says how many items it saw."""
-    body = json.loads(asked.body)
+def response_to(request: WorkerRequest) -> dict[str, Any]:
+    """Return a worker's answer, which contains the number of its input items."""
+    body = json.loads(request.body)
     items = [body["input"]] if isinstance(body["input"], str) else body["input"]
     number = next(_numbers)
     content = [{"type": "output_text", "text": f"{len(items)} items", "annotations": [], "logprobs": []}]
@@ -78,9 +78,9 @@ def events_of(response: dict[str, Any]) -> list[bytes]:
     ]
 
 
-async def respond(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
-    response = response_to(asked)
-    if not json.loads(asked.body).get("stream"):
+async def respond(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
+    response = response_to(request)
+    if not json.loads(request.body).get("stream"):
         writer.write(plain(200, json.dumps(response).encode()))
         return
     writer.write(STREAM_HEAD)
@@ -94,7 +94,7 @@ def client(url: str, key: str = "none") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
-async def test_the_next_turn_finds_its_conversation_whichever_worker_it_comes_to() -> None:
+async def test_next_turn_finds_its_conversation_on_any_worker() -> None:
     async with (
         FakeWorker(respond) as one,
         FakeWorker(respond) as other,
@@ -103,18 +103,18 @@ async def test_the_next_turn_finds_its_conversation_whichever_worker_it_comes_to
     ):
         last = await sdk.responses.create(model="tiny", input="Hi")
         for turn in range(1, 5):
-            here, there = (one, other) if len(one.asked) > len(other.asked) else (other, one)
-            here.behaviour, there.behaviour = fake_worker.saying(503, b"{}"), respond
-            before = len(there.asked)
+            used, unused = (one, other) if len(one.requests) > len(other.requests) else (other, one)
+            used.behaviour, unused.behaviour = fake_worker.saying(503, b"{}"), respond
+            before = len(unused.requests)
             last = await sdk.responses.create(model="tiny", input="And?", previous_response_id=last.id)
             assert last.output_text == f"{2 * turn + 1} items"
-            assert len(there.asked) == before + 1
+            assert len(unused.requests) == before + 1
         assert await sdk.responses.retrieve(last.id) == last
         items = [item async for item in await sdk.responses.input_items.list(last.id, order="asc", limit=4)]
         assert [getattr(item, "role", "") for item in items] == ["user", "assistant"] * 4 + ["user"]
 
 
-async def test_the_worker_is_told_how_much_of_the_input_is_from_before() -> None:
+async def test_state_header_has_the_number_of_earlier_items() -> None:
     async with FakeWorker(respond) as worker, running_router([worker]) as router:
         first = (await router.post(QUESTION, PATH)).json()
         new = {"role": "user", "content": "And?", "extra": 1.0}
@@ -126,9 +126,9 @@ async def test_the_worker_is_told_how_much_of_the_input_is_from_before() -> None
             "x": [1e3],
         }
         await router.post(question, PATH)
-        asked = worker.asked[1]
-        assert [one.header(headers.STATE) for one in worker.asked] == ["0", "2"]
-        sent = json.loads(asked.body)
+        request = worker.requests[1]
+        assert [one.header(headers.STATE) for one in worker.requests] == ["0", "2"]
+        sent = json.loads(request.body)
         earlier, reply, own = sent["input"]
         assert earlier["content"] == [{"type": "input_text", "text": "Hi"}]
         assert reply == first["output"][0]
@@ -136,38 +136,38 @@ async def test_the_worker_is_told_how_much_of_the_input_is_from_before() -> None
         assert {**sent, "input": [new]} == question
 
 
-async def test_a_request_that_continues_nothing_passes_byte_for_byte() -> None:
+async def test_stateless_request_passes_byte_for_byte() -> None:
     body = b' {"model": "tiny",\n "input" : "\\u00e9", "store":false, "x": [1, 1.0] }'
     async with FakeWorker(respond) as worker, running_router([worker]) as router:
         kind = {"content-type": "application/json"}
         answer = await router.client.post(PATH, content=body, headers=kind)
         assert answer.status_code == 200
-        assert worker.asked[0].body == body
+        assert worker.requests[0].body == body
         assert len(router.router.responses) == 0
         await router.client.post(PATH, content=body.replace(b"false", b"true"), headers=kind)
-        assert worker.asked[1].body == body.replace(b"false", b"true")
+        assert worker.requests[1].body == body.replace(b"false", b"true")
         assert len(router.router.responses) == 1
 
 
-async def test_a_clients_word_on_the_state_is_not_passed_on() -> None:
+async def test_state_header_of_a_client_is_dropped() -> None:
     async with FakeWorker(respond) as worker, running_router([worker]) as router:
         await router.client.post(PATH, json=QUESTION, headers={headers.STATE: "7"})
-        assert worker.asked[0].header(headers.STATE) == "0"
+        assert worker.requests[0].header(headers.STATE) == "0"
 
 
-async def test_a_stream_is_kept_before_its_last_event_is_out() -> None:
+async def test_stream_is_stored_before_its_last_event() -> None:
     async with FakeWorker(respond) as worker, running_router([worker]) as router, client(router.url) as sdk:
         async with sdk.responses.stream(model="tiny", input="Hi") as stream:
             async for event in stream:
                 if event.type == "response.completed":
-                    found = await sdk.responses.retrieve(event.response.id)
-                    assert found.output_text == event.response.output_text == "1 items"
+                    retrieved = await sdk.responses.retrieve(event.response.id)
+                    assert retrieved.output_text == event.response.output_text == "1 items"
             final = await stream.get_final_response()
         async with sdk.responses.stream(model="tiny", input="And?", previous_response_id=final.id) as stream:
             assert (await stream.get_final_response()).output_text == "3 items"
 
 
-async def test_a_stream_passes_as_it_is() -> None:
+async def test_stream_passes_unchanged() -> None:
     async with FakeWorker(respond) as worker, running_router([worker]) as router:
         for store in (True, False):
             answer = await router.post({**QUESTION, "stream": True, "store": store}, PATH)
@@ -177,7 +177,7 @@ async def test_a_stream_passes_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_previous_response_that_is_not_kept_is_a_400(stream: bool) -> None:
+async def test_unknown_previous_response_is_400(stream: bool) -> None:
     async with FakeWorker(respond) as worker, running_router([worker]) as router:
         unkept = (await router.post({**QUESTION, "store": False}, PATH)).json()["id"]
         for id in ("resp_none", unkept):
@@ -186,17 +186,17 @@ async def test_a_previous_response_that_is_not_kept_is_a_400(stream: bool) -> No
             error = answer.json()["error"]
             assert (error["param"], error["code"]) == ("previous_response_id", PREVIOUS_RESPONSE_NOT_FOUND)
             assert answer.headers[headers.REQUEST_ID]
-        assert len(worker.asked) == 1
+        assert len(worker.requests) == 1
         assert router.metric(metrics.ROUTER_REQUESTS.name, path=PATH, code="400") == 2
 
 
-async def test_the_sdk_retrieves_deletes_and_cannot_cancel() -> None:
+async def test_sdk_retrieves_and_deletes_but_cannot_cancel() -> None:
     async with FakeWorker(respond) as worker, running_router([worker]) as router, client(router.url) as sdk:
-        made = await sdk.responses.create(model="tiny", input="Hi")
-        assert await sdk.responses.retrieve(made.id) == made
+        first_response = await sdk.responses.create(model="tiny", input="Hi")
+        assert await sdk.responses.retrieve(first_response.id) == first_response
         with pytest.raises(openai.BadRequestError, match="Cannot cancel"):
-            await sdk.responses.cancel(made.id)
-        await sdk.responses.delete(made.id)
+            await sdk.responses.cancel(first_response.id)
+        await sdk.responses.delete(first_response.id)
         for attempt in (
             sdk.responses.retrieve,
             sdk.responses.delete,
@@ -204,12 +204,12 @@ async def test_the_sdk_retrieves_deletes_and_cannot_cancel() -> None:
             sdk.responses.input_items.list,
         ):
             with pytest.raises(openai.NotFoundError) as error:
-                await attempt(made.id)
+                await attempt(first_response.id)
             assert error.value.request_id
-        assert len(worker.asked) == 1
+        assert len(worker.requests) == 1
 
 
-async def test_each_key_sees_its_own_responses_alone() -> None:
+async def test_key_sees_only_its_own_responses() -> None:
     async with (
         FakeWorker(respond) as worker,
         running_router([worker], api_key="one,two") as router,
@@ -224,11 +224,11 @@ async def test_each_key_sees_its_own_responses_alone() -> None:
         with pytest.raises(openai.BadRequestError):
             await two.responses.create(model="tiny", input="Hi", previous_response_id=mine.id)
         await one.responses.create(model="tiny", input="Hi", previous_response_id=mine.id)
-        async with httpx.AsyncClient(base_url=router.url, trust_env=False) as nobody:
-            assert (await nobody.get(f"{PATH}/{mine.id}")).status_code == 401
+        async with httpx.AsyncClient(base_url=router.url, trust_env=False) as stranger:
+            assert (await stranger.get(f"{PATH}/{mine.id}")).status_code == 401
 
 
-async def test_keys_that_workers_judge_keep_responses_apart_too() -> None:
+async def test_keys_checked_by_workers_separate_responses() -> None:
     async with (
         FakeWorker(respond) as worker,
         running_router([worker]) as router,
@@ -240,7 +240,7 @@ async def test_keys_that_workers_judge_keep_responses_apart_too() -> None:
             await two.responses.retrieve(mine.id)
 
 
-async def test_no_more_are_kept_than_the_settings_say() -> None:
+async def test_store_is_bounded_by_the_settings() -> None:
     async with FakeWorker(respond) as worker, running_router([worker], responses_kept=1) as router:
         first, second = [(await router.post(QUESTION, PATH)).json()["id"] for _ in range(2)]
         assert (await router.client.get(f"{PATH}/{first}")).status_code == 404
@@ -256,7 +256,7 @@ NOT_KEPT = {
 
 
 @pytest.mark.parametrize("behaviour", NOT_KEPT.values(), ids=NOT_KEPT.keys())
-async def test_what_is_no_response_passes_and_is_not_kept(behaviour: fake_worker.Behaviour) -> None:
+async def test_other_answers_pass_and_are_not_stored(behaviour: fake_worker.Behaviour) -> None:
     async with FakeWorker(behaviour) as worker, running_router([worker]) as router:
         answer = await router.post(QUESTION, PATH)
         async with httpx.AsyncClient(trust_env=False) as direct:
@@ -273,20 +273,20 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
-async def test_a_body_that_is_wrong_is_for_the_worker_to_judge(body: bytes) -> None:
+async def test_invalid_body_is_left_to_the_worker(body: bytes) -> None:
     refusal = fake_worker.saying(400, b'{"error":{"message":"no","type":"x","param":null,"code":null}}')
     async with FakeWorker(refusal) as worker, running_router([worker]) as router:
         answer = await router.client.post(PATH, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400
-        assert all(asked.body == body for asked in worker.asked)
+        assert all(request.body == body for request in worker.requests)
 
 
 def cut_stream(events: int) -> fake_worker.Behaviour:
-    response = response_to(Asked("POST", PATH, [], b'{"input": "Hi"}'))
+    response = response_to(WorkerRequest("POST", PATH, [], b'{"input": "Hi"}'))
     return fake_worker.streaming(*events_of(response)[:events], end=False)
 
 
-async def test_a_stream_whose_worker_is_lost_ends_with_an_error_event_and_a_cut() -> None:
+async def test_stream_of_a_lost_worker_ends_with_error_event_and_cut() -> None:
     async with FakeWorker(cut_stream(5)) as worker, running_router([worker]) as router:
         worker.release.set()
         received = b""
@@ -302,7 +302,7 @@ async def test_a_stream_whose_worker_is_lost_ends_with_an_error_event_and_a_cut(
         assert len(router.router.responses) == 0
 
 
-async def test_the_sdk_raises_for_a_stream_whose_worker_is_lost() -> None:
+async def test_sdk_raises_for_a_stream_of_a_lost_worker() -> None:
     async with FakeWorker(cut_stream(5)) as worker, running_router([worker]) as router:
         worker.release.set()
         async with client(router.url) as sdk:
@@ -311,8 +311,8 @@ async def test_the_sdk_raises_for_a_stream_whose_worker_is_lost() -> None:
                     pass
 
 
-async def test_a_stream_that_ends_without_its_last_event_is_no_whole_one() -> None:
-    response = response_to(Asked("POST", PATH, [], b'{"input": "Hi"}'))
+async def test_stream_without_its_last_event_is_not_stored() -> None:
+    response = response_to(WorkerRequest("POST", PATH, [], b'{"input": "Hi"}'))
     behaviour = fake_worker.streaming(*events_of(response)[:5], end=True)
     async with FakeWorker(behaviour) as worker, running_router([worker]) as router:
         with pytest.raises(httpx.RemoteProtocolError):
@@ -320,8 +320,8 @@ async def test_a_stream_that_ends_without_its_last_event_is_no_whole_one() -> No
 
 
 @pytest.mark.parametrize("ending", ["completed", "incomplete", "failed"])
-async def test_a_stream_that_says_how_it_ended_is_whole(ending: str) -> None:
-    response = {**response_to(Asked("POST", PATH, [], b'{"input": "Hi"}')), "status": ending}
+async def test_stream_with_a_final_status_is_complete(ending: str) -> None:
+    response = {**response_to(WorkerRequest("POST", PATH, [], b'{"input": "Hi"}')), "status": ending}
     worker = FakeWorker(fake_worker.streaming(*events_of(response), end=False))
     async with worker, running_router([worker]) as router:
         worker.release.set()
@@ -331,8 +331,8 @@ async def test_a_stream_that_says_how_it_ended_is_whole(ending: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
-async def test_the_pieces_in_which_a_stream_comes_change_nothing(size: int) -> None:
-    response = response_to(Asked("POST", PATH, [], b'{"input": "Hi"}'))
+async def test_stream_pieces_of_any_size_give_the_same_result(size: int) -> None:
+    response = response_to(WorkerRequest("POST", PATH, [], b'{"input": "Hi"}'))
     whole = b"".join(events_of(response))
     parts = [whole[start : start + size] for start in range(0, len(whole), size)]
     async with FakeWorker(fake_worker.streaming(*parts)) as worker, running_router([worker]) as router:
@@ -341,8 +341,8 @@ async def test_the_pieces_in_which_a_stream_comes_change_nothing(size: int) -> N
         assert (await router.client.get(f"{PATH}/{response['id']}")).json() == response
 
 
-async def test_a_large_response_is_kept_whole() -> None:
-    response = response_to(Asked("POST", PATH, [], b'{"input": "Hi"}'))
+async def test_large_response_is_stored_completely() -> None:
+    response = response_to(WorkerRequest("POST", PATH, [], b'{"input": "Hi"}'))
     response["output"][0]["content"][0]["text"] = "x" * 1_000_000
     body = json.dumps(response).encode()
     async with FakeWorker(fake_worker.saying(200, body)) as worker, running_router([worker]) as router:
@@ -350,8 +350,8 @@ async def test_a_large_response_is_kept_whole() -> None:
         assert (await router.client.get(f"{PATH}/{response['id']}")).content == body
 
 
-async def test_a_body_that_is_too_large_is_a_413() -> None:
+async def test_body_over_the_limit_is_413() -> None:
     async with FakeWorker(respond) as worker, running_router([worker], max_body=1000) as router:
         answer = await router.post({**QUESTION, "input": "x" * 2000}, PATH)
         assert answer.status_code == 413
-        assert not worker.asked
+        assert not worker.requests

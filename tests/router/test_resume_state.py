@@ -1,4 +1,4 @@
-"""What of a followed stream passes, and where it could be resumed: for every way in which it is cut up."""
+"""Forwarded bytes and resumption points of a stream, for every way in which it is cut."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ EVENTS = b"".join(events for events, _ in STEPS) + event("usage") + DONE
 TOKENS = [token for _, tokens in STEPS for token in tokens]
 
 
-def told(text: bytes) -> bytes:
+def comment(text: bytes) -> bytes:
     """Without comments."""
     return text.replace(KEEP_ALIVE, b"")
 
 
 def behind(count: int) -> bytes:
     """The events that have passed when so many tokens are known."""
-    events, known = b"", 0
+    events, seen_tokens = b"", 0
     for more, tokens in STEPS:
-        if known < count:
+        if seen_tokens < count:
             events += more
-            known += len(tokens)
+            seen_tokens += len(tokens)
     return events
 
 
@@ -59,16 +59,16 @@ def pieces(text: bytes, rng: random.Random) -> list[bytes]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def test_the_comments_are_taken_out_and_nothing_else() -> None:
+def test_comments_are_removed_and_nothing_else() -> None:
     stream = ResumableStream()
     passed = b"".join(map(stream.push, WRITES)) + stream.finish()
-    assert told(passed) == EVENTS and passed.count(KEEP_ALIVE) == 1
+    assert comment(passed) == EVENTS and passed.count(KEEP_ALIVE) == 1
     assert stream.complete
     assert stream.resumption == Resumption(BEGUN, TOKENS, ended=True)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_wherever_it_is_cut_what_passed_is_what_the_tokens_say(seed: int) -> None:
+def test_law_forwarded_text_equals_the_tokens_at_any_cut(seed: int) -> None:
     stream, passed = ResumableStream(), b""
     for piece in pieces(b"".join(WRITES), random.Random(seed)):
         passed += stream.push(piece)
@@ -76,21 +76,21 @@ def test_wherever_it_is_cut_what_passed_is_what_the_tokens_say(seed: int) -> Non
         if resumption is None:
             assert passed == b""
         elif resumption.ended:
-            assert resumption.tokens == TOKENS and told(passed).startswith(behind(len(TOKENS)))
+            assert resumption.tokens == TOKENS and comment(passed).startswith(behind(len(TOKENS)))
         else:
-            known = len(resumption.tokens)
-            assert resumption.tokens == TOKENS[:known] and told(passed) == behind(known)
-    assert told(passed + stream.finish()) == EVENTS
+            seen_tokens = len(resumption.tokens)
+            assert resumption.tokens == TOKENS[:seen_tokens] and comment(passed) == behind(seen_tokens)
+    assert comment(passed + stream.finish()) == EVENTS
 
 
-def test_a_worker_that_says_nothing_is_not_held_up() -> None:
+def test_worker_without_comments_is_not_delayed() -> None:
     stream = ResumableStream()
     for write in (event("The"), event(" capital"), DONE):
         assert stream.push(write) == write
     assert stream.resumption is None and stream.complete
 
 
-def test_a_resumed_stream_goes_on_counting() -> None:
+def test_resumed_stream_keeps_counting() -> None:
     before = Resumption(BEGUN, [5, 6])
     stream = ResumableStream(before)
     assert stream.push(begin_line(BEGUN) + event("x") + tokens_line([7], ended=False)) == event("x")
@@ -98,7 +98,7 @@ def test_a_resumed_stream_goes_on_counting() -> None:
     assert before.tokens == [5, 6]
 
 
-def test_a_workers_own_failure_waits_and_is_told_if_nobody_goes_on() -> None:
+def test_worker_error_waits_and_is_sent_if_no_worker_resumes() -> None:
     failure = b'data: {"error":{"message":"the engine broke","type":"server_error"}}\n\n'
     stream = ResumableStream()
     passed = stream.push(WRITES[0] + WRITES[1] + failure)
@@ -107,7 +107,7 @@ def test_a_workers_own_failure_waits_and_is_told_if_nobody_goes_on() -> None:
     assert stream.error(WorkerLost("d")) == failure
 
 
-def test_what_is_the_requests_own_fault_is_not_tried_again() -> None:
+def test_error_of_the_request_itself_is_not_resumed() -> None:
     failure = b'data: {"error":{"message":"no","type":"invalid_request_error"}}\n\n'
     stream = ResumableStream()
     stream.push(WRITES[0] + WRITES[1] + failure)
@@ -115,7 +115,7 @@ def test_what_is_the_requests_own_fault_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"model":"m"}', b' {"model":"m"}\n', b"{}", b'{"a":{"b":[]} }'])
-def test_a_request_gets_one_more_member(body: bytes) -> None:
+def test_resumed_request_has_one_more_field(body: bytes) -> None:
     resumption = Resumption(BEGUN, [1, 2], ended=True)
     given = json.loads(with_resumption(body, resumption))
     assert given.pop("baton_resume") == {
@@ -126,7 +126,7 @@ def test_a_request_gets_one_more_member(body: bytes) -> None:
     assert given == json.loads(body)
 
 
-def test_the_tokens_of_an_answer_are_counted_for_each_worker() -> None:
+def test_answer_tokens_are_counted_for_each_worker() -> None:
     first = ResumableStream()
     assert first.generated is None
     for write in WRITES[:4]:

@@ -18,7 +18,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_law_retries_never_exceed_their_share_the_reserve_and_what_time_gives(seed: int) -> None:
+def test_law_retries_stay_within_ratio_reserve_and_time(seed: int) -> None:
     rng = random.Random(seed)
     clock = Clock()
     ratio = rng.choice([0.0, 0.05, 0.1, 0.5])
@@ -36,11 +36,11 @@ def test_law_retries_never_exceed_their_share_the_reserve_and_what_time_gives(se
     assert (retries > 0) == (ratio > 0)
 
 
-def test_a_quiet_router_can_retry_at_once() -> None:
+def test_idle_router_can_retry_at_once() -> None:
     assert RetryBudget(0.1, Clock()).spend()
 
 
-def test_who_waits_long_enough_gets_a_retry() -> None:
+def test_budget_refills_with_time() -> None:
     clock = Clock()
     budget = RetryBudget(0.1, clock)
     while budget.spend():
@@ -52,7 +52,7 @@ def test_who_waits_long_enough_gets_a_retry() -> None:
     assert not budget.spend()
 
 
-def test_a_crash_costs_one_retry_however_many_it_loses() -> None:
+def test_crash_costs_one_retry_for_all_its_requests() -> None:
     clock = Clock()
     budget = RetryBudget(0.1, clock)
     assert all(budget.spend_after_crash("a") for _ in range(1000))
@@ -62,7 +62,7 @@ def test_a_crash_costs_one_retry_however_many_it_loses() -> None:
     assert not budget.spend_after_crash("z")
 
 
-def test_a_crash_is_another_one_after_a_while() -> None:
+def test_crash_after_a_while_is_another_one() -> None:
     clock = Clock()
     budget = RetryBudget(0.1, clock)
     assert budget.spend_after_crash("a")

@@ -1,4 +1,4 @@
-"""Which generation is next, and that weights hold whatever requests prefer."""
+"""Shares of revisions: the weights hold although requests have preferences."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ CASES: dict[str, tuple[dict[str, float], list[str], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(("weights", "preferences", "counts"), CASES.values(), ids=CASES.keys())
-def test_shares(weights: dict[str, float], preferences: list[str], counts: dict[str, int]) -> None:
+def test_revision_shares_follow_the_weights(
+    weights: dict[str, float], preferences: list[str], counts: dict[str, int]
+) -> None:
     assert given(weights, preferences) == counts
 
 
-def test_a_canary_gets_its_share_of_conversations_that_all_began_elsewhere() -> None:
+def test_canary_gets_its_share_of_existing_conversations() -> None:
     counts = given({"a": 99.0, "b": 1.0}, list(repeat("a", 10_000)))
     assert abs(counts["b"] - 100) <= AHEAD_LIMIT + 1
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_no_generation_is_ever_far_from_its_share(seed: int) -> None:
+def test_law_revision_shares_stay_close_to_their_weights(seed: int) -> None:
     rng = random.Random(seed)
     names = "abcd"[: rng.randrange(2, 5)]
     weights = {name: rng.choice((0.5, 1.0, 10.0, 89.0)) for name in names}
@@ -60,7 +62,7 @@ def test_no_generation_is_ever_far_from_its_share(seed: int) -> None:
             assert -(len(names) - 1) * (AHEAD_LIMIT + 1) <= off <= AHEAD_LIMIT + 1
 
 
-def test_generations_long_gone_are_forgotten() -> None:
+def test_revisions_long_gone_are_forgotten() -> None:
     shares = RevisionShares()
     for number in range(10 * REVISIONS_LIMIT):
         weights = {f"r{number}": 1.0, f"r{number + 1}": 1.0}

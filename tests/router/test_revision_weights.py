@@ -1,4 +1,4 @@
-"""The weights of generations, from flags and from a file that changes."""
+"""Weights of revisions, from flags and from a changing file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRONG = ["", "=1", "abc", "abc=", "abc=ten", "abc=-1", "abc=nan", "abc=inf"]
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_no_weight_is_refused_with_an_example(text: str) -> None:
+def test_invalid_weight_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"such as 6f1c2ab9=10"):
         parse_weight(text)
 
@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-def test_a_file_goes_before_flags_and_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_weights_file_overrides_flags_and_is_reread(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_text("# the canary\nnew = 10\n\n")
     weights = RevisionWeights(["old=90", "new=1"], str(file), Clock())
@@ -35,7 +35,7 @@ def test_a_file_goes_before_flags_and_is_read_again_when_it_changes(tmp_path: Pa
     assert weights() == {"old": 50.5, "new": 50.0}
 
 
-def test_what_is_wrong_in_a_file_changes_nothing_and_is_said(
+def test_invalid_weights_file_keeps_the_weights_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "weights"
@@ -43,13 +43,13 @@ def test_what_is_wrong_in_a_file_changes_nothing_and_is_said(
     weights = RevisionWeights((), str(file), Clock())
     file.write_text("new=20\nold=many\n")
     assert weights() == {"new": 10.0}
-    assert f"{file}, line 2: 'old=many' is no weight" in caplog.text
+    assert f"{file}, line 2: Invalid weight: 'old=many'" in caplog.text
     file.unlink()
     assert weights() == {"new": 10.0}
     file.write_text("new=30\n")
     assert weights() == {"new": 30.0}
 
 
-def test_a_file_that_is_not_there_at_the_start_is_refused(tmp_path: Path) -> None:
+def test_missing_weights_file_prevents_the_start(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="cannot be read"):
         RevisionWeights((), str(tmp_path / "weights"))

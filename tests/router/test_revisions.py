@@ -1,4 +1,4 @@
-"""Several generations of workers behind one router: pairs, weights, and the way from one to the next."""
+"""Several revisions of workers behind one router: pairs, weights, and the change from one to the next."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from baton_router.workers.worker import Worker, Workers
 
 
 def worker(role: Role, port: int, revision: str, **load: Any) -> Worker:
-    made = Worker(Upstream("127.0.0.1", port, 1.0), role, revision)
+    dispatch = Worker(Upstream("127.0.0.1", port, 1.0), role, revision)
     report = {"model": "tiny", "total_blocks": 10_000, "free_blocks": 10_000, "epoch": "1", **load}
     control = "x:1" if role is Role.PREFILL else ""
-    made.answered(Load(role=role, control=control, compatibility="same", **report))
-    return made
+    dispatch.answered(Load(role=role, control=control, compatibility="same", **report))
+    return dispatch
 
 
 class Cluster:
-    """Generations `old` and `new`, each with two decode and two prefill workers."""
+    """Revisions `old` and `new`, each with two decode and two prefill workers."""
 
     def __init__(self, **weights: float) -> None:
         self.weights: Mapping[str, float] = weights
@@ -40,14 +40,14 @@ class Cluster:
         self.dispatcher = Dispatcher(self.workers, random.Random(0), 512, lambda: self.weights)
         self.now = 0.0
 
-    def serve(self, prompt: PromptChunks, *tried: str) -> Dispatch:
-        made = self.dispatcher.plan("tiny", prompt, tried, self.now)
-        assert made is not None
-        self.dispatcher.book(made, self.now)
+    def serve(self, prompt: PromptChunks, *excluded: str) -> Dispatch:
+        dispatch = self.dispatcher.plan("tiny", prompt, excluded, self.now)
+        assert dispatch is not None
+        self.dispatcher.book(dispatch, self.now)
         self.now += 0.1
-        self.dispatcher.began(made, None, self.now)
-        self.dispatcher.release(made, self.now, complete=True)
-        return made
+        self.dispatcher.began(dispatch, None, self.now)
+        self.dispatcher.release(dispatch, self.now, complete=True)
+        return dispatch
 
     def generations(self, count: int, seed: int = 0) -> Counter[str]:
         rng = random.Random(seed)
@@ -62,14 +62,14 @@ def text(rng: random.Random, size: int = 20_000) -> PromptChunks:
 
 
 @pytest.mark.parametrize("weights", [{}, {"old": 50.0, "new": 50.0}])
-def test_a_pair_is_of_one_generation_although_the_workers_would_fit(weights: dict[str, float]) -> None:
+def test_pair_never_mixes_revisions(weights: dict[str, float]) -> None:
     cluster, rng = Cluster(**weights), random.Random(1)
     pairs = [cluster.serve(text(rng)).pair for _ in range(100)]
     assert all(pair.prefill is not None and pair.prefill.revision == pair.decode.revision for pair in pairs)
     assert {pair.decode.revision for pair in pairs} == {"old", "new"}
 
 
-def test_each_generation_gets_its_weight() -> None:
+def test_revision_gets_its_weight() -> None:
     cluster = Cluster(old=90.0, new=10.0)
     assert cluster.generations(100) == {"old": 90, "new": 10}
     cluster.weights = {"old": 50.0, "new": 50.0}
@@ -79,7 +79,7 @@ def test_each_generation_gets_its_weight() -> None:
     assert cluster.generations(20, seed=2) == {"new": 20}
 
 
-def test_a_conversation_stays_in_its_generation_and_the_weights_hold() -> None:
+def test_conversation_stays_in_its_revision_within_the_weights() -> None:
     cluster, rng = Cluster(old=80.0, new=20.0), random.Random(0)
     talks = [rng.randbytes(20_000) for _ in range(20)]
     counts, moved, before = Counter[str](), 0, dict[int, str]()
@@ -94,7 +94,7 @@ def test_a_conversation_stays_in_its_generation_and_the_weights_hold() -> None:
     assert moved <= 30  # one turn in twenty; by chance it would be one in three
 
 
-def test_weights_choose_only_where_there_is_a_choice() -> None:
+def test_revision_without_weight_serves_if_no_other_can() -> None:
     cluster = Cluster(new=100.0)
     assert cluster.generations(20) == {"new": 20}
     for one in cluster.of("new"):
@@ -102,17 +102,17 @@ def test_weights_choose_only_where_there_is_a_choice() -> None:
     assert cluster.generations(20) == {"old": 20}  # better one without a weight than none
 
 
-def test_a_request_that_was_tried_everywhere_in_its_generation_goes_to_the_next() -> None:
+def test_request_tried_everywhere_goes_to_the_next_revision() -> None:
     cluster, rng = Cluster(new=100.0), random.Random(0)
     prompt = text(rng)
-    tried: list[str] = []
+    excluded: list[str] = []
     for revision in ("new", "new", "old", "old"):
-        made = cluster.serve(prompt, *tried)
-        assert made.pair.decode.revision == revision
-        tried.append(made.pair.decode.name)
+        dispatch = cluster.serve(prompt, *excluded)
+        assert dispatch.pair.decode.revision == revision
+        excluded.append(dispatch.pair.decode.name)
 
 
-def test_an_old_generation_that_drains_gets_nothing_new() -> None:
+def test_draining_revision_gets_no_new_requests() -> None:
     cluster = Cluster(old=50.0, new=50.0)
     for one in cluster.of("old"):
         one.standing = ListedStatus.TERMINATING

@@ -1,4 +1,4 @@
-"""Nothing of a request stays behind in the scheduler, whichever way it ended and whatever its workers did."""
+"""The scheduler releases all state of a request, for every end and every behavior of workers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Cluster:
 
     rng: random.Random
     ways: tuple[str, ...] = ("whole", "lost", "refused", "left")
-    """In which requests end."""
+    """Ways in which requests end."""
     now: float = 100.0
     epoch: int = 1
     listed: set[ListedWorker] = field(default_factory=lambda: set(LISTED))
     picking: list[asyncio.Task[Grant]] = field(default_factory=list)
     granted: list[tuple[Grant, bool]] = field(default_factory=list)
-    """Those that have not been let go, and whether they have begun."""
-    known: list[Worker] = field(default_factory=list)
+    """Unreleased grants, and whether they have begun."""
+    seen: list[Worker] = field(default_factory=list)
     """All workers that there ever were."""
 
     def __post_init__(self) -> None:
@@ -47,14 +47,14 @@ class Cluster:
             {"queue_requests": 30, "wait_s": 20.0, "recovery_s": 3.0, "worker_drain_s": 5.0}
         )
         self.scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(1), lambda: self.now)
-        self.told()
+        self.notify()
 
-    def told(self) -> None:
-        """What is listed now; who is new says how it is."""
+    def notify(self) -> None:
+        """List these workers; new ones report their load."""
         self.scheduler.registration.on_workers("test", self.listed)
         for worker in self.scheduler.workers.all:
-            if worker not in self.known:
-                self.known.append(worker)
+            if worker not in self.seen:
+                self.seen.append(worker)
             if worker.health.load is None:
                 self.look(worker, "1")
 
@@ -67,11 +67,12 @@ class Cluster:
 
     def request(self) -> None:
         rng = self.rng
-        tried = tuple(rng.sample([one.name for one in self.listed], rng.randrange(2))) if self.listed else ()
+        names = [one.name for one in self.listed]
+        excluded = tuple(rng.sample(names, rng.randrange(2))) if names else ()
         ask = PickRequest(
             rng.choice(["tiny", "tiny", "tiny", "other", None]),
             chunk_text(b"a" * 700 * rng.randrange(12) + rng.randbytes(rng.randrange(90_000)), 7),
-            tried=tried,
+            excluded=excluded,
             tenant=f"t{rng.randrange(3)}",
             kind=rng.choice(list(CLASSES)),
             limits=LIMITS if rng.random() < 0.5 else None,
@@ -82,7 +83,7 @@ class Cluster:
         self.picking.append(asyncio.create_task(self.scheduler.pick(ask)))
 
     async def settle(self) -> None:
-        """What can happen now has happened."""
+        """Wait until all possible events have happened."""
         self.scheduler.registration.release_expired()
         self.scheduler.queue.changed()
         for _ in range(6):
@@ -116,25 +117,25 @@ class Cluster:
         self.scheduler.began(grant, self.rng.choice([report, report, None]))
 
     def left(self) -> dict[str, int]:
-        """What is there of requests, by where; all 0 if none is."""
+        """Return the remaining state of requests by place; all 0 without requests."""
         scheduler = self.scheduler
-        knowledge = scheduler.dispatcher.worker_states
-        known = [knowledge.of(worker) for worker in scheduler.workers.all]
+        states = scheduler.dispatcher.worker_states
+        seen = [states.of(worker) for worker in scheduler.workers.all]
         return {
-            "computing": sum(one.prefills.waiting for one in known),
-            "seconds": sum(one.prefills.backlog_s(self.now) > 0 for one in known),
-            "streams": sum(one.streams.count + one.streams.tokens for one in known),
-            "in flight": sum(abs(worker.in_flight) for worker in self.known),
+            "computing": sum(one.prefills.waiting for one in seen),
+            "seconds": sum(one.prefills.backlog_s(self.now) > 0 for one in seen),
+            "streams": sum(one.streams.count + one.streams.tokens for one in seen),
+            "in flight": sum(abs(worker.in_flight) for worker in self.seen),
             "waiting": len(scheduler.queue),
             "open": sum(scheduler._quotas.open(f"t{number}") for number in range(3)),
             "reserved": len(scheduler._reserved),
             "granted": len(scheduler._granted),
-            "probed": sum(bool(worker.health.breaker.probe) for worker in self.known),
+            "probed": sum(bool(worker.health.breaker.probe) for worker in self.seen),
         }
 
 
 @pytest.mark.parametrize("seed", range(25))
-async def test_nothing_stays_behind_whichever_way_requests_end(seed: int) -> None:
+async def test_law_no_state_remains_after_any_end(seed: int) -> None:
     rng = random.Random(seed)
     cluster = Cluster(rng) if seed % 2 else Cluster(rng, ("lost", "lost", "lost", "left"))
     for _ in range(300):
@@ -162,13 +163,13 @@ async def test_nothing_stays_behind_whichever_way_requests_end(seed: int) -> Non
             case 10:
                 one = rng.choice(LISTED)
                 cluster.listed ^= {one}
-                cluster.told()
+                cluster.notify()
             case _:
                 cluster.now += rng.expovariate(1.5)
         await cluster.settle()
 
     cluster.listed = set(LISTED)
-    cluster.told()
+    cluster.notify()
     for _ in range(400):
         while cluster.granted:
             cluster.end(*cluster.granted.pop())
@@ -181,13 +182,13 @@ async def test_nothing_stays_behind_whichever_way_requests_end(seed: int) -> Non
     index = cluster.scheduler.dispatcher.worker_states
     for one in LISTED:
         cluster.listed.discard(one)
-    cluster.told()
+    cluster.notify()
     cluster.now += 60
     await cluster.settle()
     assert len(index) == 0, "of who has gone nothing is held"
 
 
-async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing() -> None:
+async def test_disconnected_waiting_request_leaves_no_state() -> None:
     cluster = Cluster(random.Random(0))
     for _ in range(20):
         cluster.request()
@@ -201,10 +202,10 @@ async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing() -> 
     assert cluster.left() == dict.fromkeys(cluster.left(), 0)
 
 
-async def test_only_of_streams_the_first_bytes_time_is_counted_for_their_generation() -> None:
+async def test_first_byte_times_are_counted_for_streams_only() -> None:
     cluster = Cluster(random.Random(0))
     cluster.listed = {replace(LISTED[0], revision="6f1c2ab9")}
-    cluster.told()
+    cluster.notify()
     for streams, took in ((True, 0.4), (False, 9.0), (True, 2.4)):
         grant = await cluster.scheduler.pick(
             PickRequest("tiny", chunk_text(b"a question", 7), streams=streams)

@@ -56,7 +56,7 @@ async def refused(url: str) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_running_streams_finish_and_ends_the_process_cleanly(
+async def test_signal_finishes_running_streams_and_exits_cleanly(
     number: signal.Signals, processes: int
 ) -> None:
     async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:
@@ -71,7 +71,7 @@ async def test_a_signal_lets_running_streams_finish_and_ends_the_process_cleanly
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_a_second_signal_does_not_wait(processes: int) -> None:
+async def test_second_signal_ends_without_waiting(processes: int) -> None:
     async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:
         process, url = await start(worker, processes, drain_s=600)
         running = asyncio.create_task(client.post(url + CHAT, json=STREAM))
@@ -85,29 +85,29 @@ async def test_a_second_signal_does_not_wait(processes: int) -> None:
             await running
 
 
-def test_a_port_in_use_is_named_with_the_way_out() -> None:
+def test_port_in_use_is_reported_with_a_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SetupError, match=rf"127\.0\.0\.1:{port}.*--port"):
             bind("127.0.0.1", port)
 
 
-def test_an_address_that_is_not_ours_is_an_error() -> None:
+def test_foreign_address_is_an_error() -> None:
     with pytest.raises(SetupError, match="--host"):
         bind("203.0.113.1", 0)
 
 
-def test_port_0_takes_a_free_one_and_its_url_says_which() -> None:
+def test_port_0_takes_a_free_port_shown_in_the_url() -> None:
     with bind("127.0.0.1", 0) as listening:
         assert address(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
         assert listening.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a:1", "http://a:1/v1", "http://", ""])
-def test_what_is_no_workers_address_is_refused(url: str) -> None:
+def test_invalid_worker_url_is_refused(url: str) -> None:
     with pytest.raises(ValidationError, match="such as http"):
         RouterSettings(decode=(url,))
 
 
-def test_a_workers_address_may_end_in_a_slash() -> None:
+def test_worker_url_may_end_in_a_slash() -> None:
     assert RouterSettings(decode=("http://a:1/",)).decode == ("http://a:1",)

@@ -1,4 +1,4 @@
-"""What passes of a stream of events, and whether it counts as complete."""
+"""Forwarded parts of a stream of events, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_lines_pass_and_the_end_is_recognised(pieces: list[bytes], passed: bytes
     assert events.complete == complete
 
 
-def test_an_end_without_a_line_end_passes_when_the_worker_has_sent_all() -> None:
+def test_last_line_without_line_end_passes_at_the_end() -> None:
     events = EventStream()
     assert events.push(ONE + b"data: [DONE]") == ONE
     assert not events.complete
@@ -44,7 +44,7 @@ def test_an_end_without_a_line_end_passes_when_the_worker_has_sent_all() -> None
     assert events.complete
 
 
-def test_a_line_over_the_limit_passes_in_parts() -> None:
+def test_line_over_the_limit_passes_in_parts() -> None:
     events = EventStream()
     pieces = [b"x" * 100_000] * 30
     passed = [events.push(piece) for piece in pieces]
@@ -58,7 +58,7 @@ def events_of(stream: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_however_it_is_cut_all_bytes_pass_and_an_error_is_an_event_of_its_own(seed: int) -> None:
+def test_law_all_bytes_pass_and_an_error_is_a_separate_event(seed: int) -> None:
     rng = random.Random(seed)
     stream = b"".join(b'data: {"n": %d}\n\n' % n for n in range(rng.randint(0, 9)))
     stream += DONE if rng.random() < 0.5 else b""
@@ -71,7 +71,7 @@ def test_however_it_is_cut_all_bytes_pass_and_an_error_is_an_event_of_its_own(se
     assert stream.startswith(passed)
     assert passed == b"" or passed.endswith(b"\n")
     *before, error = events_of(passed + events.error(WorkerLost("w")))
-    said = json.loads(error)["error"]
-    assert (said["code"], said["retryable"]) == (WorkerLost.code, True)
+    error_body = json.loads(error)["error"]
+    assert (error_body["code"], error_body["retryable"]) == (WorkerLost.code, True)
     assert all(event == b"[DONE]" or json.loads(event) for event in before)
     assert passed + events.finish() == stream[:cut]

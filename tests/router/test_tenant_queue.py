@@ -38,7 +38,7 @@ ORDERS: dict[str, tuple[float, list[QueueEntry]]] = {
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_order(name: str) -> None:
+def test_tenant_queue_has_the_expected_order(name: str) -> None:
     now, expected = ORDERS[name]
     for order in itertools.permutations(expected):
         line = TenantQueue()
@@ -47,7 +47,7 @@ def test_order(name: str) -> None:
         assert list(line.ordered(now)) == expected
 
 
-def test_seconds_before_count_what_goes_first() -> None:
+def test_seconds_before_count_earlier_requests() -> None:
     line = TenantQueue()
     for one in (entry(1), entry(2), entry(4), entry(8, starved=True)):
         line.add(one)
@@ -59,37 +59,37 @@ def test_seconds_before_count_what_goes_first() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_are_walked_once_whatever_leaves(seed: int) -> None:
+def test_law_iteration_visits_all_once_while_requests_leave(seed: int) -> None:
     rng = random.Random(seed)
-    line, there, now = TenantQueue(), dict[int, QueueEntry](), 0.0
+    line, waiting, now = TenantQueue(), dict[int, QueueEntry](), 0.0
     for _ in range(400):
         now += rng.random()
         action = rng.random()
         if action < 0.5:
             objective = rng.choice([math.inf, rng.uniform(0, 20)])
             one = entry(rng.uniform(0, 5), now, objective_s=objective, **rng.choice(STATES))
-            there[one.number] = one
+            waiting[one.number] = one
             line.add(one)
-        elif action < 0.8 and there:
-            line.remove(there.pop(rng.choice(list(there))))
+        elif action < 0.8 and waiting:
+            line.remove(waiting.pop(rng.choice(list(waiting))))
         else:
-            before, walked, gone = set(there), list[int](), set[int]()
+            before, walked, gone = set(waiting), list[int](), set[int]()
             for one in line.ordered(now):
                 walked.append(one.number)
                 if rng.random() < 0.3:
-                    line.remove(there.pop(one.number))
+                    line.remove(waiting.pop(one.number))
                 elif rng.random() < 0.1:
-                    other = there.pop(rng.choice(list(there)))
+                    other = waiting.pop(rng.choice(list(waiting)))
                     gone.add(other.number)
                     line.remove(other)
             assert len(walked) == len(set(walked))
             assert before - gone <= set(walked) <= before
-        assert len(line) == len(there)
-        assert line.seconds == pytest.approx(sum(one.best_s for one in there.values()))
+        assert len(line) == len(waiting)
+        assert line.seconds == pytest.approx(sum(one.best_s for one in waiting.values()))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nobody_is_passed_for_longer_than_its_length_and_a_tenth_say(seed: int) -> None:
+def test_law_no_request_is_passed_longer_than_its_bound(seed: int) -> None:
     rng = random.Random(seed)
     line = TenantQueue()
     longest = entry(5.0, 0.0)
@@ -106,19 +106,19 @@ def test_nobody_is_passed_for_longer_than_its_length_and_a_tenth_say(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_ranking_is_a_sorted_list(seed: int) -> None:
+def test_sorted_list_keeps_its_order(seed: int) -> None:
     rng = random.Random(seed)
-    ranking, plain = SortedList[str](), list[tuple[float, int]]()
+    sorted_list, plain = SortedList[str](), list[tuple[float, int]]()
     for number in range(500):
         if rng.random() < 0.6:
             key = rng.choice([0.0, 1.5, -2.0, math.inf])
             plain.append((key, number))
-            ranking.add(key, number, str(number))
+            sorted_list.add(key, number, str(number))
         elif plain:
             one = plain.pop(rng.randrange(len(plain)))
-            assert ranking.remove(*one)
-            assert not ranking.remove(*one)
+            assert sorted_list.remove(*one)
+            assert not sorted_list.remove(*one)
         plain.sort()
-        assert list(ranking.ascending()) == [str(number) for _, number in plain]
-        assert ranking.up_to(0.0) == [str(number) for key, number in plain if key <= 0]
-        assert ranking.first == ((plain[0][0], str(plain[0][1])) if plain else None)
+        assert list(sorted_list.ascending()) == [str(number) for _, number in plain]
+        assert sorted_list.up_to(0.0) == [str(number) for key, number in plain if key <= 0]
+        assert sorted_list.first == ((plain[0][0], str(plain[0][1])) if plain else None)

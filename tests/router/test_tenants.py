@@ -1,4 +1,4 @@
-"""Who the tenants are: what their file may say, what it may not, and what happens when it changes."""
+"""The tenants file: valid and invalid content, and changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = b"between the routers"
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -49,7 +49,7 @@ def write(file: Path, text: str) -> str:
     return str(file)
 
 
-def test_a_tenant_says_what_it_may_and_what_it_leaves_out_is_allowed(file: Path) -> None:
+def test_tenant_settings_are_read_with_permissive_defaults(file: Path) -> None:
     write(
         file,
         f"""
@@ -85,12 +85,12 @@ def test_a_tenant_says_what_it_may_and_what_it_leaves_out_is_allowed(file: Path)
     assert tenants.by_key(digest("k-4")) is None and tenants.by_name("nobody") is None
 
 
-def test_the_file_may_be_json(file: Path) -> None:
+def test_tenants_file_may_be_json(file: Path) -> None:
     write(file, json.dumps({"tenants": [{"name": "acme", "keys": [hashed("k")]}]}))
     assert Tenants(str(file), SECRET).by_key(digest("k")) is not None
 
 
-def test_each_tenant_has_a_salt_of_its_own_that_every_router_knows(file: Path) -> None:
+def test_tenant_has_its_own_salt_that_all_routers_compute(file: Path) -> None:
     write(
         file,
         """
@@ -111,14 +111,14 @@ def test_each_tenant_has_a_salt_of_its_own_that_every_router_knows(file: Path) -
 
 
 def _salts(file: Path) -> list[str]:
-    found = Tenants(str(file), SECRET)
-    return [tenant.salt for name in ("a", "b", "c", "d", "both") if (tenant := found.by_name(name))]
+    loaded = Tenants(str(file), SECRET)
+    return [tenant.salt for name in ("a", "b", "c", "d", "both") if (tenant := loaded.by_name(name))]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("tenants: [", "line 2: this is no YAML"),
+        ("tenants: [", "line 2: invalid YAML"),
         ("- name: acme", "Expected `object`, got `array`"),
         ("tenants: [{nane: acme}]", "unknown field `nane`"),
         ("tenants: [{name: 'a b'}]", "tenant 1: a name has at most 64"),
@@ -137,20 +137,20 @@ def _salts(file: Path) -> list[str]:
         ("x: &a [*a]", "unknown field `x`"),
     ],
 )
-def test_a_file_that_is_wrong_is_no_way_to_start_and_says_where(file: Path, text: str, said: str) -> None:
+def test_invalid_tenants_file_prevents_the_start_with_the_place(file: Path, text: str, message: str) -> None:
     write(file, text % {"k": hashed("k")} if "%(" in text else text)
     with pytest.raises(SetupError) as caught:
         Tenants(str(file), SECRET)
-    assert said in str(caught.value) and str(file) in str(caught.value)
+    assert message in str(caught.value) and str(file) in str(caught.value)
     assert "plain-text" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_no_way_to_start(file: Path) -> None:
+def test_missing_tenants_file_prevents_the_start(file: Path) -> None:
     with pytest.raises(SetupError, match="cannot be read: No such file"):
         Tenants(str(file), SECRET)
 
 
-def test_a_changed_file_is_read_again_and_a_wrong_one_changes_nothing(
+def test_changed_file_is_reread_and_an_invalid_one_is_ignored(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -188,7 +188,7 @@ def test_a_changed_file_is_read_again_and_a_wrong_one_changes_nothing(
         (None, ["critical"], ({"m1", "m2"}, set(), "default")),
     ],
 )
-def test_a_member_never_may_more_than_its_tenant(
+def test_member_never_has_more_rights_than_its_tenant(
     models: list[str] | None, classes: list[str] | None, left: tuple[set[str], set[str], str]
 ) -> None:
     tenant = Tenant(models=frozenset({"m1", "m2"}), classes=frozenset({"default", "batch"}))
@@ -197,7 +197,7 @@ def test_a_member_never_may_more_than_its_tenant(
     assert Tenant().narrowed(["m1"], None).models == frozenset({"m1"})
 
 
-def test_the_example_is_a_file_of_tenants() -> None:
+def test_example_is_a_valid_tenants_file() -> None:
     example = Path(__file__).parents[2] / "examples" / "tenants.yaml"
     tenants = Tenants(str(example), SECRET)
     names = ("acme", "umbrella-research", "umbrella-sales", "operations")
@@ -211,13 +211,12 @@ def test_the_example_is_a_file_of_tenants() -> None:
 def test_limits_are_described_as_per_router() -> None:
     """Wherever tenants are configured: N routers give N times the quota."""
     root = Path(__file__).parents[2]
-    said = RouterSettings.model_fields["tenants_file"].description or ""
-    said_by_operator = Authentication.model_fields["tenants_secret_ref"].description or ""
-    places = [said, said_by_operator]
-    places += [(root / one).read_text() for one in ("docs/guides/tenants.md", "examples/tenants.yaml")]
-    for text in places:
-        words = " ".join(text.split()).lower()
-        assert "router replica" in words or "each router" in words
+    message = RouterSettings.model_fields["tenants_file"].description or ""
+    operator_text = Authentication.model_fields["tenants_secret_ref"].description or ""
+    texts = [message, operator_text]
+    texts += [(root / one).read_text() for one in ("docs/guides/tenants.md", "examples/tenants.yaml")]
+    for text in texts:
+        assert "router replica" in " ".join(text.split()).lower()
 
 
 def one_tenant(file: Path, **limits: int) -> str:
@@ -226,7 +225,7 @@ def one_tenant(file: Path, **limits: int) -> str:
 
 
 async def test_limits_of_two_routers_are_twice_those_of_one(file: Path) -> None:
-    """What the documentation says of replicas is so."""
+    """The documented behavior of replicas is correct."""
     tenants = one_tenant(file, requests_per_minute=2)
     key = {"authorization": "Bearer k"}
     async with (

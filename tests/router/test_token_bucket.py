@@ -15,7 +15,7 @@ def refused(quota: TenantQuota, tokens: int, now: float) -> str | None:
     return refusal.limit if refusal else None
 
 
-def test_a_minute_s_requests_at_once_then_as_they_come_free() -> None:
+def test_bucket_allows_a_minute_at_once_then_refills() -> None:
     quota = TenantQuota(TenantLimits(requests_per_minute=60), 0.0)
     assert [refused(quota, 1, 0.0) for _ in range(61)] == [None] * 60 + ["requests"]
     refusal = quota.admit(1, 0.25)
@@ -32,7 +32,7 @@ def test_tokens_are_reserved_and_given_back() -> None:
     assert refused(quota, 600, 0.0) is None
 
 
-def test_what_was_used_beyond_is_paid_for() -> None:
+def test_overuse_is_paid_back() -> None:
     quota = TenantQuota(TenantLimits(tokens_per_minute=1000), 0.0)
     assert refused(quota, 100, 0.0) is None
     quota.settle(100, 3000, 0.0)
@@ -40,7 +40,7 @@ def test_what_was_used_beyond_is_paid_for() -> None:
     assert refused(quota, 1, 121.0) is None
 
 
-def test_a_request_larger_than_the_bucket_goes_when_it_is_full() -> None:
+def test_oversized_request_passes_when_the_bucket_is_full() -> None:
     quota = TenantQuota(TenantLimits(tokens_per_minute=1000), 0.0)
     assert refused(quota, 1, 0.0) is None
     assert refused(quota, 5000, 0.0) == "tokens"
@@ -55,7 +55,7 @@ def test_open_requests_are_counted() -> None:
     assert refused(quota, 1, 0.0) is None
 
 
-def test_who_is_refused_for_one_reason_pays_nothing_of_the_others() -> None:
+def test_rejection_by_one_limit_charges_no_other() -> None:
     quota = TenantQuota(TenantLimits(requests_per_minute=10, tokens_per_minute=100, streams=10), 0.0)
     assert refused(quota, 100, 0.0) is None
     for _ in range(50):
@@ -65,14 +65,14 @@ def test_who_is_refused_for_one_reason_pays_nothing_of_the_others() -> None:
     assert [refused(quota, 1, 0.0) for _ in range(10)] == [None] * 9 + ["requests"]
 
 
-def test_a_request_that_is_refused_elsewhere_never_was() -> None:
+def test_cancelled_reservation_is_not_charged() -> None:
     quota = TenantQuota(TenantLimits(requests_per_minute=1, tokens_per_minute=10, streams=1), 0.0)
     for _ in range(20):
         assert refused(quota, 10, 0.0) is None
         quota.cancel(10, 0.0)
 
 
-def test_one_that_goes_on_elsewhere_is_not_asked_whether_it_may() -> None:
+def test_resumed_request_bypasses_the_limits() -> None:
     quota = TenantQuota(TenantLimits(requests_per_minute=1, tokens_per_minute=10, streams=1), 0.0)
     assert refused(quota, 10, 0.0) is None
     quota.reopen(10, 0.0)
@@ -82,12 +82,12 @@ def test_one_that_goes_on_elsewhere_is_not_asked_whether_it_may() -> None:
     assert quota.open == 0
 
 
-def test_without_limits_everything_goes() -> None:
+def test_tenant_without_limits_is_never_rejected() -> None:
     quota = TenantQuota(TenantLimits(), 0.0)
     assert [refused(quota, 10**9, 0.0) for _ in range(1000)] == [None] * 1000
 
 
-def test_new_limits_do_not_forget_what_was_used() -> None:
+def test_new_limits_keep_the_usage() -> None:
     quota = TenantQuota(TenantLimits(tokens_per_minute=1000), 0.0)
     assert refused(quota, 900, 0.0) is None
     quota.limited(TenantLimits(tokens_per_minute=2000, streams=1), 0.0)
@@ -97,7 +97,7 @@ def test_new_limits_do_not_forget_what_was_used() -> None:
     assert refused(quota, 1100, 0.0) is None
 
 
-def test_a_clock_that_goes_back_gives_nothing() -> None:
+def test_clock_that_goes_back_adds_no_tokens() -> None:
     bucket = TokenBucket(60, 100.0)
     bucket.take(60, 100.0)
     assert bucket.level(50.0) == 0
@@ -106,7 +106,7 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_window_sees_more_than_a_minute_s_worth_and_what_came_free(seed: int) -> None:
+def test_law_no_window_exceeds_a_minute_plus_refill(seed: int) -> None:
     rng = random.Random(seed)
     most = rng.choice([10, 1000, 100_000])
     quota = TenantQuota(TenantLimits(requests_per_minute=rng.choice([None, 50]), tokens_per_minute=most), 0.0)

@@ -1,4 +1,4 @@
-"""Spans of real requests, as a collector gets them, and what a worker is told of the trace."""
+"""Spans of real requests at a collector, and the trace headers for workers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from baton_router.settings import RouterSettings
 from tests.router.collector import Collector
 from tests.router.fake_worker import (
     STREAM_END,
-    Asked,
     FakeWorker,
+    WorkerRequest,
     chunk,
     die_at_once,
     event,
@@ -37,7 +37,7 @@ REPORT = PromptReport(
 CANARY = "the secret of the canary"
 
 
-async def reported(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def reported(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     """A stream of three tokens with a report, whose first token comes after what that says it took."""
     await asyncio.sleep(0.04)
     head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{PROMPT}: {REPORT.encode()}\r\n"
@@ -49,10 +49,10 @@ async def reported(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWrite
     writer.write(chunk(event(None, "stop") + b"data: [DONE]\n\n") + STREAM_END)
 
 
-async def dying(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+async def dying(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
     """The same, but it dies after the second token."""
-    if b"baton_resume" in asked.body:
-        await reported(worker, asked, writer)
+    if b"baton_resume" in request.body:
+        await reported(worker, request, writer)
         return
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     writer.write(head + chunk(begin_line(Beginning("chatcmpl-1", 1, 7, 0))))
@@ -61,7 +61,7 @@ async def dying(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) 
     writer.transport.abort()
 
 
-async def test_a_request_is_a_trace_of_where_its_time_went() -> None:
+async def test_trace_shows_the_phases_of_a_request() -> None:
     asking = {**STREAM, "messages": [{"role": "user", "content": CANARY}]}
     async with (
         Collector() as collector,
@@ -83,12 +83,12 @@ async def test_a_request_is_a_trace_of_where_its_time_went() -> None:
             assert prefilling == "prefill;dur=20.0" and 2.0 <= float(queue.removeprefix("queue;dur=")) < 1000
     (route,) = collector.named("route")
     assert (route.trace, route.parent) == (TRACE, SPAN) and not route.failed
-    told = worker.asked[0]
-    assert told.header("traceparent") == f"00-{TRACE}-{route.span}-01"
-    assert told.header("tracestate") == "a=1"
-    assert [value for name, value in told.headers if name.startswith("trace")] == [
-        told.header("traceparent"),
-        told.header("tracestate"),
+    first_request = worker.requests[0]
+    assert first_request.header("traceparent") == f"00-{TRACE}-{route.span}-01"
+    assert first_request.header("tracestate") == "a=1"
+    assert [value for name, value in first_request.headers if name.startswith("trace")] == [
+        first_request.header("traceparent"),
+        first_request.header("tracestate"),
     ]
     children = [span for span in collector.spans if span is not route]
     assert sorted(span.name for span in children) == ["decode", "kv_transfer", "prefill", "queue"]
@@ -125,7 +125,7 @@ async def test_a_request_is_a_trace_of_where_its_time_went() -> None:
     assert collector.paths == {"/v1/traces"}
 
 
-async def test_a_retry_and_a_resume_are_told_of() -> None:
+async def test_retry_and_resume_are_events_of_the_trace() -> None:
     async with (
         Collector() as collector,
         FakeWorker(dying) as first,
@@ -152,7 +152,7 @@ async def test_a_retry_and_a_resume_are_told_of() -> None:
     assert failed.attributes["http.response.status_code"] == 500
 
 
-async def test_an_answer_without_tokens_has_no_span_of_them() -> None:
+async def test_answer_without_tokens_has_no_decode_span() -> None:
     vectors = saying(200, b'{"object": "list"}', (PROMPT, REPORT.encode()))
     async with (
         Collector() as collector,
@@ -178,7 +178,7 @@ async def test_an_answer_without_tokens_has_no_span_of_them() -> None:
     ],
     ids=["all", "none", "the client wants it", "the client does not", "what is no parent says nothing"],
 )
-async def test_who_says_whether_a_request_is_traced(
+async def test_sampling_follows_the_client_then_the_ratio(
     headers: dict[str, str], ratio: float, traced: bool
 ) -> None:
     async with Collector() as collector, FakeWorker() as worker:
@@ -186,29 +186,29 @@ async def test_who_says_whether_a_request_is_traced(
         async with running_router([worker], **settings) as router:
             await router.client.post(CHAT, json=QUESTION, headers=headers)
     assert bool(collector.spans) is traced
-    parent = worker.asked[0].header("traceparent") or ""
+    parent = worker.requests[0].header("traceparent") or ""
     assert parent.endswith("-01" if traced else "-00")
     assert (TRACE in parent) is headers.get("traceparent", "").startswith("00")
-    assert worker.asked[0].header("tracestate") is None
+    assert worker.requests[0].header("tracestate") is None
 
 
-async def test_without_an_endpoint_nothing_is_made_and_what_a_client_says_passes() -> None:
+async def test_tracing_off_creates_no_spans_and_passes_headers() -> None:
     assert open_tracing(RouterSettings()) is None
-    said = {"traceparent": "whatever it is", "tracestate": "a=1"}
+    sent = {"traceparent": "whatever it is", "tracestate": "a=1"}
     async with FakeWorker() as worker, running_router([worker]) as router:
-        await router.client.post(CHAT, json=QUESTION, headers=said)
+        await router.client.post(CHAT, json=QUESTION, headers=sent)
         await router.client.post(CHAT, json=QUESTION)
-    assert [worker.asked[0].header(name) for name in said] == list(said.values())
-    assert worker.asked[1].header("traceparent") is None
+    assert [worker.requests[0].header(name) for name in sent] == list(sent.values())
+    assert worker.requests[1].header("traceparent") is None
 
 
-async def test_a_collector_that_is_away_costs_no_request() -> None:
+async def test_unreachable_collector_costs_no_request() -> None:
     settings: dict[str, Any] = {"tracing_endpoint": "http://127.0.0.1:9"}
     async with FakeWorker() as worker, running_router([worker], **settings) as router:
         assert (await router.post()).status_code == 200
 
 
-async def test_an_answer_without_a_report_says_nothing_of_its_prompt() -> None:
+async def test_answer_without_a_report_has_no_prompt_spans() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         answer = await router.post()
         assert header_names.CACHED not in answer.headers and header_names.TIMING not in answer.headers
@@ -218,7 +218,7 @@ async def test_an_answer_without_a_report_says_nothing_of_its_prompt() -> None:
         assert header_names.CACHED not in (await router.post()).headers
 
 
-async def test_model_names_of_clients_are_not_kept() -> None:
+async def test_model_names_of_clients_are_not_stored() -> None:
     """A client may call a model anything: 20 names of a megabyte leave nothing, with or without tracing."""
     name = "m" * 1_000_000
     async with (

@@ -13,7 +13,7 @@ from tests.authority import Authority
 WORKER = "10.0.0.1:8000"
 
 
-def test_each_worker_is_spoken_to_as_it_was_told(tmp_path: Path) -> None:
+def test_worker_connection_uses_tls_as_listed(tmp_path: Path) -> None:
     folder = Authority().fill(tmp_path / "mtls", "chat.models")
     upstreams = UpstreamPool(1.0, mutual_tls.client(str(folder), "chat.models"))
     upstreams.set_tls(WORKER, True)
@@ -27,7 +27,7 @@ def test_each_worker_is_spoken_to_as_it_was_told(tmp_path: Path) -> None:
     assert not upstreams.get(WORKER).secure, "its address is another pod's now"
 
 
-def test_a_worker_that_wants_tls_of_a_router_without_a_certificate_is_named(
+def test_tls_worker_of_a_router_without_certificate_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     UpstreamPool(1.0).set_tls(WORKER, True)

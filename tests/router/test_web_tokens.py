@@ -25,30 +25,30 @@ from tests.router.issuer import AUDIENCE, ISSUER, Issuer
 from tests.router.running import until
 
 ALGORITHMS = frozenset({"RS256", "ES256", "EdDSA"})
-KNOWN = {"acme": Tenant(name="acme", models=frozenset({"m1", "m2"}), admin=False)}
+TENANTS = {"acme": Tenant(name="acme", models=frozenset({"m1", "m2"}), admin=False)}
 
 
 class Reader:
-    """Tokens of one issuer, with clocks that go when told to."""
+    """Tokens of one issuer, with clocks that the test advances."""
 
     def __init__(self, issuer: Issuer, remembered: int = 100, **rules: Any) -> None:
         self.seconds = 1000.0
         self.now = time.time()
         self.keys = IssuerKeys(issuer.fetch, ALGORITHMS, lambda: self.seconds)
-        said = {"leeway_s": 30.0, "tenant_claim": "sub", "algorithms": ALGORITHMS, **rules}
+        message = {"leeway_s": 30.0, "tenant_claim": "sub", "algorithms": ALGORITHMS, **rules}
         self.tokens = WebTokens(
-            TokenRules(issuer=ISSUER, audience=AUDIENCE, **said),
+            TokenRules(issuer=ISSUER, audience=AUDIENCE, **message),
             self.keys,
-            KNOWN.get,
+            TENANTS.get,
             lambda: self.now,
             remembered,
         )
 
-    def known(self, token: str) -> Tenant | None:
-        return self.tokens.known(digest(token))
+    def cached(self, token: str) -> Tenant | None:
+        return self.tokens.verified(digest(token))
 
     async def judge(self, token: str) -> Tenant:
-        return await self.tokens.judge(token.encode(), digest(token))
+        return await self.tokens.verify(token.encode(), digest(token))
 
 
 def digest(token: str) -> bytes:
@@ -56,18 +56,18 @@ def digest(token: str) -> bytes:
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-async def test_a_token_is_judged_once_and_then_looked_up(algorithm: str) -> None:
+async def test_token_is_verified_once_and_then_cached(algorithm: str) -> None:
     issuer = Issuer()
     issuer.add("one", algorithm)
     reader = Reader(issuer)
     token = issuer.token("one")
-    assert reader.known(token) is None
-    assert await reader.judge(token) == KNOWN["acme"]
-    assert reader.known(token) == KNOWN["acme"] and issuer.asked == 1
+    assert reader.cached(token) is None
+    assert await reader.judge(token) == TENANTS["acme"]
+    assert reader.cached(token) == TENANTS["acme"] and issuer.fetches == 1
     reader.now += 300 + 29
-    assert reader.known(token) is not None
+    assert reader.cached(token) is not None
     reader.now += 2
-    assert reader.known(token) is None
+    assert reader.cached(token) is None
 
 
 def unsigned(issuer: Issuer) -> str:
@@ -77,7 +77,7 @@ def unsigned(issuer: Issuer) -> str:
 
 
 def signed_with_the_public_key(issuer: Issuer) -> str:
-    """The old trick: a shared secret that everybody knows."""
+    """The known attack: the public key as a shared secret."""
     public = issuer.keys["rsa"][1].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     header = base64.urlsafe_b64encode(b'{"alg":"HS256","kid":"rsa"}').rstrip(b"=")
     text = header + b"." + issuer.token().split(".")[1].encode()
@@ -92,9 +92,9 @@ def tampered(issuer: Issuer) -> str:
 
 BAD: dict[str, tuple[Callable[[Issuer], str], str]] = {
     "expired": (lambda one: one.token(exp=time.time() - 31), "has expired"),
-    "too early": (lambda one: one.token(nbf=time.time() + 40), "is not good yet"),
+    "too early": (lambda one: one.token(nbf=time.time() + 40), "is not valid yet"),
     "of another issuer": (lambda one: one.token(iss="https://other.example"), "is of another issuer"),
-    "for another audience": (lambda one: one.token(aud=["billing"]), "is meant for somebody else"),
+    "for another audience": (lambda one: one.token(aud=["billing"]), "is meant for another service"),
     "without an end": (lambda one: one.token(exp=None), "lacks a claim"),
     "without an audience": (lambda one: one.token(aud=None), "lacks a claim"),
     "without an issuer": (lambda one: one.token(iss=None), "lacks a claim"),
@@ -109,14 +109,14 @@ BAD: dict[str, tuple[Callable[[Issuer], str], str]] = {
 }
 
 
-@pytest.mark.parametrize(("made", "said"), BAD.values(), ids=BAD)
-async def test_a_bad_token_is_refused_with_what_is_wrong(made: Callable[[Issuer], str], said: str) -> None:
+@pytest.mark.parametrize(("forge", "message"), BAD.values(), ids=BAD)
+async def test_bad_token_is_refused_with_the_reason(forge: Callable[[Issuer], str], message: str) -> None:
     issuer = Issuer()
     reader = Reader(issuer)
-    token = made(issuer)
-    with pytest.raises(Unauthorized, match=said) as caught:
+    token = forge(issuer)
+    with pytest.raises(Unauthorized, match=message) as caught:
         await reader.judge(token)
-    assert caught.value.code == Unauthorized.code and reader.known(token) is None
+    assert caught.value.code == Unauthorized.code and reader.cached(token) is None
 
 
 async def test_clocks_may_differ_a_little() -> None:
@@ -125,13 +125,13 @@ async def test_clocks_may_differ_a_little() -> None:
         assert await Reader(issuer).judge(token)
 
 
-async def test_a_tenant_that_is_not_known_is_forbidden() -> None:
+async def test_unknown_tenant_is_forbidden() -> None:
     issuer = Issuer()
     with pytest.raises(Forbidden, match="'umbrella' may not use this service"):
         await Reader(issuer).judge(issuer.token(sub="umbrella"))
 
 
-async def test_claims_narrow_what_the_tenant_may() -> None:
+async def test_claims_restrict_the_tenant() -> None:
     issuer = Issuer()
     reader = Reader(issuer, tenant_claim="org", models_claim="models", classes_claim="scope")
     tenant = await reader.judge(issuer.token(org="acme", models=["m2", "m3", 4], scope="batch openid"))
@@ -142,7 +142,7 @@ async def test_claims_narrow_what_the_tenant_may() -> None:
         await reader.judge(issuer.token(org="acme", models=["m1"], scope="openid"))
 
 
-async def test_a_new_key_is_asked_for_and_a_strangers_key_at_most_once_a_minute() -> None:
+async def test_unknown_key_is_fetched_at_most_once_a_minute() -> None:
     issuer = Issuer()
     reader = Reader(issuer)
     await reader.judge(issuer.token())
@@ -150,13 +150,13 @@ async def test_a_new_key_is_asked_for_and_a_strangers_key_at_most_once_a_minute(
     for _ in range(3):
         with pytest.raises(Unauthorized, match="does not show"):
             await reader.judge(issuer.token("new"))
-    assert issuer.asked == 1
+    assert issuer.fetches == 1
     reader.seconds += UNKNOWN_KEY_S
     both = await asyncio.gather(*(reader.judge(issuer.token("new")) for _ in range(5)))
-    assert [one.name for one in both] == ["acme"] * 5 and issuer.asked == 2
+    assert [one.name for one in both] == ["acme"] * 5 and issuer.fetches == 2
 
 
-async def test_a_key_that_was_withdrawn_is_no_good_any_more() -> None:
+async def test_withdrawn_key_is_no_longer_accepted() -> None:
     issuer = Issuer()
     issuer.add("old", "EdDSA")
     reader = Reader(issuer)
@@ -164,13 +164,13 @@ async def test_a_key_that_was_withdrawn_is_no_good_any_more() -> None:
     await reader.judge(token)
     del issuer.keys["old"]
     reader.seconds += REFRESH_S
-    assert reader.known(token) is not None  # asks for the keys, beside
-    await until(lambda: reader.known(token) is None)
+    assert reader.cached(token) is not None  # asks for the keys, beside
+    await until(lambda: reader.cached(token) is None)
     with pytest.raises(Unauthorized):
         await reader.judge(token)
 
 
-async def test_an_issuer_that_does_not_answer_changes_nothing_or_nobody_can_tell() -> None:
+async def test_unreachable_issuer_keeps_the_keys_or_gives_503() -> None:
     issuer = Issuer()
     issuer.down = True
     reader = Reader(issuer)
@@ -178,31 +178,31 @@ async def test_an_issuer_that_does_not_answer_changes_nothing_or_nobody_can_tell
     for _ in range(2):
         with pytest.raises(NotReady, match="cannot be had from their issuer"):
             await reader.judge(token)
-    assert issuer.asked == 1
+    assert issuer.fetches == 1
     issuer.down = False
     reader.seconds += RETRY_S
     await reader.judge(token)
     issuer.down = True
     reader.seconds += REFRESH_S
-    assert reader.known(token) is not None
-    await until(lambda: issuer.asked == 3)
+    assert reader.cached(token) is not None
+    await until(lambda: issuer.fetches == 3)
     await reader.tokens.close()
-    assert reader.known(token) is not None
+    assert reader.cached(token) is not None
 
 
-async def test_only_so_many_tokens_are_remembered() -> None:
+async def test_token_cache_is_bounded() -> None:
     issuer = Issuer()
     issuer.add("quick", "EdDSA")
     reader = Reader(issuer, remembered=2)
     first, second, third = (issuer.token("quick", jti=name) for name in "abc")
     await reader.judge(first)
     await reader.judge(second)
-    assert reader.known(first)  # seen again, and so not the next to go
+    assert reader.cached(first)  # seen again, and so not the next to go
     await reader.judge(third)
-    assert [reader.known(one) is not None for one in (first, second, third)] == [True, False, True]
+    assert [reader.cached(one) is not None for one in (first, second, third)] == [True, False, True]
 
 
-def test_keys_that_are_for_something_else_are_left_out() -> None:
+def test_keys_for_other_uses_are_ignored() -> None:
     issuer = Issuer()
     public = msgspec.json.decode(issuer.shown())["keys"][0]
     secret = {"kty": "oct", "k": "c2VjcmV0", "kid": "secret", "alg": "HS256"}
@@ -217,11 +217,11 @@ def test_keys_that_are_for_something_else_are_left_out() -> None:
     ]
     assert list(jwks.read_key_set(msgspec.json.encode({"keys": [*strange, public]}), ALGORITHMS)) == ["rsa"]
     for text in (b"", b"[]", b'{"keys": 1}', b"\xff"):
-        with pytest.raises(SetupError, match="This is no set of keys"):
+        with pytest.raises(SetupError, match="Invalid set of keys"):
             jwks.read_key_set(text, ALGORITHMS)
 
 
-async def test_a_token_without_a_keys_name_is_signed_with_the_only_key() -> None:
+async def test_token_without_key_id_uses_the_only_key() -> None:
     issuer = Issuer()
     assert await Reader(issuer).judge(issuer.token(headers={"kid": None}))
     issuer.add("second", "ES256")
@@ -229,7 +229,7 @@ async def test_a_token_without_a_keys_name_is_signed_with_the_only_key() -> None
         await Reader(issuer).judge(issuer.token(headers={"kid": None}))
 
 
-async def test_keys_come_from_a_file_or_an_address(tmp_path: Path) -> None:
+async def test_keys_are_read_from_a_file_or_url(tmp_path: Path) -> None:
     issuer = Issuer()
     file = tmp_path / "jwks.json"
     with pytest.raises(SetupError, match="neither an http address nor a file"):
@@ -250,7 +250,7 @@ async def test_keys_come_from_a_file_or_an_address(tmp_path: Path) -> None:
         await jwks.key_source(f"http://127.0.0.1:{port}/jwks")()
 
 
-def test_what_is_used_of_the_library() -> None:
+def test_library_enforces_the_allowed_algorithms() -> None:
     """`algorithms` is an allow-list even where a key says another one."""
     issuer = Issuer()
     key = jwks.read_key_set(issuer.shown(), ALGORITHMS)["rsa"]

@@ -60,11 +60,11 @@ class Cluster:
 
     def state(self, worker: FakeWorker) -> WorkerStatus | None:
         loop = asyncio.get_running_loop()
-        there = [one for one in self.router.workers.all if one.name == worker.name]
-        return there[0].state(loop.time()) if there else None
+        running = [one for one in self.router.workers.all if one.name == worker.name]
+        return running[0].state(loop.time()) if running else None
 
     def leftovers(self) -> list[str]:
-        """What there is of workers that are not listed."""
+        """Return the remaining state of unlisted workers."""
         listed = set(self.slices)
         tasks = (task.get_name() for task in asyncio.all_tasks())
         watched = {name.rpartition(" ")[2] for name in tasks if name.startswith(("watch ", "KV events of "))}
@@ -73,24 +73,24 @@ class Cluster:
         slots = [
             self.router.scheduler.dispatcher.worker_states.of(one).slot for one in self.router.workers.all
         ]
-        found = [f"{name} is looked at" for name in watched - listed]
-        found += [f"{name} is measured" for name in measured - listed]
-        found += [f"slot {slot}" for slot in slots if slot >= self._most]
+        leaks = [f"{name} is looked at" for name in watched - listed]
+        leaks += [f"{name} is measured" for name in measured - listed]
+        leaks += [f"slot {slot}" for slot in slots if slot >= self._most]
         if len(self.router.upstreams) > len(listed):
-            found.append(f"{len(self.router.upstreams)} addresses have connections")
-        return found
+            leaks.append(f"{len(self.router.upstreams)} addresses have connections")
+        return leaks
 
 
 @asynccontextmanager
 async def cluster(folder: Path, **settings: object) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack, FakeKubernetes(folder) as api:
-        asked = {
+        request_count = {
             "kubernetes_api": api.url,
             "kubernetes_account": str(api.account),
             "kubernetes_selector": SELECTOR,
             "health_interval_s": 0.2,
         }
-        async with running_router(**asked, **settings) as router:  # type: ignore[arg-type]
+        async with running_router(**request_count, **settings) as router:  # type: ignore[arg-type]
             yield Cluster(api, router, stack)
 
 
@@ -101,94 +101,94 @@ async def ask_until(stop: asyncio.Event, router: RunningRouter, seed: int) -> in
         if stop.is_set():
             return number
         if rng.random() < 0.5:
-            said = await router.post(anew(STREAM))
-            assert said.status_code == 200 and said.text.endswith("data: [DONE]\n\n"), said.text
+            reply = await router.post(anew(STREAM))
+            assert reply.status_code == 200 and reply.text.endswith("data: [DONE]\n\n"), reply.text
         else:
-            said = await router.post(anew(QUESTION))
-            assert said.status_code == 200 and "Paris" in said.text, said.text
+            reply = await router.post(anew(QUESTION))
+            assert reply.status_code == 200 and "Paris" in reply.text, reply.text
         await asyncio.sleep(0.005)
     raise AssertionError
 
 
-async def test_scaling_and_replacing_workers_under_load_fails_no_request_and_leaves_nothing(
+async def test_law_scaling_under_load_fails_nothing_and_leaks_nothing(
     tmp_path: Path,
 ) -> None:
-    async with cluster(tmp_path) as there:
-        decodes = [await there.start() for _ in range(2)]
-        prefills = [await there.start(Role.PREFILL)]
+    async with cluster(tmp_path) as running:
+        decodes = [await running.start() for _ in range(2)]
+        prefills = [await running.start(Role.PREFILL)]
         stop = asyncio.Event()
-        asking = [asyncio.create_task(ask_until(stop, there.running, seed)) for seed in range(CLIENTS)]
+        asking = [asyncio.create_task(ask_until(stop, running.running, seed)) for seed in range(CLIENTS)]
         try:
             for workers, role in ((decodes, Role.DECODE), (prefills, Role.PREFILL), (decodes, Role.DECODE)):
                 for _ in range(3):  # up, and the oldest one down
-                    workers.append(await there.start(role))
-                    await there.end(workers.pop(0))
-            newest = await there.start(revision="r2")  # the next generation, and the end of this one
+                    workers.append(await running.start(role))
+                    await running.end(workers.pop(0))
+            newest = await running.start(revision="r2")  # the next revision, and the end of this one
             for worker in decodes:
-                await there.end(worker)
-            asked = len(newest.asked)
-            await until(lambda: len(newest.asked) > asked + CLIENTS)
+                await running.end(worker)
+            request_count = len(newest.requests)
+            await until(lambda: len(newest.requests) > request_count + CLIENTS)
         finally:
             stop.set()
         counts = await asyncio.gather(*asking)
         assert min(counts) > 5
-        await there.end(prefills[0])
-        await until(lambda: not there.leftovers())
-        figures = there.router.metrics
-        assert figures.registry.get_sample_value(metrics.ROUTER_IN_FLIGHT.name) == 0
-        assert not figures.registry.get_sample_value(metrics.ROUTER_CUT.name)
+        await running.end(prefills[0])
+        await until(lambda: not running.leftovers())
+        exposed = running.router.metrics
+        assert exposed.registry.get_sample_value(metrics.ROUTER_IN_FLIGHT.name) == 0
+        assert not exposed.registry.get_sample_value(metrics.ROUTER_CUT.name)
 
 
-async def test_what_a_leaving_worker_has_it_finishes(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as there:
-        leaving = await there.start()
+async def test_leaving_worker_finishes_its_requests(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as running:
+        leaving = await running.start()
         leaving.behaviour = gated
-        async with there.running.client.stream("POST", CHAT, json=STREAM) as stream:
+        async with running.running.client.stream("POST", CHAT, json=STREAM) as stream:
             await leaving.arrived.wait()
-            other = await there.start()
-            there.api.delete(there.slices.pop(leaving.name))
-            await until(lambda: there.router.workers.leaving)
-            assert (await there.running.post(anew(QUESTION))).status_code == 200
-            assert (len(leaving.asked), len(other.asked)) == (1, 1)
-            assert there.state(leaving) is WorkerStatus.DRAINING
+            other = await running.start()
+            running.api.delete(running.slices.pop(leaving.name))
+            await until(lambda: running.router.workers.leaving)
+            assert (await running.running.post(anew(QUESTION))).status_code == 200
+            assert (len(leaving.requests), len(other.requests)) == (1, 1)
+            assert running.state(leaving) is WorkerStatus.DRAINING
             leaving.release.set()
             assert (await stream.aread()).endswith(b"data: [DONE]\n\n")
-        await until(lambda: not there.leftovers())
+        await until(lambda: not running.leftovers())
 
 
-async def test_what_it_has_not_finished_in_its_time_is_done_elsewhere(tmp_path: Path) -> None:
-    async with cluster(tmp_path, worker_drain_s=0.1) as there:
-        stuck = await there.start()
+async def test_leaving_worker_resumes_unfinished_requests_elsewhere(tmp_path: Path) -> None:
+    async with cluster(tmp_path, worker_drain_s=0.1) as running:
+        stuck = await running.start()
         stuck.behaviour = hang
-        asking = asyncio.create_task(there.running.post(QUESTION))
+        asking = asyncio.create_task(running.running.post(QUESTION))
         await stuck.arrived.wait()
-        await there.start()
-        there.put(stuck, ready=False, serving=False, terminating=True)
+        await running.start()
+        running.put(stuck, ready=False, serving=False, terminating=True)
         assert (await asking).status_code == 200
         await asyncio.wait_for(stuck.left.wait(), 60)
 
 
-async def test_an_address_that_another_generation_gets_is_a_worker_of_that_one(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as there:
-        worker = await there.start()
-        there.put(worker, "r2")
-        await until(lambda: [one.revision for one in there.router.workers.all] == ["r2"])
-        await until(lambda: there.state(worker) is WorkerStatus.READY)
-        assert (await there.running.post()).status_code == 200
-        assert not there.leftovers()
+async def test_address_reused_by_another_revision_belongs_to_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as running:
+        worker = await running.start()
+        running.put(worker, "r2")
+        await until(lambda: [one.revision for one in running.router.workers.all] == ["r2"])
+        await until(lambda: running.state(worker) is WorkerStatus.READY)
+        assert (await running.running.post()).status_code == 200
+        assert not running.leftovers()
 
 
-async def test_the_feed_of_a_worker_that_leaves_ends(tmp_path: Path) -> None:
-    async with FakeWorker() as http, telling(http), cluster(tmp_path) as there:
-        there.slices[http.name] = "telling"
-        there.put(http)
-        followed = there.router.scheduler.kv_subscribers.subscribers
+async def test_feed_of_a_leaving_worker_ends(tmp_path: Path) -> None:
+    async with FakeWorker() as http, telling(http), cluster(tmp_path) as running:
+        running.slices[http.name] = "telling"
+        running.put(http)
+        followed = running.router.scheduler.kv_subscribers.subscribers
         await until(lambda: followed and next(iter(followed.values())).feed.whole)
-        there.api.delete(there.slices.pop(http.name))
-        await until(lambda: not followed and not there.leftovers())
+        running.api.delete(running.slices.pop(http.name))
+        await until(lambda: not followed and not running.leftovers())
 
 
-async def test_connections_to_who_has_gone_are_not_kept() -> None:
+async def test_connections_to_removed_workers_are_closed() -> None:
     async with FakeWorker() as worker:
         upstream = Upstream("127.0.0.1", worker.port)
         for connections in (1, 1, 2, 3):  # used again, until it has gone
@@ -200,40 +200,40 @@ async def test_connections_to_who_has_gone_are_not_kept() -> None:
             assert worker.connections == connections
 
 
-async def test_requests_find_a_worker_by_any_of_its_names(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as there:
-        tiny = await there.start()
-        adapted = await there.start(model="large")
+async def test_requests_reach_a_worker_by_any_model_name(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as running:
+        tiny = await running.start()
+        adapted = await running.start(model="large")
         adapted.load = type(adapted.load)(
             role=Role.DECODE, model="large", names=("large", "l", "large:sql"), epoch="1"
         )
-        await until(lambda: "large:sql" in there.router.workers.models())
-        listed = (await there.running.client.get("/v1/models")).json()["data"]
+        await until(lambda: "large:sql" in running.router.workers.models())
+        listed = (await running.running.client.get("/v1/models")).json()["data"]
         assert [one["id"] for one in listed] == ["large", "tiny", "l", "large:sql"]
         for name, worker in (("large:sql", adapted), ("l", adapted), ("tiny", tiny)):
-            count = len(worker.asked)
-            assert (await there.running.post({**anew(QUESTION), "model": name})).status_code == 200
-            assert len(worker.asked) == count + 1
-        unknown = await there.running.post({**QUESTION, "model": "huge"})
+            count = len(worker.requests)
+            assert (await running.running.post({**anew(QUESTION), "model": name})).status_code == 200
+            assert len(worker.requests) == count + 1
+        unknown = await running.running.post({**QUESTION, "model": "huge"})
         assert unknown.status_code == 404 and "large, tiny, l, large:sql" in unknown.text
-        await there.end(adapted)
-        missed = await there.running.post({**QUESTION, "model": "large"})
+        await running.end(adapted)
+        missed = await running.running.post({**QUESTION, "model": "large"})
         assert missed.status_code == 503 and "the last one that did went" in missed.text
         assert "retry-after" in missed.headers
 
 
-async def test_a_router_without_workers_says_who_lists_none_and_why(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as there:
+async def test_router_without_workers_names_the_empty_sources(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as running:
 
         async def reason() -> str:
-            said = await there.running.client.get("/ready")
-            assert said.status_code == 503
-            message: str = said.json()["error"]["message"]
+            reply = await running.running.client.get("/ready")
+            assert reply.status_code == 503
+            message: str = reply.json()["error"]["message"]
             return message
 
-        await until(lambda: there.router.workers.complete())
+        await until(lambda: running.router.workers.complete())
         assert await reason() == "There is no decode worker: Kubernetes lists none."
-        there.api.status = 403
-        there.api.break_off()
-        await until(lambda: "status 403" in there.router.workers.unlisted())
+        running.api.status = 403
+        running.api.break_off()
+        await until(lambda: "status 403" in running.router.workers.unlisted())
         assert "the account may not list and watch endpointslices" in await reason()

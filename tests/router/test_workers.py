@@ -80,17 +80,17 @@ STORIES: dict[str, tuple[list[Seen], WorkerStatus]] = {
 
 
 @pytest.mark.parametrize(("seen", "state"), STORIES.values(), ids=STORIES.keys())
-def test_what_was_seen_makes_the_state(seen: list[Seen], state: WorkerStatus) -> None:
+def test_worker_state_follows_its_health(seen: list[Seen], state: WorkerStatus) -> None:
     health = WorkerHealth()
     for see in seen:
         health = see(health)
     assert health.state(now=100.0) is state
 
 
-def test_after_its_pause_one_request_is_let_through() -> None:
+def test_ejected_worker_gets_one_request_after_its_pause() -> None:
     health = ejected(ok(WorkerHealth()))
     later = 100.0 + PAUSE_S
-    assert health.state(later) is WorkerStatus.ON_TRIAL
+    assert health.state(later) is WorkerStatus.HALF_OPEN
     health = health.judged(health.breaker.sent(7, later))
     assert health.state(later) is WorkerStatus.EJECTED
     assert health.judged(health.breaker.served(7, later)).state(later) is WorkerStatus.READY
@@ -98,7 +98,7 @@ def test_after_its_pause_one_request_is_let_through() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_whatever_happened_a_ready_worker_has_answered_last_and_a_good_look_ends_down(seed: int) -> None:
+def test_law_ready_worker_answered_last_and_success_ends_down(seed: int) -> None:
     rng = random.Random(seed)
     health, now, misses = WorkerHealth(), 0.0, 0
     for _ in range(200):
@@ -112,22 +112,22 @@ def test_whatever_happened_a_ready_worker_has_answered_last_and_a_good_look_ends
         if state is WorkerStatus.READY:
             assert health.load is not None and not health.refusal
         if see is restarted:
-            assert state in (WorkerStatus.READY, WorkerStatus.EJECTED, WorkerStatus.ON_TRIAL)
+            assert state in (WorkerStatus.READY, WorkerStatus.EJECTED, WorkerStatus.HALF_OPEN)
 
 
 def worker(listed: Role = Role.DECODE, port: int = 1, **load: object) -> Worker:
-    made = Worker(Upstream("127.0.0.1", port), listed)
+    created = Worker(Upstream("127.0.0.1", port), listed)
     role = Role.PREFILL if listed == Role.PREFILL else Role.DECODE
     fields = {"role": role, "model": "tiny", "epoch": "1", "control": "127.0.0.1:7", **load}
-    made.answered(Load(**fields))  # type: ignore[arg-type]
-    return made
+    created.answered(Load(**fields))  # type: ignore[arg-type]
+    return created
 
 
 def ports(workers: Sequence[Worker]) -> list[int]:
     return [one.upstream.port for one in workers]
 
 
-def test_where_nobody_else_is_what_was_seen_counts_whoever_is_listed_as_what() -> None:
+def test_usable_falls_back_to_health_without_listed_workers() -> None:
     lost, ending, unwell, well = (worker(port=number) for number in (1, 2, 3, 4))
     lost.standing, ending.standing = ListedStatus.UNREADY, ListedStatus.TERMINATING
     unwell.health = not_ready(unwell.health)
@@ -135,7 +135,7 @@ def test_where_nobody_else_is_what_was_seen_counts_whoever_is_listed_as_what() -
     assert ports(usable([lost, ending, unwell, well], 100.0)) == [4]
 
 
-# R: ready; E: put aside; T: on trial; F: full; D: down. Who of them takes requests, and who one that failed.
+# R: ready; E: ejected; T: half open; F: full; D: down. Then workers for new requests, and for failed ones.
 ROLES = {
     "all are well": ("RRR", [0, 1, 2], [0, 1, 2]),
     "one of three is put aside": ("RER", [0, 2], [0, 2]),
@@ -154,9 +154,7 @@ ROLES = {
 
 
 @pytest.mark.parametrize(("states", "first", "again"), ROLES.values(), ids=ROLES.keys())
-def test_never_are_more_than_half_of_a_role_put_aside(
-    states: str, first: list[int], again: list[int]
-) -> None:
+def test_at_most_half_of_a_role_is_ejected(states: str, first: list[int], again: list[int]) -> None:
     workers = [worker(port=port) for port in range(len(states))]
     now = 100.0 + PAUSE_S / 2
     for one, state in zip(workers, states, strict=True):
@@ -181,28 +179,28 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("listed", "load"), WRONG.values(), ids=WRONG.keys())
-def test_a_worker_in_the_wrong_place_is_not_ready_and_says_why(listed: Role, load: dict[str, object]) -> None:
-    made = worker(listed, 1, **load)
-    assert made.health.state(0.0) is WorkerStatus.NOT_READY
-    assert made.health.refusal
+def test_misplaced_worker_is_not_ready_with_the_reason(listed: Role, load: dict[str, object]) -> None:
+    created = worker(listed, 1, **load)
+    assert created.health.state(0.0) is WorkerStatus.NOT_READY
+    assert created.health.refusal
 
 
-def test_a_worker_of_role_both_is_a_decode_worker() -> None:
+def test_worker_of_role_both_is_a_decode_worker() -> None:
     assert worker(role=Role.BOTH).health.state(0.0) is WorkerStatus.READY
 
 
-def test_pressure_counts_our_own_requests_at_once_and_others_as_reported() -> None:
-    made = worker(running=3, queued=2, queued_tokens=70)
-    assert made.pressure == (5, 70)
-    made.in_flight += 2
-    assert made.pressure == (7, 70)
-    made.answered(Load(role=Role.DECODE, model="tiny", epoch="1", running=6))  # two of the six are ours
-    assert made.pressure == (6, 0)
-    made.in_flight -= 2
-    assert made.pressure == (4, 0)
+def test_pressure_counts_own_requests_and_reported_others() -> None:
+    created = worker(running=3, queued=2, queued_tokens=70)
+    assert created.pressure == (5, 70)
+    created.in_flight += 2
+    assert created.pressure == (7, 70)
+    created.answered(Load(role=Role.DECODE, model="tiny", epoch="1", running=6))  # two of the six are ours
+    assert created.pressure == (6, 0)
+    created.in_flight -= 2
+    assert created.pressure == (4, 0)
 
 
-def test_only_prefill_workers_with_the_same_digest_fit() -> None:
+def test_prefill_workers_fit_only_by_equal_digest() -> None:
     decode = worker(compatibility="a")
     same, other, aside = (
         worker(Role.PREFILL, port, compatibility=digest) for port, digest in enumerate("aba")
@@ -211,17 +209,17 @@ def test_only_prefill_workers_with_the_same_digest_fit() -> None:
     assert Workers((decode,), (same, other, aside)).prefills(decode, 0.0) == [same]
 
 
-def test_an_unknown_model_is_an_error_once_all_workers_have_said_what_they_serve() -> None:
-    known, unseen = worker(model="tiny"), Worker(Upstream("127.0.0.1", 2), Role.DECODE)
+def test_unknown_model_is_an_error_after_all_workers_reported() -> None:
+    with_model, unseen = worker(model="tiny"), Worker(Upstream("127.0.0.1", 2), Role.DECODE)
     with pytest.raises(ModelNotFound, match="tiny"):
-        Workers((known,), ()).serving("other", [], 0.0)
+        Workers((with_model,), ()).serving("other", [], 0.0)
     with pytest.raises(NotReady, match="other"):
-        Workers((known, unseen), ()).serving("other", [], 0.0)
-    assert Workers((known, unseen), ()).serving("tiny", [], 0.0) == [known]
-    assert Workers((known,), ()).serving(None, [known.name], 0.0) == []
+        Workers((with_model, unseen), ()).serving("other", [], 0.0)
+    assert Workers((with_model, unseen), ()).serving("tiny", [], 0.0) == [with_model]
+    assert Workers((with_model,), ()).serving(None, [with_model.name], 0.0) == []
 
 
-def test_a_worker_serves_its_model_under_all_of_its_names() -> None:
+def test_worker_serves_its_model_under_all_names() -> None:
     one, other = worker(names=("tiny", "small", "org/tiny")), worker(port=2)
     workers = Workers((one, other), ())
     assert workers.models() == ("tiny", "org/tiny", "small")

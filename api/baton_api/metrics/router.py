@@ -96,7 +96,7 @@ ROUTER_RETRIES = Metric(
     "had just closed the idle connection.",
     (Label("cause", (*LOSSES, "refused", STALE)),),
 )
-ROUTER_GENERATION_REQUESTS = Metric(
+ROUTER_REVISION_REQUESTS = Metric(
     "baton_router_generation_requests_total",
     "counter",
     "requests",
@@ -107,7 +107,7 @@ ROUTER_GENERATION_REQUESTS = Metric(
         Label("result", ("passed", "failed")),
     ),
 )
-ROUTER_GENERATION_FIRST_TOKEN = Metric(
+ROUTER_REVISION_FIRST_TOKEN = Metric(
     "baton_router_generation_first_token_seconds",
     "histogram",
     "seconds",

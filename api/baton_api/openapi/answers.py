@@ -61,25 +61,7 @@ def schemas() -> dict[str, Schema]:
         **_chat(),
         **_completions(),
         **_responses(),
-        "Embeddings": whole({
-            "object": exactly("list"),
-            "model": TEXT,
-            "data": array(
-                whole({
-                    "object": exactly("embedding"),
-                    "index": COUNT,
-                    "embedding": either(TEXT, array(NUMBER)),
-                })
-            ),
-            "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
-        }),
-        "Tokens": whole({
-            "tokens": either(array(COUNT), array(array(COUNT))),
-            "count": either(COUNT, array(COUNT)),
-            "max_model_len": COUNT,
-            "token_strs": nullable(either(array(TEXT), array(array(TEXT)))),
-        }),
-        "Text": whole({"text": either(TEXT, array(TEXT)), "prompt": either(TEXT, array(TEXT))}),
+        **_embeddings_and_tokens(),
         "Generated": _generated(),
         "Aborted": whole({"aborted": COUNT}),
         "Flushed": whole({"flushed_blocks": COUNT}),
@@ -94,22 +76,59 @@ def schemas() -> dict[str, Schema]:
     }  # fmt: skip
 
 
+def _embeddings_and_tokens() -> dict[str, Schema]:
+    embedding = {"object": exactly("embedding"), "index": COUNT, "embedding": either(TEXT, array(NUMBER))}
+    return {
+        "Embeddings": whole({
+            "object": exactly("list"),
+            "model": TEXT,
+            "data": array(whole(embedding)),
+            "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+        }),
+        "Tokens": whole({
+            "tokens": either(array(COUNT), array(array(COUNT))),
+            "count": either(COUNT, array(COUNT)),
+            "max_model_len": COUNT,
+            "token_strs": nullable(either(array(TEXT), array(array(TEXT)))),
+        }),
+        "Text": whole({"text": either(TEXT, array(TEXT)), "prompt": either(TEXT, array(TEXT))}),
+    }  # fmt: skip
+
+
 def _chat() -> dict[str, Schema]:
-    entry = {"token": TEXT, "logprob": {"type": "number", "maximum": 0}, "bytes": nullable(array(COUNT))}
-    logprobs = nullable(
-        whole(
-            {
-                "content": array(whole(entry | {"top_logprobs": array(whole(entry))})),
-                "refusal": NULL,
+    logprobs, called = _chat_logprobs(), whole({"name": TEXT, "arguments": TEXT})
+    message, delta = _chat_message(called), _chat_delta()
+    choice = {"index": COUNT, "message": message, "finish_reason": FINISH, "logprobs": logprobs}
+    chunk = {"index": COUNT, "delta": delta, "logprobs": logprobs, "finish_reason": nullable(FINISH)}
+    envelope = {"id": {"type": "string", "pattern": "^chatcmpl-"}, "created": COUNT, "model": TEXT}
+    return {
+        "Chat": whole(
+            envelope
+            | {
+                "object": exactly("chat.completion"),
+                "choices": array(whole(choice, **MATCHED), least=1),
+                "usage": ref("Usage"),
             }
-        )
-    )
-    called = whole({"name": TEXT, "arguments": TEXT})
+        ),
+        "ChatChunk": whole(
+            envelope | {"object": exactly("chat.completion.chunk"), "choices": array(whole(chunk))},
+            usage=nullable(ref("Usage")),
+        ),
+    }
+
+
+def _chat_logprobs() -> Schema:
+    entry = {"token": TEXT, "logprob": {"type": "number", "maximum": 0}, "bytes": nullable(array(COUNT))}
+    content = array(whole(entry | {"top_logprobs": array(whole(entry))}))
+    return nullable(whole({"content": content, "refusal": NULL}))
+
+
+def _chat_message(called: Schema) -> Schema:
     call = either(
         whole({"id": TEXT, "type": exactly("function"), "function": called}),
         whole({"id": TEXT, "type": exactly("custom"), "custom": whole({"name": TEXT, "input": TEXT})}),
     )
-    message = whole(
+    return whole(
         {"role": exactly("assistant"), "content": nullable(TEXT), "refusal": NULL},
         tool_calls=array(call, least=1),
         reasoning_content=nullable(TEXT),
@@ -117,7 +136,10 @@ def _chat() -> dict[str, Schema]:
         function_call=called,
         annotations=array(OBJECT),
     )
-    delta = record(
+
+
+def _chat_delta() -> Schema:
+    return record(
         {
             "role": exactly("assistant"),
             "content": nullable(TEXT),
@@ -125,38 +147,6 @@ def _chat() -> dict[str, Schema]:
             "tool_calls": array(whole({"index": COUNT}, id=TEXT, type=TEXT, function=OBJECT)),
         }
     )
-    envelope = {"id": {"type": "string", "pattern": "^chatcmpl-"}, "created": COUNT, "model": TEXT}
-    return {
-        "Chat": whole(
-            envelope
-            | {
-                "object": exactly("chat.completion"),
-                "choices": array(
-                    whole(
-                        {"index": COUNT, "message": message, "finish_reason": FINISH, "logprobs": logprobs},
-                        **MATCHED,
-                    ),
-                    least=1,
-                ),
-                "usage": ref("Usage"),
-            }
-        ),
-        "ChatChunk": whole(
-            envelope
-            | {
-                "object": exactly("chat.completion.chunk"),
-                "choices": array(
-                    whole({
-                        "index": COUNT,
-                        "delta": delta,
-                        "logprobs": logprobs,
-                        "finish_reason": nullable(FINISH),
-                    })
-                ),
-            },
-            usage=nullable(ref("Usage")),
-        ),
-    }  # fmt: skip
 
 
 def _completions() -> dict[str, Schema]:

@@ -55,17 +55,17 @@ class Operation:
 
     def described(self, path: str) -> Schema:
         """Return the operation object of OpenAPI."""
-        found: Schema = {"description": "Done.", "headers": _headers()}
+        success: Schema = {"description": "Done.", "headers": _headers()}
         if self.answer:
-            found["content"] = {self.kind: {"schema": ref(self.answer)}}
+            success["content"] = {self.kind: {"schema": ref(self.answer)}}
         elif self.kind != "application/json":
-            found["content"] = {self.kind: {"schema": TEXT}}
+            success["content"] = {self.kind: {"schema": TEXT}}
         if self.event:
-            found["content"]["text/event-stream"] = {"schema": TEXT, "x-event": ref(self.event)}
+            success["content"]["text/event-stream"] = {"schema": TEXT, "x-event": ref(self.event)}
         operation: Schema = {
             "operationId": f"{self.method}{path.replace('/', '_').replace('{', '').replace('}', '')}",
             "summary": self.summary,
-            "responses": {"200": found} | {str(status): _error(status) for status in sorted(self.statuses)},
+            "responses": {"200": success} | {str(status): _error(status) for status in sorted(self.statuses)},
         }
         if self.request:
             body = {self.sent_as: {"schema": ref(self.request)}}
@@ -76,7 +76,7 @@ class Operation:
 
 
 def document(models: Sequence[str], server: str, *, keyed: bool = False) -> Schema:
-    """The whole description, of a `worker` or the `router`, that serves `models`."""
+    """Return the OpenAPI document of a `worker` or the `router` that serves `models`."""
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         if server in operation.served_by:
@@ -101,14 +101,14 @@ def document(models: Sequence[str], server: str, *, keyed: bool = False) -> Sche
 
 
 def _used(paths: dict[str, Any], components: dict[str, Schema]) -> dict[str, Schema]:
-    """Those components that the paths name, and those that they name in turn."""
-    found: set[str] = set()
+    """Return the components that the paths reference, directly or through other components."""
+    used: set[str] = set()
     texts = [json.dumps(paths)]
     while texts:
-        for name in set(re.findall(r'"#/components/schemas/(\w+)"', texts.pop())) - found:
-            found.add(name)
+        for name in set(re.findall(r'"#/components/schemas/(\w+)"', texts.pop())) - used:
+            used.add(name)
             texts.append(json.dumps(components[name]))
-    return {name: schema for name, schema in components.items() if name in found}
+    return {name: schema for name, schema in components.items() if name in used}
 
 
 def _headers() -> Schema:

@@ -37,11 +37,10 @@ WINDOW: Schema = {"type": "string", "pattern": "^[1-9][0-9]{0,6}[smhd]$", "examp
 
 def schemas() -> dict[str, Schema]:
     """Return all schemas of files and batches by name."""
-    metadata = mapping(text(limits.METADATA_VALUE), limits.METADATA)
-    metadata["propertyNames"] = {"maxLength": limits.METADATA_KEY.most}
-    expiry = record(
-        {"anchor": exactly("created_at"), "seconds": integer(limits.EXPIRES_AFTER)}, ["anchor", "seconds"]
-    )
+    return _files() | _batches()
+
+
+def _files() -> dict[str, Schema]:
     return {
         "FileUpload": record(
             {
@@ -65,6 +64,16 @@ def schemas() -> dict[str, Schema]:
         }),
         "Files": _list("File"),
         "FileDeleted": whole({"id": TEXT, "object": exactly("file"), "deleted": BOOLEAN}),
+    }  # fmt: skip
+
+
+def _batches() -> dict[str, Schema]:
+    metadata = mapping(text(limits.METADATA_VALUE), limits.METADATA)
+    metadata["propertyNames"] = {"maxLength": limits.METADATA_KEY.most}
+    expiry = record(
+        {"anchor": exactly("created_at"), "seconds": integer(limits.EXPIRES_AFTER)}, ["anchor", "seconds"]
+    )
+    return {
         "BatchRequest": record(
             {
                 "input_file_id": TEXT,

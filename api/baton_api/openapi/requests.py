@@ -112,63 +112,81 @@ def schemas(models: Sequence[str]) -> dict[str, Schema]:
         "Tool": _tool(),
         "TextPart": record({"type": one_of("text"), "text": TEXT}, ["type", "text"]),
         "Message": _message(),
-        "ChatRequest": record(
-            {"model": model, "messages": array(ref("Message"), limits.MESSAGES)}
-            | SAMPLING
-            | SHOWN
-            | CONVERSATION
-            | optional(
-                max_tokens=integer(limits.MAX_TOKENS),
-                max_completion_tokens=integer(limits.MAX_TOKENS),
-                logprobs=BOOLEAN,
-                top_logprobs=integer(limits.TOP_LOGPROBS),
-                metadata=_metadata(),
-                safety_identifier=text(limits.SAFETY_IDENTIFIER),
-                prompt_cache_key=TEXT,
-                service_tier=one_of(*TIERS),
-                verbosity=one_of("low", "medium", "high"),
-                store=BOOLEAN,
-                modalities=array(one_of("text")),
-                separate_reasoning=BOOLEAN,
-                stream_reasoning=BOOLEAN,
-                include_reasoning=BOOLEAN,
-                thinking_token_budget=integer(limits.THINKING_BUDGET),
-                echo=BOOLEAN,
-            ),
-            ["model", "messages"],
-        ),
-        "CompletionRequest": record(
-            {"model": model, "prompt": PROMPTS}
-            | SAMPLING
-            | SHOWN
-            | optional(
-                max_tokens=integer(limits.MAX_TOKENS_OR_NONE),
-                logprobs=integer(limits.LOGPROBS),
-                best_of=integer(limits.BEST_OF),
-                echo=BOOLEAN,
-            ),
-            ["model", "prompt"],
-        ),
-        "EmbeddingRequest": record(
-            {
-                "model": model,
-                "input": either(
-                    TEXT,
-                    array(TEXT, limits.INPUTS),
-                    array(COUNT, least=1),
-                    array(array(COUNT, least=1), limits.INPUTS),
-                ),
-            }
-            | optional(
-                encoding_format=one_of("float", "base64"),
-                dimensions={"type": "integer", "minimum": 1},
-                user=TEXT,
-                cache_salt=text(limits.CACHE_SALT),
-            ),
-            ["model", "input"],
-        ),
+        "ChatRequest": _chat(model),
+        "CompletionRequest": _completion(model),
+        "EmbeddingRequest": _embedding(model),
         "ResponseRequest": _response(model),
         "GenerateRequest": _generate(),
+        **_tokens(model),
+    }
+
+
+def _chat(model: Schema) -> Schema:
+    return record(
+        {"model": model, "messages": array(ref("Message"), limits.MESSAGES)}
+        | SAMPLING
+        | SHOWN
+        | CONVERSATION
+        | optional(
+            max_tokens=integer(limits.MAX_TOKENS),
+            max_completion_tokens=integer(limits.MAX_TOKENS),
+            logprobs=BOOLEAN,
+            top_logprobs=integer(limits.TOP_LOGPROBS),
+            metadata=_metadata(),
+            safety_identifier=text(limits.SAFETY_IDENTIFIER),
+            prompt_cache_key=TEXT,
+            service_tier=one_of(*TIERS),
+            verbosity=one_of("low", "medium", "high"),
+            store=BOOLEAN,
+            modalities=array(one_of("text")),
+            separate_reasoning=BOOLEAN,
+            stream_reasoning=BOOLEAN,
+            include_reasoning=BOOLEAN,
+            thinking_token_budget=integer(limits.THINKING_BUDGET),
+            echo=BOOLEAN,
+        ),
+        ["model", "messages"],
+    )
+
+
+def _completion(model: Schema) -> Schema:
+    return record(
+        {"model": model, "prompt": PROMPTS}
+        | SAMPLING
+        | SHOWN
+        | optional(
+            max_tokens=integer(limits.MAX_TOKENS_OR_NONE),
+            logprobs=integer(limits.LOGPROBS),
+            best_of=integer(limits.BEST_OF),
+            echo=BOOLEAN,
+        ),
+        ["model", "prompt"],
+    )
+
+
+def _embedding(model: Schema) -> Schema:
+    return record(
+        {
+            "model": model,
+            "input": either(
+                TEXT,
+                array(TEXT, limits.INPUTS),
+                array(COUNT, least=1),
+                array(array(COUNT, least=1), limits.INPUTS),
+            ),
+        }
+        | optional(
+            encoding_format=one_of("float", "base64"),
+            dimensions={"type": "integer", "minimum": 1},
+            user=TEXT,
+            cache_salt=text(limits.CACHE_SALT),
+        ),
+        ["model", "input"],
+    )
+
+
+def _tokens(model: Schema) -> dict[str, Schema]:
+    return {
         "TokenizeRequest": either(
             record(
                 {"prompt": either(TEXT, array(TEXT, limits.PROMPTS)), "messages": NULL}

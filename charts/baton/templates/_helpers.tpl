@@ -1,4 +1,4 @@
-{{/* The name of all that is made. */}}
+{{/* Name of all objects of the release. */}}
 {{- define "baton.fullname" -}}
 {{- $name := .Values.nameOverride | default .Chart.Name -}}
 {{- if .Values.fullnameOverride -}}
@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Name of the Lease, and of what belongs to the operator. */}}
+{{/* Name of the Lease and of the operator's objects. */}}
 {{- define "baton.lease" -}}
 {{ include "baton.fullname" . }}-operator
 {{- end -}}
@@ -23,7 +23,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What tells the operator's pods from all others. */}}
+{{/* Labels that select the operator's pods only. */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name }}-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -46,7 +46,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* Reference of the image that is called .image in the values. */}}
+{{/* Reference of the image with the name .image in the values. */}}
 {{- define "baton.image" -}}
 {{- $image := index .root.Values.images .image -}}
 {{- $name := $image.repository -}}

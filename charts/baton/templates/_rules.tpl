@@ -69,6 +69,14 @@
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [list, watch, create, patch, delete]
+# Let gateways ask routers for workers.
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  verbs: [list, watch, create, patch, delete]
+# Workers of several nodes.
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [list, watch, create, patch, delete]
 # Request certificates from an issuer.
 - apiGroups: [cert-manager.io]
   resources: [certificates]

@@ -25,7 +25,7 @@ from baton_cli.bench.connection import Answer
 from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.prompts import BenchRequest
 from baton_cli.bench.session import Session
-from baton_cli.top.snapshot import Snapshot
+from baton_cli.top.snapshot import Snapshot, reported_load
 
 
 def fit(inputs: Sequence[Sequence[float]], outcomes: Sequence[float]) -> list[float]:
@@ -112,11 +112,16 @@ class DecodeCapacity:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> DecodeCapacity:
-        """Read the capacity. Raises SetupError if no decode worker is ready."""
+        """Read the capacity. Raises SetupError if no decode worker is ready, or its KV cache is unknown."""
         decodes = [one for one in snapshot.workers if one["role"] != Role.PREFILL and one["load"]]
         if not decodes:
             raise SetupError("Cannot measure: no decode worker is ready.")
-        load = decodes[0]["load"]
+        load = reported_load(decodes[0])
+        if load is None:
+            raise SetupError(
+                f"Cannot measure: the size of the KV cache of {decodes[0]['worker']} is unknown, because the "
+                "worker exposes no metrics. Start SGLang with --enable-metrics."
+            )
         own = snapshot.exposed.get(decodes[0]["worker"])
         limit = own.total(metrics.WORKER_RUNNING_LIMIT) if own else None
         return cls(
@@ -175,7 +180,7 @@ class Profiler:
             model=self._session.model,
             machine=machine(),
             baton=__version__,
-            made=time.time(),
+            measured_at=time.time(),
             prefill=prefill,
             step=step,
             transfer=transfer,

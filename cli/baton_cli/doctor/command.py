@@ -15,10 +15,10 @@ from rich.text import Text
 
 from baton_api import __version__
 from baton_cli.doctor import cluster as clusters
-from baton_cli.doctor import environment, limits, probes, selftests, transport
+from baton_cli.doctor import engines, environment, limits, probes, selftests, transport
 from baton_cli.doctor.machine import Finding, Level, Machine, Port
 
-FOUND = 1
+ERROR_STATUS = 1
 """Exit status if a finding is an error."""
 
 SIGNS = {Level.GOOD: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.ERROR: "✗"}
@@ -36,7 +36,7 @@ def doctor(
     namespace: str,
     as_json: bool,
 ) -> None:
-    """Check the machine, and the cluster if `kubeconfig` is set. Exit with `FOUND` if there is an error."""
+    """Check the machine, and the cluster if `kubeconfig` is set. Exit with `ERROR_STATUS` on an error."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDE
@@ -51,7 +51,7 @@ def doctor(
     else:
         show(console, machine.name, findings)
     if any(finding.level is Level.ERROR for finding in findings):
-        raise typer.Exit(FOUND)
+        raise typer.Exit(ERROR_STATUS)
 
 
 def as_data(machine: Machine, findings: Sequence[Finding]) -> dict[str, object]:
@@ -81,13 +81,13 @@ def show(console: Console, machine: str, findings: Sequence[Finding]) -> None:
 
 def described(finding: Finding) -> Text:
     """Return the measured value, the requirement, the consequence and the solution."""
-    text = Text(finding.measured, style=COLORS[finding.level] if finding.way_out else "")
+    text = Text(finding.measured, style=COLORS[finding.level] if finding.remedy else "")
     if finding.limit:
         text.append(f"; required: {finding.limit}", style="default not bold")
     if finding.why:
-        text.append(f"\n{finding.why}" if finding.way_out else f". {finding.why}", style="dim not bold")
-    if finding.way_out:
-        text.append(f"\n→ {finding.way_out}", style="default not bold")
+        text.append(f"\n{finding.why}" if finding.remedy else f". {finding.why}", style="dim not bold")
+    if finding.remedy:
+        text.append(f"\n→ {finding.remedy}", style="default not bold")
     return text
 
 
@@ -118,8 +118,9 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     limits.variables,
     environment.ports,
     environment.clock,
-    environment.places,
+    environment.disks,
     environment.cluster,
+    engines.workers,
 )
 
 

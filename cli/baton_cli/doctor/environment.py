@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from baton_api.setting_types import show_size
 from baton_api.tickets import CLOCK_SKEW_S
-from baton_cli.doctor.machine import Finding, Level, Machine, good, note
+from baton_cli.doctor.machine import Crd, Finding, Level, Machine, good, note
 
 SPACE_LEAST, SPACE_WANTED = 256 * 1024**2, 4 * 1024**3
 
@@ -32,7 +32,7 @@ def ports(machine: Machine) -> Iterator[Finding]:
             f"{port.number} is taken by {port.holder}",
             limit="a free port",
             why=f"The {port.what} cannot listen on its default port.",
-            way_out="Stop that program, or set another --port (0 takes a free one).",
+            remedy="Stop that program, or set another --port (0 takes a free one).",
         )
 
 
@@ -44,7 +44,7 @@ def clock(machine: Machine) -> Iterator[Finding]:
             "not synchronized",
             limit="synchronized by NTP",
             why=f"Workers reject tickets of a machine whose clock differs by more than {CLOCK_SKEW_S:g} s.",
-            way_out="Start chrony or systemd-timesyncd: timedatectl set-ntp true.",
+            remedy="Start chrony or systemd-timesyncd: timedatectl set-ntp true.",
         )
     for url, reason in machine.unreachable.items():
         yield Finding(
@@ -53,7 +53,7 @@ def clock(machine: Machine) -> Iterator[Finding]:
             f"{url} does not answer: {reason}",
             limit="an answer",
             why="Its clock cannot be compared.",
-            way_out="Start it, or set its address with --url.",
+            remedy="Start it, or set its address with --url.",
         )
     for url, seconds in machine.clock_apart.items():
         if abs(seconds) <= CLOCK_WANTED_S:
@@ -66,16 +66,16 @@ def clock(machine: Machine) -> Iterator[Finding]:
             f"{url} is {abs(seconds):.0f} s {side} this machine",
             limit=f"{CLOCK_WANTED_S:g} s",
             why=f"Beyond {CLOCK_SKEW_S:g} s workers reject tickets, and decode workers compute all prompts.",
-            way_out="Synchronize both clocks by NTP: timedatectl set-ntp true.",
+            remedy="Synchronize both clocks by NTP: timedatectl set-ntp true.",
         )
     if machine.clock_synchronised is not False and not machine.clock_apart and not machine.unreachable:
         yield good("clock", "synchronized" if machine.clock_synchronised else "the kernel does not report it")
 
 
-def places(machine: Machine) -> Iterator[Finding]:
-    for folder in machine.places:
+def disks(machine: Machine) -> Iterator[Finding]:
+    for folder in machine.data_folders:
         where = f"{folder.what}, {folder.path}"
-        way_out = (
+        remedy = (
             f"Set {folder.setting} to a folder with free space." if folder.setting else "Free space there."
         )
         if folder.trouble:
@@ -85,7 +85,7 @@ def places(machine: Machine) -> Iterator[Finding]:
                 f"{where}: {folder.trouble}",
                 limit="a writable folder",
                 why="Baton cannot store files there.",
-                way_out=way_out,
+                remedy=remedy,
             )
         elif folder.free >= SPACE_WANTED:
             yield good("disk", f"{where}: {show_size(folder.free)} free")
@@ -96,7 +96,7 @@ def places(machine: Machine) -> Iterator[Finding]:
                 f"{where}: {show_size(folder.free)} free",
                 limit=show_size(SPACE_WANTED),
                 why="A model may not fit.",
-                way_out=way_out,
+                remedy=remedy,
             )
 
 
@@ -111,38 +111,11 @@ def cluster(machine: Machine) -> Iterator[Finding]:
             f"{cluster.server}: {cluster.trouble}",
             limit="an answer",
             why="The cluster cannot be inspected.",
-            way_out="Check --kubeconfig and your login: kubectl version.",
+            remedy="Check --kubeconfig and your login: kubectl version.",
         )
         return
     crds = cluster.crds or ()
-    if cluster.crds is None:
-        yield note(
-            "custom resources",
-            "unknown",
-            "This account may not read definitions. An administrator can check them.",
-        )
-    for crd in crds:
-        if not crd.versions:
-            yield Finding(
-                "custom resources",
-                Level.ERROR,
-                f"{crd.name} is not installed",
-                limit="installed",
-                why="The cluster rejects objects of this kind.",
-                way_out="Install it: helm install baton charts/baton, or kubectl apply -f crds/.",
-            )
-        elif crd.missing:
-            shown = ", ".join(crd.missing[:3]) + (
-                f" and {len(crd.missing) - 3} more" if crd.missing[3:] else ""
-            )
-            yield Finding(
-                "custom resources",
-                Level.ERROR,
-                f"{crd.name} ({', '.join(crd.versions)}) lacks {shown}",
-                limit="the definition of this version",
-                why="The API server drops or rejects unknown fields.",
-                way_out="Upgrade it: helm upgrade baton charts/baton, or kubectl apply -f crds/.",
-            )
+    yield from _custom_resources(cluster.crds)
     if cluster.denied:
         yield Finding(
             "permissions",
@@ -150,9 +123,37 @@ def cluster(machine: Machine) -> Iterator[Finding]:
             f"this account may not {', '.join(cluster.denied)}",
             limit="these permissions",
             why="This account cannot manage services.",
-            way_out="Bind the account to a role with them. The chart adds them to the roles edit and view.",
+            remedy="Bind the account to a role with them. The chart adds them to the roles edit and view.",
         )
     if not cluster.denied and crds and all(crd.versions and not crd.missing for crd in crds):
         yield good(
             "cluster", f"{cluster.server}: {len(crds)} custom resources of this version, all permissions"
         )
+
+
+def _custom_resources(crds: Sequence[Crd] | None) -> Iterator[Finding]:
+    check = "custom resources"
+    if crds is None:
+        yield note(
+            check, "unknown", "This account may not read definitions. An administrator can check them."
+        )
+    for crd in crds or ():
+        if not crd.versions:
+            yield Finding(
+                check,
+                Level.ERROR,
+                f"{crd.name} is not installed",
+                limit="installed",
+                why="The cluster rejects objects of this kind.",
+                remedy="Install it: helm install baton charts/baton, or kubectl apply -f crds/.",
+            )
+        elif crd.missing:
+            more = f" and {len(crd.missing) - 3} more" if crd.missing[3:] else ""
+            yield Finding(
+                check,
+                Level.ERROR,
+                f"{crd.name} ({', '.join(crd.versions)}) lacks {', '.join(crd.missing[:3])}{more}",
+                limit="the definition of this version",
+                why="The API server drops or rejects unknown fields.",
+                remedy="Upgrade it: helm upgrade baton charts/baton, or kubectl apply -f crds/.",
+            )

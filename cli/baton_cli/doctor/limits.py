@@ -32,7 +32,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
             "no /dev/shm",
             limit=f"{show_size(SHM_WANTED)} free",
             why="Workers on one machine cannot transfer KV blocks through memory.",
-            way_out="Mount it: mount -t tmpfs tmpfs /dev/shm; in a pod, an emptyDir of medium Memory.",
+            remedy="Mount it: mount -t tmpfs tmpfs /dev/shm; in a pod, an emptyDir of medium Memory.",
         )
         return
     measured = f"{show_size(machine.shm.free)} of {show_size(machine.shm.total)} free in /dev/shm"
@@ -45,7 +45,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
         measured,
         limit=f"{show_size(SHM_WANTED)} free",
         why="UCX keeps the queues between processes on one machine there.",
-        way_out="Enlarge it: mount -o remount,size=1G /dev/shm; docker run --shm-size=1g; in a pod, an "
+        remedy="Enlarge it: mount -o remount,size=1G /dev/shm; docker run --shm-size=1g; in a pod, an "
         "emptyDir of medium Memory (spec.decode.resources.sharedMemory of an InferenceService).",
     )
 
@@ -63,7 +63,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
             limit=show_size(MEMORY_WANTED),
             why="A worker needs memory for its model and KV cache; the kernel kills it if there is too "
             "little.",
-            way_out="Stop other programs, raise the container's limit, or lower --kv-cache-memory.",
+            remedy="Stop other programs, raise the container's limit, or lower --kv-cache-memory.",
         )
 
 
@@ -79,7 +79,7 @@ def open_files(machine: Machine) -> Iterator[Finding]:
         limit=str(FILES_WANTED),
         why=f"A router needs two per stream: the limit is "
         f"{max(0, (limit - OTHER_FILES) // FILES_OF_A_STREAM)} streams.",
-        way_out=f"Raise the hard limit: ulimit -Hn {2 * FILES_WANTED}, LimitNOFILE= of a systemd unit, or "
+        remedy=f"Raise the hard limit: ulimit -Hn {2 * FILES_WANTED}, LimitNOFILE= of a systemd unit, or "
         f"docker run --ulimit nofile={2 * FILES_WANTED}.",
     )
 
@@ -95,7 +95,7 @@ def processes(machine: Machine) -> Iterator[Finding]:
         f"{limit} and threads",
         limit=str(PROCESSES_LEAST),
         why="A worker that cannot start another thread crashes.",
-        way_out="Raise it: ulimit -u, TasksMax= of a systemd unit, docker run --pids-limit, podPidsLimit of "
+        remedy="Raise it: ulimit -u, TasksMax= of a systemd unit, docker run --pids-limit, podPidsLimit of "
         "kubelet.",
     )
 
@@ -115,7 +115,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             limit="a C compiler, and a library that passes its self-test",
             why="On a CPU, PyTorch computes instead, at about half the speed. On a GPU the kernels are not "
             "needed.",
-            way_out="apt install gcc, or pip install 'baton[kernels]'. Check CC and BATON_KERNELS if they "
+            remedy="apt install gcc, or pip install 'baton[kernels]'. Check CC and BATON_KERNELS if they "
             "are set.",
         )
 
@@ -131,25 +131,25 @@ def versions(machine: Machine) -> Iterator[Finding]:
             f"{one.name} {one.version or 'is not installed'}",
             limit=f"{one.name}{one.wanted}",
             why="Baton does not support this version.",
-            way_out=f"pip install '{one.name}{one.wanted}'",
+            remedy=f"pip install '{one.name}{one.wanted}'",
         )
 
 
 def variables(machine: Machine) -> Iterator[Finding]:
     """Find variables with the prefix of Baton that no process reads, such as misspelled ones."""
     ours = [name for name in machine.environment if name.startswith("BATON_")]
-    unread = sorted(name for name in ours if name not in machine.known)
+    unread = sorted(name for name in ours if name not in machine.known_variables)
     if not unread:
         yield good("variables", f"{len(ours)} set")
     for name in unread:
-        close = difflib.get_close_matches(name, machine.known, n=1)
+        close = difflib.get_close_matches(name, machine.known_variables, n=1)
         yield Finding(
             "variables",
             Level.WARNING,
             f"{name} is set",
             limit="a variable of Baton",
             why="Baton does not read it, so it has no effect.",
-            way_out=f"Did you mean {close[0]}?"
+            remedy=f"Did you mean {close[0]}?"
             if close
             else "Unset it. docs/reference/settings.md lists all variables.",
         )

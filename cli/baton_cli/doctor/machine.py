@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton_cli.doctor.engine_probes import EngineWorker
+
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -103,7 +105,7 @@ class Machine:
     name: str
     environment: Mapping[str, str]
     """Variables that Baton, UCX or NIXL read."""
-    known: frozenset[str]
+    known_variables: frozenset[str]
     """Names of all variables of Baton."""
     shm: Space | None
     """/dev/shm."""
@@ -127,13 +129,15 @@ class Machine:
     nixl: SelfTest
     packages: tuple[Installed, ...] = ()
     ports: tuple[Port, ...] = ()
-    places: tuple[DataFolder, ...] = ()
+    data_folders: tuple[DataFolder, ...] = ()
     clock_synchronised: bool | None
     """None if the kernel does not report it."""
     clock_apart: Mapping[str, float] = field(default_factory=dict)
     """By URL of a router or worker: how far its clock is ahead of this machine's, in seconds."""
     unreachable: Mapping[str, str] = field(default_factory=dict)
     """By URL: why the server did not answer."""
+    workers: tuple[EngineWorker, ...] = ()
+    """Workers of other engines."""
     cluster: Cluster | None = None
     """None if no cluster was inspected."""
 
@@ -161,8 +165,8 @@ class Finding:
     """The required value."""
     why: str = ""
     """The consequence, as a sentence."""
-    way_out: str = ""
-    """The solution, as a sentence. Empty for good findings and notes."""
+    remedy: str = ""
+    """The solution, as a sentence. Empty for findings that need no action."""
 
 
 def good(check: str, measured: str) -> Finding:

@@ -24,6 +24,7 @@ from pathlib import Path
 import httpx
 from packaging.requirements import Requirement
 
+from baton_cli.doctor.engine_probes import EngineWorker, engine_workers
 from baton_cli.doctor.machine import Cluster, DataFolder, Installed, Machine, Port, RdmaDevice, Space
 from baton_cli.doctor.selftests import SelfTests
 from baton_engine import machine as usable
@@ -54,11 +55,11 @@ def gather(
     tests: SelfTests, ports: Sequence[Port], urls: Sequence[str], api_key: str, cluster: Cluster | None
 ) -> Machine:
     """Run all probes. Some take seconds."""
-    apart, unreachable = compare_clocks(urls, api_key)
+    apart, unreachable, workers = ask_servers(urls, api_key)
     return Machine(
         name=socket.gethostname(),
         environment={name: value for name, value in os.environ.items() if name.startswith(READ)},
-        known=known_variables(),
+        known_variables=known_variables(),
         shm=space(SHM),
         memory=usable.free_memory(),
         open_files=_limit(resource.RLIMIT_NOFILE, hard=True),
@@ -72,10 +73,11 @@ def gather(
         nixl=tests.nixl,
         packages=tuple(packages()),
         ports=tuple(map(held, ports)),
-        places=tuple(places(os.environ)),
+        data_folders=tuple(data_folders(os.environ)),
         clock_synchronised=clock_synchronised(),
         clock_apart=apart,
         unreachable=unreachable,
+        workers=workers,
         cluster=cluster,
     )
 
@@ -160,7 +162,7 @@ def listener(number: int) -> str:
     return ""
 
 
-def places(environment: Mapping[str, str]) -> Iterator[DataFolder]:
+def data_folders(environment: Mapping[str, str]) -> Iterator[DataFolder]:
     """Yield the folders of Baton and of the Hugging Face Hub client."""
     home = Path(environment.get("HOME", "/"))
     hub = environment.get("HF_HOME") or str(
@@ -201,13 +203,19 @@ def clock_synchronised() -> bool | None:
     return not status & STA_UNSYNC
 
 
-def compare_clocks(urls: Sequence[str], api_key: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Return how far the clocks of servers are ahead in seconds, and the servers that did not answer."""
+def ask_servers(
+    urls: Sequence[str], api_key: str
+) -> tuple[dict[str, float], dict[str, str], tuple[EngineWorker, ...]]:
+    """
+    Return how far the clocks of servers are ahead in seconds, the servers that did not answer, and the
+    workers of other engines.
+    """
     apart: dict[str, float] = {}
     silent: dict[str, str] = {}
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(trust_env=False, timeout=ANSWER_S, headers=headers) as client:
-        for url in _with_workers(client, urls):
+        listed = list(_with_workers(client, urls))
+        for url, _ in listed:
             try:
                 started = time.time()
                 date = client.get(f"{url}/health").headers.get("date", "")
@@ -218,16 +226,17 @@ def compare_clocks(urls: Sequence[str], api_key: str) -> tuple[dict[str, float],
             if date:
                 ahead = parsedate_to_datetime(date).timestamp() + 0.5 - now
                 apart[url] = round(ahead, 1)
-    return apart, silent
+        answering = [one for one in listed if one[0] not in silent]
+        return apart, silent, tuple(engine_workers(client, answering))
 
 
-def _with_workers(client: httpx.Client, urls: Sequence[str]) -> Iterator[str]:
-    """Yield each URL, followed by the workers if it is a router."""
+def _with_workers(client: httpx.Client, urls: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each URL with an empty role, followed by the workers and their roles if it is a router."""
     for url in map(_plain, urls):
-        yield url
+        yield url, ""
         try:
             listed = client.get(f"{url}/workers").json()["data"]
-            yield from (f"http://{one['worker']}" for one in listed)
+            yield from ((f"http://{one['worker']}", one.get("role", "")) for one in listed)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
             continue  # not a router, or no answer, which the caller notices
 

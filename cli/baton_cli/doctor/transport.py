@@ -27,7 +27,7 @@ def rdma(machine: Machine) -> Iterator[Finding]:
             f"{names}: {machine.verbs}",
             limit="a readable and writable /dev/infiniband/uverbs*",
             why="This process cannot use the devices, so KV transfers use TCP.",
-            way_out="Load ib_uverbs, or pass the devices to the container: docker run "
+            remedy="Load ib_uverbs, or pass the devices to the container: docker run "
             "--device=/dev/infiniband; in a pod, a resource of the RDMA device plugin "
             "(spec.decode.resources.rdma).",
         )
@@ -45,7 +45,7 @@ def rdma(machine: Machine) -> Iterator[Finding]:
             ", ".join(down) or f"{names}: no port",
             limit="ACTIVE",
             why="KV transfers cannot use a port that is down.",
-            way_out="Check cable and subnet manager (ibstat, rdma link), or set UCX_NET_DEVICES to other "
+            remedy="Check cable and subnet manager (ibstat, rdma link), or set UCX_NET_DEVICES to other "
             "devices.",
         )
     if not machine.verbs and active:
@@ -66,7 +66,7 @@ def locked_memory(machine: Machine) -> Iterator[Finding]:
             measured,
             limit="no limit",
             why="RDMA locks the whole KV cache. Memory beyond the limit cannot be registered.",
-            way_out="Raise it: ulimit -l unlimited, LimitMEMLOCK=infinity of the systemd unit "
+            remedy="Raise it: ulimit -l unlimited, LimitMEMLOCK=infinity of the systemd unit "
             "(containerd's, for containers), docker run --ulimit memlock=-1.",
         )
 
@@ -81,7 +81,7 @@ def copies(machine: Machine) -> Iterator[Finding]:
         machine.copies.trouble,
         limit="process_vm_readv between processes",
         why="KV transfers on one machine use TCP, which is several times slower.",
-        way_out="Run sysctl kernel.yama.ptrace_scope=0, use a seccomp profile that allows process_vm_readv, "
+        remedy="Run sysctl kernel.yama.ptrace_scope=0, use a seccomp profile that allows process_vm_readv, "
         "or docker run --cap-add=SYS_PTRACE.",
     )
 
@@ -102,7 +102,7 @@ def nixl(machine: Machine) -> Iterator[Finding]:
             machine.nixl.trouble,
             limit="an agent with the UCX backend",
             why="Workers cannot transfer KV blocks.",
-            way_out="Reinstall it (pip install --force-reinstall 'baton[nixl]'). Unset NIXL_PLUGIN_DIR, "
+            remedy="Reinstall it (pip install --force-reinstall 'baton[nixl]'). Unset NIXL_PLUGIN_DIR, "
             "UCX_TLS and UCX_NET_DEVICES unless you need them.",
         )
 
@@ -124,5 +124,5 @@ def network(machine: Machine) -> Iterator[Finding]:
         f"UCX_NET_DEVICES names {', '.join(missing)}",
         limit=f"some of {', '.join(sorted(existing))}",
         why="UCX starts without a device, and workers cannot reach each other.",
-        way_out="Set existing devices, or unset UCX_NET_DEVICES.",
+        remedy="Set existing devices, or unset UCX_NET_DEVICES.",
     )

@@ -121,9 +121,9 @@ def show(console: Console, one: ServiceStatus) -> None:
             Text(part.detail, style="dim"),
         )
     console.print(table)
-    for trouble in one.troubles:
+    for problem in one.problems:
         console.print(
-            Text.assemble(("\n✗ ", "bold red"), trouble.what, (f"\n→ {trouble.way_out}", "default")),
+            Text.assemble(("\n✗ ", "bold red"), problem.message, (f"\n→ {problem.remedy}", "default")),
             soft_wrap=True,
         )
     console.print()

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton_api.engines import EngineKind
 from baton_api.workers import Role
+from baton_cli.top.snapshot import reported_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Problem:
     """A problem and its solution."""
 
-    what: str
-    way_out: str
+    message: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,12 @@ class ServiceStatus:
     """The status in one sentence."""
     url: str = ""
     parts: tuple[Part, ...] = ()
-    troubles: tuple[Trouble, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     @property
     def well(self) -> bool:
         """Whether requests are answered and there are no problems."""
-        return self.serving and not self.troubles
+        return self.serving and not self.problems
 
 
 WELL = frozenset({"ready", "on_trial", "full"})
@@ -66,8 +68,8 @@ def status_of_router(
     refusal = "" if info["status"] == "ready" else str(info["status"])
     models = ", ".join(one["id"] for one in info["models"]) or "no model"
     parts = tuple(map(_part, workers))
-    troubles = [
-        Trouble(
+    problems = [
+        Problem(
             f"The {one['role']} worker {one['worker']} is {one['state']}"
             + (f": {one['reason']}." if one["reason"] else "."),
             WORKER_REMEDIES[one["state"]].format(worker=one["worker"]),
@@ -78,30 +80,33 @@ def status_of_router(
     configured = {one["role"] for one in workers}
     able = {one["role"] for one in workers if one["state"] in WELL}
     if Role.PREFILL in configured and Role.PREFILL not in able:
-        troubles.append(
-            Trouble(
+        problems.append(
+            Problem(
                 "No prefill worker is available, so decode workers compute all prompts.",
                 "Start a prefill worker, or repair the existing ones. The router discovers them by itself.",
             )
         )
     if refusal:
-        way_out = (
+        remedy = (
             "Start a worker, or repair the existing ones." if workers else "Configure workers for the router."
         )
-        troubles.insert(0, Trouble(refusal, way_out))
+        problems.insert(0, Problem(refusal, remedy))
     return ServiceStatus(
         name=models,
         serving=not refusal,
         summary=refusal or f"Requests are answered; Baton {info['version']}.",
         url=f"{url}/v1",
         parts=parts,
-        troubles=tuple(troubles),
+        problems=tuple(problems),
     )
 
 
 def _part(row: Mapping[str, Any]) -> Part:
-    load = row["load"] or {}
+    load, engine = reported_load(row), (row["load"] or {}).get("engine", EngineKind.BATON)
     details = [f"{load.get('running', 0)} running, {load.get('queued', 0)} queued"] if load else []
+    if engine != EngineKind.BATON:
+        details = details or ["load unknown"]
+        details.append(f"{engine} {row['load'].get('version') or 'of unknown version'}")
     if row["revision"]:
         details.append(f"revision {row['revision']}")
     if row["reason"]:
@@ -155,9 +160,9 @@ def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, An
     status = service.get("status") or {}
     conditions = {one["type"]: one for one in status.get("conditions") or ()}
     ready = conditions.get("Ready")
-    troubles = list(_troubles(name, service, status, conditions))
+    problems = list(_problems(name, service, status, conditions))
     for pod in pods:
-        troubles += _of_pod(pod)
+        problems += _of_pod(pod)
     parts = (*_roles(status), *_revisions(status), *map(_condition, conditions.values()))
     summary = f"{ready['reason']}: {ready['message']}" if ready else "The operator has not reconciled it yet."
     return ServiceStatus(
@@ -166,16 +171,16 @@ def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, An
         summary=summary,
         url=status.get("url") or "",
         parts=parts,
-        troubles=tuple(troubles),
+        problems=tuple(problems),
     )
 
 
-def _troubles(
+def _problems(
     name: str, service: Mapping[str, Any], status: Mapping[str, Any], conditions: Mapping[str, Any]
-) -> Iterator[Trouble]:
+) -> Iterator[Problem]:
     generation = service["metadata"].get("generation", 0)
     if not conditions or status.get("observedGeneration", 0) < generation:
-        yield Trouble(
+        yield Problem(
             f"The operator has reconciled generation {status.get('observedGeneration', 0)} of {generation}.",
             "Check that an operator runs: kubectl get pods -A -l app.kubernetes.io/name=baton.",
         )
@@ -190,29 +195,29 @@ def _troubles(
             conditions.get(other, {}).get("status") == "False" for other in GOOD - {"Ready", "Available"}
         ):
             continue  # the other condition names the cause
-        yield Trouble(
+        yield Problem(
             f"{kind} is {condition['status']} ({reason}). {condition['message']}".rstrip(),
             CONDITION_REMEDIES.get(reason, LOOK).format(name=name),
         )
 
 
-def _of_pod(pod: Mapping[str, Any]) -> Iterator[Trouble]:
+def _of_pod(pod: Mapping[str, Any]) -> Iterator[Problem]:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     for condition in status.get("conditions") or ():
         if condition.get("reason") == "Unschedulable":
-            yield _pod_trouble(name, "Unschedulable", condition.get("message", ""))
+            yield _pod_problem(name, "Unschedulable", condition.get("message", ""))
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
         ended = (container.get("lastState") or {}).get("terminated") or {}
         if ended.get("reason") == "OOMKilled":
-            yield _pod_trouble(name, "OOMKilled", f"killed {container.get('restartCount', 1)} times")
+            yield _pod_problem(name, "OOMKilled", f"killed {container.get('restartCount', 1)} times")
         elif waiting.get("reason") in POD_REMEDIES:
-            yield _pod_trouble(name, waiting["reason"], waiting.get("message", ""))
+            yield _pod_problem(name, waiting["reason"], waiting.get("message", ""))
 
 
-def _pod_trouble(pod: str, reason: str, message: str) -> Trouble:
+def _pod_problem(pod: str, reason: str, message: str) -> Problem:
     detail = f": {message[:300].rstrip('.')}" if message else ""
-    return Trouble(f"The pod {pod} has a problem ({reason}){detail}.", POD_REMEDIES[reason].format(pod=pod))
+    return Problem(f"The pod {pod} has a problem ({reason}){detail}.", POD_REMEDIES[reason].format(pod=pod))
 
 
 def _roles(status: Mapping[str, Any]) -> Iterator[Part]:

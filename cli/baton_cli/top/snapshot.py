@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 
 from baton_api import metrics
+from baton_api.engines import EngineKind
 from baton_api.errors import SetupError
+from baton_cli.top.engine_metrics import in_contract
 from baton_cli.top.series import Exposed, gained, percentiles
 
 SHARES = (0.5, 0.95, 0.99)
@@ -108,7 +110,7 @@ def _worker(
     row: Mapping[str, Any], before: Snapshot, now: Snapshot, seconds: float, since_start: bool
 ) -> WorkerRates:
     """Compute the rates of a worker by its own metrics, or by its load as the router knows it."""
-    name, load = row["worker"], row["load"] or {}
+    name, load = row["worker"], reported_load(row) or {}
     own, earlier = now.exposed.get(name, Exposed({})), before.exposed.get(name, Exposed({}))
     beginning = Exposed({}) if since_start else earlier
     total, free = load.get("total_blocks", 0), load.get("free_blocks", 0)
@@ -123,8 +125,14 @@ def _worker(
         reason=row["reason"] or "",
         running=_whole(_either(own.total(metrics.WORKER_RUNNING), load.get("running"))),
         waiting=_whole(sum(queued) if queued else load.get("queued")),
-        prompt_tokens_per_s=own.total(metrics.WORKER_PROMPT_RATE),
-        generated_tokens_per_s=own.total(metrics.WORKER_GENERATION_RATE),
+        prompt_tokens_per_s=_either(
+            own.total(metrics.WORKER_PROMPT_RATE),
+            _rate(gained(earlier, own, metrics.WORKER_PROMPT_TOKENS, source="computed"), seconds),
+        ),
+        generated_tokens_per_s=_either(
+            own.total(metrics.WORKER_GENERATION_RATE),
+            _rate(gained(earlier, own, metrics.WORKER_GENERATION_TOKENS), seconds),
+        ),
         kv_usage=_either(usage, 1 - free / total if total else None),
         cache_hit=_share(
             gained(beginning, own, metrics.WORKER_CACHE_HITS),
@@ -133,6 +141,14 @@ def _worker(
         transfer_bytes_per_s=_rate(gained(earlier, own, metrics.WORKER_TRANSFER_BYTES), seconds),
         ttft_s=percentiles(beginning, own, metrics.WORKER_FIRST_TOKEN, SHARES),
     )
+
+
+def reported_load(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the load in a row of `GET /workers`. None if it is unknown: then its numbers mean nothing."""
+    load: Mapping[str, Any] | None = row["load"]
+    if load and load.get("engine", EngineKind.BATON) != EngineKind.BATON and not load.get("total_blocks"):
+        return None  # the worker exposes no metrics
+    return load
 
 
 def _either(first: float | None, second: float | None) -> float | None:
@@ -204,7 +220,7 @@ class ServiceReader:
     def _read(self, client: httpx.Client, url: str) -> Exposed | None:
         """Return metrics, or None without an answer, such as from a worker in a cluster."""
         try:
-            return Exposed.parse(client.get(f"{url}/metrics").raise_for_status().text)
+            return in_contract(Exposed.parse(client.get(f"{url}/metrics").raise_for_status().text))
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return None
 

@@ -15,6 +15,8 @@ FAILED_RATIO = ratio(FAILURES, f"({FAILURES} + ({TRANSFERS} or 0 * {FAILURES}))"
 
 SENT_TO_PREFILL = MEDIUM.rate(metrics.ROUTER_DECISIONS, *BY_SERVICE, path="remote")
 RECEIVED = MEDIUM.rate(metrics.ROUTER_TRANSFER, *BY_SERVICE, suffix="_count")
+COMPLETED = MEDIUM.rate(metrics.WORKER_TRANSFER_SECONDS, *BY_SERVICE, suffix="_count")
+"""Only Baton's workers report their transfers to the router as well."""
 
 RETRACTIONS = SHORT.rate(metrics.WORKER_RETRACTIONS, *BY_SERVICE)
 KV_USAGE = SHORT.over_time("min", metrics.WORKER_KV_USAGE, *BY_SERVICE, "role", of="max")
@@ -40,7 +42,8 @@ ALERTS = (
         name="BatonTransferFailing",
         severity="page",
         summary=f"{SERVICE}: most KV transfers from prefill workers fail, or none completes.",
-        expression=f"({FAILED_RATIO} > 0.25) or ({SENT_TO_PREFILL} > 0.02 unless {RECEIVED} > 0)",
+        expression=f"({FAILED_RATIO} > 0.25) or "
+        f"({SENT_TO_PREFILL} > 0.02 unless ({RECEIVED} > 0 or {COMPLETED} > 0))",
     ),
     Alert(
         name="BatonKvCacheFull",

@@ -182,7 +182,11 @@ TRANSFER = Row(
             unit=REQUESTS_PER_SECOND,
             queries=(
                 Query(
-                    or_zero(WORKERS.rate(metrics.WORKER_TRANSFER_FAILURES, "reason") + " > 0", reason="none"),
+                    or_zero(
+                        WORKERS.rate(metrics.WORKER_TRANSFER_FAILURES, "reason") + " > 0",
+                        WORKERS.gauge(metrics.WORKER_FETCHING),
+                        reason="none",
+                    ),
                     "{{reason}}",
                 ),
             ),
@@ -214,7 +218,11 @@ TRANSFER = Row(
             unit=per_second("blocks"),
             queries=(
                 Query(
-                    or_zero(WORKERS.rate(metrics.WORKER_QUARANTINES, "transport"), transport="none"),
+                    or_zero(
+                        WORKERS.rate(metrics.WORKER_QUARANTINES, "transport"),
+                        WORKERS.gauge(metrics.WORKER_BLOCKS, state="quarantined"),
+                        transport="none",
+                    ),
                     "{{transport}}",
                 ),
             ),

@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 from baton_operator.crd import GROUP, VERSION
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
+from baton_operator.manifests.groups import GROUP_API, GROUP_KIND
+from baton_operator.manifests.inference_pool import POOL_API, POOL_KIND
 from baton_operator.manifests.objects import Manifest
 
 API = f"{GROUP}/{VERSION}"
@@ -146,6 +148,24 @@ WATCHED = (
         "httproutes",
         ALL_VERBS,
         "Expose services by the Gateway API.",
+        pruned=True,
+        optional=True,
+    ),
+    ApiResource(
+        POOL_API,
+        POOL_KIND,
+        "inferencepools",
+        ALL_VERBS,
+        "Let gateways ask routers for workers.",
+        pruned=True,
+        optional=True,
+    ),
+    ApiResource(
+        GROUP_API,
+        GROUP_KIND,
+        "leaderworkersets",
+        ALL_VERBS,
+        "Workers of several nodes.",
         pruned=True,
         optional=True,
     ),

@@ -349,24 +349,24 @@ def _reason(content: bytes) -> str:
     return str(message)[:1000]
 
 
-async def configuration(kubeconfig: str) -> Configuration:
+async def load_configuration(kubeconfig: str) -> Configuration:
     """Return the configuration from a kubeconfig file, or from the pod. Raises SetupError."""
-    made = Configuration()
+    configuration = Configuration()
     try:
         if kubeconfig:
-            await config.load_kube_config(config_file=kubeconfig, client_configuration=made)
+            await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
         else:
-            config.load_incluster_config(client_configuration=made)
+            config.load_incluster_config(client_configuration=configuration)
     except (config.ConfigException, OSError) as error:
         raise SetupError(
             f"Cannot find credentials for the Kubernetes API: {error}. Run in a pod with a ServiceAccount, "
             "or set --kubeconfig."
         ) from error
-    return made
+    return configuration
 
 
 async def connect(kubeconfig: str) -> ApiClient:
     """Return the HTTP client for all requests of the operator. Raises SetupError."""
-    made = await configuration(kubeconfig)
-    made.connection_pool_maxsize = 0  # no limit: each watch holds a connection
-    return ApiClient(configuration=made)
+    configuration = await load_configuration(kubeconfig)
+    configuration.connection_pool_maxsize = 0  # no limit: each watch holds a connection
+    return ApiClient(configuration=configuration)

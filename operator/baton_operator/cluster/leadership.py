@@ -67,7 +67,7 @@ class Leadership:
             await asyncio.sleep(self._renew_s)
         log.info("This operator is the leader: it holds the Lease %s/%s.", self._namespace, self._name)
 
-    async def wait_until_alone(self) -> None:
+    async def wait_until_sole(self) -> None:
         """
         Wait until no other operator can manage the same services. Call it while holding the Lease.
 

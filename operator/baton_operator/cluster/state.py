@@ -16,6 +16,7 @@ from baton_operator import names
 from baton_operator.cluster.api_resources import OWNED
 from baton_operator.cluster.cache import ObjectCache
 from baton_operator.manifests import exposure
+from baton_operator.manifests.groups import LEADER, WORKER_INDEX
 from baton_operator.manifests.objects import Key, Manifest, Owner, key, seconds
 from baton_operator.rollout.rollout_health import HealthSource, NoHealthSource, RolloutHealth
 
@@ -49,6 +50,8 @@ class Pod:
     """Name of its Job; empty for pods of Deployments."""
     note: str = ""
     """Termination log of a container that succeeded, or empty."""
+    follower: bool = False
+    """Whether it is another node than the first of a worker with several nodes."""
 
     @property
     def finished(self) -> bool:
@@ -75,6 +78,7 @@ class Pod:
             phase=status.get("phase", ""),
             job=metadata["labels"].get(JOB, ""),
             note=next(filter(None, (_note(one) for one in all_of_them)), ""),
+            follower=metadata["labels"].get(WORKER_INDEX, LEADER) != LEADER,
         )
 
 

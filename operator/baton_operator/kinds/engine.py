@@ -1,4 +1,4 @@
-"""Settings that prefill and decode workers share, so that their KV caches are compatible."""
+"""Settings that prefill and decode workers share: the engine that they run, and the transfer of KV blocks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,37 @@ class Variable(Part):
 Environment = Annotated[list[Variable], Field(max_length=64)]
 
 
+EngineType = Literal["Baton", "vLLM", "SGLang", "Custom"]
+
+
+@rules(
+    Rule(
+        "self.type in ['Baton', 'vLLM'] || !has(self.kvCacheMemory)",
+        "kvCacheMemory is for type Baton and vLLM: give other engines their own flag in args, "
+        "such as --mem-fraction-static",
+        ".kvCacheMemory",
+    ),
+    Rule(
+        "self.type != 'Custom' || (!has(self.maxModelLen) && self.dtype == 'auto')",
+        "maxModelLen and dtype are not for type Custom: give the engine its own flags in args",
+        ".type",
+    ),
+)
 class Engine(Part):
-    """Settings of the inference engine in all workers. A change rolls out a new revision."""
+    """The inference engine in all workers. A change rolls out a new revision."""
+
+    type: EngineType = "Baton"
+    """Engine that the workers run. vLLM and SGLang need their own image; their prefill and decode workers
+    exchange KV blocks by NIXL. Custom: any server of the OpenAI API on port 8000 with GET /health, without
+    prefill workers."""
 
     image: Image | None = None
-    """Container image of the workers. Default: the operator's worker image."""
+    """Container image of the workers. Default: the operator's image for the engine. Required for Custom."""
 
     args: Arguments = []
-    """Additional flags of `baton prefill` and `baton decode`, one per entry, after those that the operator
-    sets."""
+    """Additional flags of the engine, one per entry, after those that the operator sets. For vLLM and SGLang,
+    the operator refuses flags that it sets itself: addresses, model, names, parallelism, KV transfer and KV
+    events."""
 
     env: Environment = []
     """Environment variables of all workers."""

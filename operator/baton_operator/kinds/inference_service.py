@@ -22,9 +22,50 @@ _WAITS = (
     # The name of 0.1.0, in stored objects.
     "(has(self.router.holdForScaleFromZeroSeconds) && self.router.holdForScaleFromZeroSeconds > 0)"
 )
+_GPUS = "(has(self.{0}) && has(self.{0}.resources) && has(self.{0}.resources.gpu))"
+_ONE = " && ".join(f"self.{{0}}.parallelism.{one} == 1" for one in ("tensor", "pipeline", "nodes"))
+
+
+def _of_engine(role: str) -> tuple[Rule, ...]:
+    """Return what engine.type allows in a role."""
+    return (
+        Rule(
+            f"self.engine.type != 'Baton' || !{_GPUS.format(role)} || self.{role}.resources.gpu.count <= 1",
+            "a worker uses 1 accelerator and would leave the others idle: set count to 1 and raise replicas",
+            f".{role}.resources.gpu.count",
+        ),
+        Rule(
+            f"self.engine.type in ['vLLM', 'SGLang'] || !has(self.{role}) || ({_ONE.format(role)})",
+            "parallelism is for engine.type vLLM and SGLang: a Baton worker uses one accelerator, and a "
+            "Custom engine has its own flags in engine.args",
+            f".{role}.parallelism",
+        ),
+    )
 
 
 @rules(
+    *_of_engine("prefill"),
+    *_of_engine("decode"),
+    Rule(
+        "self.engine.type != 'Custom' || !has(self.prefill)",
+        "engine.type Custom has no prefill workers: the operator does not know how it transfers KV blocks",
+        ".prefill",
+    ),
+    Rule(
+        "self.engine.type == 'Baton' || !self.model.uri.startsWith('builtin://')",
+        "a builtin:// model is inside the worker image of engine.type Baton: use another location",
+        ".model.uri",
+    ),
+    Rule(
+        "self.engine.type != 'SGLang' || !has(self.model.aliases) || size(self.model.aliases) == 0",
+        "an SGLang worker serves one name: remove model.aliases",
+        ".model.aliases",
+    ),
+    Rule(
+        "self.engine.type == 'Baton' || !has(self.security.mutualTls)",
+        "security.mutualTls is for engine.type Baton: other engines do not check certificates of routers",
+        ".security.mutualTls",
+    ),
     Rule(
         f"!{_SCALED} || self.autoscaling.mode != 'Disabled'",
         "a role with scaling needs autoscaling.mode Internal or External",
@@ -63,7 +104,7 @@ class InferenceServiceSpec(Stored):
     """Model that the service serves."""
 
     engine: Engine = Engine()
-    """Settings of the inference engine in all workers."""
+    """The inference engine in all workers."""
 
     transfer: Transfer = Transfer()
     """Transfer of KV blocks from prefill to decode workers."""
@@ -131,9 +172,9 @@ class RevisionStatus(Part):
     """Hash of the revision, which its objects have in their names and labels."""
 
     phase: Literal["Waiting", "Warming", "Serving", "Draining", "Retired", "Failed"]
-    """Waiting: has no workers until its model is downloaded. Warming: not ready yet. Serving: receives
-    requests. Draining: finishes its requests. Retired: has no workers and is kept for a rollback. Failed: not
-    started again until the spec changes."""
+    """Waiting: has no workers until its model is downloaded and the cluster has the APIs that it needs.
+    Warming: not ready yet. Serving: receives requests. Draining: finishes its requests. Retired: has no
+    workers and is kept for a rollback. Failed: not started again until the spec changes."""
 
     weight: Annotated[int, Field(ge=0, le=100)] = 0
     """Percentage of requests that the revision receives."""

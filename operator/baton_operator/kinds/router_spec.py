@@ -169,6 +169,13 @@ class GatewayReference(Part):
     """Listener of the Gateway. Default: all listeners."""
 
 
+class InferencePool(Part):
+    """InferencePool (inference.networking.k8s.io/v1) with the routers as endpoint picker."""
+
+    failure_mode: Literal["FailClose", "FailOpen"] = "FailClose"
+    """Behavior of the gateway if no router answers. FailOpen: it chooses any worker."""
+
+
 class Issuer(Part):
     """Issuer or ClusterIssuer of cert-manager."""
 
@@ -200,8 +207,8 @@ class Authentication(Part):
     key or its SHA-256 hash."""
 
     tenants_secret_ref: SecretReference | None = None
-    """Secret whose key `tenants.yaml` is in the format of `baton router --tenants-file`. Each router applies
-    the limits by itself: N routers admit up to N times as much."""
+    """Secret whose key `tenants.yaml` is in the format of `baton router --tenants-file`. Each router
+    replica applies the limits by itself: N replicas admit up to N times as much."""
 
 
 @rules(
@@ -214,6 +221,11 @@ class Authentication(Part):
         "self.type != 'HTTPRoute' || !has(self.tls)",
         "type HTTPRoute does not support tls: set the certificate in the listener of the Gateway",
         ".tls",
+    ),
+    Rule(
+        "self.type != 'Ingress' || !has(self.inferencePool)",
+        "type Ingress does not support inferencePool: an Ingress cannot ask an endpoint picker",
+        ".inferencePool",
     ),
     Rule(
         "self.type == 'None' || size(self.hosts) > 0",
@@ -235,6 +247,11 @@ class Exposure(Part):
 
     gateway_refs: Annotated[list[GatewayReference], Field(min_length=1, max_length=8)] | None = None
     """Gateways of the HTTPRoute. Required for HTTPRoute."""
+
+    inference_pool: InferencePool | None = None
+    """Creates an InferencePool: gateways with Gateway API's inference extension ask a router for the worker
+    and send requests to it themselves. The HTTPRoute then refers to the pool. With type None, create the
+    HTTPRoute yourself. Default: none; gateways send requests to routers."""
 
     annotations: Annotations = {}
     """Annotations of the Ingress or HTTPRoute."""

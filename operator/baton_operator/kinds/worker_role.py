@@ -96,26 +96,15 @@ class Scaling(Part):
     """Limits of shrinking."""
 
 
-GPUS_OF_ONE_WORKER = 1
-"""Accelerators that the engine uses: it has no tensor parallelism."""
-
-
-@rules(
-    Rule(
-        f"self.count <= {GPUS_OF_ONE_WORKER}",
-        f"a worker uses {GPUS_OF_ONE_WORKER} accelerator and would leave the others idle: "
-        f"set count to {GPUS_OF_ONE_WORKER} and raise replicas",
-        ".count",
-    ),
-)
 class Gpu(Part):
-    """Accelerators of one worker."""
+    """Accelerators of one pod: of one worker, or of each node of a worker."""
 
     resource_name: ResourceName = "nvidia.com/gpu"
     """Name of the extended resource of the device plugin."""
 
     count: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of accelerators: 1, or 0 for a worker that runs on the CPU."""
+    """Number of accelerators; 0 for a worker that runs on the CPU. At most 1 for engine type Baton. For
+    others, a multiple of parallelism.tensor x parallelism.pipeline / parallelism.nodes."""
 
 
 class Rdma(Part):
@@ -259,6 +248,25 @@ class DisruptionBudget(Part):
     """Maximum workers that may be evicted at once."""
 
 
+class Parallelism(Part):
+    """Distribution of one worker over accelerators and nodes. For engine types vLLM and SGLang."""
+
+    tensor: Annotated[int, Field(ge=1, le=512)] = 1
+    """Accelerators among which each layer is divided."""
+
+    pipeline: Annotated[int, Field(ge=1, le=64)] = 1
+    """Stages into which the layers are divided, each on `tensor` accelerators."""
+
+    nodes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Pods that together are one worker, each with its own accelerators. Above 1, a role is a
+    LeaderWorkerSet, whose operator (https://lws.sigs.k8s.io) the cluster needs."""
+
+    @property
+    def accelerators(self) -> int:
+        """Accelerators of one copy of the model, over all nodes."""
+        return self.tensor * self.pipeline
+
+
 @rules(
     Rule(
         "!(has(self.replicas) && has(self.scaling))",
@@ -292,6 +300,9 @@ class WorkerRole(Part):
     resources: Resources = Resources()
     """Compute resources and devices of one worker."""
 
+    parallelism: Parallelism = Parallelism()
+    """Distribution of one worker over accelerators and nodes. Default: one accelerator."""
+
     resource_claims: Annotated[list[ResourceClaim], Field(max_length=8)] = []
     """Devices of one worker through Dynamic Resource Allocation."""
 
@@ -318,7 +329,10 @@ class WorkerRole(Part):
     """Scheduling of the pods."""
 
     startup_timeout: Annotated[Duration, between("10s", "24h")] = Duration("30m")
-    """Maximum time from the start of a worker until it is ready. After it, Kubernetes restarts the worker."""
+    """Maximum time from the start of a worker until it is ready. After it, Kubernetes restarts the worker.
+    With the default, workers of other engines than Baton get 10m and 8s per billion parameters if that is
+    longer. The operator reads the number of parameters from model.uri or model.name, such as 70B, and
+    assumes 40 billion per accelerator otherwise."""
 
     drain: Drain = Drain()
     """Shutdown of a worker."""

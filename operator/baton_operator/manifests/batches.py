@@ -20,7 +20,7 @@ from baton_operator.kinds.batch_job import BatchJobSpec
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import BatchSettings
 from baton_operator.manifests.network import DNS
-from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
+from baton_operator.manifests.objects import Manifest, Owner, given, merged, owned
 from baton_operator.manifests.pods import container_security, pod_security, scratch
 
 FILES_FOLDER = "/var/lib/baton-files"
@@ -79,7 +79,7 @@ def mounts(batches: BatchSettings) -> list[Manifest]:
 def of_runners(owner: Owner, policy: bool) -> list[Manifest]:
     """Return the runners' ServiceAccount and, with `policy`, their NetworkPolicy."""
     name = batch_jobs.account(owner.name)
-    account = made(owner, "v1", "ServiceAccount", name, {"automountServiceAccountToken": False})
+    account = owned(owner, "v1", "ServiceAccount", name, {"automountServiceAccountToken": False})
     routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
     body = {
         "podSelector": {"matchLabels": names.selecting(owner.name, batch_jobs.ROLE)},
@@ -87,7 +87,7 @@ def of_runners(owner: Owner, policy: bool) -> list[Manifest]:
         "ingress": [],
         "egress": [{"to": routers, "ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}, DNS],
     }
-    border = made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
+    border = owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
     return [account, border] if policy else [account]
 
 

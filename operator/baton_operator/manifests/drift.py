@@ -20,7 +20,10 @@ from baton_operator.manifests.objects import Manifest
 ANNOTATION = "baton.dev/applied"
 
 TEMPLATE = "baton.dev/template"
-"""Hash of the rendered selector and pod template of a Deployment of workers."""
+"""Hash of the rendered selector and pod template of a Deployment or LeaderWorkerSet of workers."""
+
+TEMPLATE_FIELDS = ("selector", "template", "leaderWorkerTemplate")
+"""Fields of Deployments and LeaderWorkerSets whose change replaces pods."""
 
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 _UNITS = {
@@ -41,19 +44,20 @@ def with_hash(desired: Manifest) -> Manifest:
 
 def keep_template(existing: Manifest | None, desired: Manifest) -> Manifest:
     """
-    Return the Deployment `wished`, with the pod template of `there` if another operator rendered that one.
+    Return the workload `desired`, with the pod template of `existing` if another operator rendered that one.
 
     Another template would restart the pods in place. So a hash in the Deployment says which one was
     rendered for it. If this operator renders the same, what others have changed is put back. If not, the
     pods keep what they were started with. 0.1.0 wrote no hash.
     """
-    digest = _hash({name: desired["spec"][name] for name in ("selector", "template")})
+    fields = [name for name in TEMPLATE_FIELDS if name in desired["spec"]]
+    digest = _hash({name: desired["spec"][name] for name in fields})
     before = (existing or {}).get("metadata", {}).get("annotations", {}).get(TEMPLATE)
     metadata = desired["metadata"]
     annotations = metadata.get("annotations", {})
     if existing is None or before == digest:
         return {**desired, "metadata": {**metadata, "annotations": {**annotations, TEMPLATE: digest}}}
-    kept = {name: existing["spec"][name] for name in ("selector", "template")}
+    kept = {name: existing["spec"][name] for name in fields}
     if before is not None:
         annotations = {**annotations, TEMPLATE: before}
     return {

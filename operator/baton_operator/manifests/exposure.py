@@ -7,7 +7,7 @@ from typing import Any
 
 from baton_operator.kinds.router_spec import Exposure, GatewayReference
 from baton_operator.manifests.conditions import Fact
-from baton_operator.manifests.objects import Manifest, Owner, given, made
+from baton_operator.manifests.objects import Manifest, Owner, given, owned
 
 GATEWAY_API = "gateway.networking.k8s.io/v1"
 CERTIFICATE_API = "cert-manager.io/v1"
@@ -24,14 +24,19 @@ STREAMING = {
 """Streams are not buffered or cut, and batch files fit. Other controllers ignore these annotations."""
 
 
-def exposed(owner: Owner, exposure: Exposure) -> list[Manifest]:
-    """Return the objects that expose a service; empty for a service inside of the cluster only."""
+def exposed(owner: Owner, exposure: Exposure, *, pool: Manifest | None = None) -> list[Manifest]:
+    """
+    Return the objects that expose a service; empty for a service inside of the cluster only.
+
+    `pool`: its InferencePool, if the cluster can have one.
+    """
+    pools = [] if pool is None else [pool]
     match exposure.type:
         case "Ingress":
             return [_ingress(owner, exposure), *_certificate(owner, exposure)]
         case "HTTPRoute":
-            return [_route(owner, exposure)]  # the Gateway's listener has the certificate
-    return []
+            return [*pools, _route(owner, exposure, pool)]  # the Gateway's listener has the certificate
+    return pools
 
 
 def service_url(owner: Owner, exposure: Exposure) -> str:
@@ -50,22 +55,30 @@ def _ingress(owner: Owner, exposure: Exposure) -> Manifest:
         tls=[{"hosts": list(exposure.hosts), "secretName": _secret(owner, exposure)}] if exposure.tls else [],
     )
     annotations = {**STREAMING, **exposure.annotations}
-    return made(owner, "networking.k8s.io/v1", "Ingress", owner.name, {"spec": body}, annotations=annotations)
+    return owned(
+        owner, "networking.k8s.io/v1", "Ingress", owner.name, {"spec": body}, annotations=annotations
+    )
 
 
-def _route(owner: Owner, exposure: Exposure) -> Manifest:
+def _route(owner: Owner, exposure: Exposure, pool: Manifest | None) -> Manifest:
     parents = [
         given(name=one.name, namespace=one.namespace, sectionName=one.section_name)
         for one in exposure.gateway_refs or ()
     ]
     rule = {
         "matches": [{"path": {"type": "PathPrefix", "value": "/"}}],
-        "backendRefs": [{"name": owner.name, "port": 80}],
+        "backendRefs": [{"name": owner.name, "port": 80} if pool is None else _reference(pool)],
         "timeouts": {"request": "0s"},  # a stream takes as long as it takes
     }
     body = {"parentRefs": parents, "hostnames": list(exposure.hosts), "rules": [rule]}
     annotations = dict(exposure.annotations)
-    return made(owner, GATEWAY_API, "HTTPRoute", owner.name, {"spec": body}, annotations=annotations)
+    return owned(owner, GATEWAY_API, "HTTPRoute", owner.name, {"spec": body}, annotations=annotations)
+
+
+def _reference(pool: Manifest) -> Manifest:
+    """Return the backend of a route: an InferencePool has ports of its own."""
+    group, _, _ = pool["apiVersion"].partition("/")
+    return {"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}
 
 
 def _certificate(owner: Owner, exposure: Exposure) -> list[Manifest]:
@@ -77,7 +90,7 @@ def _certificate(owner: Owner, exposure: Exposure) -> list[Manifest]:
         "dnsNames": list(exposure.hosts),
         "issuerRef": {"name": issuer.name, "kind": issuer.kind},
     }
-    return [made(owner, CERTIFICATE_API, "Certificate", owner.name, {"spec": body})]
+    return [owned(owner, CERTIFICATE_API, "Certificate", owner.name, {"spec": body})]
 
 
 def _secret(owner: Owner, exposure: Exposure) -> str:

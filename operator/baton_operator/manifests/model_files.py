@@ -16,7 +16,7 @@ from baton_api.announcements import PINNED_REVISION, RESULT_FILE
 from baton_operator import names
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.worker_role import Placement
-from baton_operator.manifests.objects import Manifest, Owner, given, made
+from baton_operator.manifests.objects import Manifest, Owner, given, owned
 from baton_operator.manifests.pods import container_security, placed, pod_security, scratch
 
 FOLDER = "/models"
@@ -164,7 +164,7 @@ class ModelFiles:
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }
         annotations = {CLAIM: claim_uid} if claim_uid else None
-        return made(owner, "batch/v1", "Job", self.job_name, {"spec": spec}, labels, annotations)
+        return owned(owner, "batch/v1", "Job", self.job_name, {"spec": spec}, labels, annotations)
 
     def persistent_volume_claim(self, owner: Owner) -> Manifest | None:
         """Return the claim; None if the operator does not create one."""
@@ -177,7 +177,7 @@ class ModelFiles:
             **given(storageClassName=cache.storage_class_name),
         }
         name = names.model_claim(self.service)
-        return made(owner, "v1", "PersistentVolumeClaim", name, {"spec": spec})
+        return owned(owner, "v1", "PersistentVolumeClaim", name, {"spec": spec})
 
     @property
     def _pinning(self) -> list[Manifest]:

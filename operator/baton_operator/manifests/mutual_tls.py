@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.manifests.exposure import CERTIFICATE_API
-from baton_operator.manifests.objects import Manifest, Owner, made
+from baton_operator.manifests.objects import Manifest, Owner, owned
 
 FOLDER = "/etc/baton/mtls"
 VOLUME = "mtls"
@@ -70,7 +70,7 @@ def certificate(owner: Owner, wanted: MutualTls | None) -> list[Manifest]:
         "renewBefore": "720h0m0s",
         "issuerRef": {"name": wanted.issuer_ref.name, "kind": wanted.issuer_ref.kind},
     }
-    return [made(owner, CERTIFICATE_API, "Certificate", f"{owner.name}-mtls", {"spec": body})]
+    return [owned(owner, CERTIFICATE_API, "Certificate", f"{owner.name}-mtls", {"spec": body})]
 
 
 def _secret(owner: Owner, wanted: MutualTls) -> str:

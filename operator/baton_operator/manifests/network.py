@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from baton_api import batch_jobs, labels
+from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests.objects import Manifest, Owner, made
+from baton_operator.manifests.objects import Manifest, Owner, owned
+from baton_operator.manifests.ports import in_pod_network
 from baton_operator.manifests.revision import Revision
 from baton_operator.manifests.workers import files
 
@@ -25,6 +27,9 @@ OPERATORS: Manifest = {
 
 TRACING_FLAG, TRACING_VARIABLE = "--tracing-endpoint", "BATON_TRACING_ENDPOINT"
 """Flag and variable with which `args` and `env` set the address of a tracing collector."""
+
+TRACING_FLAGS = (TRACING_FLAG, "--otlp-traces-endpoint")
+"""The flags of Baton, and of vLLM and SGLang."""
 
 
 def _namespace(name: str) -> Manifest:
@@ -43,6 +48,8 @@ def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
     operator and from Prometheus.
     """
     port: Manifest = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
+    if spec.exposure.inference_pool is not None:
+        port["ports"].append({"protocol": "TCP", "port": names.PICKER_PORT})
     allowed = spec.security.ingress_namespace_labels
     if allowed:
         runners = {"podSelector": {"matchLabels": names.selecting(owner.name, batch_jobs.ROLE)}}
@@ -59,24 +66,37 @@ def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
         "ingress": [port],
     }
     name = names.router(owner.name)
-    return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
+    return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
 
 
-def workers(owner: Owner, generation: Revision, metrics_namespace: str = "") -> Manifest:
+def gateways(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
+    """Return the policy with which gateways reach decode workers, at the port of the API."""
+    peers = [{"namespaceSelector": {"matchLabels": dict(spec.security.ingress_namespace_labels)}}]
+    role = Role.BOTH if spec.prefill is None else Role.DECODE
+    body = {
+        "podSelector": {"matchLabels": names.selecting(owner.name, role)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": peers, "ports": [{"protocol": "TCP", "port": names.HTTP_PORT}]}],
+    }
+    return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", f"{owner.name}-gateways", {"spec": body})
+
+
+def workers(owner: Owner, revision: Revision, metrics_namespace: str = "") -> Manifest:
     """
     Return the policy of the workers of one revision.
 
-    Ingress: routers at three ports, workers of the revision at all ports (UCX chooses them), and
-    `metrics_namespace` at the port with metrics. Egress: workers of the revision, DNS, and the port of the
-    tracing collector in `args` or `env`; any address if the pods download their model themselves.
+    Ingress: routers at three ports, workers of the revision at all ports, and `metrics_namespace` at the port
+    with metrics. UCX and NCCL choose their ports; side channels and bootstrap servers have fixed ones.
+    Egress: workers of the revision, DNS, and the port of the tracing collector in `args` or `env`; any
+    address if the pods download their model themselves.
     """
-    revision = generation.revision
-    of_revision = {labels.SERVICE: owner.name, labels.REVISION: revision}
+    of_revision = {labels.SERVICE: owner.name, labels.REVISION: revision.name}
     each_other = [{"podSelector": {"matchLabels": of_revision}}]
     routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
     health = {"protocol": "TCP", "port": names.HEALTH_PORT}  # has nothing but health and metrics
-    ports = (names.HTTP_PORT, names.KV_EVENTS_PORT, names.KV_REPLAY_PORT)
-    probed = [{"ports": [health]}] if generation.blueprint.mutual_tls else []
+    listening = in_pod_network(revision)
+    ports = (listening.http, listening.kv_events, listening.kv_replay)
+    probed = [{"ports": [health]}] if revision.blueprint.mutual_tls else []
     if metrics_namespace and not probed:
         http = {"protocol": "TCP", "port": names.HTTP_PORT}
         probed = [{"from": [_namespace(metrics_namespace)], "ports": [http]}]
@@ -89,27 +109,27 @@ def workers(owner: Owner, generation: Revision, metrics_namespace: str = "") -> 
             *probed,
         ],
         "egress": [{}]
-        if files(owner, generation).init_containers
-        else [{"to": each_other}, DNS, *_tracing(generation)],
+        if files(owner, revision).init_containers
+        else [{"to": each_other}, DNS, *_tracing(revision)],
     }
-    name = f"{owner.name}-workers-{revision}"
-    policy_labels = {**names.of_service(owner.name), labels.REVISION: revision}
-    return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, policy_labels)
+    name = f"{owner.name}-workers-{revision.name}"
+    policy_labels = {**names.of_service(owner.name), labels.REVISION: revision.name}
+    return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, policy_labels)
 
 
-def _tracing(generation: Revision) -> list[Manifest]:
+def _tracing(revision: Revision) -> list[Manifest]:
     """Return the ports of tracing collectors, at any address: a policy cannot contain host names."""
-    ports = sorted({port for url in _endpoints(generation) if (port := _port(url))})
+    ports = sorted({port for url in _endpoints(revision) if (port := _port(url))})
     return [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}] if ports else []
 
 
-def _endpoints(generation: Revision) -> Iterable[str]:
-    blueprint = generation.blueprint
+def _endpoints(revision: Revision) -> Iterable[str]:
+    blueprint = revision.blueprint
     for role in blueprint.roles.values():
         arguments = [*blueprint.engine.args, *role.args]
         for argument, after in zip(arguments, [*arguments[1:], ""], strict=False):
             flag, equals, value = argument.partition("=")
-            if flag == TRACING_FLAG:
+            if flag in TRACING_FLAGS:
                 yield value if equals else after
         for variable in (*blueprint.engine.env, *blueprint.transfer.env, *role.env):
             if variable.name == TRACING_VARIABLE and variable.value:

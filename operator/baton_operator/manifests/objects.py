@@ -41,7 +41,7 @@ class Owner:
         }
 
 
-def made(
+def owned(
     owner: Owner,
     api: str,
     kind: str,
@@ -50,7 +50,7 @@ def made(
     labels: names.Labels | None = None,
     annotations: names.Labels | None = None,
 ) -> Manifest:
-    """Return an object of the service: metadata and `body`."""
+    """Return an object that the service owns: metadata and `body`."""
     return {
         "apiVersion": api,
         "kind": kind,

@@ -8,7 +8,7 @@ from baton_api import labels
 from baton_operator import names
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.worker_role import Placement
-from baton_operator.manifests.objects import Manifest, Owner, given, made
+from baton_operator.manifests.objects import Manifest, Owner, given, owned
 
 USER = 65532
 """The user of distroless images, without rights on the node."""
@@ -93,4 +93,4 @@ def disruption_budget(owner: Owner, role: str, max_unavailable: int) -> Manifest
         "unhealthyPodEvictionPolicy": "AlwaysAllow",  # a pod that never gets ready must not hold up a drain
     }
     name, pod_labels = names.role(owner.name, role), names.of_role(owner.name, role)
-    return made(owner, "policy/v1", "PodDisruptionBudget", name, {"spec": body}, pod_labels)
+    return owned(owner, "policy/v1", "PodDisruptionBudget", name, {"spec": body}, pod_labels)

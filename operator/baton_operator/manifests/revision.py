@@ -90,10 +90,12 @@ class Revision(Part):
 
     blueprint: Blueprint
     image: str
-    """Default worker image of the operator at that time; the blueprint may name others."""
+    """Default image of the operator for the engine at that time; the blueprint may name others."""
+    fetch_image: str = ""
+    """Image that downloads the model for other engines than Baton, whose images cannot."""
     created: float
     """Unix seconds."""
-    revision: str = Field(exclude=True)
+    name: str = Field(exclude=True)
     """Name of the revision, from the label of its ConfigMap."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from baton_api import labels
 from baton_operator import names
@@ -11,7 +11,7 @@ from baton_operator.kinds.router_spec import Authentication
 from baton_operator.kinds.worker_role import TopologySpread
 from baton_operator.manifests import batches, tickets
 from baton_operator.manifests.mutual_tls import Shown
-from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
+from baton_operator.manifests.objects import Manifest, Owner, given, merged, owned
 from baton_operator.manifests.pods import (
     container_security,
     environment,
@@ -37,6 +37,9 @@ SPREAD = [
 ]
 """Default spread of routers."""
 
+PICKER = "grpc-ext-proc"
+"""Name of the port of the endpoint picker."""
+
 REVISION = "pod-template-hash"
 """Label with which Kubernetes distinguishes the pods of a Deployment's revisions."""
 
@@ -57,22 +60,24 @@ def router(
     }
     annotations = {SPEC_GENERATION: str(generation)}
     name = names.router(owner.name)
-    return made(owner, "apps/v1", "Deployment", name, {"spec": body}, pod_labels, annotations)
+    return owned(owner, "apps/v1", "Deployment", name, {"spec": body}, pod_labels, annotations)
 
 
-def service(owner: Owner) -> Manifest:
-    """Return the Service of the service's name, through which clients reach the routers."""
-    body = {
-        "selector": names.selecting(owner.name, names.ROUTER),
-        "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
-    }
-    return made(owner, "v1", "Service", owner.name, {"spec": body}, names.of_role(owner.name, names.ROUTER))
+def service(owner: Owner, *, picks: bool = False) -> Manifest:
+    """Return the Service through which clients reach the routers; `picks`: gateways as well."""
+    ports: list[Manifest] = [{"name": "http", "port": 80, "targetPort": "http"}]
+    if picks:
+        ports.append(
+            {"name": PICKER, "port": names.PICKER_PORT, "targetPort": PICKER, "appProtocol": "http2"}
+        )
+    body = {"selector": names.selecting(owner.name, names.ROUTER), "ports": ports}
+    return owned(owner, "v1", "Service", owner.name, {"spec": body}, names.of_role(owner.name, names.ROUTER))
 
 
 def weights(owner: Owner, by_revision: Mapping[str, int]) -> Manifest:
     """Return the ConfigMap with the percentage of requests for each revision."""
     lines = "".join(f"{revision}={weight}\n" for revision, weight in sorted(by_revision.items()))
-    return made(owner, "v1", "ConfigMap", names.router(owner.name), {"data": {WEIGHTS_FILE: lines}})
+    return owned(owner, "v1", "ConfigMap", names.router(owner.name), {"data": {WEIGHTS_FILE: lines}})
 
 
 def account(owner: Owner, spec: InferenceServiceSpec) -> list[Manifest]:
@@ -89,9 +94,9 @@ def account(owner: Owner, spec: InferenceServiceSpec) -> list[Manifest]:
     subject = {"kind": "ServiceAccount", "name": name, "namespace": owner.namespace}
     more = batches.RULES if batches.by_jobs(spec.router.batches) else []
     return [
-        made(owner, "v1", "ServiceAccount", name, {"automountServiceAccountToken": False}),
-        made(owner, f"{group}/v1", "Role", name, {"rules": [rule, *more]}),
-        made(owner, f"{group}/v1", "RoleBinding", name, {"roleRef": role, "subjects": [subject]}),
+        owned(owner, "v1", "ServiceAccount", name, {"automountServiceAccountToken": False}),
+        owned(owner, f"{group}/v1", "Role", name, {"rules": [rule, *more]}),
+        owned(owner, f"{group}/v1", "RoleBinding", name, {"roleRef": role, "subjects": [subject]}),
     ]
 
 
@@ -110,39 +115,7 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
         "securityContext": pod_security(),
         "terminationGracePeriodSeconds": wanted.drain.total_s + END_S,
         **given(imagePullSecrets=[{"name": name} for name in spec.security.image_pull_secrets]),
-        "containers": [
-            {
-                "name": names.MAIN,
-                "image": wanted.image or image,
-                "args": _arguments(owner, spec, shown.flags),
-                "env": [
-                    field("POD_NAME", "metadata.name"),
-                    *batches.environment(wanted.batches),
-                    *environment(
-                        tickets.variable(tickets.ROUTER_VARIABLE, owner.name, wanted.pod_template), wanted.env
-                    ),
-                ],
-                **given(envFrom=batches.environment_sources(wanted.batches)),
-                "ports": [{"name": "http", "containerPort": names.ROUTER_PORT}],
-                "resources": {
-                    "requests": {"cpu": wanted.resources.cpu, "memory": wanted.resources.memory},
-                    "limits": {"memory": wanted.resources.memory},
-                },
-                "securityContext": container_security(),
-                "volumeMounts": [
-                    {"name": "weights", "mountPath": WEIGHTS_FOLDER, "readOnly": True},
-                    *mounts,
-                    *secret_mounts,
-                    *batches.mounts(wanted.batches),
-                    *shown.mounts,
-                ],
-                "startupProbe": _probe("/health", period=2, failures=60),
-                "readinessProbe": _probe(
-                    "/ready", period=2, failures=3
-                ),  # one slow answer does not remove the router
-                "livenessProbe": _probe("/health", period=10, failures=6),
-            }
-        ],
+        "containers": [_container(owner, spec, image, shown, [*mounts, *secret_mounts])],
         "volumes": [
             {"name": "weights", "configMap": configuration},
             *volumes,
@@ -150,6 +123,41 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
             *batches.volumes(wanted.batches),
             *shown.volumes,
         ],
+    }
+
+
+def _container(
+    owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown, mounts: Sequence[Manifest]
+) -> Manifest:
+    wanted = spec.router
+    ticket_secret = tickets.variable(tickets.ROUTER_VARIABLE, owner.name, wanted.pod_template)
+    return {
+        "name": names.MAIN,
+        "image": wanted.image or image,
+        "args": _arguments(owner, spec, shown.flags),
+        "env": [
+            field("POD_NAME", "metadata.name"),
+            *batches.environment(wanted.batches),
+            *environment(ticket_secret, wanted.env),
+        ],
+        **given(envFrom=batches.environment_sources(wanted.batches)),
+        "ports": _ports(spec),
+        "resources": {
+            "requests": {"cpu": wanted.resources.cpu, "memory": wanted.resources.memory},
+            "limits": {"memory": wanted.resources.memory},
+        },
+        "securityContext": container_security(),
+        "volumeMounts": [
+            {"name": "weights", "mountPath": WEIGHTS_FOLDER, "readOnly": True},
+            *mounts,
+            *batches.mounts(wanted.batches),
+            *shown.mounts,
+        ],
+        "startupProbe": _probe("/health", period=2, failures=60),
+        "readinessProbe": _probe(
+            "/ready", period=2, failures=3
+        ),  # one slow answer does not remove the router
+        "livenessProbe": _probe("/health", period=10, failures=6),
     }
 
 
@@ -172,6 +180,8 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
     if wanted.scale_from_zero_timeout.seconds:
         flags.append(f"--hold-s={wanted.scale_from_zero_timeout.seconds:g}")
         flags.append(f"--hold-models={','.join((spec.model.name or owner.name, *spec.model.aliases))}")
+    if spec.exposure.inference_pool is not None:
+        flags.append(f"--gateway-port={names.PICKER_PORT}")
     if wanted.dashboard:
         flags.append("--dashboard")
     if auth.api_keys_secret_ref is not None:
@@ -179,6 +189,13 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
     if auth.tenants_secret_ref is not None:
         flags.append(f"--tenants-file={TENANTS_FOLDER}/{TENANTS_FILE}")
     return [*flags, *wanted.args]
+
+
+def _ports(spec: InferenceServiceSpec) -> list[Manifest]:
+    ports: list[Manifest] = [{"name": "http", "containerPort": names.ROUTER_PORT}]
+    if spec.exposure.inference_pool is not None:
+        ports.append({"name": PICKER, "containerPort": names.PICKER_PORT})
+    return ports
 
 
 def _secrets(auth: Authentication) -> tuple[list[Manifest], list[Manifest]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from baton_operator import names
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.part import Anything
-from baton_operator.manifests.objects import Key, Manifest, Owner, key, made
+from baton_operator.manifests.objects import Key, Manifest, Owner, key, owned
 
 KEY = "secret"
 """Key of the Secret that holds the value."""
@@ -25,7 +25,7 @@ def secret(owner: Owner, value: str) -> Manifest:
     """Return the Secret. It is immutable: delete it to rotate the value."""
     data = {KEY: base64.b64encode(value.encode()).decode()}
     body = {"type": "Opaque", "immutable": True, "data": data}
-    return made(owner, "v1", "Secret", names.tickets(owner.name), body)
+    return owned(owner, "v1", "Secret", names.tickets(owner.name), body)
 
 
 def variable(name: str, service: str, pod_template: Anything | None) -> list[Variable]:

@@ -15,13 +15,27 @@ from baton_api import labels
 from baton_operator import names
 from baton_operator.cluster.api_resources import PRUNED
 from baton_operator.cluster.state import ClusterState
+from baton_operator.kinds.engine import EngineType
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import MutualTls
-from baton_operator.manifests import batches, exposure, mutual_tls, network, pods, routers, tickets, workers
+from baton_operator.manifests import (
+    batches,
+    exposure,
+    inference_pool,
+    mutual_tls,
+    network,
+    pods,
+    routers,
+    tickets,
+    workers,
+)
 from baton_operator.manifests.drift import amount, is_current, keep_template, with_hash
+from baton_operator.manifests.engines import checks
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
+from baton_operator.manifests.groups import GROUP_API, GROUP_KIND
+from baton_operator.manifests.inference_pool import POOL_API
 from baton_operator.manifests.model_files import ModelFiles
-from baton_operator.manifests.objects import Key, Manifest, key, made
+from baton_operator.manifests.objects import Key, Manifest, key, owned
 from baton_operator.manifests.revision import Revision
 from baton_operator.rollout import revision_history
 from baton_operator.rollout.decision import (
@@ -47,6 +61,12 @@ class OperatorDefaults:
     """Default of spec.security.mutualTls."""
     metrics_namespace: str = ""
     """Default of spec.security.metricsNamespace; empty: none."""
+    engines: Mapping[EngineType, str] = field(default_factory=dict)
+    """Default images of workers with other engines than Baton."""
+
+    def worker_image(self, engine: EngineType) -> str:
+        """Return the default image of workers with this engine; empty: none."""
+        return self.worker if engine == "Baton" else self.engines.get(engine, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +104,14 @@ class ServiceState:
     @property
     def model(self) -> ModelFetch:
         """Progress of the target revision."""
-        return self.models[self.target.revision]
+        return self.models[self.target.name]
 
 
 def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) -> ServicePlan:
     """Return the plan. `now`: Unix seconds. Raises ValueError if the spec is invalid."""
     spec = _with_defaults(InferenceServiceSpec.model_validate(cluster.service["spec"]), images)
+    checks.check(cluster.owner.name, spec, images.worker_image(spec.engine.type))
+    inference_pool.check(spec)
     state, again_s = _plan_revisions(cluster, spec, images, now)
     wanted = (
         *_service_objects(cluster, state, images),
@@ -117,7 +139,7 @@ def _plan_revisions(
     """Return the decisions, and the seconds until they may change without another event."""
     stored = revision_history.known_revisions(cluster)
     revision = _target_revision(cluster, spec, stored, images, now)
-    revisions = {**stored, revision.revision: revision}
+    revisions = {**stored, revision.name: revision}
     weights = {one["name"]: one.get("weight", 0) for one in cluster.status.get("revisions", ())}
     seen = [
         revision_history.revision_state(cluster, one, weights.get(name, 0), now)
@@ -125,19 +147,18 @@ def _plan_revisions(
     ]
     targets = role_scalers.targets(cluster, spec)
     models = model_fetches(cluster, revisions)
+    missing = _missing_apis(cluster, spec, revision)
     want = RolloutTarget(
-        revision=revision.revision,
+        revision=revision.name,
         targets=targets,
         bounds=_bounds(spec),
         policy=spec.rollout,
         suspended=spec.suspend,
-        held=not models[revision.revision].present,
+        held=not models[revision.name].present or GROUP_API in missing,
     )
     revision_plans = decide(want, seen, now)
-    kept = _retained_revisions(spec, revisions, seen, revision_plans, revision.revision)
-    state = ServiceState(
-        spec, revision, targets, seen, revision_plans, kept, models, _missing_apis(cluster, spec)
-    )
+    kept = _retained_revisions(spec, revisions, seen, revision_plans, revision.name)
+    state = ServiceState(spec, revision, targets, seen, revision_plans, kept, models, missing)
     return state, seconds_until_change(want, seen, now)
 
 
@@ -149,7 +170,8 @@ def _target_revision(
     now: float,
 ) -> Revision:
     try:
-        return revision_history.wanted_revision(cluster, spec, stored, images.worker, now)
+        image = images.worker_image(spec.engine.type)
+        return revision_history.wanted_revision(cluster, spec, stored, image, images.worker, now)
     except KeyError as error:
         existing = ", ".join(sorted(stored)) or "none"
         raise ValueError(
@@ -158,7 +180,9 @@ def _target_revision(
 
 
 def _with_defaults(spec: InferenceServiceSpec, images: OperatorDefaults) -> InferenceServiceSpec:
-    revisions = {"mutual_tls": images.mutual_tls, "metrics_namespace": images.metrics_namespace}
+    # Only Baton's own engine speaks mutual TLS with routers.
+    issuer = images.mutual_tls if spec.engine.type == "Baton" else None
+    revisions = {"mutual_tls": issuer, "metrics_namespace": images.metrics_namespace}
     missing = {name: value for name, value in revisions.items() if getattr(spec.security, name) is None}
     return spec.model_copy(update={"security": spec.security.model_copy(update=missing)})
 
@@ -191,10 +215,14 @@ def _retained_revisions(
     return {name: one for name, one in revisions.items() if name in chosen}
 
 
-def _missing_apis(cluster: ClusterState, spec: InferenceServiceSpec) -> list[str]:
+def _missing_apis(cluster: ClusterState, spec: InferenceServiceSpec, revision: Revision) -> list[str]:
     needed = []
+    if any(map(workers.is_group, revision.blueprint.roles.values())):
+        needed.append(GROUP_API)
     if spec.exposure.type == "HTTPRoute":
         needed.append(GATEWAY_API)
+    if spec.exposure.inference_pool is not None:
+        needed.append(POOL_API)
     of_hosts = spec.exposure.tls if spec.exposure.type == "Ingress" else None
     if any(one is not None and one.issuer_ref is not None for one in (of_hosts, spec.security.mutual_tls)):
         needed.append(CERTIFICATE_API)
@@ -214,14 +242,14 @@ def _service_objects(cluster: ClusterState, state: ServiceState, images: Operato
     desired = [
         *routers.account(owner, spec),
         routers.weights(owner, weights),
-        routers.service(owner),
+        routers.service(owner, picks=spec.exposure.inference_pool is not None),
         routers.router(
             owner, spec, images.router, replicas, mutual_tls.shown(owner, shown), cluster.generation
         ),
     ]
     if not spec.security.service_account_name:
         body = {"automountServiceAccountToken": False}
-        desired.append(made(owner, "v1", "ServiceAccount", names.workers_account(owner.name), body))
+        desired.append(owned(owner, "v1", "ServiceAccount", names.workers_account(owner.name), body))
     if batches.by_jobs(spec.router.batches):
         desired += batches.of_runners(owner, spec.security.network_policy)
     if replicas > 1:
@@ -232,9 +260,21 @@ def _service_objects(cluster: ClusterState, state: ServiceState, images: Operato
             desired.append(pods.disruption_budget(owner, label, role.pod_disruption_budget.max_unavailable))
     if spec.security.network_policy:
         desired.append(network.routers(owner, spec))
-    optional = [*exposure.exposed(owner, spec.exposure), *mutual_tls.certificate(owner, shown)]
+        if spec.exposure.inference_pool is not None:
+            desired.append(network.gateways(owner, spec))
+    exposing = exposure.exposed(owner, spec.exposure, pool=_inference_pool(cluster, state))
+    optional = [*exposing, *mutual_tls.certificate(owner, shown)]
     desired += [one for one in optional if one["apiVersion"] not in state.unsupported]
     return desired
+
+
+def _inference_pool(cluster: ClusterState, state: ServiceState) -> Manifest | None:
+    """Return the pool; None if it is not wanted, or the cluster lacks its API."""
+    wanted = state.spec.exposure.inference_pool
+    if wanted is None or POOL_API in state.unsupported:
+        return None
+    existing = [state.revisions[one.revision] for one in state.seen if one.exists]
+    return inference_pool.pool(cluster.owner, wanted, state.target, existing)
 
 
 def _mutual_tls(state: ServiceState) -> MutualTls | None:
@@ -260,8 +300,9 @@ def _revision_objects(cluster: ClusterState, state: ServiceState) -> list[Manife
             desired.append(network.workers(owner, revision, state.spec.security.metrics_namespace or ""))
         for part, role in revision_history.role_names(revision).items():
             desired.append(workers.service(owner, revision, role))
-            deployment = workers.deployment(owner, revision, role, revision_plan.replicas[part])
-            desired.append(keep_template(cluster.find(*key(deployment)), deployment))
+            workload = workers.workload(owner, revision, role, revision_plan.replicas[part])
+            if workload["kind"] != GROUP_KIND or GROUP_API in cluster.apis:
+                desired.append(keep_template(cluster.find(*key(workload)), workload))
     return desired
 
 

@@ -12,7 +12,8 @@ from baton_operator.kinds import renames
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import exposure, workers
 from baton_operator.manifests.conditions import Fact, Transition, written
-from baton_operator.manifests.objects import Manifest, timestamp
+from baton_operator.manifests.groups import GROUP_API, GROUP_KIND, INSTALLATION, LEADER, WORKER_INDEX
+from baton_operator.manifests.objects import Key, Manifest, timestamp
 from baton_operator.reconcilers.plan import ServiceState
 from baton_operator.rollout import revision_history
 from baton_operator.rollout.decision import RevisionPlan, RevisionState, RoleName
@@ -43,7 +44,7 @@ def service_status(
         "conditions": conditions,
         **roles,
         "currentRevision": _current(state),
-        "updateRevision": state.target.revision,
+        "updateRevision": state.target.name,
         "revisions": _revisions(cluster, state),
         "model": {
             "cacheClaim": files.claim,
@@ -105,9 +106,7 @@ def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]
         route = cluster.find(exposure.GATEWAY_API, "HTTPRoute", cluster.owner.name)
         facts.append(exposure.route_fact(cluster.owner, state.spec.exposure, route))
     if state.unsupported:
-        missing = " and ".join(state.unsupported)
-        message = f"The cluster does not serve {missing}. Install it, or remove the fields that need it."
-        facts.append(Fact("SpecSupported", False, "ApiMissing", message))
+        facts.append(Fact("SpecSupported", False, "ApiMissing", _missing(state)))
     elif unmet:
         facts.append(Fact("SpecSupported", False, "ClaimRefused", unmet))
     elif old := renames.old_names(InferenceServiceSpec, cluster.service["spec"], "spec"):
@@ -116,6 +115,15 @@ def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]
     else:
         facts.append(Fact("SpecSupported", True, "Supported"))
     return [*facts, _scaling(cluster, state), _limit(cluster, state)]
+
+
+def _missing(state: ServiceState) -> str:
+    """Return which APIs the cluster lacks, and what to do."""
+    missing = " and ".join(state.unsupported)
+    message = f"The cluster does not serve {missing}. Install it, or remove the fields that need it."
+    if GROUP_API in state.unsupported:
+        message += f" Workers with parallelism.nodes above 1 need {GROUP_KIND}: see {INSTALLATION}."
+    return message
 
 
 def _url(cluster: ClusterState, state: ServiceState) -> str:
@@ -147,7 +155,7 @@ def _availability(state: ServiceState, routers: int) -> Fact:
         return Fact("Available", False, "ScaledToZero", "The desired number of workers is 0.")
     if not routers:
         return Fact("Available", False, "NoRouter", "No router is ready.")
-    wanted, serving = state.target.revision, _current(state)
+    wanted, serving = state.target.name, _current(state)
     if serving == wanted:
         return Fact("Available", True, "Serving", f"Revision {serving} serves requests.")
     if serving:
@@ -158,6 +166,8 @@ def _availability(state: ServiceState, routers: int) -> Fact:
         return Fact("Available", True, "RolledBack" if failed else "RollingOut", message)
     if not state.model.present:
         return Fact("Available", False, "ModelMissing", state.model.message)
+    if GROUP_API in state.unsupported:
+        return Fact("Available", False, "ApiMissing", _missing(state))
     name = _lacking(state, wanted) or "decode"
     return Fact("Available", False, f"No{name.capitalize()}", f"No {name} worker is ready.")
 
@@ -172,7 +182,7 @@ def _lacking(state: ServiceState, revision: str) -> RoleName | None:
 
 
 def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
-    fate = state.revision_plans[state.target.revision]
+    fate = state.revision_plans[state.target.name]
     if fate.phase == "Failed":
         return Fact("Progressing", False, "RolloutFailed", f"Revision {fate.revision} failed.")
     if state.spec.rollout.paused and fate.phase != "Serving":
@@ -181,10 +191,12 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
         fetching = state.model.phase == "Fetching"
         reason = "FetchingModel" if fetching else "FetchFailed"
         return Fact("Progressing", fetching, reason, state.model.message)
+    if GROUP_API in state.unsupported:
+        return Fact("Progressing", False, "ApiMissing", _missing(state))
     whole = all(_ready(state, name) >= count for name, count in state.targets.items() if count)
     if fate.phase == "Serving" and whole:
         return Fact("Progressing", False, "Complete", "All workers of the current revision are ready.")
-    of_it = [names.worker(cluster.owner.name, role, fate.revision) for role in state.target.blueprint.roles]
+    of_it = [workers.workload_key(cluster.owner, state.target, role) for role in state.target.blueprint.roles]
     if refused := _refused(cluster, of_it):
         return Fact("Progressing", True, "PodsRefused", refused[0])
     if trouble := _trouble([pod for pod in cluster.pods if pod.revision == fate.revision]):
@@ -196,8 +208,8 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
 
 
 def _degradation(cluster: ClusterState, state: ServiceState, failed: Sequence[RevisionPlan]) -> Fact:
-    if state.target.revision in {fate.revision for fate in failed}:
-        fate = state.revision_plans[state.target.revision]
+    if state.target.name in {fate.revision for fate in failed}:
+        fate = state.revision_plans[state.target.name]
         cause = fate.reason or revision_history.failure_reason(cluster, fate.revision)
         why = f": {cause}" if cause else ""
         message = f"Revision {fate.revision} failed{why}. Change the spec to start another rollout."
@@ -207,9 +219,9 @@ def _degradation(cluster: ClusterState, state: ServiceState, failed: Sequence[Re
     return Fact("Degraded", False, "AsExpected")
 
 
-def _refused(cluster: ClusterState, deployments: Iterable[str]) -> list[str]:
+def _refused(cluster: ClusterState, workloads: Iterable[Key]) -> list[str]:
     """Errors with which the API server rejects new pods of these Deployments."""
-    existing = [cluster.find("apps/v1", "Deployment", name) for name in deployments]
+    existing = [cluster.find(*one) for one in workloads]
     return sorted(filter(None, map(pod_creation_failure, existing)))
 
 
@@ -269,11 +281,11 @@ def _ready(state: ServiceState, name: RoleName) -> int:
 
 def _role(cluster: ClusterState, state: ServiceState, name: RoleName) -> Status:
     existing = [one.roles[name] for one in state.seen if name in one.roles]
-    new = next(one for one in state.seen if one.revision == state.target.revision)
+    new = next(one for one in state.seen if one.revision == state.target.name)
     labels = {"decode": ("decode", "both")}.get(name, (name,))
-    deployments = [
-        names.worker(cluster.owner.name, role, revision)
-        for revision, one in state.revisions.items()
+    workloads = [
+        workers.workload_key(cluster.owner, one, role)
+        for one in state.revisions.values()
         for role in one.blueprint.roles
         if role in labels
     ]
@@ -285,30 +297,28 @@ def _role(cluster: ClusterState, state: ServiceState, name: RoleName) -> Status:
         "ready": ready,
         "updated": new.roles[name].ready if name in new.roles else 0,
         "summary": f"{ready}/{state.targets[name]}",
-        "message": _problem(cluster, deployments, pods, complete=ready >= state.targets[name]),
+        "message": _problem(cluster, workloads, pods, complete=ready >= state.targets[name]),
     }
 
 
-def _problem(
-    cluster: ClusterState, deployments: Iterable[str], pods: Sequence[Pod], *, complete: bool
-) -> str:
+def _problem(cluster: ClusterState, workloads: Iterable[Key], pods: Sequence[Pod], *, complete: bool) -> str:
     if complete:
         pods = [pod for pod in pods if not pod.finished]
-    return next(iter([*_refused(cluster, deployments), *_trouble(pods)]), "")[:1024]
+    return next(iter([*_refused(cluster, workloads), *_trouble(pods)]), "")[:1024]
 
 
 def _router(cluster: ClusterState, state: ServiceState) -> Status:
     pods = [pod for pod in cluster.pods if pod.role == names.ROUTER]
     ready = sum(pod.ready and not pod.terminating for pod in pods)
     desired = 0 if state.spec.suspend else state.spec.router.replicas
-    deployments = [names.router(cluster.owner.name)]
+    workloads: list[Key] = [("apps/v1", "Deployment", names.router(cluster.owner.name))]
     return {
         "desired": desired,
         "replicas": sum(not pod.finished for pod in pods),
         "ready": ready,
         "updated": ready,
         "summary": f"{ready}/{desired}",
-        "message": _problem(cluster, deployments, pods, complete=ready >= desired),
+        "message": _problem(cluster, workloads, pods, complete=ready >= desired),
     }
 
 
@@ -354,6 +364,8 @@ def scaler_status(scaler: Manifest, state: ServiceState | None, now: float) -> d
     service, role = spec["serviceName"], spec["role"]
     label = "both" if role == "decode" and state and state.spec.prefill is None else role
     selecting = names.selecting(service, label)
+    if state is not None and workers.is_group(role_scalers.roles(state.spec).get(role, state.spec.decode)):
+        selecting[WORKER_INDEX] = LEADER
     before = scaler.get("status", {}).get("conditions", ())
     conditions, _ = written([_bound(scaler, state)], before, metadata.get("generation", 0), now)
     existing = [one.roles[role] for one in state.seen if role in one.roles] if state else []

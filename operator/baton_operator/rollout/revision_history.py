@@ -12,8 +12,9 @@ from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests import workers
 from baton_operator.manifests.model_files import PIN_KEY
-from baton_operator.manifests.objects import Manifest, Owner, made, seconds
+from baton_operator.manifests.objects import Manifest, Owner, owned, seconds
 from baton_operator.manifests.revision import Blueprint, Revision
 from baton_operator.rollout.decision import RevisionState, RoleName, RoleState
 from baton_operator.rollout.model_fetch import PROOF, Proof
@@ -26,12 +27,12 @@ def known_revisions(cluster: ClusterState) -> dict[str, Revision]:
     """Return the revisions that have a ConfigMap, by name."""
     stored = [
         Revision.model_validate(
-            {**json.loads(one["data"][REVISION_KEY]), "revision": one["metadata"]["labels"][labels.REVISION]}
+            {**json.loads(one["data"][REVISION_KEY]), "name": one["metadata"]["labels"][labels.REVISION]}
         )
         for one in cluster.of_kind("ConfigMap")
         if REVISION_KEY in one.get("data", {})
     ]
-    return {one.revision: one for one in stored}
+    return {one.name: one for one in stored}
 
 
 def wanted_revision(
@@ -39,62 +40,70 @@ def wanted_revision(
     spec: InferenceServiceSpec,
     revisions: Mapping[str, Revision],
     image: str,
+    worker_image: str,
     now: float,
 ) -> Revision:
-    """Return the existing or new revision of the spec. Raises KeyError if rollbackTo names an unknown one."""
+    """
+    Return the existing or new revision of the spec. Raises KeyError if rollbackTo names an unknown one.
+
+    `image`: default image of the engine. `worker_image`: image of Baton's workers, which downloads models.
+    """
     if spec.rollout.rollback_to is not None:
         return revisions[spec.rollout.rollback_to]
     blueprint = Blueprint.of(cluster.owner.name, spec)
     digest = blueprint.digest
     same = [one for one in revisions.values() if one.blueprint.digest == digest]
     if not same:
-        return Revision(blueprint=blueprint, image=image, created=now, revision=digest)
+        fetch_image = "" if spec.engine.type == "Baton" else worker_image
+        return Revision(blueprint=blueprint, image=image, fetch_image=fetch_image, created=now, name=digest)
     # Operators with other hashes may have created equal revisions. Keep the one that serves.
-    return max(same, key=lambda one: (_note(cluster, one.revision).get("weight", 0), one.created))
+    return max(same, key=lambda one: (_note(cluster, one.name).get("weight", 0), one.created))
 
 
-def revision_config_map(cluster: ClusterState, revision_: Revision, proof: Proof | None) -> Manifest:
+def revision_config_map(cluster: ClusterState, revision: Revision, proof: Proof | None) -> Manifest:
     """Return the ConfigMap that stores a revision and the proof that its model was fetched."""
-    owner, revision = cluster.owner, revision_.revision
-    name = names.revision_config_map(owner.name, revision)
+    owner = cluster.owner
+    name = names.revision_config_map(owner.name, revision.name)
     before = cluster.find("v1", "ConfigMap", name)
     # The data is immutable, and another version of the operator might serialize it differently.
     data = (
         before["data"]
         if before
-        else {REVISION_KEY: revision_.model_dump_json(by_alias=True, exclude_defaults=True)}
+        else {REVISION_KEY: revision.model_dump_json(by_alias=True, exclude_defaults=True)}
     )
-    existing = {**names.of_service(owner.name), labels.REVISION: revision}
+    labels_ = {**names.of_service(owner.name), labels.REVISION: revision.name}
     annotations = {PROOF: proof.text} if proof else None
-    return made(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, existing, annotations)
+    return owned(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, labels_, annotations)
 
 
-def model_pin(owner: Owner, revision_: Revision, commit: str) -> Manifest:
+def model_pin(owner: Owner, revision: Revision, commit: str) -> Manifest:
     """Return the ConfigMap with the commit that all pods of a revision fetch."""
-    revision = revision_.revision
-    existing = {**names.of_service(owner.name), labels.REVISION: revision}
-    return made(
-        owner, "v1", "ConfigMap", names.model_pin(owner.name, revision), {"data": {PIN_KEY: commit}}, existing
-    )
+    name = names.model_pin(owner.name, revision.name)
+    labels_ = {**names.of_service(owner.name), labels.REVISION: revision.name}
+    return owned(owner, "v1", "ConfigMap", name, {"data": {PIN_KEY: commit}}, labels_)
 
 
-def role_names(revision_: Revision) -> dict[RoleName, Role]:
+def role_names(revision: Revision) -> dict[RoleName, Role]:
     """Return the roles of a revision by their names in the spec."""
-    return {"prefill" if role is Role.PREFILL else "decode": role for role in revision_.blueprint.roles}
+    return {"prefill" if role is Role.PREFILL else "decode": role for role in revision.blueprint.roles}
 
 
-def revision_state(cluster: ClusterState, revision_: Revision, weight: int, now: float) -> RevisionState:
+def revision_state(cluster: ClusterState, revision: Revision, weight: int, now: float) -> RevisionState:
     """Return the state of a revision, from its objects and its entry in the last status."""
-    revision = revision_.revision
-    note = _note(cluster, revision)
-    pods = [pod for pod in cluster.pods if pod.revision == revision and not pod.finished]
+    note = _note(cluster, revision.name)
+    pods = [pod for pod in cluster.pods if pod.revision == revision.name and not pod.finished]
     roles: dict[RoleName, RoleState] = {}
-    for name, role in role_names(revision_).items():
-        existing = cluster.find("apps/v1", "Deployment", names.worker(cluster.owner.name, role, revision))
+    for name, role in role_names(revision).items():
+        existing = cluster.find(*workers.workload_key(cluster.owner, revision, role))
         replicas = existing["spec"].get("replicas", 1) if existing else 0
-        of_role = [pod for pod in pods if pod.role == role]
-        roles[name] = RoleState(replicas, _ready(of_role), len(of_role))
-    one = RevisionState(revision, revision_.created, roles, weight)
+        # One pod of each worker: the first, where a worker has several nodes.
+        of_role = [pod for pod in pods if pod.role == role and not pod.follower]
+        ready = _ready(of_role)
+        if workers.is_group(revision.blueprint.roles[role]):
+            # A first node may be ready while another one is not.
+            ready = min(ready, (existing or {}).get("status", {}).get("readyReplicas", 0))
+        roles[name] = RoleState(replicas, ready, len(of_role))
+    one = RevisionState(revision.name, revision.created, roles, weight)
     ready = sum(role.ready for role in roles.values())
     begins = one.waiting and note.get("settled", True)
     goes_on = begins or ready > note.get("peak", 0) or not note
@@ -103,7 +112,7 @@ def revision_state(cluster: ClusterState, revision_: Revision, weight: int, now:
         failed=note.get("phase") == "Failed",
         progressed=now if goes_on else seconds(note["progressedAt"]),
         restarts=max((pod.restarts for pod in pods), default=0),
-        health=cluster.health.get(revision, RolloutHealth()),
+        health=cluster.health.get(revision.name, RolloutHealth()),
         step=note.get("step", 0),
         step_since=seconds(note["stepSince"]) if "stepSince" in note else None,
     )

@@ -168,8 +168,8 @@ def parse_counters(text: str) -> Counter[CounterKey]:
     >>> parse_counters(f'{name}{{revision="6f1c2ab9",result="failed"}} 3.0\\n')
     Counter({('6f1c2ab9', 'failed'): 3.0})
     """
-    requests = metrics.ROUTER_GENERATION_REQUESTS.name
-    streams = f"{metrics.ROUTER_GENERATION_FIRST_TOKEN.name}_bucket"
+    requests = metrics.ROUTER_REVISION_REQUESTS.name
+    streams = f"{metrics.ROUTER_REVISION_FIRST_TOKEN.name}_bucket"
     counters: Counter[CounterKey] = Counter()
     for family in text_string_to_metric_families(text):
         for one in family.samples:

@@ -28,7 +28,7 @@ from baton_operator.manifests.conditions import Fact, Transition
 from baton_operator.manifests.objects import Manifest, timestamp
 from baton_operator.reconcilers.reconciler import ReportTransition
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling import role_scalers, sizing
+from baton_operator.scaling import engine_slots, role_scalers, sizing
 from baton_operator.scaling.budget import GpuBudget, GpuDemand, allocate, gpus, holder, of_role
 from baton_operator.scaling.decision import DecisionAndMemory, capacity
 from baton_operator.scaling.history import CapacityEstimate, StartupTimes
@@ -133,7 +133,8 @@ class Autoscaler:
         now = self._clock()
         service_memory = self._memory_of.setdefault(key, ServiceMemory())
         _carry_over_capacity(service_memory, service)
-        query = MetricsQuery(*key, spec.objectives.percentile, self._own.window_s)
+        slots = engine_slots.decode_slots(spec)
+        query = MetricsQuery(*key, spec.objectives.percentile, self._own.window_s, slots)
         metrics = await self._sleeping(pods) if asleep else await self._measured(spec, query)
         memories = {name: _memory(service_memory, name, one, pods, now) for name, one in scalers.items()}
         profile = await self._profile(service, spec, service_memory, now)

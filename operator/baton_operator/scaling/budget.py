@@ -142,13 +142,13 @@ def holder(service: ServiceName, name: RoleName) -> str:
 
 def gpus(role: WorkerRole) -> int:
     """Return the GPUs of one worker."""
-    return role.resources.gpu.count if role.resources.gpu else 0
+    return role.resources.gpu.count * role.parallelism.nodes if role.resources.gpu else 0
 
 
 def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
-    """Return the pods of a role, including terminating ones."""
+    """Return the pods of a role, including terminating ones: one for each worker."""
     those = ("decode", "both") if name == "decode" else (name,)
-    return [pod for pod in pods if pod.role in those and not pod.finished]
+    return [pod for pod in pods if pod.role in those and not pod.finished and not pod.follower]
 
 
 def _held(reader: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:

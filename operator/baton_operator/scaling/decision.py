@@ -63,7 +63,12 @@ def decide(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: f
     memory = _with_sample(memory, sample, now)
     if sample.replicas == 0 and policy.most and sample.held.above(0):
         return _from_zero(policy, memory, sample, now)
-    if not (sample.demand.known or sample.backlog.known or sample.utilisation.known or sample.latency.known):
+    if not (
+        sample.demand.has_value
+        or sample.backlog.has_value
+        or sample.utilisation.has_value
+        or sample.latency.has_value
+    ):
         return _without_metrics(policy, memory, sample, now)
     memory = replace(memory, blind_since=None)
     need = _need(memory, sample)
@@ -94,7 +99,7 @@ def utilisation(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample) -
     if policy.queue_s is None:
         return sample.utilisation
     worker = capacity(memory, sample)
-    if not sample.backlog.known or not sample.ready:
+    if not sample.backlog.has_value or not sample.ready:
         return unknown("the backlog is unknown" if sample.ready else "no worker is ready")
     if sample.backlog.zero:
         return sample.backlog
@@ -111,10 +116,10 @@ def capacity(memory: RoleMemory, sample: RoleSample) -> float | None:
 
 def longest_wait(policy: ScalingPolicy, sample: RoleSample) -> tuple[Measurement, float]:
     """Return the latency that is worst against its objective, and that objective, in seconds."""
-    if policy.first_token_s is None or not sample.first_token.known:
+    if policy.first_token_s is None or not sample.first_token.has_value:
         return sample.latency, policy.objective_s
     first = sample.first_token, policy.first_token_s
-    if not sample.latency.known:
+    if not sample.latency.has_value:
         return first
     token = sample.latency, policy.objective_s
     return max(token, first, key=lambda one: (one[0].value or 0.0) / one[1])
@@ -219,7 +224,7 @@ def _overload(
     # Without a backlog, long prompts are slow by themselves, or the queue is already served: another worker
     # would not help.
     least = HIGH if policy.queue_s is not None else AT_WORK
-    working = full.above(0.1) or (need is not None and need > least * sample.replicas) or not full.known
+    working = full.above(0.1) or (need is not None and need > least * sample.replicas) or not full.has_value
     wait, objective_s = longest_wait(policy, sample)
     if wait.above(objective_s) and working:
         message = f"The latency is {wait.value:.3g} s; the objective is {objective_s:.3g} s."
@@ -234,11 +239,11 @@ def _shrink_obstacle(policy: ScalingPolicy, sample: RoleSample, full: Measuremen
         ("the backlog", sample.backlog),
         ("the utilization", full),
     ):
-        if not reading.known:
+        if not reading.has_value:
             return f"{name} is unknown ({reading.why})"
     waits = (sample.latency,) if policy.first_token_s is None else (sample.latency, sample.first_token)
     for one in waits:
-        if not one.known and not sample.requests.zero:
+        if not one.has_value and not sample.requests.zero:
             return f"the latency is unknown ({one.why})"
     if sample.silent:
         return f"{sample.silent} workers or routers report no metrics"
@@ -248,7 +253,7 @@ def _shrink_obstacle(policy: ScalingPolicy, sample: RoleSample, full: Measuremen
     if not full.below(SHRINK / more):
         return "the other workers would be overloaded"
     wait, objective_s = longest_wait(policy, sample)
-    if wait.known and not wait.below(LATENCY_SHRINK * objective_s / more):
+    if wait.has_value and not wait.below(LATENCY_SHRINK * objective_s / more):
         return "the latency would be too high"
     return ""
 

@@ -79,7 +79,7 @@ class ScalingMetrics(Collector):
                     put(metrics.AUTOSCALER_CAPACITY, one.capacity, *of_role)
                 for name in INPUTS:
                     reading = getattr(one.sample, name)
-                    put(metrics.AUTOSCALER_UNKNOWN, float(not reading.known), *of_role, name)
+                    put(metrics.AUTOSCALER_UNKNOWN, float(not reading.has_value), *of_role, name)
                     if reading.value is not None:
                         put(metrics.AUTOSCALER_INPUT, reading.value, *of_role, name)
         yield from gauges.values()

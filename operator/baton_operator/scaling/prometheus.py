@@ -5,6 +5,9 @@ One query asks for all metrics of a service at one time. Each result has its nam
 metric without a series is absent and unknown. Every failure is a MetricsLost with the reason. The client
 sends the token only to the server that the operator is configured with, since a service may name any
 server.
+
+Recording rules map the metrics of other engines to the same names. Where these engines do not report a
+metric, an expression names what replaces it.
 """
 
 from __future__ import annotations
@@ -117,6 +120,8 @@ class MetricsQuery:
     """Percentile of the objectives."""
     window_s: int = 120
     """Window of rates in seconds: at least four scrape intervals."""
+    decode_slots: int | None = None
+    """Batch slots of a decode worker by the spec, for engines that do not report them."""
 
     @property
     def recent_s(self) -> int:
@@ -162,10 +167,10 @@ class MetricsQuery:
     @property
     def running(self) -> str:
         """PromQL for requests by pod, including those whose blocks are not transferred yet."""
-        busy = " + ".join(
-            self._series(one) for one in (metrics.WORKER_RUNNING, metrics.WORKER_QUEUED, metrics.WORKER_HELD)
-        )
-        return f"sum by (pod) ({busy})"
+        running, queued = self._series(metrics.WORKER_RUNNING), self._series(metrics.WORKER_QUEUED)
+        # Only Baton's workers report the prompts that they hold.
+        held = f"({self._series(metrics.WORKER_HELD)} or 0 * {running})"
+        return f"sum by (pod) ({running} + {queued} + {held})"
 
     @property
     def _of(self) -> str:
@@ -177,7 +182,11 @@ class MetricsQuery:
         computed = self._series(metrics.WORKER_PROMPT_TOKENS, f'{which}, source="computed"')
         prompts = self._series(metrics.WORKER_PREFILL_TIME, which, "_count")
         computed_prompts = f"sum(rate({prompts}[{self.window_s}s]))"
-        speed = f"sum without (source) (rate({computed}[{self.window_s}s])) / ({step} > {BUSY})"
+        # Without step times, the times of prompts count. Prompts of one batch overlap, so the sum of their
+        # times is at least the busy time, and the speed rather too low.
+        prefill = f"rate({self._series(metrics.WORKER_PREFILL_TIME, which, '_sum')}[{self.window_s}s])"
+        busy = f"({step} or clamp_max({prefill}, 1))"
+        speed = f"sum without (source) (rate({computed}[{self.window_s}s])) / ({busy} > {BUSY})"
         return {
             "workers": f"count({self._up('prefill')} == 1)",
             "queued_tokens": f"sum({self._series(metrics.WORKER_QUEUED_TOKENS, which)})",
@@ -194,9 +203,12 @@ class MetricsQuery:
         ended = f"sum(rate({self._series(metrics.WORKER_REQUESTS, which)}[{self.window_s}s]))"
         usage = self._series(metrics.WORKER_KV_USAGE, which)
         running = self._series(metrics.WORKER_RUNNING, which)
-        fetching = self._series(metrics.WORKER_FETCHING, which)
+        # An engine without transfers in progress as a metric counts them as queued.
+        fetching = f"({self._series(metrics.WORKER_FETCHING, which)} or 0 * {running})"
         queued = self._series(metrics.WORKER_QUEUED, which)
         slots = self._series(metrics.WORKER_RUNNING_LIMIT, which)
+        if self.decode_slots is not None:
+            slots = f"({slots} or 0 * {running} + {self.decode_slots})"
         return {
             "workers": f"count({self._up('decode')} == 1)",
             "queued": f"sum({queued})",

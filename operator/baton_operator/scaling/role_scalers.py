@@ -13,7 +13,7 @@ from baton_operator.cluster.api_resources import API as API
 from baton_operator.cluster.state import ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
-from baton_operator.manifests.objects import Manifest, made
+from baton_operator.manifests.objects import Manifest, owned
 from baton_operator.rollout.decision import RoleName
 
 KIND = "RoleScaler"
@@ -35,7 +35,7 @@ def scaler(cluster: ClusterState, name: RoleName, current: int) -> Manifest:
     owner = cluster.owner
     body = {"spec": {"serviceName": owner.name, "role": name, "replicas": current}}
     labels = names.of_role(owner.name, name)
-    return made(owner, API, KIND, names.role(owner.name, name), body, labels)
+    return owned(owner, API, KIND, names.role(owner.name, name), body, labels)
 
 
 def scaled(role: WorkerRole, replicas: int) -> int:

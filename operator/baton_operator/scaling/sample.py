@@ -34,13 +34,13 @@ class Measurement:
         """
         Return a measurement; a number that is not finite is unknown.
 
-        >>> Measurement.of(0.0).zero, Measurement.of(math.nan).known
+        >>> Measurement.of(0.0).zero, Measurement.of(math.nan).has_value
         (True, False)
         """
         return cls(value) if math.isfinite(value) else cls(None, "it is not a number")
 
     @property
-    def known(self) -> bool:
+    def has_value(self) -> bool:
         return self.value is not None
 
     @property

@@ -93,7 +93,7 @@ def role_sample(
     """
     requests = _sum(metrics.read("in_flight"), metrics.read("waiting"), metrics.read("demand_answer"))
     seen_held = metrics.read("held")
-    if held is not None and (held.above(seen_held.value or 0.0) or not seen_held.known):
+    if held is not None and (held.above(seen_held.value or 0.0) or not seen_held.has_value):
         seen_held = held
     silent_routers = max(0, pods.routers - int(metrics.read("routers").value or 0))
     role = _prefill(metrics, pods) if name == "prefill" else _decode(metrics, pods, objective_s)
@@ -146,7 +146,7 @@ def _decode(metrics: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfR
         backlog = Measurement.of(queued.value * (ANSWER_TOKENS if answer.value is None else answer.value))
     latency = metrics.read("decode_token")
     demand, generated = _demand(metrics, "answer"), metrics.read("decode_generated")
-    if demand.known and generated.above(demand.value or 0.0):
+    if demand.has_value and generated.above(demand.value or 0.0):
         demand = generated  # answers are longer than expected
     return _OfRole(
         demand=demand,
@@ -161,9 +161,9 @@ def _decode(metrics: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfR
 
 def _fuller(*parts: Measurement) -> Measurement:
     """Return the larger value. If one is unknown, the other counts only if it means overload."""
-    known = max((one for one in parts if one.known), key=lambda one: one.value or 0.0, default=None)
-    missing = next((one for one in parts if not one.known), None)
-    return missing if missing and not (known and known.above(HIGH)) else known or parts[0]
+    largest = max((one for one in parts if one.has_value), key=lambda one: one.value or 0.0, default=None)
+    missing = next((one for one in parts if not one.has_value), None)
+    return missing if missing and not (largest and largest.above(HIGH)) else largest or parts[0]
 
 
 def _decode_full(metrics: ServiceMetrics) -> bool:
@@ -205,7 +205,7 @@ def _decode_rate(metrics: ServiceMetrics, latency: Measurement, objective_s: flo
     """
     generated, workers = metrics.read("decode_generated"), metrics.read("decode_workers")
     usage, slots = metrics.read("decode_mean_usage"), _slots_used(metrics, "decode_mean_running")
-    if not (generated.value and workers.value and usage.known and slots.known):
+    if not (generated.value and workers.value and usage.has_value and slots.has_value):
         return unknown("no decode worker was busy")
     full = max(usage.value or 0.0, min(1.0, slots.value or 0.0), HIGH * (latency.value or 0.0) / objective_s)
     if full < HALF:
@@ -220,5 +220,5 @@ def _less(whole: Measurement, part: Measurement) -> Measurement:
 
 def _sum(*parts: Measurement) -> Measurement:
     """Return the sum; unknown if any part is."""
-    missing = next((one for one in parts if not one.known), None)
+    missing = next((one for one in parts if not one.has_value), None)
     return missing if missing is not None else Measurement.of(sum(one.value or 0.0 for one in parts))

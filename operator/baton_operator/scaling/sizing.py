@@ -65,15 +65,15 @@ class LearnedRequests:
 
     def looked(self, profile: Profile, metrics: ServiceMetrics, now: float) -> LearnedRequests:
         """Return the values updated by metrics; unknown ones stay."""
-        known = replace(
+        learned = replace(
             self,
             prompt=_with(self.prompt, metrics.read("decode_prompt").value, now),
             uncached=_with(self.uncached, metrics.read("prefill_uncached").value, now),
             answer=_with(self.answer, metrics.read("decode_answer").value, now),
         )
-        means = known.requests(profile, 0.0)
+        means = learned.requests(profile, 0.0)
         return replace(
-            known,
+            learned,
             prefill_speed=_smoothed(self.prefill_speed, _prefill_speed(profile.prefill, means, metrics)),
             decode_speed=_smoothed(self.decode_speed, _decode_speed(profile.step, means, metrics)),
         )
@@ -123,7 +123,7 @@ def _decode(
     """`computing_s`: time for the prompt of each request, if decode workers compute it."""
     in_time = profiles.streams_in_time(step, UNLIMITED, objectives)
     limits: Mapping[Bound, float] = {
-        "KVBlocks": profiles.streams_in_room(profile.kv_tokens, objectives),
+        "KVBlocks": profiles.streams_in_cache(profile.kv_tokens, objectives),
         "BatchSlots": profile.max_streams,
         # The number of streams varies. Excess streams queue for blocks and slots, but delay all tokens.
         "InterTokenLatency": max(1.0, in_time - CHANCE * math.sqrt(in_time)) if in_time else 0.0,

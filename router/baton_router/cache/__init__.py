@@ -1,1 +1,1 @@
-"""What the workers' prefix caches hold, by KV events and by what was sent to them."""
+"""The contents of the workers' prefix caches, learned from KV events and from the requests sent to them."""

@@ -1,11 +1,11 @@
 """
 KV blocks that workers report, and the prompt chunks in them.
 
-Workers name blocks by tokens, the router names chunks by text, and it never tokenises. The two meet in
-what a worker reports of a prompt: the name of its last full block. From there the parents lead up through
-the whole prompt, and a chunk that ends at some share of the prompt's bytes ends in the block at that share
-of its blocks. From then on the index follows the blocks: who drops one does not hold the chunk any more,
-and who stores one does, whichever router sent it there.
+Workers name blocks by tokens, the router names chunks by text, and it never tokenizes. A worker's report of
+a prompt connects the two, because it names the prompt's last full block. The parents of that block lead
+through the whole prompt. A chunk that ends at a given share of the prompt's bytes ends in the block at that
+share of its blocks. From then on the index follows the blocks. A worker that drops a block no longer holds
+the chunk; a worker that stores it does, whichever router sent the prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tree = dict[int, int | None]
 
 
 class WorkerBlocks:
-    """What one process of a worker has told. Once closed it changes nothing any more."""
+    """The blocks that one worker process has reported. Once closed, it ignores further reports."""
 
     def __init__(self, blocks: BlockMap, slot: int) -> None:
         self.closed = False
@@ -38,7 +38,7 @@ class WorkerBlocks:
         self._slot = slot
 
     def apply(self, events: Iterable[Event]) -> None:
-        """What has changed."""
+        """Apply the changes of one batch of events."""
         if self.closed:
             return
         for event in events:
@@ -53,7 +53,7 @@ class WorkerBlocks:
                 self.replace({})
 
     def replace(self, tree: Tree) -> None:
-        """All that it holds; what it was believed to hold beside that it does not."""
+        """Replace the contents by a snapshot; blocks that it lacks count as dropped."""
         if self.closed:
             return
         before, self.tree = self.tree, tree
@@ -87,7 +87,7 @@ class BlockMap:
         self._index = index
         self._held: dict[int, WorkerBlocks] = {}
         self._chunks: dict[int, tuple[int, ...]] = {}
-        """Block, held by somebody -> the chunks that end in it, in the order of their discovery."""
+        """Block held by some worker -> the chunks that end in it, in the order of their discovery."""
         self._awaited: OrderedDict[int, _Placement] = OrderedDict()
         """By the last block of the prompt."""
 
@@ -96,7 +96,7 @@ class BlockMap:
         return len(self._chunks)
 
     def open(self, slot: int) -> WorkerBlocks:
-        """A process that will tell what it holds, and holds nothing yet."""
+        """Begin tracking a process that will report its blocks, without any so far."""
         self.close(slot)
         held = self._held[slot] = WorkerBlocks(self, slot)
         return held

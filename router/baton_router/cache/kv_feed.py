@@ -40,7 +40,7 @@ class BlockSink(Protocol):
 
 
 class FeedRequest(enum.Enum):
-    """What the worker is to be asked for."""
+    """The request to send to the worker."""
 
     REPLAY = "replay"
     """All batches from `KvEventFeed.next` on."""
@@ -48,15 +48,17 @@ class FeedRequest(enum.Enum):
 
 
 class KvEventFeed:
-    """One process's events. A process that began anew wants a new one."""
+    """The events of one worker process. A restarted process needs a new feed."""
 
-    def __init__(self, blocks: BlockSink, now: float) -> None:
+    def __init__(self, blocks: BlockSink, now: float, *, heartbeats: bool = True) -> None:
+        """`heartbeats`: whether an idle process sends empty batches, so that silence means a failure."""
         self._blocks = blocks
+        self._heartbeats = heartbeats
         self.next = 0
         """The number of the batch to apply next."""
         self.gaps = 0
         self._missing: FeedRequest | None = FeedRequest.SNAPSHOT
-        """What would make it whole."""
+        """The request that would complete the feed; None if it is complete."""
         self._requested_at: float | None = None
         self._request_from = now
         self._pause = RETRY_S
@@ -65,14 +67,14 @@ class KvEventFeed:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is missing, as far as one can tell."""
+        """Whether no batch is known to be missing."""
         return self._missing is None
 
     def degraded(self, now: float) -> bool:
-        return now - self._last_batch_at > SILENCE_S
+        return self._heartbeats and now - self._last_batch_at > SILENCE_S
 
     def due(self, now: float) -> FeedRequest | None:
-        """What is to be asked for now; the caller does, and this is not said again meanwhile."""
+        """Return the request that the caller must send now, once; None if none is due."""
         requested_at = self._requested_at
         if self._missing is FeedRequest.REPLAY and requested_at is not None and now - requested_at > REPLAY_S:
             self._want(FeedRequest.SNAPSHOT, now)
@@ -90,7 +92,7 @@ class KvEventFeed:
             self._catch_up(now)
 
     def replay_ended(self, now: float) -> None:
-        """The worker has no more to say; what is missing now it has forgotten."""
+        """The replay is over; batches still missing are gone, so a snapshot is needed."""
         if self._missing is FeedRequest.REPLAY:
             self._want(FeedRequest.SNAPSHOT, now)
 
@@ -101,6 +103,17 @@ class KvEventFeed:
         self._pause = RETRY_S
         self._buffered = {number: events for number, events in self._buffered.items() if number > seq}
         self._catch_up(now)
+
+    def restart(self, now: float) -> None:
+        """
+        Continue without a snapshot, which some engines do not have: from the earliest batch that waits.
+
+        No block is known then. Without such a batch, the snapshot stays due.
+        """
+        if self._buffered:
+            self.snapshot(min(self._buffered) - 1, {}, now)
+        else:
+            self._want(FeedRequest.SNAPSHOT, now)
 
     def failed(self, now: float) -> None:
         """The snapshot did not come."""
@@ -113,7 +126,7 @@ class KvEventFeed:
 
     def _buffer(self, seq: int, events: Sequence[Event], now: float) -> None:
         if len(self._buffered) >= BUFFER_LIMIT:
-            self._buffered.clear()  # whoever asks for a snapshot now is further than all of them
+            self._buffered.clear()  # a snapshot requested now is newer than all of them
             if self._missing is FeedRequest.REPLAY:
                 self._want(FeedRequest.SNAPSHOT, now)
         self._buffered[seq] = events

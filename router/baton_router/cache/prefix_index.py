@@ -1,14 +1,13 @@
 """
 The prefix index: prompt chunks by hash, and for each the set of workers that hold it.
 
-A chunk's name covers all text before it, so equal names mean equal prefixes and no tree is needed: a
-lookup walks down the prompt's chunks and keeps the workers that have all of them so far. A set of
-workers is the bits of one integer; the walk costs one dictionary lookup a chunk, however many workers
-there are.
+A chunk's name covers all text before it. Equal names therefore mean equal prefixes, and no tree is needed.
+A lookup walks down the prompt's chunks and keeps the workers that have all of them so far. A set of workers
+is the bits of one integer, so the walk costs one dictionary lookup per chunk for any number of workers.
 
-Workers drop what was used longest ago, and of one prompt the end before the beginning. The index does
-the same with what it believes of each, within what that worker said it can hold; so what it remembers
-of a worker is always closed under prefixes.
+Workers drop the least recently used blocks, and the end of a prompt before its beginning. The index does the
+same with the chunks that it assumes for each worker, within the capacity that the worker reported. The
+remembered chunks of a worker are therefore always closed under prefixes.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ HOLDER_COST = 116
 
 @dataclass(slots=True)
 class _WorkerChunks:
-    """What one worker is believed to hold, the chunk that it would drop next first."""
+    """The chunks that one worker is assumed to hold, in the order in which it would drop them."""
 
     capacity: int
     chunks: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
 class PrefixIndex:
-    """Belongs to one thread. Workers are small integers, which may be given anew after `forget`."""
+    """Belongs to one thread. Workers are small integers, which may be reused after `forget`."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
@@ -41,7 +40,7 @@ class PrefixIndex:
         self._held: dict[int, _WorkerChunks] = {}
 
     def __len__(self) -> int:
-        """Different chunks that anybody holds."""
+        """Number of different chunks that at least one worker holds."""
         return len(self._holders)
 
     @property
@@ -57,7 +56,7 @@ class PrefixIndex:
         self._shrink(worker, held)
 
     def forget(self, worker: int) -> None:
-        """The worker is gone, or has begun anew with an empty cache."""
+        """Forget a worker that is gone, or that restarted with an empty cache."""
         self.clear(worker)
         self._held.pop(worker, None)
 
@@ -76,7 +75,7 @@ class PrefixIndex:
 
     def match(self, chunks: Sequence[int]) -> dict[int, int]:
         """
-        How many of the leading `chunks` each worker holds; those that hold none are left out.
+        Return how many of the leading `chunks` each worker holds, without workers that hold no chunk.
 
         >>> index = PrefixIndex()
         >>> index.register(0, 10); index.register(1, 10)

@@ -1,10 +1,10 @@
 """
 A prompt as chunk hashes, which show how much of it a worker may have cached.
 
-The router does not tokenise: it takes the text in the order in which a template would, tools before
-messages, and cuts it every 512 bytes and at the end of each message. A chunk's name covers all before
-it, the tenant's salt and the model first of all. The same conversation, one turn later, has the same
-names up to where it was continued; how many tokens a chunk has is learned from what workers report.
+The router does not tokenize. It takes the text in the order in which a template would, tools before
+messages, and cuts it every 512 bytes and at the end of each message. A chunk's name covers all text before
+it, and the tenant's salt and the model before that. One turn later, a conversation has the same names up to
+the point where it was continued. The number of tokens in a chunk is learned from the workers' reports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LABELS = {role: role.encode() for role in ("system", "developer", "user", "assis
 
 
 class PromptMessage(msgspec.Struct):
-    """What of a message decides the prompt, whatever its shape."""
+    """The fields of a message that decide the prompt, in any shape."""
 
     role: Any = None
     content: Any = None
@@ -48,7 +48,7 @@ class PromptChunks(msgspec.Struct, frozen=True):
 
 def root_name(salt: str, model: str) -> int:
     """
-    What the first chunk's name begins with.
+    Return the prefix of the first chunk's name.
 
     Not cached: clients choose the model's name, and a cache would keep names of any length and number.
     """

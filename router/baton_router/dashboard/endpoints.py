@@ -40,10 +40,10 @@ SERVICE_POLLS = 4
 """Looks from one picture of the service to the next."""
 
 KEEP_ALIVE_POLLS = 40
-"""Looks without anything new after which a page is told that the router lives."""
+"""Polls without a change after which an open dashboard gets a keep-alive event."""
 
 WATCHERS_LIMIT = 32
-"""Pages that are told of events at a time, in one router."""
+"""Maximum open dashboards that receive events from one router."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -52,14 +52,14 @@ class LiveDashboard:
     """Belongs to the scheduler's process."""
 
     def __init__(self, scheduler: RequestScheduler, draining: Callable[[], bool]) -> None:
-        """`draining`: whether the process is to end. Pages are let go then, or it would wait for them."""
+        """`draining`: whether the process is ending. Event streams end then, else it would wait for them."""
         self.files = static_files()
         self._draining = draining
         self._scheduler = scheduler
         self._offset_s = time.time() - time.monotonic()
         """Read once: were it read for each time, two times of one request would not fit each other."""
         self.watched = 0
-        """Pages that are told of events now."""
+        """Open dashboards that receive events now."""
 
     async def serve_file(self, scope: Scope, send: Send) -> bool:
         """Answer with the file that is asked for; says whether there is one."""
@@ -70,7 +70,7 @@ class LiveDashboard:
         return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What `DATA_PATHS` lists, for a tenant who was let in."""
+        """Serve the paths in `DATA_PATHS` to an authenticated tenant."""
         name = request_id(scope["headers"])
         try:
             if scope["method"] != "GET":
@@ -87,7 +87,7 @@ class LiveDashboard:
 
     async def _watch(self, tenant: Tenant, receive: Receive, send: Send) -> None:
         if self.watched >= WATCHERS_LIMIT:
-            raise NotReady(f"{self.watched} pages are open, and no more are told of events; close one.")
+            raise NotReady(f"{self.watched} pages are open, the maximum of one router. Close one.")
         self.watched += 1
         disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:

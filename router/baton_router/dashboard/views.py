@@ -1,10 +1,10 @@
 """
-What the dashboard shows: the service with its workers, queue and rates, and each request as a timeline.
+The dashboard's data: the service with its workers, queue and rates, and each request as a timeline.
 
-Everything is read from the scheduler's records (`dispatcher.Dispatch`); nothing is stored for the dashboard.
-An open dashboard gets a request when it is new, has its first token, or has ended; a slow client skips
-states. Names and numbers only, never text. A tenant that is not an admin sees its own requests, and neither
-addresses nor the load and queue of others.
+All data come from the scheduler's records (`dispatcher.Dispatch`); the dashboard stores no data of its own.
+An open dashboard receives a request when it is new, has its first token, or has ended; a slow client skips
+states. It shows names and numbers only, never text. A tenant that is not an admin sees its own requests, and
+neither addresses nor the load and queue of others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from baton_api import __version__
 from baton_router.metrics.tracing import RequestTimes, request_phases
 from baton_router.scheduling.dispatch import Dispatch, explain
+from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import Queue
-from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.tenants.tenants import Tenant
 from baton_router.workers.worker import Worker, Workers
 
@@ -143,7 +143,7 @@ def service_rates(dispatches: Iterable[Dispatch], now: float) -> ServiceRates:
             firsts.append(dispatch.first_byte - dispatch.arrived)
         if dispatch.report is not None:
             prompt += dispatch.report.tokens
-            cached += dispatch.report.cached
+            cached += dispatch.report.cached or 0
     return ServiceRates(
         requests, median(firsts) if firsts else None, tokens / TOKENS_WINDOW_S, prompt, cached
     )
@@ -166,7 +166,7 @@ def _tokens(dispatch: Dispatch, now: float) -> float:
 
 
 _SECRET = secrets.token_bytes(16)
-"""Of this process: nobody finds the address behind a name by trying all of a network's."""
+"""Random per process, so that trying all addresses of a network does not reveal the one behind a name."""
 
 Epoch = Callable[[float], float]
 """Milliseconds since 1970 of a time of the router's clock."""
@@ -178,7 +178,7 @@ def visible(dispatch: Dispatch, tenant: Tenant) -> bool:
 
 
 def display_name(worker: str, tenant: Tenant) -> str:
-    """What the page calls a worker: its address for admins, else a name that only tells workers apart."""
+    """Return a worker's name on the dashboard: its address for admins, else an opaque unique name."""
     if tenant.admin:
         return worker
     return f"worker-{hashlib.blake2s(worker.encode(), key=_SECRET, digest_size=4).hexdigest()}"
@@ -192,9 +192,13 @@ def times_of(dispatch: Dispatch) -> RequestTimes:
 
 def outcome(dispatch: Dispatch) -> str:
     """
-    `running`; `whole`; `lost` if its worker gave no answer that was passed on, so that maybe another one did;
-    `refused` if the worker would not compute its prompt, and said so; `cut` if the answer ended early, mostly
-    because its client left.
+    Return the outcome of a dispatch.
+
+    - `running`: it has not ended.
+    - `whole`: the answer is complete.
+    - `lost`: no byte of this worker's answer was forwarded; another worker may have served the request.
+    - `refused`: the worker answered without computing the prompt.
+    - `cut`: the answer ended early, usually because the client left.
     """
     if dispatch.ended is None:
         return "running"
@@ -207,9 +211,9 @@ def outcome(dispatch: Dispatch) -> str:
 
 def request_view(dispatch: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
     """
-    One record of the page's `requests`; times are milliseconds since 1970.
+    Return one record of the dashboard's `requests`; times are milliseconds since 1970.
 
-    What other ways would have cost tells how busy others are, so it is for admins.
+    Only admins get the prices of the other options, because they reveal how busy other tenants are.
     """
     report = dispatch.report
     decision = explain(dispatch)
@@ -248,23 +252,23 @@ def request_view(dispatch: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, 
 
 
 REQUESTS_LIMIT = 40
-"""Requests in one event, the newest; how many there were besides, the service's picture says."""
+"""Maximum requests in one event, the newest; the service's state has the number of all."""
 
 FOLLOWED_LIMIT = 400
-"""Requests that run, of which a page hears when they go on."""
+"""Maximum running requests whose changes one open dashboard receives."""
 
 
 class RequestWatch:
-    """One page's."""
+    """The requests that one open dashboard has received."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
         self._last = 0
-        """The number of the newest request that was told."""
+        """The number of the newest request that was sent."""
         self._running: dict[int, Dispatch] = {}
-        """Told, and to be told again; the oldest first."""
+        """Requests sent that have not ended; the oldest first."""
         self._first_bytes: dict[int, float | None] = {}
-        """When those began to be answered, as far as was told."""
+        """Their times of the first byte, as last sent."""
 
     def news(self, dispatches: deque[Dispatch], epoch: Epoch) -> list[dict[str, Any]]:
         """The records of what has changed since the last call, the oldest first."""

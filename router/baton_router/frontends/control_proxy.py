@@ -80,7 +80,7 @@ class ControlProxy:
 
 
 class _ParsedResponse:
-    """What httptools has read so far."""
+    """The response as far as httptools has parsed it."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)

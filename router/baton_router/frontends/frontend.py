@@ -54,7 +54,7 @@ class Frontend:
         self._picker = RemotePicker(
             scheduler,
             self.upstreams,
-            settings.scheduler_patience_s,
+            settings.scheduler_timeout_s,
             QueueCapacity(settings.queue_requests, settings.queue_bytes),
             self._count_rejected,
         )

@@ -39,6 +39,7 @@ class AnswerBegan(LinkMessage, frozen=True):
 class WorkerFailed(LinkMessage, frozen=True):
     number: int
     crashed: bool = False
+    at_prefill: bool = False
 
 
 class WorkerFull(LinkMessage, frozen=True):
@@ -46,7 +47,7 @@ class WorkerFull(LinkMessage, frozen=True):
 
 
 class RequestReleased(LinkMessage, frozen=True):
-    """Also of a request that waits still: its client has left, or the front did not want to wait."""
+    """Releases a request, also one that is still queued, because its client left or the frontend gave up."""
 
     number: int
     complete: bool
@@ -54,7 +55,7 @@ class RequestReleased(LinkMessage, frozen=True):
 
 
 class FrontendMetrics(LinkMessage, frozen=True):
-    """What a front has counted, once a second: families of Prometheus' samples."""
+    """The metrics of a frontend process, once a second: families of Prometheus samples."""
 
     families: list[MetricFamily]
 
@@ -67,7 +68,7 @@ class PickQueued(LinkMessage, frozen=True):
 
 class PickGranted(LinkMessage, frozen=True):
     grant: Grant
-    """Its number is the front's."""
+    """Its number is the one that the frontend assigned."""
 
 
 class PickRejected(LinkMessage, frozen=True):
@@ -79,7 +80,7 @@ class PickRejected(LinkMessage, frozen=True):
 
 
 class WorkerRegistry(LinkMessage, frozen=True):
-    """All workers, as a front must know them to go on without the scheduler."""
+    """All workers, as a frontend process needs them to continue without the scheduler."""
 
     workers: tuple[RegisteredWorker, ...]
 
@@ -107,7 +108,7 @@ class LinkProtocol(asyncio.Protocol):
     """
     One end of a connection: whole messages in and out.
 
-    What is sent within one turn of the event loop goes out in one write.
+    Messages sent within one iteration of the event loop go out in one write.
     """
 
     transport: asyncio.Transport

@@ -60,7 +60,7 @@ def run(settings: RouterSettings, listening: socket.socket, ready: Callable[[str
         log_startup(settings, Authenticator(settings).required, url)
         ProcessSupervisor(members, settings.drain_notice_s + settings.drain_s + GRACE_S).run(
             ready=(lambda: ready(url)) if ready else (lambda: None),
-            stopping=listening.close,  # else clients would still be connected, and nobody would accept them
+            stopping=listening.close,  # else the kernel would still accept connections that no process serves
         )
     finally:
         listening.close()
@@ -71,6 +71,7 @@ async def _serve_scheduler(
     settings: RouterSettings, url: str, scheduler: str, control: str, started: ReadySignal
 ) -> None:
     router = create_app(settings)
+    await router.start_endpoint_picker()
     router.execution.url = url
     service = SchedulerService(router.scheduler, lambda: router.workers.all, time.monotonic)
     router.frontend_metrics = service.metrics
@@ -91,7 +92,7 @@ async def _frontend(
 
 
 def _run_child(serving: Coroutine[Any, Any, None], parent_pipe: int) -> None:
-    """Run a child's event loop, and stop as if told to if the parent is gone."""
+    """Run a child's event loop, and stop as on SIGTERM if the parent is gone."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()
         loop.add_reader(parent_pipe, _on_parent_exit, loop, parent_pipe)

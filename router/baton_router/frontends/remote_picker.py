@@ -1,11 +1,10 @@
 """
 A Picker whose scheduler is another process, reached over a Unix socket.
 
-The queue, the classes and the quotas are the scheduler's, so a request waits here until the scheduler has
-acknowledged it: while the scheduler is busy, and while it is away and started again. How many wait here is
-bounded, and a tenant may fill a share only. A request that is not acknowledged in time is rejected. A
-frontend connects again by itself, whichever of the two processes was started anew, and sends again what was
-not granted.
+The scheduler owns the queue, the classes and the quotas. A request waits here until the scheduler has
+acknowledged it: while the scheduler is busy, and while it restarts. The number of requests that wait here is
+bounded, and each tenant may only use a share. A request that is not acknowledged in time is rejected. After
+a restart of either process, the frontend reconnects and resends the requests that were not granted.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class RemotePicker:
         if self._wire is not None:
             self._wire.send(FrontendMetrics(list(families)))
 
-    # What `picker.Picker` wants.
+    # The methods of `picker.Picker`.
 
     async def pick(self, request: PickRequest) -> Grant:
         waiting = _PendingPick(next(self._numbers), request)
@@ -137,7 +136,7 @@ class RemotePicker:
         except BaseException:
             self._forget(waiting.number)
             if waiting.outcome.done() and not waiting.outcome.cancelled():
-                waiting.outcome.exception()  # it may have come too late to be anybody's
+                waiting.outcome.exception()  # retrieve it: the caller is gone, and asyncio would warn
             raise
         finally:
             self._vacate(waiting)
@@ -148,9 +147,9 @@ class RemotePicker:
         if grant.number in self._granted:
             self._send_message(AnswerBegan(grant.number, report))
 
-    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
+    def failed(self, grant: Grant, *, crashed: bool = False, at_prefill: bool = False) -> None:
         if grant.number in self._granted:
-            self._send_message(WorkerFailed(grant.number, crashed))
+            self._send_message(WorkerFailed(grant.number, crashed, at_prefill))
 
     def full(self, grant: Grant) -> None:
         if grant.number in self._granted:
@@ -166,7 +165,7 @@ class RemotePicker:
         if self._removed:
             self._drop_removed()
 
-    # What the connection calls.
+    # Called by the connection.
 
     def on_connected(self, wire: _SchedulerConnection) -> None:
         self._wire = wire
@@ -192,7 +191,7 @@ class RemotePicker:
         number = message.grant.number if isinstance(message, PickGranted) else message.number
         waiting = self._waiting.get(number)
         if waiting is None or waiting.outcome.done():
-            return  # it was let go, and the scheduler will hear so
+            return  # it was released, and the scheduler will be notified
         if isinstance(message, PickQueued):
             self._vacate(waiting)
         elif isinstance(message, PickGranted):

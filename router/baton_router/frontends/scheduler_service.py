@@ -143,7 +143,9 @@ class _FrontendConnection(LinkProtocol):
             case AnswerBegan():
                 picker.began(self._granted[message.number], message.report)
             case WorkerFailed():
-                picker.failed(self._granted[message.number], crashed=message.crashed)
+                picker.failed(
+                    self._granted[message.number], crashed=message.crashed, at_prefill=message.at_prefill
+                )
             case WorkerFull():
                 picker.full(self._granted[message.number])
             case RequestReleased():

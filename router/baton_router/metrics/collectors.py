@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from baton_api import metrics
 from baton_api.metrics import Metric
+from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import Queue
-from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.tenants.tenants import Tenants
 from baton_router.workers.kv_subscriber import KvSubscribers
 from baton_router.workers.worker import Workers
@@ -71,7 +71,7 @@ REJECT_REASONS = ("requests", "tokens", "streams", "full", "late", "waited", "un
 
 
 class QueueMetrics(Collector):
-    """How many wait, for how long, and who was sent away."""
+    """Queued requests, their waiting times, and rejections."""
 
     def __init__(self, queue: Queue, clock: Callable[[], float]) -> None:
         self._queue = queue

@@ -51,7 +51,7 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
     def gauge(self, metric: Metric, value: Callable[[], int]) -> None:
-        """Show what `value` gives whenever somebody looks."""
+        """Export the result of `value` at each scrape."""
         Gauge(*_text(metric), registry=self.registry).set_function(value)
 
     def _counter(self, metric: Metric) -> Counter:
@@ -62,7 +62,7 @@ class RouterMetrics:
 
 
 class BuildInfo(Collector):
-    """Which version this is."""
+    """The version of this router."""
 
     def collect(self) -> Iterator[PrometheusMetric]:
         family = _family(metrics.BUILD_INFO)
@@ -71,7 +71,7 @@ class BuildInfo(Collector):
 
 
 class CertificateMetrics(Collector):
-    """Until when the certificate is good that workers are shown."""
+    """The expiry of the certificate that this router presents to workers."""
 
     def __init__(self, term: Callable[[], CertificateValidity | None]) -> None:
         self._term = term

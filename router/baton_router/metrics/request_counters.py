@@ -2,7 +2,7 @@
 Counters of requests and decisions: outcomes, models, tenant usage, and expected against actual cached tokens.
 
 `RequestCounters` belongs to a process that holds clients' connections, `DecisionCounters` to the scheduler.
-Clients choose the model's name, so it becomes a label only once a worker was found for it, and the number of
+Clients choose the model's name, so it becomes a label only after a worker was chosen for it. The number of
 label values is bounded: later names count as `other`.
 """
 
@@ -39,7 +39,7 @@ class RequestCounters(Collector):
         found for it, so that the name of the model means something.
         """
         if model is not None:
-            model = self._models.label(model) if granted else self._models.known(model)
+            model = self._models.label(model) if granted else self._models.existing_label(model)
         self._requests.add(path, model or "", kind, status)
 
     def refused(self, path: str, status: int) -> None:
@@ -47,25 +47,25 @@ class RequestCounters(Collector):
         self._requests.add(path, OTHER, OTHER, status)
 
     def used(self, tenant: str, report: PromptReport | None, tokens: int) -> None:
-        """What a request took, and how many tokens its answer had, as far as is known."""
+        """Count the tokens of a request's prompt and answer, as far as they are known."""
         name = self._tenants.label(tenant)
         if report is not None:
             self._tokens.more(report.tokens, name, "prompt")
-            self._tokens.more(report.cached, name, "cached")
+            self._tokens.more(report.cached or 0, name, "cached")
         if tokens:
             self._tokens.more(tokens, name, "generated")
 
     def began(self, predicted_s: float, actual_s: float) -> None:
-        """The first of a stream is there."""
+        """Compare the predicted and the actual time to the first token of a stream."""
         if actual_s > 0:
             self._prediction.observe(predicted_s / actual_s)
 
     def served(self, seconds: float, urgency: str) -> None:
-        """A request of this class has its whole answer, so many seconds after it came."""
+        """Observe the seconds from a request's arrival to its complete answer."""
         self._time.observe(seconds, urgency)
 
     def streamed(self, tokens: int, seconds: float, urgency: str) -> None:
-        """A whole stream of so many tokens, in so many seconds from its first one on."""
+        """Observe a complete stream of `tokens`, `seconds` after its first token."""
         if tokens > 1:
             self._per_token.observe(seconds / (tokens - 1), urgency)
 
@@ -78,23 +78,24 @@ OTHER = "other"
 
 
 class BoundedLabels:
-    """The first so many different names; all that come later are one."""
+    """Label values: the first `limit` different names; all later ones share `other`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._names: set[str] = set()
 
     def label(self, name: str) -> str:
-        known = self._names
-        if name in known:
+        """Return the label of a trusted name; a new one takes a place, if there is one left."""
+        names = self._names
+        if name in names:
             return name
-        if len(known) >= self._limit:
+        if len(names) >= self._limit:
             return OTHER
-        known.add(name)
+        names.add(name)
         return name
 
-    def known(self, name: str) -> str:
-        """The same for a name that nobody vouches for: it becomes none of them."""
+    def existing_label(self, name: str) -> str:
+        """Return the label of an untrusted name; a new one counts as `other` and takes no place."""
         return name if name in self._names else OTHER
 
 
@@ -116,9 +117,10 @@ class DecisionCounters(Collector):
     def computed(self, expected: int, report: PromptReport) -> None:
         """A prompt of which so many tokens were expected to be cached."""
         tokens = self._tokens
-        tokens.more(expected, "expected")
-        tokens.more(report.cached, "cached")
-        tokens.more(report.tokens, "prompt")
+        if report.cached is not None:
+            tokens.more(expected, "expected")
+            tokens.more(report.cached, "cached")
+            tokens.more(report.tokens, "prompt")
         if report.remote:
             self._transfer.observe(report.transfer_s)
         elif report.fallback:

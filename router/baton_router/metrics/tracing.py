@@ -51,7 +51,7 @@ MODEL_LIMIT = 256
 
 
 def open_tracing(settings: RouterSettings) -> Tracing | None:
-    """What makes spans, as the settings want; None if they want none. Raises SetupError."""
+    """Create the tracer that the settings configure; None without an endpoint. Raises SetupError."""
     if not settings.tracing_endpoint:
         return None
     return Tracing(open_spans(SERVICE, settings.tracing_endpoint), settings.tracing_ratio)
@@ -121,7 +121,7 @@ class RequestTrace:
             self._events += otlp.event(name, self._ns(time.perf_counter()), attributes)
 
     def resumed(self, worker: str, tokens: int) -> None:
-        """Another worker goes on after so many tokens."""
+        """Record that another worker continues the answer after `tokens`."""
         if self.recorded:
             attributes: Attributes = {"baton.worker.decode": worker, "baton.tokens.before": tokens}
             self._resumed.append((time.perf_counter(), attributes))
@@ -161,12 +161,12 @@ class RequestTrace:
         report = attempt.report
         if name == "prefill" and report is not None:
             worker = attempt.grant.prefill if report.remote else attempt.grant.decode
-            attributes = otlp.known(PROMPT, report.tokens, report.cached, worker)
+            attributes = otlp.cached_attributes(PROMPT, report.tokens, report.cached, worker)
             attributes += otlp.attribute("baton.queue_s", report.queue_s)
         elif name == "transfer" and report is not None:
-            name, attributes = "kv_transfer", otlp.known(("baton.tokens.held",), report.held)
+            name, attributes = "kv_transfer", otlp.cached_attributes(("baton.tokens.held",), report.held)
         elif name == "decode":
-            attributes = otlp.known(("baton.tokens.answer",), attempt.tokens)
+            attributes = otlp.cached_attributes(("baton.tokens.answer",), attempt.tokens)
         return self._span(name, one.start, now if one.end is None else one.end, attributes)
 
     def _span(self, name: str, start: float, end: float, attributes: bytes = b"") -> bytes:
@@ -185,20 +185,20 @@ class RequestTrace:
 
 
 def _attributes(proxied: ProxiedRequest, path: str) -> list[bytes]:
-    """What is said of the whole proxied."""
+    """Return the attributes of the whole proxied request."""
     attributes = [
         otlp.attribute("baton.request_id", proxied.id.decode()),
-        otlp.known(OUTCOME, path, proxied.status, proxied.resumes),
+        otlp.cached_attributes(OUTCOME, path, proxied.status, proxied.resumes),
     ]
     if proxied.request is not None:
         request = proxied.request
         model = (request.model or "")[:MODEL_LIMIT]
         attributes.append(otlp.attribute(MODEL, model))  # a client's word, which no cache may keep
-        attributes.append(otlp.known(REQUEST, request.tenant.name, request.urgency[0]))
+        attributes.append(otlp.cached_attributes(REQUEST, request.tenant.name, request.urgency[0]))
     if proxied.attempt is not None:
         grant = proxied.attempt.grant
         attributes += [
-            otlp.known(GRANTED, grant.decode, grant.prefill),
+            otlp.cached_attributes(GRANTED, grant.decode, grant.prefill),
             otlp.attribute("baton.decision", grant.summary.decode()),
             otlp.attribute("baton.costs", grant.costs),
         ]
@@ -224,11 +224,11 @@ class RequestPhase:
     name: str
     start: float
     end: float | None
-    """None while it goes on."""
+    """None while the phase lasts."""
 
 
 def request_phases(times: RequestTimes, report: PromptReport | None) -> tuple[RequestPhase, ...]:
-    """In their order; none ends before it starts, and none starts before the request arrived."""
+    """Return the phases in order; none ends before it starts, and none starts before the request arrived."""
     if times.first_byte is None:
         queue = RequestPhase("queue", times.arrived, times.decided)
         return queue, RequestPhase("prefill", times.decided, times.ended)

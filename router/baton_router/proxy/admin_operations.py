@@ -87,7 +87,7 @@ class AdminOperations:
         sums: Counter[str] = Counter()
         for worker, answer in zip(workers_up, answers, strict=True):
             if isinstance(answer, UpstreamLost):
-                continue  # what it had is gone with it
+                continue  # the data of a lost worker are gone with it
             if isinstance(answer, BaseException):
                 raise answer
             status, text = answer
@@ -99,7 +99,7 @@ class AdminOperations:
     async def _probe(self, given: Headers, name: bytes) -> tuple[int, bytes]:
         """Generate one token through a pair."""
         pair = choose_pair(self._policy, self._workers, None, (), self._clock(), self._rng)
-        assert pair is not None  # nobody was tried before
+        assert pair is not None  # no worker is excluded
         control = pair.prefill.control if pair.prefill else ""
         return await _ask(pair.decode, self._head(b"GET", PROBE, given, 0, name, pair.decode, control))
 

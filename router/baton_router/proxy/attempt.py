@@ -1,21 +1,20 @@
 """
 A proxied request, and its attempts at workers.
 
-`open` waits for something to forward, because another worker may be tried until then: the first lines of a
-stream, or the whole body of another response if it is not large.
+Until a byte is forwarded, another worker may be tried. `open` therefore waits for something to forward: the
+first lines of a stream, or the whole body of another response if it is not large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton_api.reports import PromptReport
 from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream, usage_tokens
-from baton_http.upstream import Headers, Upstream, UpstreamExchange, UpstreamLost
-from baton_router.proxy.forwarding import PROMPT, is_event_stream
-from baton_router.proxy.resume_state import ResumableStream
+from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
+from baton_router.engines.contract import Call, EngineDriver, ResumeState
+from baton_router.proxy.forwarding import is_event_stream, with_length
 from baton_router.proxy.routed_request import RoutedRequest
 from baton_router.scheduling.picker import Grant, Picker
 
@@ -36,10 +35,11 @@ FAILED = 500
 class Attempt:
     """One grant and one exchange with its decode worker."""
 
-    def __init__(self, grant: Grant, picker: Picker, upstream: Upstream) -> None:
+    def __init__(self, grant: Grant, picker: Picker, engine: EngineDriver) -> None:
         self.grant = grant
         self._picker = picker
-        self._upstream = upstream
+        self._engine = engine
+        self._call: Call | None = None
         self.exchange: UpstreamExchange | None = None
         self.events: EventStream | None = None
         """The stream, if the response is one whose end can be detected."""
@@ -50,21 +50,27 @@ class Attempt:
         self._usage_tokens = 0
         self._closed = False
 
-    async def open(self, head: bytes, body: bytes, events: Callable[[], EventStream] | None) -> bytes:
+    async def open(self, call: Call) -> bytes:
         """Send the request; returns the first part of the response. Raises UpstreamLost."""
-        exchange = await self._upstream.request(head, body, self)
-        stream = is_event_stream(exchange.headers)
-        if stream and events is not None:
-            self.events = events()
+        self._call = call
+        exchange = self.exchange = await self._engine.send(call)
+        stream, detectable = is_event_stream(exchange.headers), call.request.events is not None
+        if stream:
+            self.events = self._engine.stream(call)
         opening = b""
         while not self.ended and len(opening) < BUFFER_LIMIT:
             opening += await self.next()
             if opening and stream:
                 break
-        if events is not None and not stream and self.ended:
-            self._usage_tokens = usage_tokens(opening)
+        if not stream and self.ended:
+            if detectable:
+                self._usage_tokens = usage_tokens(opening)
+            whole = self._engine.whole(exchange.status, opening)
+            if whole is not opening:
+                exchange.headers = with_length(exchange.headers, len(whole))
+                opening = whole
         if self.taken:
-            self.report = self._report()
+            self.report = self._engine.report(call, exchange.headers, self.events, opening)
             self._picker.began(self.grant, self.report)
         elif exchange.status in BUSY:
             self._picker.full(self.grant)
@@ -93,6 +99,10 @@ class Attempt:
             raise UpstreamLost(self.grant.decode, "incomplete")
         self.ended = True
         return piece
+
+    def end(self) -> None:
+        """The response is complete although the worker was lost: the router writes its end."""
+        self.ended = True
 
     def fail(self, cause: str) -> bool:
         """End the exchange, if any; its reader gets UpstreamLost."""
@@ -123,17 +133,18 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
+        if self._call is not None:
+            self._call.close()
         if self.exchange is not None:
             self.exchange.close()
         whole = self.ended and self.exchange is not None and self.status == OK
-        tokens = self.events.generated if isinstance(self.events, ResumableStream) else None
+        tokens = None if self.events is None else self.events.generated
         self._picker.release(self.grant, complete=whole, tokens=tokens)
 
-    def _report(self) -> PromptReport | None:
-        for name, value in self.headers:
-            if name == PROMPT:
-                return PromptReport.decode(value.decode("latin-1"))
-        return None
+    @property
+    def resume_state(self) -> ResumeState | None:
+        """The state from which another worker continues the stream; None if none can."""
+        return None if self._call is None else self._engine.resume_state(self._call, self.events)
 
 
 class ProxiedRequest:

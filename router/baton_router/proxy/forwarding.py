@@ -84,14 +84,14 @@ _NOT_FORWARDED = {
 
 @dataclass(frozen=True)
 class WorkerCredentials:
-    """By what a worker knows that a request comes from this router."""
+    """The credentials that prove to a worker that a request comes from this router."""
 
     secret: bytes = b""
-    """Signs tickets for prefill workers; empty if they want none."""
+    """Signs tickets for prefill workers; empty if they require no ticket."""
     key: bytes = b""
     """The workers' API key."""
     passes_keys: bool = True
-    """Whether a client's key goes on to the worker."""
+    """Whether the client's key is forwarded to the worker."""
 
     @classmethod
     def of(cls, settings: RouterSettings) -> WorkerCredentials:
@@ -102,7 +102,7 @@ class WorkerCredentials:
 
     @cached_property
     def line(self) -> bytes:
-        """The header that carries the key; nothing without one."""
+        """The header line with the key; empty without a key."""
         return b"%b: Bearer %b\r\n" % (AUTHORIZATION, self.key) if self.key else b""
 
     @property
@@ -129,8 +129,8 @@ def request_head(
     """
     The head of the request as the decode worker `host` gets it.
 
-    `control` is the control address of the prefill worker for it, empty without one; `trace` are lines in
-    place of what the client said of its trace.
+    `control` is the control address of the prefill worker for it, empty without one; `trace` are header
+    lines that replace the client's trace headers.
     """
     kept_back = _NOT_FORWARDED[not trust.passes_keys, bool(trace)]
     passing = b"".join([b"%b: %b\r\n" % header for header in _forwarded(given, kept_back)])
@@ -184,10 +184,18 @@ def response_headers(
         took = b"queue;dur=%.1f, prefill;dur=%.1f" % times
         if report.transfer_s:
             took += b", transfer;dur=%.2f" % (1000 * report.transfer_s)
-        fields = [(CACHED, b"%d" % report.cached), (TIMING, took)]
+        fields = [(TIMING, took)]
+        if report.cached is not None:
+            fields = [(CACHED, b"%d" % report.cached), *fields]
     if grant is not None:
         fields = [(WORKER, grant.decode.encode()), (DECISION, grant.summary), *fields]
     return [*_forwarded(given, _RESPONSE_ONLY), (REQUEST_ID, request_id), *fields]
+
+
+def with_length(given: Headers, length: int) -> Headers:
+    """The headers of a response whose body was replaced."""
+    fields = [header for header in given if header[0] != b"content-length"]
+    return [*fields, (b"content-length", b"%d" % length)]
 
 
 def is_event_stream(given: Headers) -> bool:

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Callable
+from functools import partial
 
 from baton_api import headers, logs
+from baton_api.engines import EngineKind
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
 from baton_api.metrics import STALE
-from baton_api.resuming import with_resumption
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
-from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamLost
+from baton_router.engines.contract import PREFILL_LOST, Call, ResumeState
+from baton_router.engines.registry import all_engines
 from baton_router.metrics.registry import RouterMetrics
 from baton_router.metrics.tracing import Tracing, request_line
 from baton_router.proxy.attempt import BUSY, Attempt, ProxiedRequest
 from baton_router.proxy.forwarding import WorkerCredentials, request_head, response_headers
-from baton_router.proxy.resume_state import ResumableStream
 from baton_router.proxy.retries import CRASH_CAUSES, LOSSES_LIMIT, RetryBudget
 from baton_router.proxy.routed_request import RoutedRequest
 from baton_router.proxy.timeouts import OVERDUE, FirstByteTimeout, IdleTimeout, first_byte_s
@@ -69,6 +70,7 @@ class Proxy:
         self._metrics = metrics
         self._tracing = tracing
         self._trust = WorkerCredentials.of(settings)
+        self._engines = all_engines(random.Random())
         self._budget = RetryBudget(settings.retry_ratio, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +133,7 @@ class Proxy:
         proxied.granted = proxied.sent = time.perf_counter()
         self._metrics.overhead.observe(proxied.granted - arrived)
         until = asyncio.get_running_loop().time() + self._settings.answer_s
-        tried: list[str] = []
+        excluded: list[str] = []
         attempts = 0
         while True:
             proxied.attempt = attempt = self._attempt(grant)
@@ -140,7 +142,7 @@ class Proxy:
             slow_s = 0.0 if attempts == self._settings.retries else first_byte_s(grant, request.tokens_ahead)
             try:
                 opening = await self._try(
-                    request, proxied, attempt, request.body, request.events, slow_s, until
+                    self._call(request, proxied, attempt), proxied, attempt, slow_s, until
                 )
             except UpstreamLost as error:
                 lost = error
@@ -151,10 +153,11 @@ class Proxy:
                     return opening
             attempts += 1
             if lost is not None or attempt.status not in BUSY:
-                tried.append(grant.decode)  # one that is full is well, and may have room the next time
+                # A full worker is healthy, and may have capacity the next time.
+                excluded.append(_failed_worker(grant, lost))
             waited_s = time.perf_counter() - arrived
             next_grant = await self._next_grant(
-                request.pick_request(tuple(tried), waited_s), attempts, attempt, lost
+                request.pick_request(tuple(excluded), waited_s), attempts, attempt, lost
             )
             if next_grant is not None:
                 attempt.close()
@@ -169,24 +172,17 @@ class Proxy:
                 return opening
 
     async def _try(
-        self,
-        request: RoutedRequest,
-        proxied: ProxiedRequest,
-        attempt: Attempt,
-        body: bytes,
-        events: Callable[[], EventStream] | None,
-        slow_s: float,
-        until: float,
+        self, call: Call, proxied: ProxiedRequest, attempt: Attempt, slow_s: float, until: float
     ) -> bytes:
         """
-        Send the request to one worker and wait for the first part of its response.
+        Send the request to its workers and wait for the first part of the response.
 
-        The worker has `slow_s` seconds (see `first_byte_s`), and until loop time `until` at most. Raises
+        The workers have `slow_s` seconds (see `first_byte_s`), and until loop time `until` at most. Raises
         UpstreamLost. The attempt is closed if this fails for any reason.
         """
         timeout = FirstByteTimeout(attempt, slow_s, until, self._budget.spend)
         try:
-            return await attempt.open(self._head(request, proxied, attempt.grant, len(body)), body, events)
+            return await attempt.open(call)
         except UpstreamLost as lost:
             self._lost(proxied, attempt.grant, lost)
             attempt.close()
@@ -198,21 +194,34 @@ class Proxy:
             timeout.close()
 
     def _attempt(self, grant: Grant) -> Attempt:
-        return Attempt(grant, self._picker, self._upstreams.get(grant.decode))
+        return Attempt(grant, self._picker, self._engines[grant.engine])
 
-    def _head(self, request: RoutedRequest, proxied: ProxiedRequest, grant: Grant, length: int) -> bytes:
+    def _call(
+        self,
+        request: RoutedRequest,
+        proxied: ProxiedRequest,
+        attempt: Attempt,
+        state: ResumeState | None = None,
+    ) -> Call:
+        head = partial(self._head, request, proxied, attempt.grant)
+        return Call(request, attempt.grant, self._upstreams, head, attempt, time.perf_counter, state)
+
+    def _head(
+        self, request: RoutedRequest, proxied: ProxiedRequest, grant: Grant, worker: str, length: int
+    ) -> bytes:
+        own = grant.engine is EngineKind.BATON
         return request_head(
             request.target,
             request.headers,
             length,
             proxied.id,
-            grant.decode,
-            grant.control,
+            worker,
+            grant.control if own else "",
             self._trust,
             time.time(),
-            follow=request.resumable,
-            salt=request.tenant.salt,
-            patient=request.urgency[0] == headers.PATIENT_CLASS,
+            follow=own and request.resumable,
+            salt=request.tenant.salt if own else "",
+            patient=own and request.urgency[0] == headers.PATIENT_CLASS,
             trace=b"" if proxied.trace is None else proxied.trace.lines,
         )
 
@@ -274,8 +283,8 @@ class Proxy:
         assert attempt.exchange is not None
         settings, grant, events = self._settings, attempt.grant, attempt.events
         silent_s = max(settings.idle_s, IDLE_STEPS * grant.step_s)
-        # Where nobody could go on, a worker that says that it lives is waited for.
-        can_resume = grant.has_alternative and isinstance(events, ResumableStream)
+        # If no other worker could continue the answer, wait longer for one that reports that it is alive.
+        can_resume = grant.has_alternative and attempt.resume_state is not None
         tokens_s = silent_s if can_resume else max(silent_s, settings.answer_s)
         idle_timeout = IdleTimeout(client, attempt.exchange, events, silent_s, tokens_s)
         try:
@@ -291,29 +300,32 @@ class Proxy:
         self, request: RoutedRequest, proxied: ProxiedRequest, broken: Attempt, lost: UpstreamLost
     ) -> tuple[Attempt, bytes]:
         """Continue a broken stream at another worker. Raises `lost` if none can."""
-        events = broken.events
-        resumption = events.resumption if isinstance(events, ResumableStream) else None
-        if resumption is None:
+        state = broken.resume_state
+        if state is None:
             raise lost
-        tried = proxied.lost
-        tried.append(broken.grant.decode)
+        if state.ending:
+            broken.end()
+            return broken, state.ending
+        excluded = proxied.lost
+        excluded.append(broken.grant.decode)
         broken.close()
-        body = with_resumption(request.body, resumption)
         loop = asyncio.get_running_loop()
         while proxied.resumes < RESUMES_LIMIT and proxied.crashes <= LOSSES_LIMIT:
             proxied.resumes += 1
             try:
-                grant = await self._picker.pick(request.pick_request(tuple(tried), 0.0, resumed=True))
+                grant = await self._picker.pick(request.pick_request(tuple(excluded), 0.0, resumed=True))
             except BatonError:
                 break
-            tried.append(grant.decode)
+            excluded.append(grant.decode)
             attempt = self._attempt(grant)
+            if grant.engine is not broken.grant.engine:
+                attempt.close()  # it could not read the state
+                continue
             slow_s = 0.0 if proxied.resumes == RESUMES_LIMIT else first_byte_s(grant, 1)
             until = loop.time() + self._settings.answer_s
             try:
-                opening = await self._try(
-                    request, proxied, attempt, body, lambda: ResumableStream(resumption), slow_s, until
-                )
+                call = self._call(request, proxied, attempt, state)
+                opening = await self._try(call, proxied, attempt, slow_s, until)
             except UpstreamLost:
                 continue
             if attempt.status != OK:
@@ -321,13 +333,13 @@ class Proxy:
                 continue
             proxied.attempt = attempt
             if proxied.trace is not None:
-                proxied.trace.resumed(grant.decode, len(resumption.tokens))
+                proxied.trace.resumed(grant.decode, state.passed)
             self._metrics.resumes.labels("resumed").inc()
             log.warning(
-                "The answer to request %s goes on at %s after %d tokens, because %s",
+                "The answer to request %s continues at %s after %d tokens, because %s",
                 proxied.id.decode(),
                 grant.decode,
-                len(resumption.tokens),
+                state.passed,
                 lost,
             )
             return attempt, RESUMED_COMMENT + opening
@@ -338,7 +350,7 @@ class Proxy:
         """Record that a worker was lost while it had the request."""
         crashed = lost.cause in CRASH_CAUSES
         proxied.crashes += crashed
-        self._picker.failed(grant, crashed=crashed)
+        self._picker.failed(grant, crashed=crashed, at_prefill=lost.cause == PREFILL_LOST)
 
     def _final(self, proxied: ProxiedRequest, lost: UpstreamLost) -> BatonError:
         """The error for the client when no other worker is tried."""
@@ -360,3 +372,8 @@ class Proxy:
         log.warning("The response to request %s was cut: %s (%s)", proxied.id.decode(), error, cause)
         events = proxied.attempt.events if proxied.attempt else None
         await client.cut(events.error(error_for(error, tenant)) if events else b"")
+
+
+def _failed_worker(grant: Grant, lost: UpstreamLost | None) -> str:
+    """The name of the worker that failed."""
+    return grant.prefill if lost is not None and lost.cause == PREFILL_LOST else grant.decode

@@ -1,10 +1,10 @@
 """
 `/v1/responses` in a cluster: the router keeps the responses, because any worker may get the next request.
 
-A request that continues a response goes on with the whole conversation as its input; how much of it was
-there before is said in a header, which also tells the worker to keep nothing. What comes back passes as it
-is, is listened to if it is to be kept, and is kept before the client has all of it, which may ask for it at
-once. A request that keeps and continues nothing passes byte for byte.
+A request that continues a response is forwarded with the whole conversation as its input. A header gives the
+length of the earlier part, and makes the worker store nothing. The answer is forwarded unchanged. If it is to
+be stored, it is stored before the client has all of it, because the client may refer to it immediately. A
+request that neither stores nor continues a response is forwarded byte for byte.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ResponseRequest(msgspec.Struct):
 
 
 class ResponseSummary(msgspec.Struct):
-    """What is read of a response object."""
+    """The fields of a response object that the router reads."""
 
     id: str
     status: str
@@ -178,7 +178,7 @@ class ResponseExchange:
             answered = _summary_decoder.decode(heard)
             items = [_item_decoder.decode(item) for item in self._input]
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return  # whatever it is, it is the worker's answer, but nothing to be continued
+            return  # the client gets it as it is, but it cannot be continued
         if answered.status in ("completed", "incomplete"):
             named = response_items.named(items)
             self._store.put(self._owner, Turn(answered.id, self._before, named, heard))

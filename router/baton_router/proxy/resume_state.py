@@ -1,9 +1,9 @@
 """
 A stream's resume state: the tokens that were sent, and how the answer began.
 
-The worker says them in comments between its events (`baton_api.resuming`). They are taken out here, and no
-event passes before the tokens that it came of are known: what the client has and what is resumed are then
-the same, wherever the connection breaks.
+The worker reports both in comments between its events (`baton_api.resuming`). The router removes the
+comments, and forwards an event only once its tokens are known. The text that the client has and the text
+that is resumed are therefore the same, wherever the connection breaks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_token
 from baton_http.sse import DONE, EventStream
 
 WAITING_LIMIT = 1024 * 1024
-"""Bytes of events that wait for their tokens; a worker that sends more has stopped to say them."""
+"""Bytes of events that wait for their tokens; a worker that sends more has stopped reporting tokens."""
 
 _COMMENT = b"\n: baton-"
 _BEGINS = b"\n" + BEGINS
@@ -24,12 +24,12 @@ _beginning = msgspec.json.Decoder(Beginning)
 
 
 class ResumableStream(EventStream):
-    """A stream of chunks whose worker was asked to say what it came of."""
+    """A stream of chunks whose worker was asked to report its tokens."""
 
     __slots__ = ("_before", "_begun", "_ended", "_tokens", "_waiting", "_watching")
 
     def __init__(self, before: Resumption | None = None) -> None:
-        """`before` is what had passed of the answer when it was resumed."""
+        """`before` is the part of the answer that had been forwarded before the stream was resumed."""
         super().__init__()
         self._begun: Beginning | None = None
         self._tokens = list(before.tokens) if before else []
@@ -39,11 +39,11 @@ class ResumableStream(EventStream):
         self._watching = True
         """Whether there may be comments to take out."""
         self._waiting = b"\n"
-        """What has not passed yet, behind the end of the line before it."""
+        """Bytes not forwarded yet, after the line end before them."""
 
     @property
     def generated(self) -> int | None:
-        """Tokens that this worker has said it generated; None if it says nothing of them."""
+        """Tokens that this worker reports as generated; None if it does not report them."""
         return len(self._tokens) - self._before if self._begun is not None else None
 
     @property
@@ -52,7 +52,7 @@ class ResumableStream(EventStream):
 
     @property
     def resumption(self) -> Resumption | None:
-        """Where another worker would go on; None if this one did not say, or says that nobody could."""
+        """Where another worker would continue; None if this one did not report it, or no worker could."""
         if self._begun is None or b'"invalid_request_error"' in self._failure:
             return None
         return Resumption(self._begun, self._tokens, self._ended)
@@ -65,7 +65,7 @@ class ResumableStream(EventStream):
         return super().push(rest) + super().finish()
 
     def error(self, error: BatonError) -> bytes:
-        """The worker's own words, if it said what went wrong."""
+        """Return the worker's own error, if it reported one."""
         return self._apart() + self._failure[1:] if self._failure else super().error(error)
 
     @property
@@ -74,7 +74,7 @@ class ResumableStream(EventStream):
         return self._waiting[at:] if at >= 0 and self._waiting.endswith(b"\n\n") else b""
 
     def _with_tokens(self, piece: bytes) -> bytes:
-        """What of the events so far came of tokens that are known."""
+        """Return the received events whose tokens are known."""
         waiting = self._waiting + piece
         passing = b""
         while (at := waiting.find(_COMMENT)) >= 0 and (end := waiting.find(b"\n\n", at + 1)) >= 0:

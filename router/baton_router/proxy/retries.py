@@ -5,8 +5,8 @@ Overloaded and crashing workers may cause retries for a share of all requests, s
 themselves. A crash costs one retry, however many requests were lost in it. A request that crashes one worker
 after another costs one each.
 
-One lost worker proves nothing, so its requests go to other workers. A request that has lost two
-workers is rejected for as long as it is remembered: clients retry under a new id, so a request is
+A single lost worker proves nothing, so its requests go to other workers. A request that has lost two
+workers is rejected for as long as it is remembered. Clients retry under a new id, so a request is
 recognized by its tenant and a digest of the body. A complete answer clears it. Batch runners send a
 suspicious line alone before they give it up, and are rejected only where a runner would have given up.
 A broken stream may lose a third worker, because several workers may fail while it lasts.
@@ -25,7 +25,7 @@ RESERVE = 10.0
 """Retries that are possible without requests before them: enough for a quiet router's bad moment."""
 
 REFILL_PER_S = 1.0
-"""Retries that come back by themselves: what waits for one gets it, though nobody else comes."""
+"""Retries regained without new requests, so that a waiting retry succeeds on an idle router too."""
 
 
 CRASH_S = 1.0

@@ -30,6 +30,7 @@ from baton_http.upstream import Headers
 from baton_router.cache import prompt_chunks
 from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage
 from baton_router.proxy.resume_state import ResumableStream
+from baton_router.scheduling.direct_route import DirectRoute
 from baton_router.scheduling.picker import PickRequest
 from baton_router.tenants.tenants import CLASSES, DEFAULT_TENANT, Tenant
 
@@ -59,7 +60,7 @@ class AnswerOptions(msgspec.Struct):
 
     @property
     def tokens_ahead(self) -> int | None:
-        """With which token the first byte of the answer comes, at the latest; None if it does not say."""
+        """Number of the token that brings the first byte at the latest; None if the body does not set it."""
         if self.stream is True:
             return 1
         return self.answer_tokens
@@ -107,6 +108,7 @@ class RoutedRequest:
         "explain",
         "headers",
         "model",
+        "path",
         "prompt",
         "streams",
         "target",
@@ -122,12 +124,12 @@ class RoutedRequest:
         self.headers: Headers = scope["headers"]
         self.body = body
         self._digest = digest(body)
-        path = scope["path"]
+        self.path = path = scope["path"]
         salt = tenant.salt
         self.model, self.prompt, options = _parse_chat(body, salt) if path == CHAT else _parse_any(body, salt)
         if options.resumption:
             raise InvalidRequest(
-                f"Unsupported parameter: {RESUMPTION!r}. Only a router may say where an answer goes on.",
+                f"Unsupported parameter: {RESUMPTION!r}. Only a router may set where an answer continues.",
                 param=RESUMPTION,
                 code=UNSUPPORTED_PARAMETER,
             )
@@ -136,24 +138,33 @@ class RoutedRequest:
         self.tenant = tenant
         self.events = STREAMS.get(path)
         self.tokens_ahead = options.tokens_ahead
-        """With which token of the answer its first byte comes, at the latest; None if nobody can tell."""
+        """Number of the token that brings the first byte of the answer at the latest; None if unknown."""
         self.streams = options.stream is True
         self.answer_tokens = options.answer_tokens
         self.urgency = request_class(self.headers, tenant)
         self.explain = False
-        """Whether the scheduler is to say what the ways cost."""
+        """Whether the scheduler reports the prices of the options."""
 
     def pick_request(
-        self, tried: tuple[str, ...] = (), waited_s: float | None = None, *, resumed: bool = False
+        self,
+        excluded: tuple[str, ...] = (),
+        waited_s: float | None = None,
+        *,
+        resumed: bool = False,
+        direct: DirectRoute | None = None,
     ) -> PickRequest:
-        """What a scheduler is asked, if the request comes back after `waited_s`: without one it is new."""
+        """
+        Return the message to the scheduler; `waited_s` is set if the request was picked for before.
+
+        `direct` is set if a gateway sends the request to the decode worker.
+        """
         tenant = self.tenant
         kind, objective_s = self.urgency
         limits = tenant.limits
         return PickRequest(
             self.model,
             self.prompt,
-            tried,
+            excluded,
             tenant.id,
             kind,
             None if limits is DEFAULT_TENANT.limits else limits,
@@ -166,16 +177,17 @@ class RoutedRequest:
             waited_s or 0.0,
             self._digest,
             self.explain,
+            direct,
         )
 
     @property
     def resumable(self) -> bool:
-        """Whether the worker is to say what another one would need to go on with the answer."""
+        """Whether the worker reports the state that another worker needs to continue the answer."""
         return self.events is ResumableStream
 
 
 def _check_model(allowed: frozenset[str], model: str | None) -> None:
-    """Who may not have every model cannot leave to the worker which one it is."""
+    """Require a tenant with a list of models to name one of them."""
     if model is None:
         raise InvalidRequest(
             "You must provide a model parameter.", param="model", code=MISSING_REQUIRED_PARAMETER
@@ -185,7 +197,7 @@ def _check_model(allowed: frozenset[str], model: str | None) -> None:
 
 
 def _parse_chat(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions]:
-    """The model, the prompt and the wishes, in one pass over the body."""
+    """Return the model, the prompt and the answer options, in one pass over the body."""
     try:
         chat = _chat.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -195,7 +207,7 @@ def _parse_chat(body: bytes, salt: str) -> tuple[str | None, PromptChunks, Answe
 
 
 def _parse_any(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions]:
-    """The model, the prompt of whatever shape, and the wishes."""
+    """Return the model, the prompt in any shape, and the answer options."""
     try:
         read = _body.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -245,9 +257,9 @@ OBJECTIVE = headers.OBJECTIVE.encode()
 
 def request_class(raw: Headers, tenant: Tenant) -> tuple[str, float | None]:
     """
-    The class, and the seconds within which the first token is wanted, or None if that was not said.
+    The class, and the seconds within which the first token is wanted, or None without one.
 
-    Raises InvalidRequest for what is none, and Forbidden for a class that is not the tenant's to use.
+    Raises InvalidRequest for an invalid value, and Forbidden for a class that the tenant may not use.
     """
     kind, objective_s = tenant.default_class, None
     for name, value in raw:

@@ -2,7 +2,7 @@
 Timeouts of one attempt: the first byte, and idle streams.
 
 The first-byte timeout moves a request to another worker when this one takes several times as long as
-predicted, if there is another worker and the retry budget allows it; otherwise it waits again, because a
+predicted. That needs another worker and a retry in the budget. Otherwise it waits again, because a
 prediction may be wrong. The idle timeout watches an answer for standstill and finds out which side causes it,
 worker or client.
 """
@@ -77,16 +77,19 @@ class FirstByteTimeout:
 
     def _slow(self) -> None:
         if self._may_leave():
-            self._fail(SLOW)
+            self._leave()
         else:
             self._timer = self._next()
 
-    def _over(self) -> None:
-        self._fail(OVERDUE)
+    def _leave(self) -> None:
+        if self._attempt.fail(SLOW):
+            self._timer = self._loop.call_at(self._until, self._over)
+        else:
+            self._timer = self._loop.call_later(RETRY_S, self._leave)
 
-    def _fail(self, cause: str) -> None:
-        if not self._attempt.fail(cause):
-            self._timer = self._loop.call_later(RETRY_S, self._fail, cause)
+    def _over(self) -> None:
+        if not self._attempt.fail(OVERDUE):
+            self._timer = self._loop.call_later(RETRY_S, self._over)
 
 
 CHECKS = 4

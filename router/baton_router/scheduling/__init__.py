@@ -1,1 +1,1 @@
-"""Which request goes next, and to which pair of workers."""
+"""Decides the next request to send, and its pair of workers."""

@@ -1,13 +1,13 @@
 """
 Admission to the queue: by the predicted time to first token, and by the queue's capacity.
 
-A request that would be answered too late only delays the others, so each class has a limit: interactive
-requests are rejected at once with a time for the retry, critical ones wait longer, batch requests
+A request that would be answered too late only delays the others, so each class has a limit. Interactive
+requests are rejected immediately with a time for the retry, critical ones wait longer, batch requests
 without limit. A correction factor compares predictions with what came, because a worker computes several
 short prompts at a time.
 
 Capacity counts requests and bytes. One tenant may fill a share of what it and absent tenants
-have together, so that a tenant that comes after a flood still finds room.
+have together, so that a tenant that arrives after a flood still finds capacity.
 """
 
 from __future__ import annotations

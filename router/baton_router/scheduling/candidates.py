@@ -1,8 +1,8 @@
 """
 Workers that can be chosen now, computed once until the state of a worker changes.
 
-Nothing changes while every worker's health is the value that it was, but for those that were put aside: that
-ends by itself.
+The cache is valid while every worker's health is the same value as before. Ejected workers are the exception,
+because an ejection ends with time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from baton_api.engines import EngineKind
+from baton_api.errors import NotReady
+from baton_router.scheduling.direct_route import DirectRoute
 from baton_router.scheduling.fallback_policy import WorkerPair
 from baton_router.scheduling.pair_selection import LOCAL_PREFILL, PairOption, WorkerGroup
 from baton_router.workers.costs import RunningAverage, TransferCost
@@ -30,6 +33,7 @@ class Candidates:
         "decode_states",
         "decodes",
         "groups",
+        "pair_only",
         "prefill_states",
         "prefills",
         "transfers",
@@ -48,10 +52,14 @@ class Candidates:
             WorkerGroup(_workers_of(decodes, name), _workers_of(prefills, name))
             for name in {worker.group for worker in decodes}
         ]
+        self.pair_only = frozenset(
+            number for number, worker in enumerate(decodes) if not worker.computes_prompts
+        )
+        """Decode workers that compute no prompts."""
         self.bytes_per_token: RunningAverage = worker_states.bytes_per_token(decodes[0].model)
         self._pairs: dict[tuple[int, int], WorkerPair] = {}
         self.by_revision: dict[str, Candidates] = {}
-        """Those of each generation, if they are of several."""
+        """The candidates of each revision, if there are several."""
         revisions = {worker.revision for worker in decodes}
         if len(revisions) > 1:
             for revision in sorted(revisions):
@@ -60,7 +68,7 @@ class Candidates:
                 self.by_revision[revision] = Candidates(of_revision, prefills_of_revision, worker_states)
 
     def holder(self, matched: Mapping[int, int]) -> str:
-        """The generation that holds most of a prompt; of several that do, or if none does, any."""
+        """The revision that holds most of a prompt; of equal ones, or if none holds a part, any."""
         most, holder = 0, ""
         for revision, of_revision in self.by_revision.items():
             for state in (*of_revision.decode_states, *of_revision.prefill_states):
@@ -85,13 +93,15 @@ class CandidateCache:
         self._worker_states = worker_states
         self._healths: list[WorkerHealth] = []
         self._expires = 0.0
-        self._cached: dict[str | None, Candidates] = {}
-        """By the model, as long as `_healths` are those of the workers."""
+        self._cached: dict[tuple[str | None, DirectRoute | None], Candidates] = {}
+        """By the model and the route, as long as `_healths` are those of the workers."""
 
-    def candidates(self, model: str | None, tried: Collection[str], now: float) -> Candidates | None:
-        """None if all were tried. Raises what `Workers.serving` raises."""
-        if tried:
-            return self._compute(model, tried, now)
+    def candidates(
+        self, model: str | None, excluded: Collection[str], now: float, direct: DirectRoute | None = None
+    ) -> Candidates | None:
+        """None if `excluded` and `direct` leave no worker. Raises the errors of `Workers.serving`."""
+        if excluded:
+            return self._compute(model, excluded, now, direct)
         decode, prefill = self._workers.decode, self._workers.prefill
         healths: list[WorkerHealth] = [worker.health for worker in decode]
         healths += [worker.health for worker in prefill]
@@ -102,19 +112,33 @@ class CandidateCache:
                 worker.state(now) in (WorkerStatus.EJECTED, WorkerStatus.FULL) for worker in decode + prefill
             )
             self._expires = now + EJECTED_CACHE_S if ejected else math.inf
-        candidates = self._cached.get(model)
+        candidates = self._cached.get((model, direct))
         if candidates is None:
-            candidates = self._compute(model, (), now)
+            candidates = self._compute(model, (), now, direct)
             if candidates is not None:
-                self._cached[model] = candidates
+                self._cached[model, direct] = candidates
         return candidates
 
-    def _compute(self, model: str | None, tried: Collection[str], now: float) -> Candidates | None:
-        decodes = self._workers.serving(model, tried, now)
+    def _compute(
+        self, model: str | None, excluded: Collection[str], now: float, direct: DirectRoute | None
+    ) -> Candidates | None:
+        decodes = self._workers.serving(model, excluded, now)
+        if direct is not None:
+            decodes = [one for one in decodes if direct.reaches(one.name)]
         if not decodes:
             return None
-        prefills = [one for one in usable(self._workers.prefill, now) if one.name not in tried]
-        return Candidates(decodes, prefills, self._worker_states)
+        prefills = [one for one in usable(self._workers.prefill, now) if one.name not in excluded]
+        if direct is not None:
+            # Only Baton's decode worker fetches a prompt by itself, from the control address in a header.
+            prefills = [one for one in prefills if one.control and one.engine_kind is EngineKind.BATON]
+        groups = {one.group for one in prefills}
+        able = [one for one in decodes if one.computes_prompts or one.group in groups]
+        if not able:
+            raise NotReady(
+                f"{decodes[0].name} computes no prompts, and no prefill worker of its kind is ready.",
+                public="No worker that serves this model is ready.",
+            )
+        return Candidates(able, prefills, self._worker_states)
 
 
 def _workers_of(workers: Sequence[Worker], group: str) -> list[int]:

@@ -35,19 +35,19 @@ class Dispatch(msgspec.Struct, eq=False):
     tokens: int
     """Of the prompt, estimated."""
     expected_cached: int
-    """How many of them whoever computes it is believed to hold, whether or not one counts on it."""
+    """How many of them the computing worker is assumed to hold, whether or not the price used that."""
     decided: float
     prefill_state: WorkerState
-    """What is state of whoever computes the prompt."""
+    """State of the worker that computes the prompt."""
     decode_state: WorkerState
     compute_s: float
-    """What it takes to compute the prompt there."""
+    """Predicted seconds to compute the prompt there."""
     matched: list[tuple[WorkerState, int]]
     """How many of its chunks those two held when it was planned."""
     weights: Mapping[str, float]
-    """Of the generations that could have had it, if there were several."""
+    """Weights of the eligible revisions, if there were several."""
     assumed_chunks: list[tuple[WorkerState, list[int]]] = []
-    """The chunks of the prompt that a worker is believed to hold since it was sent there."""
+    """The chunks of the prompt that a worker is assumed to hold since it was sent there."""
     first_byte: float | None = None
     ended: float | None = None
     report: PromptReport | None = None
@@ -72,7 +72,7 @@ class Dispatch(msgspec.Struct, eq=False):
 
     @property
     def computing_worker(self) -> Worker:
-        """Who was to compute the prompt."""
+        """The worker that computes the prompt."""
         return self.pair.prefill or self.pair.decode
 
     @property

@@ -1,8 +1,8 @@
 """
-Where each request goes: every way to serve it is priced, the best is booked, and what came of it is learned.
+The dispatcher: it prices every option to serve a request, books the best one, and learns from the outcome.
 
-One request is one `Dispatch`, from its decision to its end. Whatever way it ends, it is let go once, and
-nothing of it stays booked.
+One request is one `Dispatch`, from its decision to its end. However it ends, it is released once, and no
+booking remains.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.metrics.request_counters import DecisionCounters
 from baton_router.scheduling import pair_selection
 from baton_router.scheduling.candidates import CandidateCache, Candidates
+from baton_router.scheduling.direct_route import DirectRoute
 from baton_router.scheduling.dispatch import ALTERNATIVES_SHOWN, Dispatch
 from baton_router.scheduling.pair_selection import (
     LOCAL_PREFILL,
@@ -68,25 +69,28 @@ class Dispatcher:
         self.dispatches: deque[Dispatch] = deque(maxlen=DISPATCHES_LIMIT)
         """The last ones, the newest at the end."""
 
-    def candidates(self, model: str | None, now: float) -> Candidates | None:
-        """Who may be chosen for a request that nobody had yet. Raises what `Workers.serving` raises."""
-        return self._candidate_cache.candidates(model, (), now)
+    def candidates(
+        self, model: str | None, now: float, direct: DirectRoute | None = None
+    ) -> Candidates | None:
+        """Workers for a request that no worker had yet. Raises the errors of `Workers.serving`."""
+        return self._candidate_cache.candidates(model, (), now, direct)
 
     def plan(
         self,
         model: str | None,
         prompt: PromptChunks,
-        tried: Collection[str],
+        excluded: Collection[str],
         now: float,
         ahead: Mapping[int, float] = NO_BACKLOG,
+        direct: DirectRoute | None = None,
     ) -> Dispatch | None:
         """
-        Choose among the workers that are not in `tried`, by name; None if none is left. Nothing is booked.
+        Choose among the workers whose names are not in `excluded`; None if none is left. This books nothing.
 
         `ahead` are seconds, by the workers' slots, of prompts that are not booked but will go there before
-        this one. Raises what `Workers.serving` raises.
+        this one. `direct`: which workers a gateway can send it to. Raises what `Workers.serving` raises.
         """
-        candidates = self._candidate_cache.candidates(model, tried, now)
+        candidates = self._candidate_cache.candidates(model, excluded, now, direct)
         if candidates is None:
             return None
         matched = self.worker_states.match(prompt)
@@ -138,6 +142,7 @@ class Dispatcher:
             lambda source, target: transfers[source][target].seconds(tokens, now),
             self._local_prefill_limit,
             tokens,
+            candidates.pair_only,
         )
 
     def book(self, dispatch: Dispatch, now: float) -> None:
@@ -158,7 +163,7 @@ class Dispatcher:
 
     @property
     def answer_tokens(self) -> float:
-        """How many tokens an answer has, as far as one can tell before."""
+        """Expected tokens of an answer, before it begins."""
         return self._answer_tokens.value
 
     def blocks_free_s(self, dispatch: Dispatch) -> float:
@@ -180,15 +185,19 @@ class Dispatcher:
         dispatch.prefill_state.prefills.release(dispatch.number, now)
 
     def began(self, dispatch: Dispatch, report: PromptReport | None, now: float) -> None:
-        """The first byte of the answer is there, and with it what the worker says of the prompt."""
+        """The first byte of the answer arrived, and with it the worker's report of the prompt."""
         if dispatch.first_byte is not None:
             return
         dispatch.first_byte, dispatch.report = now, report
+        waited_s = dispatch.prefill_state.prefills.waited_s(dispatch.number, dispatch.decided)
         dispatch.prefill_state.prefills.release(dispatch.number, now)
         if report is not None:
             self.metrics.computed(dispatch.expected_cached, report)
             self.worker_states.computed(dispatch.prompt, report, dispatch.assumed_chunks)
-            self._learn(dispatch, report)
+            compute_s = report.compute_s
+            if report.estimated:
+                compute_s = 0.0 if waited_s is None else max(0.0, compute_s - waited_s)
+            self._learn(dispatch, report, compute_s)
 
     def release(self, dispatch: Dispatch, now: float, *, complete: bool, tokens: int | None = None) -> None:
         """
@@ -210,26 +219,27 @@ class Dispatcher:
                 self._answer_tokens.learn(tokens)
         dispatch.drop_prompt()
 
-    def _learn(self, dispatch: Dispatch, report: PromptReport) -> None:
+    def _learn(self, dispatch: Dispatch, report: PromptReport, compute_s: float) -> None:
+        """`compute_s` as reported or estimated; 0 if unknown."""
         if dispatch.prompt.bytes:
             dispatch.candidates.bytes_per_token.learn(dispatch.prompt.bytes / report.tokens)
-        computed = max(1, report.tokens - report.cached)
         if report.remote and dispatch.pair.prefill is None:
             return
+        expected = dispatch.expected_cached * report.tokens / dispatch.tokens
+        cached = min(int(expected), report.tokens) if report.cached is None else report.cached
         state = dispatch.prefill_state if report.remote else dispatch.decode_state
-        state.prefill_cost.learn(computed, report.tokens, report.compute_s)
-        if state is dispatch.prefill_state:
-            self._check_accuracy(
-                dispatch, dispatch.expected_cached * report.tokens / dispatch.tokens, report.cached
-            )
-        if report.remote:
+        if compute_s > 0:
+            state.prefill_cost.learn(max(1, report.tokens - cached), report.tokens, compute_s)
+        if state is dispatch.prefill_state and report.cached is not None:
+            self._check_accuracy(dispatch, expected, report.cached)
+        if report.remote and report.transfer_s > 0:
             moved = report.tokens - report.held
             dispatch.candidates.transfers[dispatch.option.prefill][dispatch.option.decode].learn(
                 moved, report.transfer_s
             )
 
     def _usable_weights(self, candidates: Candidates) -> Mapping[str, float]:
-        """The weights of those generations that can be chosen; empty if none of them has one."""
+        """Return the weights of the eligible revisions; empty if none of them has a weight."""
         weights = self._weights()
         return {
             revision: weight for revision in candidates.by_revision if (weight := weights.get(revision, 0.0))
@@ -241,8 +251,8 @@ class Dispatcher:
             return
         if accuracy.broken:
             log.warning(
-                "The worker %s had only %.0f %% of the prompt tokens cached that it was believed to hold, "
-                "over about the last %d requests: it is chosen by its load alone until that changes.",
+                "Worker %s had only %.0f %% of the expected prompt tokens cached, over about the last %d "
+                "requests. The router chooses it by its load only until that changes.",
                 dispatch.computing_worker.name,
                 100 * accuracy.ratio,
                 ACCURACY_REQUESTS,

@@ -53,7 +53,7 @@ class DeficitRoundRobin:
                 self._debts.popitem(last=False)
 
     def next(self, skipped: Collection[str] = ()) -> str | None:
-        """The next tenant except `skipped`; None if there is none. Changes nothing."""
+        """The next tenant except `skipped`, or None. Changes nothing."""
         best, least = None, math.inf
         for tenant, credit in self._credit.items():
             if tenant in skipped:
@@ -80,5 +80,5 @@ class DeficitRoundRobin:
     def _give(self, amount: float) -> None:
         self._granted += amount
         for tenant, credit in self._credit.items():
-            # Who was passed over, because its workers are busy, saves no more than a round.
+            # A tenant that was skipped because its workers are busy saves at most one round.
             self._credit[tenant] = max(credit, min(credit + amount, self._quantum))

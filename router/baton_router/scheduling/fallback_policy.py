@@ -1,9 +1,9 @@
 """
 The fallback policy: power of two choices.
 
-Of two workers drawn at random, the less busy one. That is nearly as even as asking all, and many
-routers that decide on figures some seconds old do not all run to the same worker. A policy is one
-function of this form; what it chooses among was already found able to serve.
+It draws two workers at random and takes the less busy one. That is nearly as even as comparing all of them,
+and many routers that decide by metrics some seconds old do not all choose the same worker. A policy is one
+function of this form; its candidates are able to serve.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FallbackPolicy = Callable[[Sequence[Worker], random.Random], Worker]
 
 @dataclass(frozen=True, slots=True)
 class WorkerPair:
-    """Who generates, and who computes the prompt; without a prefill worker `decode` does both."""
+    """The generating worker, and the one that computes the prompt; without `prefill`, `decode` does both."""
 
     decode: Worker
     prefill: Worker | None
@@ -48,17 +48,17 @@ def choose_pair(
     policy: FallbackPolicy,
     workers: Workers,
     model: str | None,
-    tried: Collection[str],
+    excluded: Collection[str],
     now: float,
     rng: random.Random,
 ) -> WorkerPair | None:
     """
-    A decode worker that was not tried yet and a prefill worker that fits it; None if all were tried.
+    Choose a decode worker that is not excluded and a matching prefill worker; None if all are excluded.
 
     Raises what `Workers.serving` raises. Without a fitting prefill worker the decode worker is
     chosen alone.
     """
-    candidates = workers.serving(model, tried, now)
+    candidates = workers.serving(model, excluded, now)
     if not candidates:
         return None
     decode = policy(candidates, rng)

@@ -1,10 +1,10 @@
 """
 Outcome attribution: which worker a request's failure counts against.
 
-A decode worker that broke off, failed or kept silent has failed itself. For a prefill worker the decode
-worker speaks, in its report of the prompt: it says why it had to compute it itself. A prefill worker that
-broke is to blame for that; if blocks did not come over, nobody knows at which end the fault is, and only the
-two are kept apart for a while. A worker that is full, and one that calls a request bad, are well.
+A decode worker that broke off, failed or timed out has failed itself. Failures of a prefill worker come from
+the decode worker's report of the prompt, which has the reason why it computed the prompt itself. A broken
+prefill worker is to blame for that. If a transfer of blocks failed, either end may be at fault, so only this
+pair is not used for a while. A full worker is healthy, and so is one that rejects an invalid request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_router.workers.costs import TransferCost
 from baton_router.workers.worker import Worker
 
 BAD_PAIR_S = 30.0
-"""Seconds for which two workers are no pair after blocks did not come over between them."""
+"""Seconds for which two workers do not form a pair after a failed transfer between them."""
 
 _PREFILL_FAULTS = frozenset(
     (Fallback.UNREACHABLE, Fallback.LOST, Fallback.FAILED, Fallback.MISMATCH, Fallback.PROTOCOL)
@@ -29,15 +29,15 @@ _PAIR_FAULTS = frozenset((Fallback.REFUSED, Fallback.TRANSPORT, Fallback.CHECKSU
 
 
 class OutcomeAttribution:
-    """What follows from requests for their workers. Belongs to one thread; time is passed in."""
+    """Updates the health of workers by the outcomes of requests. Belongs to one thread; time is passed in."""
 
     def __init__(self, transfer: Callable[[str, str], TransferCost]) -> None:
-        """`transfer` gives what is known of two workers, by their names, as a pair."""
+        """`transfer` returns the transfer costs of two workers, by their names."""
         self._transfer = transfer
         self._failed: set[int] = set()
-        """Requests on which their decode workers have failed, until they are let go."""
-        self.revision_requests = LabeledCounter(metrics.ROUTER_GENERATION_REQUESTS)
-        self.revision_first_tokens = LabeledHistogram(metrics.ROUTER_GENERATION_FIRST_TOKEN)
+        """Requests whose decode worker has failed, until they are released."""
+        self.revision_requests = LabeledCounter(metrics.ROUTER_REVISION_REQUESTS)
+        self.revision_first_tokens = LabeledHistogram(metrics.ROUTER_REVISION_FIRST_TOKEN)
 
     def sent(self, number: int, pair: WorkerPair, now: float) -> None:
         for worker in (pair.decode, pair.prefill):
@@ -58,7 +58,7 @@ class OutcomeAttribution:
             self._transfer(prefill.name, decode.name).apart_until = now + BAD_PAIR_S
 
     def first_byte(self, pair: WorkerPair, seconds: float) -> None:
-        """A stream's first byte is there, so long after the pair was chosen for it."""
+        """Observe the seconds from the choice of the pair to the first byte of a stream."""
         if pair.decode.revision:
             self.revision_first_tokens.observe(seconds, pair.decode.revision)
 
@@ -66,6 +66,11 @@ class OutcomeAttribution:
         """The decode worker is to blame for an answer that did not come, or not to its end."""
         self._failed.add(number)
         _update(pair.decode, pair.decode.health.breaker.failed(number, now))
+
+    def prefill_failed(self, number: int, prefill: Worker, now: float) -> None:
+        """The prefill worker is to blame for an answer that did not come."""
+        self._failed.add(number)
+        _update(prefill, prefill.health.breaker.failed(number, now))
 
     def full(self, pair: WorkerPair, now: float) -> None:
         """The decode worker had no room for the request."""

@@ -8,14 +8,14 @@ is faster where it is generated, and the prediction shows it.
 
 The price of an option is its seconds for this request, plus the delay that it causes for later requests: a
 second of a busy worker costs more. With little load the nearest cache wins; with much load the work spreads.
-This module is arithmetic over plain numbers and runs for every worker at every request, hence plain tuples.
+This module is arithmetic over plain numbers. It runs for every worker at every request, so it uses tuples.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from baton_router.workers.costs import NEVER
@@ -118,13 +118,14 @@ def pair_options(
     transfer_s: Callable[[int, int], float],
     local_prefill_limit: int,
     context: int,
+    pair_only: Collection[int] = (),
 ) -> list[PlainOption]:
     """
     The options worth comparing, the cheapest first; at least one if there are decode workers.
 
     Workers are numbered by their index in `decodes` and `prefills`. `transfer_s` is called for some pairs of
     a prefill and a decode worker. Local prefill of more than `local_prefill_limit` tokens is an option only
-    without a pair.
+    without a pair, and never for the decode workers in `pair_only`.
     """
     options: list[PlainOption] = []
     paired: set[int] = set()
@@ -145,6 +146,8 @@ def pair_options(
             if len(options) > count:
                 paired.update(group.decodes)
     for target, (_, price, first, _, cached, streams, waiting) in enumerate(decodes):
+        if target in pair_only:
+            continue
         if context - cached <= local_prefill_limit or target not in paired:
             options.append((price, first, cached, streams + waiting, target, LOCAL_PREFILL))
     options.sort()

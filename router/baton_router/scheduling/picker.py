@@ -11,8 +11,10 @@ from typing import Protocol
 
 import msgspec
 
+from baton_api.engines import EngineKind
 from baton_api.reports import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
+from baton_router.scheduling.direct_route import DirectRoute
 from baton_router.tenants.tenants import TenantLimits
 
 
@@ -22,8 +24,8 @@ class PickRequest(msgspec.Struct, frozen=True):
     model: str | None
     """None if unset: then any worker may serve it, and rejects it in its own words."""
     prompt: PromptChunks
-    tried: tuple[str, ...] = ()
-    """Names of workers that had it and lost or rejected it."""
+    excluded: tuple[str, ...] = ()
+    """Names of workers that lost or rejected this request."""
     tenant: str = ""
     """Tenant id."""
     kind: str = "default"
@@ -48,6 +50,16 @@ class PickRequest(msgspec.Struct, frozen=True):
     """Digest of the body, which recognizes a client's retry; 0 disables this."""
     explain: bool = False
     """Whether to return the costs of the options."""
+    direct: DirectRoute | None = None
+    """Set if a gateway sends the request to the decode worker itself; None if the router sends it."""
+
+    @property
+    def none_left(self) -> str:
+        """Why no worker is left for the request, where some serve its model."""
+        if self.direct is not None and self.direct.endpoints is not None:
+            listed = ", ".join(self.direct.endpoints) or "none"
+            return f"No ready worker serves this model at the endpoints that the gateway allows: {listed}."
+        return "Every worker that serves this model was tried for this request."
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -73,6 +85,12 @@ class Grant(msgspec.Struct, frozen=True):
     """Predicted seconds from the decision to the first token; 0 if unknown."""
     costs: str = ""
     """The cheapest options with their costs, if requested."""
+    engine: EngineKind = EngineKind.BATON
+    """Engine of the workers."""
+    block_size: int = 0
+    """Tokens of a KV block, if blocks of the workers are named by their tokens; else 0."""
+    adapter: str = ""
+    """The request's model, if it is an adapter of the worker's model."""
 
 
 class Picker(Protocol):
@@ -96,11 +114,12 @@ class Picker(Protocol):
         """The response has begun; `report` describes the prompt."""
         ...
 
-    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
+    def failed(self, grant: Grant, *, crashed: bool = False, at_prefill: bool = False) -> None:
         """
         The worker was lost: unreachable, broken off, or silent for too long.
 
-        `crashed`: it died or hung while it had the request, which may be the reason.
+        `crashed`: it died or hung while it had the request, which may be the reason. `at_prefill`: the
+        prefill worker is to blame, not the decode worker.
         """
         ...
 

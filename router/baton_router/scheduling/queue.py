@@ -22,6 +22,7 @@ from baton_router.scheduling.admission import QueueCapacity, WaitLimits, too_lat
 from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.picker import PickRequest
+from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queued_request import (
     NEARLY_DONE_S,
     QueuedRequest,
@@ -32,7 +33,6 @@ from baton_router.scheduling.queued_request import (
     prompt_tokens,
 )
 from baton_router.scheduling.tenant_queue import QueueEntry
-from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.settings import RouterSettings
 
 TICK_S = 0.1
@@ -76,11 +76,11 @@ class Queue:
 
     def count(self, level: int) -> int:
         """Queued requests of one class."""
-        return sum(pool.room.count(level) for pool in self._pools.values())
+        return sum(pool.entries.count(level) for pool in self._pools.values())
 
     def oldest(self, level: int) -> float | None:
-        """Arrival of the oldest request of this class; None if there is none."""
-        oldest = (pool.room.oldest(level) for pool in self._pools.values())
+        """Arrival of the oldest request of this class, or None."""
+        oldest = (pool.entries.oldest(level) for pool in self._pools.values())
         return min((arrived for arrived in oldest if arrived is not None), default=None)
 
     @property
@@ -95,7 +95,7 @@ class Queue:
 
     def _entries(self) -> Iterator[QueuedRequest]:
         for pool in self._pools.values():
-            yield from (cast(QueuedRequest, entry) for entry in pool.room)
+            yield from (cast(QueuedRequest, entry) for entry in pool.entries)
 
     async def dispatch(self, request: PickRequest) -> Dispatch:
         """
@@ -108,7 +108,9 @@ class Queue:
         if self._unreported:
             self._assume_computed(now)
         try:
-            dispatch = self._dispatcher.plan(request.model, request.prompt, request.tried, now)
+            dispatch = self._dispatcher.plan(
+                request.model, request.prompt, request.excluded, now, direct=request.direct
+            )
         except NotReady:
             if not self._settings.recovery_s and not self._settings.hold_s:
                 self._count_demand(request, None)
@@ -118,7 +120,7 @@ class Queue:
         else:
             self._count_demand(request, dispatch)
             if dispatch is None:
-                raise NotReady("Every worker that serves this model was tried for this request.")
+                raise NotReady(request.none_left)
             if not self._must_wait(request, dispatch, now) and self._can_go(request, dispatch, now):
                 self._book(request, dispatch, now)
                 return dispatch
@@ -131,15 +133,15 @@ class Queue:
         slots = {state.slot for state in dispatch.candidates.decode_states}
         level = LEVELS[request.kind]
         return any(
-            pool.room.precedes(level, now)
+            pool.entries.precedes(level, now)
             for key, pool in self._pools.items()
-            if pool.room
+            if pool.entries
             and (not slots.isdisjoint(key) if isinstance(key, frozenset) else key == request.model)
         )
 
     def _count_demand(self, request: PickRequest, plan: Dispatch | None) -> None:
         """Count the tokens of a request when it arrives for the first time."""
-        if request.retried or request.tried:
+        if request.retried or request.excluded:
             return
         self.demand["prompt"] += prompt_tokens(request, plan)
         # Without any prefill worker all prompts are local, and none of them because that is cheaper.
@@ -158,12 +160,12 @@ class Queue:
             self._check_in(0.0)
 
     async def _wait(self, request: PickRequest, plan: Dispatch | None, now: float) -> Dispatch:
-        among = self._dispatcher.candidates(request.model, now) if plan else None
+        among = self._dispatcher.candidates(request.model, now, request.direct) if plan else None
         pool = self._pool(frozenset(state.slot for state in among.decode_states) if among else request.model)
         entry = self._entry(request, plan, now)
         if not entry.retried:
             self._admit(entry, pool, now)
-        pool.room.add(entry)
+        pool.entries.add(entry)
         entry.register_wakeup(pool.wakeup)
         self._capacity.take(entry)
         self._check_in(0.0)
@@ -176,13 +178,13 @@ class Queue:
                 self.changed()
             raise
         finally:
-            pool.room.discard(entry)
+            pool.entries.discard(entry)
             self._capacity.leave(entry)
 
     def _pool(self, key: Hashable) -> RequestPool:
         pool = self._pools.get(key)
         if pool is None:
-            self._pools = {one: pool for one, pool in self._pools.items() if pool.room}
+            self._pools = {one: pool for one, pool in self._pools.items() if pool.entries}
             pool = self._pools[key] = RequestPool()
         return pool
 
@@ -226,7 +228,7 @@ class Queue:
             return
         states = entry.plan.candidates.prefill_states or entry.plan.candidates.decode_states
         soonest = min(state.prefills.backlog_s(now) for state in states)
-        entry.predicted_s = soonest + pool.room.seconds_before(entry) / len(states)
+        entry.predicted_s = soonest + pool.entries.seconds_before(entry) / len(states)
         blocks_free_s = self._dispatcher.blocks_free_s(entry.plan)
         predicted = pool.pace.corrected(entry.predicted_s) + blocks_free_s + entry.best_s
         limits = WaitLimits(entry.objective_s, entry.max_wait_s)
@@ -251,13 +253,13 @@ class Queue:
         self._assume_computed(now)
         soonest = TICK_S
         for pool in list(self._pools.values()):
-            for entry in pool.room.expire(now):
+            for entry in pool.entries.expire(now):
                 self._give_up(cast(QueuedRequest, entry), pool, now)
-            if not pool.room:
+            if not pool.entries:
                 continue
             if pool.wakeup.may_go(self._settings.prefill_tokens, now):
                 self._offer_to_waiting(pool, now)
-            soonest = min(soonest, pool.wakeup.seconds_until_free(now), pool.room.alarm - now)
+            soonest = min(soonest, pool.wakeup.seconds_until_free(now), pool.entries.alarm - now)
         if self._capacity:
             due = self._unreported[0][0] - now if self._unreported else TICK_S
             self._check_in(max(LEAST_TICK_S, min(soonest, due)))
@@ -289,7 +291,7 @@ class Queue:
             all_checked = pool.wakeup.may_go(most, now)
             return all_checked
 
-        pool.room.offer(take, more, now)
+        pool.entries.offer(take, more, now)
         if all_checked:
             pool.wakeup = wakeup
 
@@ -313,16 +315,16 @@ class Queue:
         request = entry.request
         entry.plan, entry.planned = None, now
         try:
-            entry.plan = self._dispatcher.plan(request.model, request.prompt, request.tried, now, ahead)
+            entry.plan = self._dispatcher.plan(
+                request.model, request.prompt, request.excluded, now, ahead, request.direct
+            )
         except NotReady:
             return None
         except BatonError as error:
             entry.future.set_exception(error)
             return None
         if entry.plan is None:
-            entry.future.set_exception(
-                NotReady("Every worker that serves this model was tried for this request.")
-            )
+            entry.future.set_exception(NotReady(request.none_left))
         return entry.plan
 
     def _learn(self, pool: RequestPool, entry: QueuedRequest, now: float, *, in_vain: bool = False) -> None:

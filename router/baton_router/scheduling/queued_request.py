@@ -4,7 +4,7 @@ Queued requests, the capacity of workers for them, and the check that wakes the 
 A worker gets its next prompt shortly before it would be idle: a prompt that was sent can neither be reordered
 nor moved. The queue is checked with every answer that begins. Checking each queued request would cost more
 the more of them wait, so `QueueWakeup` decides by a bound, the smallest prompt meant for each worker. It may
-wake the queue in vain, but never misses a request that could go.
+wake the queue for nothing, but never misses a request that could go.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from baton_router.scheduling.admission import PredictionTolerance, WaitCorrection
 from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.picker import PickRequest
+from baton_router.scheduling.priority_queue import PriorityQueue
 from baton_router.scheduling.tenant_queue import QueueEntry
-from baton_router.scheduling.waiting_room import WaitingRoom
 from baton_router.workers.worker_state import WorkerState
 
 NEARLY_DONE_S = 0.020
@@ -43,9 +43,9 @@ def busy_s(state: WorkerState, now: float) -> float:
     """Seconds until the worker can take more; 0 or less if it can now."""
     prefills = state.prefills
     if not prefills.waiting or not state.prefill_cost.taught:
-        return 0.0  # of one that has said nothing yet, or never will, only the tokens are counted
+        return 0.0  # without reports of its speed, only the tokens are counted
     left = prefills.backlog_s(now)
-    # What a prompt takes whatever its length is taken once by those that are computed together.
+    # Prompts that are computed together share the constant part of the time.
     constant = max(0.0, state.prefill_cost.line.coefficients[0])
     return max(left - prefills.waiting * constant - NEARLY_DONE_S, left - BATCHED_PROMPTS_S)
 
@@ -125,10 +125,10 @@ class QueuedRequest(QueueEntry):
 class RequestPool:
     """Requests that wait for the same workers."""
 
-    __slots__ = ("pace", "room", "tolerance", "wakeup")
+    __slots__ = ("entries", "pace", "tolerance", "wakeup")
 
     def __init__(self) -> None:
-        self.room = WaitingRoom()
+        self.entries = PriorityQueue()
         self.wakeup = QueueWakeup()
         self.pace = WaitCorrection()
         self.tolerance = PredictionTolerance()

@@ -2,9 +2,10 @@
 Quotas of tenants: token buckets and a count of open requests, reserved at admission and settled at the end.
 
 A bucket fills evenly and holds one minute's worth. A request reserves its expected use from all buckets or
-from none: the prompt by its bytes, the answer by the usual length or by its own limit if that is less. At
-the end the difference is returned or charged, so that many small requests at once cannot exceed the limit
-together. A request that needs more than a bucket holds waits until the bucket is full, and leaves a debt.
+from none. The prompt counts by its bytes, the answer by the usual length, or by its own limit if that is
+less. At the end the difference is returned or charged, so that many small requests at once cannot exceed the
+limit together. A request that needs more than a bucket holds waits until the bucket is full, and leaves a
+debt.
 
 A request that resumes at another worker was admitted before: it reserves again without a check.
 """
@@ -40,7 +41,7 @@ class QuotaReservation:
             self.quota.settle(self.prompt + self.answer, 0, now)
 
     def settle(self, prompt: int, answer: int | None, now: float) -> None:
-        """Settle at the end. `answer` is None if its tokens were not counted."""
+        """Settle at the end. Without a count of the `answer` tokens, the reserved ones are charged."""
         used = prompt + (self.answer if answer is None else answer)
         self.quota.settle(self.prompt + self.answer, used, now)
 
@@ -168,7 +169,7 @@ class TenantQuota:
             self._requests.take(-1, now)
 
     def limited(self, limits: TenantLimits, now: float) -> None:
-        """Apply new limits; what was used stays used."""
+        """Apply new limits; past use still counts."""
         self._requests = _resized(self._requests, limits.requests_per_minute, now)
         self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
         self.limits = limits

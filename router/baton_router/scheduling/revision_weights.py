@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class RevisionWeights:
-    """The weights of now, by revision; empty if there are none, and then generations compete."""
+    """Current weights by revision. Without weights, revisions compete by predicted time."""
 
     def __init__(
         self, flags: Iterable[str] = (), file: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """What the file says of a generation goes before `flags`. Raises SetupError if it cannot be read."""
+        """A weight in the file overrides the one in `flags`. Raises SetupError if the file cannot be read."""
         self._from_flags = dict(map(parse_weight, flags))
         self._file = WatchedFile(file, clock) if file else None
         self._weights = (
@@ -57,7 +57,9 @@ def parse_weight(text: str) -> tuple[str, float]:
     except ValueError:
         number = -1.0
     if not revision or not 0 <= number < float("inf"):
-        raise ValueError(f"{text!r} is no weight: give REVISION=NUMBER, such as 6f1c2ab9=10, of 0 or more")
+        raise ValueError(
+            f"Invalid weight: {text!r}. Expected REVISION=NUMBER, such as 6f1c2ab9=10, with a number >= 0"
+        )
     return revision, number
 
 
@@ -80,7 +82,7 @@ def read_weights(path: Path) -> Mapping[str, float]:
 
 
 AHEAD_LIMIT = 8.0
-"""Requests by which a generation may be ahead of its share for the sake of what it holds."""
+"""Requests by which a revision may be ahead of its share because it holds the prefix."""
 
 REVISIONS_LIMIT = 64
 
@@ -90,10 +92,10 @@ class RevisionShares:
 
     def __init__(self) -> None:
         self._credit: dict[str, float] = {}
-        """What each is owed, in requests; all together nothing."""
+        """Credit of each revision, in requests; the sum is 0."""
 
     def __len__(self) -> int:
-        """Generations that are remembered."""
+        """Number of revisions with a credit."""
         return len(self._credit)
 
     def choose(self, weights: Mapping[str, float], preferred: str) -> str:
@@ -107,7 +109,7 @@ class RevisionShares:
     def sent(self, weights: Mapping[str, float], chosen: str) -> None:
         """A request went to `chosen`, when these were those with a weight."""
         credit = self._credit
-        if len(credit) > REVISIONS_LIMIT:  # of generations long gone
+        if len(credit) > REVISIONS_LIMIT:  # drop the credit of revisions that are long gone
             credit.clear()
         total = sum(weights.values())
         for revision, weight in weights.items():

@@ -131,6 +131,9 @@ class RequestScheduler:
             len(dispatch.candidates.decodes) > 1,
             dispatch.option.first_token_s,
             dispatch.costs if request.explain else "",
+            decode.engine_kind,
+            dispatch.prefill_state.named_blocks,
+            request.model or "" if decode.is_adapter(request.model) else "",
         )
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
@@ -142,8 +145,11 @@ class RequestScheduler:
         self.dispatcher.began(dispatch, report, now)
         self.queue.changed()
 
-    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
+    def failed(self, grant: Grant, *, crashed: bool = False, at_prefill: bool = False) -> None:
         dispatch, now = self._granted[grant.number], self._clock()
+        if at_prefill and dispatch.pair.prefill is not None:
+            self.outcomes.prefill_failed(dispatch.number, dispatch.pair.prefill, now)
+            return
         self.outcomes.failed(dispatch.number, dispatch.pair, now)
         if crashed:
             decode = dispatch.pair.decode
@@ -167,7 +173,7 @@ class RequestScheduler:
         if self._reserved and (reserved := self._reserved.pop(dispatch.number, None)) is not None:
             prompt = dispatch.report.tokens if dispatch.report else dispatch.tokens
             if tokens is None and not complete:
-                tokens = 0  # as far as anybody knows
+                tokens = 0  # the count of a broken answer is unknown
             reserved.settle(0 if dispatch.first_byte is None else prompt, tokens, now)
 
     def _check_poison(self, request: PickRequest, now: float) -> None:

@@ -166,7 +166,7 @@ class SortedList(Generic[Item]):
         self._items.insert(place, item)
 
     def remove(self, key: float, number: int) -> bool:
-        """Whether it was there."""
+        """Remove an item; return whether it was present."""
         place = bisect_left(self._keys, (key, number))
         if place == len(self._keys) or self._keys[place] != (key, number):
             return False

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANONYMOUS = Tenant(admin=False)
-"""Who asks for an open path where keys are wanted: nobody knows."""
+"""The tenant of requests to open paths without a key, where keys are required."""
 
 TENANT = "baton.tenant"
-"""Where a scope says whose request it is."""
+"""Key of a scope: the tenant of the request."""
 
 FOR_TENANTS = frozenset(
     {
@@ -47,11 +47,11 @@ FOR_TENANTS = frozenset(
         "/version", "/openapi.json", "/model_info", "/get_model_info", "/page/now", "/page/events",
     }
 )  # fmt: skip
-"""What is for every tenant besides /v1; the rest shows or changes what is others' too."""
+"""Paths for every tenant besides /v1; the other ones show or change data of other tenants too."""
 
 
 class Authenticator:
-    """Knows keys, tenants and tokens. Belongs to the event loop."""
+    """Authenticates requests by keys, tenants and tokens. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class Authenticator:
         return self._keys.required or self.tenants is not None or self._tokens is not None
 
     @property
-    def tells_apart(self) -> bool:
-        """Whether what belongs to somebody belongs to a tenant; else it belongs to a key."""
+    def owned_by_tenants(self) -> bool:
+        """Whether tenants own files, batches and responses; else API keys own them."""
         return self.tenants is not None or self._tokens is not None
 
-    def known(self, authorization: bytes) -> Tenant | None:
-        """Whose key it is; None for a token that has yet to be judged. Raises Unauthorized."""
+    def authenticated(self, authorization: bytes) -> Tenant | None:
+        """Return the tenant of a key; None for a token that is yet to be verified. Raises Unauthorized."""
         key = bearer(authorization)
         sha256 = hashlib.sha256(key).digest()
         if self._keys.required and (name := self._keys.name(sha256)) is not None:
@@ -93,17 +93,17 @@ class Authenticator:
         if self.tenants is not None and self.tenants.reads != self._reads:
             self._reads = self.tenants.reads
             self._tokens.forget()
-        return self._tokens.known(sha256)
+        return self._tokens.verified(sha256)
 
-    async def judged(self, authorization: bytes) -> Tenant:
-        """Whose token it is. Raises Unauthorized, Forbidden or NotReady."""
-        assert self._tokens is not None  # else nothing is left to be judged
+    async def authenticate_token(self, authorization: bytes) -> Tenant:
+        """Verify a token and return its tenant. Raises Unauthorized, Forbidden or NotReady."""
+        assert self._tokens is not None  # else `authenticated` has raised
         token = bearer(authorization)
-        return await self._tokens.judge(token, hashlib.sha256(token).digest())
+        return await self._tokens.verify(token, hashlib.sha256(token).digest())
 
     async def enter(self, scope: Scope) -> None:
         """
-        Let a request in, and note in its scope whose it is.
+        Authenticate a request, and store its tenant in its scope.
 
         Raises Unauthorized, Forbidden, or NotReady if an issuer's keys cannot be had.
         """
@@ -112,7 +112,7 @@ class Authenticator:
         if key.startswith(RUNNER_AUTHORIZATION):
             scope[TENANT] = await self._runners.enter(scope, key)
         elif self.required and path not in OPEN_PATHS:
-            tenant = self.known(key) or await self.judged(key)
+            tenant = self.authenticated(key) or await self.authenticate_token(key)
             check_path(tenant, scope["method"], path)
             scope[TENANT] = tenant
         elif self.required:
@@ -123,17 +123,17 @@ class Authenticator:
             await self._tokens.close()
 
     def owner(self, owner: bytes) -> Tenant | None:
-        """The tenant that owns a batch, as it is now; None if it is no longer let in."""
+        """The tenant that owns a batch, as it is now; None if it has lost access."""
         kind, name = owner_name(owner)
         if kind == "tenant":
-            return self._by_name(name) if self.tells_apart else None
+            return self._by_name(name) if self.owned_by_tenants else None
         if kind == "key":
             return Tenant(name=name, kind="key") if self._keys.has_name(name) else None
-        known = bool(owner) and self._keys.required and self._keys.name(owner) is not None
-        return DEFAULT_TENANT if known or not self.required else None
+        is_key = bool(owner) and self._keys.required and self._keys.name(owner) is not None
+        return DEFAULT_TENANT if is_key or not self.required else None
 
     def refusal(self, owner: bytes) -> str | None:
-        """Why the batches of an owner may not go on; None if they may."""
+        """Return why the batches of an owner may not continue; None if they may."""
         if self.owner(owner) is not None:
             return None
         kind, name = owner_name(owner)
@@ -177,12 +177,12 @@ class Authenticator:
 
 
 def authorization(scope: Scope) -> bytes:
-    """The header of that name; empty if there is none."""
+    """Return the Authorization header; empty without one."""
     return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """Whose request it is."""
+    """Return the tenant of a request."""
     tenant = scope.get(TENANT, DEFAULT_TENANT)
     assert isinstance(tenant, Tenant)
     return tenant
@@ -213,7 +213,7 @@ BATCH = "batch"
 """The class of all that runners send."""
 
 RUNNER_AUTHORIZATION = b"Bearer " + runner_tokens.PREFIX.encode()
-"""How the header of a runner begins, and nobody else's."""
+"""Prefix of the header that only batch runners send."""
 
 _TENANT = b"tenant:"
 _KEY = b"key:"
@@ -236,9 +236,9 @@ class RunnerAuthenticator:
 
     async def enter(self, scope: Any, authorization: bytes) -> Tenant:
         """
-        Whose batch a request with this header is of; the token goes no further.
+        Return the owner of the batch that a runner's request belongs to, and drop the token.
 
-        Raises Unauthorized, NotReady for an owner who is no longer let in, and StorageUnavailable.
+        Raises Unauthorized, NotReady for an owner that has lost access, and StorageUnavailable.
         """
         key = authorization.decode("latin-1").removeprefix("Bearer ")
         token = runner_tokens.read(await self._secret.get(), key, self._now())

@@ -5,9 +5,9 @@ A file lists them with the digests of their keys, so that a mounted Secret, or e
 it is YAML, and JSON is YAML too. It is read again within a second of a change. One that is wrong changes
 nothing: the tenants stay as they were, the log says why, and a metric says that it is so.
 
-The salt keeps tenants' prompts apart in every prefix cache. It is derived from the tenant's name and the
-secret that routers share, so that all of them give the same one; who does not know the secret cannot name
-another tenant's salt (`docs/adr/0017-a-cache-of-its-own-for-each-tenant.md`).
+The salt separates tenants' prompts in every prefix cache. It is derived from the tenant's name and the secret
+that routers share, so that all of them compute the same one. Without the secret, the salt of another tenant
+cannot be computed (`docs/adr/0017-a-cache-of-its-own-for-each-tenant.md`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLASSES: tuple[ClassName, ...] = ("critical", "interactive", "default", "batch")
 """Of requests, the most urgent first."""
 
 OPEN_CLASSES: frozenset[str] = frozenset(CLASSES[1:])
-"""For tenants that name none: to be critical has to be allowed."""
+"""Classes of tenants without a list of classes: `critical` must be allowed explicitly."""
 
 FILE_LIMIT = 4 * 1024 * 1024
 """Bytes of a file of tenants."""
@@ -47,7 +47,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """What a tenant may use at most, all of its keys together; None is no limit."""
+    """Limits of a tenant, over all of its keys; None: unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -78,7 +78,7 @@ class Tenant:
 
     @property
     def id(self) -> str:
-        """The unique name, by which owners, quotas and queues are told apart; empty without a name."""
+        """The unique name, which keys owners, quotas and queues; empty without a name."""
         return f"{self.kind}:{self.name}" if self.name else ""
 
     def may_use(self, model: str) -> bool:
@@ -97,7 +97,7 @@ class Tenant:
 
 
 DEFAULT_TENANT = Tenant()
-"""Whose requests all are where no tenants are told apart."""
+"""The tenant of all requests where no tenants are configured."""
 
 
 class TenantEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -209,8 +209,8 @@ def _parsed(path: Path, text: bytes) -> TenantsFile:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"
-        problem = getattr(error, "problem", None) or "it is no text"
-        raise SetupError(f"--tenants-file {path}{where}: this is no YAML: {problem}.") from error
+        problem = getattr(error, "problem", None) or "it is not text"
+        raise SetupError(f"--tenants-file {path}{where}: invalid YAML: {problem}.") from error
     except (msgspec.ValidationError, RecursionError) as error:
         raise SetupError(f"--tenants-file {path}: {error}.") from error
 

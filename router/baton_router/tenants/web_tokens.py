@@ -1,9 +1,9 @@
 """
 JSON web tokens (RFC 7519) instead of API keys: an issuer signs the name of the tenant.
 
-A token is believed if it is signed by a key that its issuer shows, with an algorithm that is allowed here
-and is the key's own; if it is meant for this audience; and while it lasts. What was believed once is
-remembered by its digest until it ends, so that a request whose token was seen before costs a look-up.
+A token is valid if one of its issuer's published keys signed it, with an allowed algorithm that is also the
+key's own. Its audience must be this service, and it must not have expired. Valid tokens are remembered by
+their digests until they expire, so that a known token costs one lookup.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NAME_LIMIT = 128
 
 _TOKEN_ERRORS: tuple[tuple[type[Exception], str], ...] = (
     (jwt.ExpiredSignatureError, "has expired"),
-    (jwt.ImmatureSignatureError, "is not good yet"),
-    (jwt.InvalidAudienceError, "is meant for somebody else: its aud is not this service"),
+    (jwt.ImmatureSignatureError, "is not valid yet"),
+    (jwt.InvalidAudienceError, "is meant for another service: its aud is not this service"),
     (jwt.InvalidIssuerError, "is of another issuer"),
     (jwt.MissingRequiredClaimError, "lacks a claim that it must have: exp, iss and aud"),
     (jwt.InvalidAlgorithmError, "is signed with an algorithm that is not allowed"),
@@ -38,13 +38,13 @@ _TOKEN_ERRORS: tuple[tuple[type[Exception], str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRules:
-    """What a token has to be, and where it says what."""
+    """Requirements on a token, and the names of the claims that are read."""
 
     issuer: str
     audience: str
     algorithms: frozenset[str]
     leeway_s: float
-    """By which clocks may differ."""
+    """Maximum difference of the clocks, in seconds."""
     tenant_claim: str
     models_claim: str = ""
     """Empty: tokens do not narrow what models their tenant may use."""
@@ -52,7 +52,7 @@ class TokenRules:
 
 
 class WebTokens:
-    """Who sends a token. Belongs to the event loop."""
+    """Verifies tokens and finds their tenants. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WebTokens:
         now: Callable[[], float],
         remembered: int = REMEMBERED_LIMIT,
     ) -> None:
-        """`tenant` knows tenants by their names; `now` is in seconds since 1970."""
+        """`tenant` finds a tenant by its name; `now` is in seconds since 1970."""
         self._limit = remembered
         self._rules = rules
         self._keys = keys
@@ -70,10 +70,10 @@ class WebTokens:
         self._now = now
         self._judged_by = keys.changes
         self._remembered: OrderedDict[bytes, tuple[Tenant, float]] = OrderedDict()
-        """Digest of a token -> whose it is, and until when."""
+        """Digest of a token -> its tenant and its expiry."""
 
-    def known(self, sha256: bytes) -> Tenant | None:
-        """Whose token it is, if it was judged before and is still good."""
+    def verified(self, sha256: bytes) -> Tenant | None:
+        """Return the tenant of a token that was verified before and is still valid."""
         self._keys.refresh()  # or a key that was withdrawn would live on in what is remembered
         if self._judged_by != self._keys.changes:
             self.forget()
@@ -88,22 +88,22 @@ class WebTokens:
         return tenant
 
     def forget(self) -> None:
-        """Judge all tokens anew."""
+        """Forget all verified tokens."""
         self._remembered.clear()
         self._judged_by = self._keys.changes
 
     async def close(self) -> None:
         await self._keys.close()
 
-    async def judge(self, token: bytes, sha256: bytes) -> Tenant:
-        """Whose token it is. Raises Unauthorized, Forbidden, and NotReady if nobody can tell now."""
+    async def verify(self, token: bytes, sha256: bytes) -> Tenant:
+        """Return a token's tenant. Raises Unauthorized, Forbidden, or NotReady without the issuer's keys."""
         header = _header(token)
         key = await self._keys.find(str(header.get("kid", "")))
         if key is None:
             raise Unauthorized(token="is signed with a key that its issuer does not show")
         claims = self._claims(token, header, key)
         tenant = self._tenant_of(claims)
-        self.known(sha256)  # forgets, if the keys have changed
+        self.verified(sha256)  # forgets, if the keys have changed
         self._remembered[sha256] = tenant, float(claims["exp"]) + self._rules.leeway_s
         if len(self._remembered) > self._limit:
             self._remembered.popitem(last=False)

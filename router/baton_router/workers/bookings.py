@@ -1,10 +1,10 @@
 """
 Requests that this router has sent to one worker and that are not done, and their predicted time.
 
-A prompt is booked with its predicted seconds when it is sent, and let go with its first token. A worker
-computes prompts one after the other, so what is ahead of a new one is the sum of the bookings, less the
-time that the first of them has been computed for: to count that one in full until it ends would make a
-worker that is nearly done look as busy as one that has just begun.
+A prompt is booked with its predicted seconds when it is sent, and released with its first token. A worker
+computes prompts one after the other, so the backlog ahead of a new one is the sum of the bookings. The time
+for which the first of them has been computed is subtracted. Otherwise a worker that is nearly done would look
+as busy as one that has just begun.
 """
 
 from __future__ import annotations
@@ -56,6 +56,16 @@ class PrefillBookings:
         if was_head:
             self._head_began = now
             self._head_s = PROGRESS_LIMIT * next(iter(booked.values()))[0] if booked else 0.0
+
+    def waited_s(self, number: int, sent: float) -> float | None:
+        """
+        Seconds for which a prompt sent at `sent` waited until the worker began with it, by the bookings.
+
+        None if an earlier prompt is not done: then the worker computes several at once.
+        """
+        if number not in self._booked or next(iter(self._booked)) != number:
+            return None
+        return max(0.0, self._head_began - sent)
 
     def backlog_s(self, now: float) -> float:
         """Seconds until the worker would begin with another prompt."""

@@ -1,11 +1,11 @@
 """
 Whether a worker on which requests failed is left alone for a while: a circuit breaker, as a value.
 
-    closed -> open, for a pause -> on trial: one request decides -> closed, or open for twice as long
+    closed -> open, for a pause -> half open: one request decides -> closed, or open for twice as long
 
-What a request came to goes in with its time, the next value comes out. Only what the worker did wrong is
-told here: that it is busy, or that a request is bad, says nothing against it. A worker on which nothing has
-failed lately costs a look at two fields for each request.
+A breaker is a value: each method takes an outcome and its time and returns the next breaker. Only failures of
+the worker count. A busy worker, or one that rejects an invalid request, is healthy. Without recent failures,
+a request costs a check of two fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAUSE_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CircuitBreaker:
-    """One worker's. Requests are told apart by numbers, of which 0 is none."""
+    """The breaker of one worker. Requests have unique numbers > 0."""
 
     failures: int = 0
     """In a row."""

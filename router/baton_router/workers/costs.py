@@ -1,10 +1,10 @@
 """
 Learned costs of one worker, in seconds: recursive least squares over its own answers.
 
-Each worker differs, and a loaded worker differs again, so nothing is configured: every first token is a
+Each worker differs, and its load changes it again, so nothing is configured: every first token is a
 measurement of a prompt's time, every stream one of its steps. Before its first measurement, a worker is
-assumed to be like others of its kind, and the first of a kind as a profile of its model says, or like a
-small GPU without one.
+assumed to be like others of its kind. The first of a kind starts with the profile of its model, or with the
+costs of a small GPU without a profile.
 
 Old measurements are forgotten exponentially: one counts a third after a hundred more. The prior counts as
 much as a few measurements. There are always three inputs, and the recursion is written out for them because
@@ -26,12 +26,12 @@ RELIABLE_AFTER = 10
 """Measurements that make a prediction one to rely on."""
 
 SMOOTHING = 0.1
-"""What one measurement adds to an average that goes with the times."""
+"""Weight of one measurement in a moving average."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostPrior:
-    """What is believed of a model before anything was measured here, in the units of the lines below."""
+    """Assumed costs of a model before the first measurement, in the units of the lines below."""
 
     prefill: Triple = (0.02, 0.1, 0.005)
     step: Triple = (0.01, 0.002, 0.002)
@@ -54,10 +54,10 @@ DEFAULT_PRIOR = CostPrior()
 
 class WorkerKind:
     """
-    What prompts take on workers of one kind, for those of them that nobody has tried yet.
+    Prompt costs on workers of one kind, for those that have not served a request yet.
 
-    A newcomer that was believed to be slower than its peers would get nothing, and so could never show that
-    it is not.
+    A new worker that was assumed to be slower than its peers would get no requests, and the assumption would
+    never be corrected.
     """
 
     def __init__(self, prior: CostPrior = DEFAULT_PRIOR) -> None:
@@ -151,7 +151,7 @@ class TransferCost:
     )
     start_s: float = DEFAULT_PRIOR.transfer_start_s
     apart_until: float = 0.0
-    """Blocks did not come over between the two: until then they are no pair."""
+    """Time until which the two do not form a pair, because a transfer between them failed."""
 
     def seconds(self, tokens: int, now: float) -> float:
         """Infinite while the two are kept apart."""

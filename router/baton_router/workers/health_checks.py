@@ -1,8 +1,7 @@
 """
 Health checks: one task per worker that requests its load and readiness every few seconds.
 
-`GET /load` identifies the worker and its load, `GET /ready` says whether it takes requests. `workers.worker`
-draws the conclusions.
+The requests depend on the worker's engine (`baton_router.engines`). `workers.worker` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -14,10 +13,14 @@ from collections.abc import Callable
 import msgspec
 
 from baton_api.background import BackgroundTasks
+from baton_api.engines import EngineKind
 from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
-from baton_http.http_client import ReplyTooLarge, fetch
 from baton_http.upstream import UpstreamLost
+from baton_router.engines.checks import INVALID_REPLY_ERRORS, BatonChecks, OpenAiChecks, WorkerApi, detect
+from baton_router.engines.contract import EngineChecks
+from baton_router.engines.sglang_checks import SglangChecks
+from baton_router.engines.vllm_checks import VllmChecks
 from baton_router.proxy.forwarding import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers, WorkerStatus
@@ -27,15 +30,12 @@ log = logging.getLogger(__name__)
 NOT_READY_FACTOR = 8
 """A worker that is not ready is checked this many times as often."""
 
-UNAUTHORIZED = 401
-
-REPLY_LIMIT = 64 * 1024
-"""Maximum bytes of a reply."""
-
-INVALID_REPLY_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ReplyTooLarge)
-"""Errors of reading a reply that is not a worker's load."""
-
-_decoder = msgspec.json.Decoder(Load)
+CHECKS: dict[EngineKind, Callable[[WorkerApi], EngineChecks]] = {
+    EngineKind.BATON: BatonChecks,
+    EngineKind.VLLM: VllmChecks,
+    EngineKind.SGLANG: SglangChecks,
+    EngineKind.OPENAI: OpenAiChecks,
+}
 
 
 async def watch(
@@ -59,12 +59,12 @@ async def _watch_one(
 ) -> None:
     loop = asyncio.get_running_loop()
     before = WorkerStatus.STARTING
-    trust = WorkerCredentials.of(settings)
+    checks = WorkerChecks(worker, settings)
     while True:
         started = loop.time()
-        # What this router lacks, such as file descriptors, says nothing about the worker.
+        # A failure of this router, such as a lack of file descriptors, does not count against the worker.
         with background.guard(BackgroundTask.HEALTH_CHECKS, worker.name):
-            await _check(worker, settings, trust)
+            await _check(worker, settings, checks)
         state = worker.state(clock())
         if state is not before:
             reason = worker.reason or "it takes requests"
@@ -74,13 +74,13 @@ async def _watch_one(
         await asyncio.sleep(max(0.0, started + pause - loop.time()))
 
 
-async def _check(worker: Worker, settings: RouterSettings, trust: WorkerCredentials) -> None:
+async def _check(worker: Worker, settings: RouterSettings, checks: WorkerChecks) -> None:
     """Check the worker once and record the result."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     try:
         async with asyncio.timeout(settings.health_interval_s):
-            load, refusal = await fetch_load(worker, trust)
+            load, refusal = await checks.load()
     except (UpstreamLost, TimeoutError, *INVALID_REPLY_ERRORS) as error:
         if isinstance(error, TimeoutError) and worker.upstream.heard >= started:
             return  # it is slow to answer this, but requests hear of it: it is alive
@@ -92,22 +92,35 @@ async def _check(worker: Worker, settings: RouterSettings, trust: WorkerCredenti
         worker.answered(load, refusal)
 
 
-async def fetch_load(worker: Worker, trust: WorkerCredentials) -> tuple[Load, str]:
-    """
-    The worker's load, and why it takes no requests (empty if it does).
+class WorkerChecks:
+    """The checks of one worker, by its engine, which is found out once for each process of it."""
 
-    Raises UpstreamLost, and INVALID_REPLY_ERRORS for an invalid reply.
-    """
-    reply = await fetch(worker.upstream, "GET", "/load", trust.headers, limit=REPLY_LIMIT)
-    if reply.status == UNAUTHORIZED:
-        raise msgspec.DecodeError(
-            "it wants another API key: give the workers' key to the router as BATON_ROUTER_WORKER_API_KEY"
-        )
-    if reply.status != 200:
-        raise msgspec.DecodeError(f"GET /load was answered with {reply.status}")
-    load = _decoder.decode(reply.body)
-    reply = await fetch(worker.upstream, "GET", "/ready", trust.headers, limit=REPLY_LIMIT)
-    return load, "" if reply.status == 200 else f"GET /ready was answered with {reply.status}"
+    def __init__(self, worker: Worker, settings: RouterSettings) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._api = WorkerApi(worker.upstream, worker.listed, WorkerCredentials.of(settings).headers)
+        self._checks: EngineChecks | None = None
+
+    async def load(self) -> tuple[Load, str]:
+        """
+        The worker's load, and why it takes no requests (empty if it does).
+
+        Raises UpstreamLost, and INVALID_REPLY_ERRORS for an invalid reply.
+        """
+        if self._checks is None or self._worker.health.down:
+            self._checks = CHECKS[await self._kind()](self._api)
+        return await self._checks.load()
+
+    async def _kind(self) -> EngineKind:
+        kind = self._worker.engine
+        if kind is None and self._settings.engine != "auto":
+            kind = EngineKind(self._settings.engine)
+        kind = kind or await detect(self._api)
+        if kind is None:
+            raise msgspec.DecodeError(
+                "its engine is not known: it answers none of /load, /version, /server_info and /v1/models"
+            )
+        return kind
 
 
 def _why(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """
 Listening to the KV events of all workers that publish some: sockets and tasks around `kv_feed`.
 
-Who publishes, and where, is in the load that a worker reports. One task per worker and process reads its
-events, asks for what was lost, and says so when nothing comes; a process that began anew gets another one.
+A worker's reported load has the endpoint of its events. One task per worker process reads the events,
+requests lost ones, and logs when none arrive; a restarted process gets a new task.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from baton_api.background import BackgroundTasks
+from baton_api.engines import EngineKind
 from baton_api.errors import BatonError
 from baton_api.kv_events import REPLAY_END, EventBatch, Frames, SnapshotFrame, sequence_bytes
 from baton_api.metrics import BackgroundTask
@@ -24,6 +25,7 @@ from baton_api.workers import Load
 from baton_http.http_client import request_head
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import FeedRequest, KvEventFeed
+from baton_router.cache.token_blocks import TokenBlockSink
 from baton_router.proxy.forwarding import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers
@@ -123,7 +125,11 @@ class KvSubscriber:
         self._background = background
         self._events_at, self._replay_at = load.kv_events, load.kv_replay
         self._blocks = worker_states.blocks.open(self.state.slot)
-        self.feed = KvEventFeed(self._blocks, clock())
+        self._named_by_tokens = load.engine is not EngineKind.BATON
+        """Whether the events are those of another engine: without heartbeats and snapshots."""
+        sink = TokenBlockSink(self._blocks) if self._named_by_tokens else self._blocks
+        self.feed = KvEventFeed(sink, clock(), heartbeats=not self._named_by_tokens)
+        self._begun = False
         self._task: asyncio.Task[None] | None = None
 
     def follows(self, worker: Worker, worker_states: WorkerStates) -> bool:
@@ -178,7 +184,7 @@ class KvSubscriber:
             take(await source.recv_multipart())
             count += 1
             if count % YIELD_EVERY == 0:
-                await asyncio.sleep(0)  # what has come already is given without a pause
+                await asyncio.sleep(0)  # messages that have arrived are returned without yielding
 
     def _replayed(self, frames: list[bytes]) -> None:
         if len(frames) >= 2 and frames[-2] == REPLAY_END:
@@ -187,7 +193,7 @@ class KvSubscriber:
             self._take(frames)
 
     def _take(self, frames: list[bytes]) -> None:
-        """Whatever comes first, its number, and the batch. One that cannot be read is as good as lost."""
+        """Take a message, which ends with number and batch. A batch that cannot be decoded counts as lost."""
         try:
             *_, number, message = frames
             batch = _batches.decode(message)
@@ -218,6 +224,13 @@ class KvSubscriber:
             await asyncio.sleep(CHECK_S)
 
     async def _snapshot(self) -> None:
+        if self._named_by_tokens:
+            if self._begun or not self._replay_at:
+                self.feed.restart(self._clock())
+            else:
+                self.feed.snapshot(-1, {}, self._clock())  # the first batch makes it ask for all before it
+            self._begun = True
+            return
         try:
             async with asyncio.timeout(SNAPSHOT_S):
                 seq, tree = await self._fetch()

@@ -67,22 +67,27 @@ class WorkerRegistration:
         for worker, end in self._deadlines.items():
             if now >= end and not worker.expired:
                 worker.expired = True
-                worker.upstream.fail_all("drained")  # its streams go on elsewhere
+                worker.upstream.fail_all("drained")  # other workers continue its streams
         for worker in self._workers.leaving:
             if not worker.in_flight or now >= self._deadlines[worker] + RELEASE_S:
                 self._forget(worker)
 
     def _add(self, one: ListedWorker) -> None:
         worker = self._by_name.get(one.name)
-        same = (one.role, one.revision, one.secure)
-        if worker is not None and (worker.listed, worker.revision, worker.upstream.secure) == same:
+        same = (one.role, one.revision, one.secure, one.engine)
+        if worker is not None and same == (
+            worker.listed,
+            worker.revision,
+            worker.upstream.secure,
+            worker.engine,
+        ):
             self._workers.stay(worker)
             self._set_status(worker, one.standing)
             return
-        if worker is not None:  # its address is another pod's now: nobody there will answer what it had
+        if worker is not None:  # another pod has its address now, and will not answer its requests
             self._forget(worker)
         self._upstreams.set_tls(one.name, one.secure)
-        worker = Worker(self._upstreams.get(one.name), one.role, one.revision)
+        worker = Worker(self._upstreams.get(one.name), one.role, one.revision, engine=one.engine)
         self._by_name[one.name] = worker
         self._set_status(worker, one.standing)
         self._workers.come(worker)

@@ -13,6 +13,7 @@ import enum
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from baton_api.engines import EngineKind
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
@@ -33,7 +34,7 @@ class WorkerStatus(enum.StrEnum):
     """It finishes its requests and takes no new ones."""
     EJECTED = "ejected"
     """Health checks succeed, but requests failed."""
-    ON_TRIAL = "on_trial"
+    HALF_OPEN = "on_trial"
     """Its ejection is over; the next request decides."""
     FULL = "full"
     """It rejected a request a moment ago, because it had no capacity."""
@@ -41,7 +42,7 @@ class WorkerStatus(enum.StrEnum):
     """It does not respond."""
 
 
-ACCEPTING = (WorkerStatus.READY, WorkerStatus.ON_TRIAL)
+ACCEPTING = (WorkerStatus.READY, WorkerStatus.HALF_OPEN)
 
 FULL_S = 0.5
 """Seconds for which a worker that rejected a request is used only as a last resort: it looks idle and would
@@ -75,14 +76,14 @@ class WorkerHealth:
             return WorkerStatus.NOT_READY
         if not self.breaker.opened:
             return WorkerStatus.FULL if now < self.full_until else WorkerStatus.READY
-        return WorkerStatus.EJECTED if self.breaker.refuses(now) else WorkerStatus.ON_TRIAL
+        return WorkerStatus.EJECTED if self.breaker.refuses(now) else WorkerStatus.HALF_OPEN
 
     def answered(self, load: Load, refusal: str = "") -> WorkerHealth:
         """A health check succeeded; `refusal` is why the worker is not ready, if it is not."""
         same_process = self.load is not None and self.load.epoch == load.epoch
         if same_process and not self.down:
             return replace(self, load=load, refusal=refusal, misses=0)
-        return WorkerHealth(load=load, refusal=refusal)  # what an earlier process did is void
+        return WorkerHealth(load=load, refusal=refusal)  # the history of an earlier process does not count
 
     def missed(self, limit: int, reason: str) -> WorkerHealth:
         """A health check failed; after `limit` failures in a row the worker is down."""
@@ -109,8 +110,11 @@ class Worker:
         listed: Role,
         revision: str = "",
         standing: ListedStatus = ListedStatus.SERVING,
+        engine: EngineKind | None = None,
     ) -> None:
+        """`engine` as its source reports; None if the router must find out."""
         self.upstream = upstream
+        self.engine = engine
         self.listed = listed
         """DECODE or PREFILL: the role under which it is listed."""
         self.revision = revision
@@ -139,7 +143,25 @@ class Worker:
     def names(self) -> tuple[str, ...]:
         """Names of its model; the first one is `model`."""
         load = self.health.load
-        return () if load is None or not load.model else load.names or (load.model,)
+        if load is None or not load.model:
+            return ()
+        return (*(load.names or (load.model,)), *load.adapters)
+
+    def is_adapter(self, model: str | None) -> bool:
+        """Whether `model` is an adapter of the worker's model."""
+        load = self.health.load
+        return load is not None and model in load.adapters
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """Its engine, as last reported."""
+        return self.health.load.engine if self.health.load else EngineKind.BATON
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether it can serve a request without a prefill worker."""
+        load = self.health.load
+        return load is None or load.local_prefill
 
     @property
     def control(self) -> str:
@@ -171,7 +193,7 @@ class Worker:
     @standing.setter
     def standing(self, standing: ListedStatus) -> None:
         self._standing = standing
-        self.health = replace(self.health)  # so that whoever relies on the old one looks again
+        self.health = replace(self.health)  # a new value invalidates caches that compare it
 
     @property
     def reason(self) -> str:
@@ -198,7 +220,7 @@ class Worker:
         """See `WorkerHealth.answered`. A worker with the wrong role responds, but is not ready."""
         if (load.role == Role.PREFILL) != (self.listed == Role.PREFILL):
             refusal = f"its role is {load.role}, but it is listed under {self.listed}"
-        elif self.listed == Role.PREFILL and not load.control:
+        elif self.listed == Role.PREFILL and not load.control and not refusal:
             refusal = "it reports no control address"
         self._in_flight_reported = self.in_flight
         self.health = self.health.answered(load, refusal)
@@ -213,7 +235,7 @@ class Workers:
         self.prefill = prefill
         self.leaving: tuple[Worker, ...] = ()
         self.unlisted: Callable[[], str] = lambda: "none is listed"
-        """Why there is no decode worker, if there is none."""
+        """The reason for an empty list of decode workers."""
         self.complete: Callable[[], bool] = lambda: True
         """Whether every source has reported; before that a model may only seem unknown."""
         self.holding = False
@@ -294,23 +316,23 @@ class Workers:
         """Why no request should be sent here now; None if one can be served or may wait."""
         return None if self.holding and self.complete() else self.refusal(now)
 
-    def serving(self, model: str | None, tried: Collection[str], now: float) -> Sequence[Worker]:
+    def serving(self, model: str | None, excluded: Collection[str], now: float) -> Sequence[Worker]:
         """
-        Decode workers that can take a request for `model` and are not in `tried`; may be empty.
+        Decode workers that can take a request for `model` and are not in `excluded`; may be empty.
 
-        If `model` is None, any worker may take it, to reject it in its own words. Raises ModelNotFound, or
+        Without a `model`, any worker may take it, to reject it in its own words. Raises ModelNotFound, or
         NotReady if no worker can serve it, also while a worker has not reported its model yet.
         """
-        known = self.decode if model is None else [one for one in self.decode if model in one.names]
-        if not known and self._surely_unknown(model, now):
-            assert model is not None  # else all are known
+        matching = self.decode if model is None else [one for one in self.decode if model in one.names]
+        if not matching and self._surely_unknown(model, now):
+            assert model is not None  # else every worker matches
             raise ModelNotFound(model, self.models())
-        candidates = usable(known, now)
+        candidates = usable(matching, now)
         if not candidates:
             raise NotReady(self._refusal(model, now), public="No worker that serves this model is ready.")
-        if not tried:
+        if not excluded:
             return candidates
-        return preferred([worker for worker in known if worker.name not in tried], now)
+        return preferred([worker for worker in matching if worker.name not in excluded], now)
 
     def prefills(self, decode: Worker, now: float) -> Sequence[Worker]:
         """Prefill workers whose blocks `decode` can take over."""
@@ -335,8 +357,8 @@ def usable(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
     """
     Workers that take requests; ejected ones too if more than half are ejected.
 
-    If there are none, the workers that are healthy by observation alone: when Kubernetes has lost a node or
-    ends the last worker, they can still serve.
+    Without any, the workers whose requests and health checks succeed: when Kubernetes has lost a node or
+    terminates the last worker, they can still serve.
     """
     states = [(worker, worker.state(now)) for worker in workers]
     taking = [worker for worker, state in states if state in ACCEPTING]
@@ -355,7 +377,7 @@ def preferred(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
     for wanted in (
         (WorkerStatus.READY,),
         (WorkerStatus.FULL,),
-        (WorkerStatus.ON_TRIAL, WorkerStatus.EJECTED),
+        (WorkerStatus.HALF_OPEN, WorkerStatus.EJECTED),
     ):
         workers_found = [worker for worker, state in states if state in wanted]
         if workers_found:

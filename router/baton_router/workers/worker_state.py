@@ -1,5 +1,5 @@
 """
-What the router has learned of each worker: prefix cache contents, booked work, speed, and cache accuracy.
+The learned state of each worker: prefix cache contents, booked work, speed, and cache accuracy.
 
 It is learned from requests: where each was sent, when its first token came, and what the worker reported of
 the prompt. A sent prompt counts as cached at once, so that the next prompt with the same prefix follows it;
@@ -16,6 +16,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from baton_api.engines import EngineKind
 from baton_api.profiles import Profile
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
@@ -93,6 +94,7 @@ class WorkerState:
         "degraded",
         "epoch",
         "free_blocks",
+        "named_blocks",
         "prefill_cost",
         "prefills",
         "slot",
@@ -118,6 +120,9 @@ class WorkerState:
         self.total_blocks = 0
         """0 if unknown."""
         self.free_blocks = 0
+        self.named_blocks = 0
+        """Tokens of a block whose name follows from its tokens (`cache.token_blocks`); 0 for other engines,
+        or without KV events."""
         self._load: Load | None = None
 
     @property
@@ -134,6 +139,8 @@ class WorkerState:
         self._load = load
         self.block_size = load.block_size
         self.total_blocks, self.free_blocks = load.total_blocks, load.free_blocks
+        foreign = load.engine is not EngineKind.BATON and bool(load.kv_events)
+        self.named_blocks = load.block_size if foreign else 0
         if load.running and load.step_s:
             tokens = (load.total_blocks - load.free_blocks) * load.block_size
             self.step_cost.learn(load.running, tokens, load.step_s)
@@ -204,10 +211,10 @@ class WorkerStates:
         return self._index.match(prompt.names)
 
     def held(self, prompt: PromptChunks, matched: dict[int, int]) -> dict[int, int]:
-        """Bytes of the prompt that each slot's worker is assumed to hold; others hold none."""
+        """Return the bytes of the prompt that each slot's worker is assumed to hold; 0 for missing slots."""
         chunks = matched
         for begin, end in prompt.answers:
-            # Whoever generated an answer holds it, although it never was part of a prompt.
+            # The worker that generated an answer holds it, although it never was part of a prompt.
             authors = self._answered.get(prompt.names[begin - 1], 0) if begin else 0
             if authors:
                 chunks = {

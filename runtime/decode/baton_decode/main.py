@@ -10,7 +10,7 @@ from baton_api.announcements import Announcer
 from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine import service
 from baton_engine.model.progress import Progress
-from baton_engine.service import Duties
+from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker
 
@@ -21,7 +21,7 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress)
 
 
 @contextlib.asynccontextmanager
-async def decode(worker: Worker) -> AsyncIterator[Duties]:
+async def decode(worker: Worker) -> AsyncIterator[RoleServices]:
     """Fetch prompts from the prefill workers that the router names."""
     assert worker.transfer is not None
     prefills = PrefillWorkers(
@@ -35,6 +35,6 @@ async def decode(worker: Worker) -> AsyncIterator[Duties]:
         tls=mutual_tls.client(worker.settings.tls_folder, worker.settings.tls_name),
     )
     try:
-        yield Duties(remote=prefills.remote)
+        yield RoleServices(remote=prefills.remote)
     finally:
         await prefills.close()

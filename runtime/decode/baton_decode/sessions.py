@@ -3,10 +3,10 @@ The transfer session of one prompt on the decode side: a pure state machine from
 
     asking -> receiving -> committed -> reported
 
-The session reports its result once, as early as it is known: the first token once all blocks have arrived and
-their checksums match, or the number of leading blocks that are good. A read may still write its blocks after
-the report. The report names these blocks as unsafe, and `BlocksSettled` follows once their read has ended.
-The session is over when all reads have ended.
+The session reports its result once, as early as it is known. The result is the first token, once all blocks
+have arrived and their checksums match, or the number of leading blocks that are good. A read may still write
+its blocks after the report. The report names these blocks as unsafe, and `BlocksSettled` follows once their
+read has ended. The session is over when all reads have ended.
 
 The order of a peer's messages is not trusted. A chunk names its position, an epoch identifies the attempt,
 and a block counts only once its read is done and its checksum equals the announced one.
@@ -73,7 +73,7 @@ class DecodeState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """What one attempt fetches, and the values its messages are checked against."""
+    """The blocks that one attempt fetches, and the values that its messages must match."""
 
     fetch: Fetch
     session: str

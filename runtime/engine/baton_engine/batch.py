@@ -1,8 +1,8 @@
 """
-One forward pass: the pending tokens of several requests, laid end to end.
+The input of one forward pass: the pending tokens of several requests, concatenated without padding.
 
-There is no padding and no phase. A row is one request; a row with one token is what others call
-decode, a row with many is a chunk of prefill, and both may be in one batch.
+A row holds the tokens of one request. Rows of one token (decode) and rows of many (a chunk of prefill) may
+be in the same batch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """One request's share of a pass."""
+    """The tokens of one request in a pass."""
 
     tokens: Sequence[int]
     """The pending tokens that this pass computes, at least one."""
     start: int
-    """Position of the first of them: tokens before it are in the cache."""
+    """Position of the first of them; the tokens before it are in the cache."""
     blocks: Sequence[int]
-    """The request's block ids; they have room for `start + len(tokens)` tokens."""
+    """The request's block ids, enough for `start + len(tokens)` tokens."""
     wanted: int
-    """Of how many of the last tokens the results are needed: 1 once the pass reaches the end, more for a
-    request that looks at its prompt."""
+    """Number of last tokens whose results are needed: 1 if the pass reaches the end of the sequence, more for
+    a request with outputs about its prompt."""
     table: NDArray[np.int32] | None = None
-    """`blocks` as an array, where the caller keeps one: it is copied faster."""
+    """`blocks` as an array, if the caller has one: it is copied faster."""
 
     @property
     def context(self) -> int:
@@ -41,9 +41,9 @@ class BatchRow:
 
 class Batch:
     """
-    Rows as tensors. T tokens in all, R rows, B the most blocks of a row, S tokens whose results are wanted.
+    Rows as tensors: T tokens, R rows, at most B blocks per row, S tokens whose results are needed.
 
-    Built on the host; `device` is where the model computes.
+    Built on the host and copied to `device`, on which the model computes.
     """
 
     def __init__(self, rows: Sequence[BatchRow], block_size: int, device: torch.device) -> None:
@@ -64,28 +64,28 @@ class Batch:
             else:
                 self._positions[start:stop] = np.arange(row.start, row.context)
         self.positions: Tensor = self._tensor(self._positions)
-        """[T] positions in their sequences, from 0."""
+        """[T] positions in the sequences, from 0."""
         self.starts = tuple(starts)
-        """R + 1 offsets: row r is tokens starts[r] to starts[r + 1]."""
+        """R + 1 offsets: row r has the tokens starts[r] to starts[r + 1]."""
         self.contexts = tuple([row.context for row in rows])
-        """R lengths of cached context after this pass."""
+        """R context lengths after this pass, in tokens."""
         wanted: list[int] = []
         for row, stop in zip(rows, starts[1:], strict=True):
             wanted += range(stop - row.wanted, stop)
         self.wanted_at: Tensor = self._tensor(np.array(wanted, dtype=np.int64))
-        """[S] offsets of the tokens whose results are wanted, in order."""
+        """[S] offsets of the tokens whose results are needed, in order."""
 
     def _tensor(self, values: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
     @property
     def size(self) -> int:
-        """T, the tokens that this pass computes."""
+        """T, the number of tokens that this pass computes."""
         return self.starts[-1]
 
     @cached_property
     def slots(self) -> Tensor:
-        """[T] int64: block id * block_size + offset at which each token's KV is written."""
+        """[T] int64: for each token, block id * block_size + offset to which its KV is written."""
         offsets = self._positions // self.block_size
         owners = np.repeat(np.arange(len(self.rows)), np.diff(self.starts))
         blocks = self._tables[owners, offsets].astype(np.int64)

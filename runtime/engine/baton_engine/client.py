@@ -1,8 +1,8 @@
 """
-The engine as asyncio sees it: `async for output in client.generate(request)`.
+The asyncio client of the engine: `async for output in client.generate(request)`.
 
 The engine's thread wakes the event loop once per step, not once per token; everything else runs on the loop.
-A generation is aborted when its task is cancelled, or its iterator is closed or dropped.
+A request is aborted when its task is cancelled, or its iterator is closed or garbage-collected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton_engine.scheduling.limits import EngineLimits
 
 
 class AsyncEngine:
-    """An `Engine` and the event loop on which its outputs arrive."""
+    """Wraps an `Engine` and delivers its outputs on an event loop."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class AsyncEngine:
             model,
             cache,
             limits,
-            on_outputs=self._arrived,
+            on_outputs=self._receive,
             on_fatal=on_fatal,
             kv_events=kv_events,
             clock=clock,
@@ -51,22 +51,24 @@ class AsyncEngine:
         self._idle.set()
 
     def start(self) -> None:
-        """Start the compute thread; outputs arrive on the running event loop."""
+        """Start the compute thread; outputs are delivered on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self.engine.start()
 
     async def close(self) -> None:
-        """Stop the compute thread; generations that are left end with ABORT."""
+        """Stop the compute thread; unfinished requests end with ABORT."""
         await asyncio.to_thread(self.engine.stop)
-        await asyncio.sleep(0)  # what the thread reported last is delivered
+        await asyncio.sleep(0)  # deliver the thread's last outputs
 
     def hashes(self, prompt: Sequence[int], salt: str) -> Sequence[bytes]:
-        """`Request.hashes` of a prompt. Takes a while for a long one: not for the event loop."""
+        """Return `Request.hashes` of a prompt. Not for the event loop: 131k tokens take 18 ms."""
         return tuple(block_hashes(prompt, self._block_size, root_hash(salt)))
 
     def generate(self, request: Request) -> Generation:
         """
-        Submit a request, or raise as `Engine.submit` does. Iterate the result to its end or close it.
+        Submit a request and return the iterator of its outputs. Iterate it to its end, or close it.
+
+        Raises the errors of `Engine.submit`.
 
         >>> async with contextlib.aclosing(client.generate(request)) as outputs:  # doctest: +SKIP
         ...     async for output in outputs: ...
@@ -77,11 +79,11 @@ class AsyncEngine:
         return Generation(self, request.id, stream)
 
     def finish(self, request_id: str) -> None:
-        """The server saw a stop string; the last output comes with STOP."""
+        """End a request at a stop string; its last output has STOP."""
         self.engine.finish(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a generation. Its iterator gets an output with ABORT."""
+        """Abort a request; its last output has ABORT."""
         self.engine.abort(request_id)
 
     def clear_cache(self) -> None:
@@ -92,15 +94,15 @@ class AsyncEngine:
         return self.engine.snapshot()
 
     async def kv_snapshot(self) -> KvSnapshot:
-        """As `Engine.kv_snapshot`."""
+        """See `Engine.kv_snapshot`."""
         return await asyncio.wrap_future(self.engine.kv_snapshot())
 
     async def idle(self) -> None:
-        """Wait until no generation is under way."""
+        """Wait until no request is running or queued."""
         await self._idle.wait()
 
-    def _arrived(self, outputs: list[Output]) -> None:
-        """On the engine's thread."""
+    def _receive(self, outputs: list[Output]) -> None:
+        """Pass outputs to the event loop. Called on the engine's thread."""
         assert self._loop is not None
         if not self._loop.is_closed():  # a closed loop delivers no outputs
             self._loop.call_soon_threadsafe(self._deliver, outputs)
@@ -120,14 +122,14 @@ class AsyncEngine:
             self._idle.set()
 
     def _drop(self, request_id: str, stream: _Stream) -> None:
-        """Abort a generation that is no longer iterated."""
-        if self._streams.get(request_id) is stream:  # and not a later one of the same name
+        """Abort a request whose outputs are no longer read."""
+        if self._streams.get(request_id) is stream:  # not a later request with the same id
             self._forget(request_id)
             self.engine.abort(request_id)
 
 
 class _Stream:
-    """What has arrived for one generation and was not yet read."""
+    """The unread outputs of one request."""
 
     __slots__ = ("outputs", "waiter")
 
@@ -141,7 +143,7 @@ class _Stream:
 
 
 class Generation(AsyncIterator[Output]):
-    """The outputs of one request, in order; the one with `finish` is the last."""
+    """Iterator of one request's outputs, in order; the output with `finish` is the last."""
 
     def __init__(self, client: AsyncEngine, request_id: str, stream: _Stream) -> None:
         self._client = client
@@ -167,11 +169,11 @@ class Generation(AsyncIterator[Output]):
         return output
 
     async def aclose(self) -> None:
-        """Abort the request if it has not ended; nothing more will come."""
+        """Abort the request if it has not ended, and end the iteration."""
         self._close()
 
     def __del__(self) -> None:
-        self._close()  # the reader went away without a word
+        self._close()  # the reader dropped the iterator without closing it
 
     def _close(self) -> None:
         if not self._ended:

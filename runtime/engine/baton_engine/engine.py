@@ -1,11 +1,11 @@
 """
-The engine: one thread that turns requests into tokens, step by step.
+The engine: one compute thread that generates tokens for requests, step by step.
 
-A step runs the commands from other threads, plans, computes one forward pass, samples, and reports. Other
-threads only append commands and wake the thread, so nothing else here needs a lock. Without work the thread
-sleeps until a command arrives.
+A step runs the commands of other threads, plans, computes one forward pass, samples, and reports outputs.
+Other threads only append commands and wake the thread, so the engine's state needs no lock. Without work the
+thread sleeps until a command arrives.
 
-Forward pass and sampling are two calls, so that token masks can be filled while the model computes.
+Forward pass and sampling are separate calls, so that token masks can be filled while the model computes.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ __all__ = ["Engine", "EngineLimits"]
 log = logging.getLogger(__name__)
 
 FAILURES_LIMIT = 5
-"""Consecutive failed forward passes after which the worker ends: a new process may recover."""
+"""Consecutive failed forward passes after which the worker exits: a new process may recover."""
 
 
 class Engine:
     """
-    Owns a model, its KV cache and one compute thread. Every method may be called from any thread.
+    Owns a model, its KV cache and one compute thread. Public methods are thread-safe.
 
-    `on_outputs` is called on the compute thread, at most once per step, and must return at once.
-    `on_fatal` is called there with the reason when only a new process can help.
+    The compute thread calls `on_outputs` at most once per step; it must return without blocking. It calls
+    `on_fatal` with the reason of a failure that only a new process can recover from.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """
-        Queue a request, or raise at once.
+        Queue a request.
 
         Raises ContextTooLong, PromptTooLarge, Overloaded, NotReady, or another InvalidRequest.
         """
@@ -120,11 +120,11 @@ class Engine:
             raise NotReady("The worker is shutting down.")
 
     def abort(self, request_id: str) -> None:
-        """End a request in any state, with ABORT if it has not ended; free what it exported."""
+        """End a request in any state, with ABORT if it has not ended, and free its exported blocks."""
         self._commands.post(lambda: self._lifecycle.abort(request_id))
 
     def finish(self, request_id: str) -> None:
-        """End a request with STOP: the server saw a stop string."""
+        """End a request with STOP, because the server found a stop string."""
         self._commands.post(lambda: self._lifecycle.finish(request_id))
 
     def fetched(self, fetched: FetchResult) -> None:
@@ -140,17 +140,21 @@ class Engine:
         self._commands.post(self._pool.clear)
 
     def release(self, request_id: str) -> None:
-        """Free an exported request's blocks: they were read, or are not needed."""
+        """Free an exported request's blocks: they were read, or are no longer needed."""
         self.abort(request_id)
 
     def kv_snapshot(self) -> Future[KvSnapshot]:
-        """All known blocks between two steps. Raises NotReady if this worker publishes no KV events."""
+        """
+        Return a future of all published blocks, taken between two steps.
+
+        Raises NotReady if this worker does not publish KV events.
+        """
         taken: Future[KvSnapshot] = Future()
         events = self._kv_events
 
         def take() -> None:
             assert events is not None
-            taken.set_result(KvSnapshot(events.flush(), *self._pool.known()))
+            taken.set_result(KvSnapshot(events.flush(), *self._pool.published()))
 
         if events is None or not self._commands.post(take):
             raise NotReady("This worker publishes no KV events: start it with --kv-events.")
@@ -168,7 +172,7 @@ class Engine:
                 try:
                     self._run_commands(commands)
                     idle = not self._step()
-                except Exception:  # a defect of the engine: no client may wait for an answer that never comes
+                except Exception:  # a bug in the engine; without this, clients would wait forever
                     log.exception("The engine's step failed; every request of this worker ends.")
                     self._end_all(FinishReason.ERROR, InternalError())
                     self._fatal("the engine's step failed")
@@ -179,11 +183,11 @@ class Engine:
         for command in commands:
             try:
                 command()
-            except Exception:  # a defect of one command must not end the other requests
+            except Exception:  # a bug in one command must not end the other requests
                 log.exception("A command to the engine failed.")
 
     def _step(self) -> bool:
-        """One step; False if nothing can change until another command arrives."""
+        """Run one step. Return False if nothing can change until another command arrives."""
         started = self._clock()
         plan = self._scheduler.plan()
         self._counters.totals.retractions += len(plan.retracted)
@@ -195,7 +199,7 @@ class Engine:
             self._start_fetch(sequence)
         for sequence in plan.admitted:
             self._note_admission(sequence)
-        # A sequence admitted just now may have ended since, if it could not be announced.
+        # A sequence of this plan may have ended already: it could not be announced.
         chunks = [
             forward_pass.schedule(sequence, tokens)
             for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]
@@ -234,7 +238,7 @@ class Engine:
             self._advance(chunk, seconds, next(choices) if chunk.samples else None)
 
     def _advance(self, chunk: ScheduledChunk, seconds: float, choice: Sampled) -> None:
-        """Take the results of a chunk that was computed in a forward pass of `seconds`."""
+        """Process the results of a chunk that was computed in a forward pass of `seconds`."""
         sequence = chunk.sequence
         request = sequence.request
         if request.step_summary is not None:
@@ -285,7 +289,7 @@ class Engine:
     def _fetched(self, fetched: FetchResult) -> None:
         sequence = self._lifecycle.get(fetched.request_id)
         if sequence is None or sequence.stage is not Stage.FETCHING:
-            log.error("A fetch for request %s ended that was not under way.", fetched.request_id)
+            log.error("Unexpected fetch result for request %s.", fetched.request_id)
             return
         request = sequence.request
         whole = self._scheduler.fetched(sequence, fetched.arrived, fetched.unsafe)
@@ -334,8 +338,8 @@ class Engine:
     def _starvation(self, sequence: Sequence) -> BatonError:
         needed, pool = sequence.blocks_for(sequence.request.length), self._pool
         return NotReady(
-            f"The request needs {needed} KV blocks, {pool.quarantined} of {pool.capacity} are quarantined; "
-            "their transfers have not ended. Try again later."
+            f"The request needs {needed} KV blocks, but {pool.quarantined} of {pool.capacity} are "
+            "quarantined until their transfers end. Try again later."
         )
 
     def _check_quarantine(self) -> None:
@@ -354,6 +358,6 @@ class Engine:
             self._fatal(f"the last {FAILURES_LIMIT} forward passes failed, the last one with: {error}")
 
     def _fatal(self, reason: str) -> None:
-        log.critical("The worker cannot go on: %s.", reason)
+        log.critical("The worker cannot continue: %s.", reason)
         if self._on_fatal is not None:
             self._on_fatal(reason)

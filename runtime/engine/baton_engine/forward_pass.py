@@ -1,4 +1,4 @@
-"""One forward pass: batch rows from scheduled chunks, the model, and sampling, as separate steps."""
+"""One forward pass: create batch rows from scheduled chunks, run the model, and sample."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from baton_engine.scheduling.sequence import Sequence
 
 
 class ScheduledChunk(NamedTuple):
-    """The tokens of one sequence in a forward pass. All numbers are from before the pass."""
+    """The tokens of one sequence in a forward pass. All numbers are those before the pass."""
 
     sequence: Sequence
     tokens: int
-    """How many of its pending tokens are computed."""
+    """Number of pending tokens that the pass computes."""
     samples: bool
-    """Whether these are all, so that its next token can be sampled."""
+    """Whether the pass computes all pending tokens, and the next token is sampled."""
     ends: bool
-    """Whether these are all, and no token follows them."""
+    """Whether the pass computes all pending tokens, and the request generates none."""
     is_decode: bool
-    """Whether the token computed was generated, not part of a prompt."""
+    """Whether the token was generated, and is not part of a prompt."""
     skipped: int = 0
-    """How many of them precede the first one that the prompt output needs."""
+    """Number of tokens before the first one that the prompt output needs."""
     output_tokens: int = 0
-    """How many of them it needs from there on."""
+    """Number of tokens after these that the prompt output needs."""
 
     @property
     def wanted(self) -> int:
@@ -44,7 +44,7 @@ class ScheduledChunk(NamedTuple):
 
 
 def schedule(sequence: Sequence, tokens: int) -> ScheduledChunk:
-    """The chunk of the next `tokens` pending tokens."""
+    """Return the chunk of the next `tokens` pending tokens."""
     request, output = sequence.request, sequence.prompt_output
     last, generates = tokens == request.pending, request.generates
     skipped = output_tokens = 0
@@ -76,9 +76,10 @@ def run(
     synchronize: Callable[[], None],
 ) -> tuple[list[Sampled], float]:
     """
-    Compute `chunks` and sample a token for each chunk that `samples`, in their order.
+    Compute `chunks` and sample a token for each chunk with `samples`, in their order.
 
-    Also returns the seconds of the forward pass alone. `synchronize` is `synchronizer` of the cache's device.
+    Returns the sampled tokens and the duration of the model's forward pass in seconds. `synchronize` is the
+    `synchronizer` of the cache's device.
     """
     batch = Batch([_row(chunk) for chunk in chunks], cache.block_size, cache.kv.device)
     states = [chunk.sequence.sampling_state for chunk in chunks if chunk.samples]
@@ -99,10 +100,10 @@ def run(
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
     """
-    Waits until the device has finished its queue, and raises an error of the device.
+    Return a function that waits for the device's queue and raises the device's errors.
 
-    Without the wait, a pass on an accelerator would seem to take no time, its error would come up in a later
-    pass, and its blocks would be announced before they are written.
+    Without the wait, a pass on an accelerator would appear to take no time and its error would surface in a
+    later pass. Its blocks would also be announced before they are written.
     """
     if device.type == "cpu":
         return lambda: None
@@ -111,9 +112,9 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 
 def is_lasting(error: BaseException) -> bool:
     """
-    Whether every later pass of this process would fail too.
+    Return whether every later pass of this process would fail too.
 
-    An accelerator's error stays in its context until the process ends; a lack of memory does not.
+    An accelerator's error persists in its context until the process ends; an out-of-memory error does not.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return False
@@ -129,7 +130,7 @@ def _sample(logits: Tensor, states: list[SamplingState], masks: list[Mask]) -> l
 
 
 def _update_prompt_outputs(model: Model, chunks: list[ScheduledChunk], hidden: Tensor) -> Tensor:
-    """Give each prompt output the hidden states that it needs; return those to sample from."""
+    """Pass the hidden states to the prompt outputs that need them; return the states to sample from."""
     sampled: list[int] = []
     place = 0
     for chunk in chunks:

@@ -1,7 +1,7 @@
 """
-The sequences of one engine from submission to end, and the outputs reported for them.
+The sequences of one engine from submission to end, and their outputs.
 
-Only the engine's thread uses it, except `reserve` and `unreserve`.
+Only the engine's thread uses this module, except `Lifecycle.reserve` and `Lifecycle.arriving`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Lifecycle:
         self._lock = threading.Lock()
         self._outputs: list[Output] = []
         self._sequences: dict[str, Sequence] = {}
-        """All that have not ended, and those that only hold blocks."""
+        """Unfinished sequences, and finished ones whose blocks are held for export."""
         self._ids: set[str] = set()
         """Ids of `_sequences`, and of requests whose command to add them has not run yet."""
 
@@ -39,9 +39,10 @@ class Lifecycle:
 
     def reserve(self, request_id: str, post: Callable[[], bool]) -> bool:
         """
-        Reserve the id of a request, then `post` the command that adds it; False if that returns False.
+        Reserve the id of a request, then call `post` to post the command that adds it.
 
-        Raises Overloaded if the queue is full, InvalidRequest if the id is in use.
+        Returns the result of `post`. Raises Overloaded if the queue is full, InvalidRequest if the id is in
+        use.
         """
         limit = self._scheduler.limits.max_queued
         with self._lock:
@@ -78,7 +79,7 @@ class Lifecycle:
         relay: RelayRecord | None = None,
         prompt_output: Vector | PromptLogprobs | None = None,
     ) -> None:
-        """Report a token that was sampled here, or by a prefill worker; it may be the request's last."""
+        """Report a token sampled by this engine or by a prefill worker; it may end the request."""
         request = sequence.request
         request.output.append(choice.token)
         try:
@@ -106,7 +107,7 @@ class Lifecycle:
             self._leave(sequence, finish)
 
     def end_with_prompt(self, sequence: Sequence, result: Vector | PromptLogprobs | None) -> None:
-        """End a request that wanted only its prompt computed."""
+        """End a request that generates no tokens."""
         request = sequence.request
         finish = FinishReason.LENGTH if request.pooling is None else FinishReason.STOP
         self._outputs.append(
@@ -122,7 +123,7 @@ class Lifecycle:
         self._leave(sequence, finish)
 
     def abort(self, request_id: str) -> None:
-        """End a request with ABORT if it has not ended, and free what it exported."""
+        """End a request with ABORT if it has not ended, and free its exported blocks."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.cancelled:
             return
@@ -136,13 +137,13 @@ class Lifecycle:
             request.remote.cancel(request_id)
 
     def finish(self, request_id: str) -> None:
-        """End a request with STOP if it is waiting (after a retraction) or running."""
+        """End a request with STOP if it is running, or waits after a retraction."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.stage in (Stage.WAITING, Stage.RUNNING):
             self.end(sequence, FinishReason.STOP)
 
     def end_all(self, finish: FinishReason, error: Exception | None = None) -> None:
-        """End every request, those included that were not added yet."""
+        """End every request, also those whose command to add them has not run yet."""
         for request_id in list(self._ids):
             sequence = self._sequences.get(request_id)
             if sequence is not None and (sequence.cancelled or sequence.stage is Stage.HELD):
@@ -158,7 +159,7 @@ class Lifecycle:
         self._ids.discard(sequence.request.id)
 
     def take_outputs(self) -> list[Output]:
-        """The outputs since the last call."""
+        """Return and clear the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -181,7 +182,7 @@ class Lifecycle:
         return timing
 
     def _leave(self, sequence: Sequence, finish: FinishReason, *, hold: bool = True) -> None:
-        if sequence.stage is not Stage.HELD:  # a held one was counted when it ended
+        if sequence.stage is not Stage.HELD:  # held sequences were counted when they ended
             self._counters.totals.finished[finish] += 1
         self._scheduler.end(sequence, hold=hold)
         if sequence.stage is Stage.ENDED:

@@ -1,9 +1,9 @@
 """
 Resources of this machine that the process may use: processors and memory within cgroup limits, and folders.
 
-Inside a container the machine's totals are wrong by the container's limits, and one thread or one cache too
-many ends in throttling or an out-of-memory kill. Only this module reads them. The folders hold what a worker
-can build or download again: the built-in model and the native library.
+In a container, the machine's totals exceed the container's limits; too many threads or too large a cache lead
+to throttling or an out-of-memory kill. The folders hold files that a worker can build or download again: the
+built-in model and the native library.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a process in a container finds its own limits (cgroup version 2)."""
+"""Folder of a container's own limits (cgroup version 2)."""
 
 MEMINFO = Path("/proc/meminfo")
 
-
 SYSTEM = Path("/sys/devices/system")
-"""Where Linux describes processors (`cpu`) and memory (`node`)."""
+"""Folder in which Linux describes processors (`cpu`) and memory (`node`)."""
 
 
 def usable_cores(cgroup: Path = CGROUP, system: Path = SYSTEM) -> int:
-    """Cores that this process may keep busy, at least 1.
+    """
+    Return the number of cores that this process may use, at least 1.
 
     Hyperthreads of one core count once, because they share its vector units.
     """
@@ -38,7 +38,7 @@ def usable_cores(cgroup: Path = CGROUP, system: Path = SYSTEM) -> int:
 
 
 def memory_nodes(system: Path = SYSTEM) -> int:
-    """NUMA nodes whose processors this process may use, as a mask (bit n: node n, up to 62); 0 if unknown."""
+    """Return the NUMA nodes of this process's processors as a mask (bit n: node n, n < 63); 0 if unknown."""
     usable, mask = set(_usable_processors()), 0
     for number in range(63):
         if usable & _listed(_read(system / f"node/node{number}/cpulist")):
@@ -53,7 +53,7 @@ def _usable_processors() -> list[int]:
 
 
 def _listed(ranges: str) -> set[int]:
-    """The numbers of a list as the kernel writes it: `0-3,8`."""
+    """Parse a list of numbers in the kernel's format, such as `0-3,8`."""
     numbers: set[int] = set()
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
@@ -62,7 +62,7 @@ def _listed(ranges: str) -> set[int]:
 
 
 def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
-    """Bytes that this process could still take without anything being swapped or killed; None if unknown."""
+    """Return the bytes that can be allocated without swapping or an out-of-memory kill; None if unknown."""
     limits = []
     for line in _read(meminfo).splitlines():
         name, _, value = line.partition(":")
@@ -70,7 +70,7 @@ def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
             limits.append(int(value.split()[0]) * 1024)
     limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
     if limit.isdecimal() and used.isdecimal():
-        # File pages that nobody used lately count as used, but the kernel gives them up before it kills.
+        # Inactive file pages count as used, but the kernel reclaims them before it kills a process.
         idle = 0
         for line in _read(cgroup / "memory.stat").splitlines():
             name, _, value = line.partition(" ")
@@ -83,12 +83,13 @@ def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # not this kernel, or not in a container
+    except OSError:  # another kernel, or no container
         return ""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return BATON_CACHE, or Baton's folder in the user's cache.
+    """
+    Return BATON_CACHE, or Baton's folder in the user's cache.
 
     A user without a home directory gets a folder in the temporary directory that is named after the user id.
     Any local user can create that name first, so `owned` decides whether a library found there is loaded.
@@ -103,16 +104,17 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def owned(path: Path, *, user: int | None = None) -> bool:
-    """Return whether only `user` (default: this process's) and root can change `path` itself.
+    """
+    Return whether only `user` (default: this process's) and root can change `path` itself.
 
-    The folder that holds the path is not looked at: a volume of Kubernetes is often writable for all.
-    Raises OSError if the path cannot be read.
+    The parent folder is not checked, because Kubernetes volumes are often writable for all users. Raises
+    OSError if the path cannot be read.
     """
     status = path.lstat()
     return status.st_uid in (os.getuid() if user is None else user, 0) and not status.st_mode & 0o022
 
 
 def bundled_folder(environment: Mapping[str, str]) -> Path | None:
-    """BATON_BUNDLED: a folder, never written to, with built-in models that came with a container's image."""
+    """Return BATON_BUNDLED, the read-only folder of the built-in models in a container image."""
     folder = environment.get("BATON_BUNDLED")
     return Path(folder) if folder else None

@@ -1,9 +1,9 @@
 """
-A request as the engine sees it: token ids in, token ids out.
+Requests of the engine: token ids in, token ids out.
 
-The engine does not handle text: templates, detokenization and stop strings belong to the API. A request whose
-prompt is computed by a prefill worker has a `RemotePrefill`; a request that computes a prompt for a decode
-worker has an `Export`.
+The engine does not handle text; the API applies templates, detokenizes and finds stop strings. A request
+whose prompt is computed by a prefill worker has a `RemotePrefill`. A request that computes a prompt for a
+decode worker has an `Export`.
 """
 
 from __future__ import annotations
@@ -23,69 +23,69 @@ from baton_engine.metrics.tracing import StepSummary
 
 class GrammarMatcher(Protocol):
     """
-    Which tokens may come next, told token by token. Belongs to one request; only its engine uses it.
+    Computes the allowed next tokens of one request. Used on the engine's thread only.
 
-    It survives retraction: it follows the tokens, not their KV.
+    It keeps its state when a request is retracted, because it depends on the tokens and not on their KV.
     """
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and nothing but an end of sequence could follow."""
+        """Whether the output is complete, and only an end-of-sequence token may follow."""
         ...
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids that it allows where the answer may end; drawing one ends the answer."""
+        """Ids that are allowed where the output may end; sampling one ends the output."""
         ...
 
     def fill(self, mask: NDArray[np.int32]) -> bool:
         """
-        Set bit `token % 32` of word `token // 32` for every token that may come next.
+        Set bit `token % 32` of word `token // 32` for every allowed next token.
 
-        False if all may; what `mask` [ceil(V / 32)] holds counts for nothing then. May take a millisecond;
-        lets go of the interpreter's lock meanwhile. Raises a BatonError if the answer cannot go on.
+        Returns False if all tokens are allowed; the content of `mask` [ceil(V / 32)] is then undefined. May
+        take a millisecond, and releases the GIL. Raises a BatonError if no token is allowed.
         """
         ...
 
     def push(self, token: int) -> None:
         """
-        The token was drawn, here or by the worker that computed the prompt.
+        Advance by a token that was sampled by this worker, or by the worker that computed the prompt.
 
-        Raises a BatonError if it is not one of those that could come.
+        Raises a BatonError if the token is not allowed.
         """
         ...
 
 
 class Pooling(enum.StrEnum):
-    """Which final hidden states a vector for a whole prompt is made of."""
+    """How the final hidden states of a prompt are pooled into one vector."""
 
     MEAN = "mean"
     """The mean of all tokens' states."""
     LAST = "last"
-    """The last token's."""
+    """The last token's state."""
 
 
 Vector = NDArray[np.float32]
-"""[N], as it was pooled: not normalised."""
+"""[N], as pooled: not normalized."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of each token of a prompt of n but the first, what the model thought of it before it came."""
+    """Logprobs of the n - 1 tokens after the first one of a prompt of n tokens."""
 
     logprobs: NDArray[np.float32]
-    """[n - 1]"""
+    """[n - 1] logprobs of the prompt's tokens."""
     ranks: NDArray[np.int64]
-    """[n - 1] places among all tokens by logprob; 1 is the most likely one."""
+    """[n - 1] ranks of the prompt's tokens in the vocabulary by logprob; 1 is the most likely token."""
     top_ids: NDArray[np.int64]
-    """[n - 1, k] most likely tokens, the first one first."""
+    """[n - 1, k] most likely tokens, in descending order."""
     top: NDArray[np.float32]
-    """[n - 1, k] their logprobs."""
+    """[n - 1, k] logprobs of `top_ids`."""
 
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"
-    """A stop id was drawn, the server saw a stop string and said so, or a vector was all that was wanted."""
+    """A stop id was sampled, the server found a stop string, or the request wanted a vector only."""
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
@@ -93,23 +93,23 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PromptTiming:
-    """What one prompt took that was computed here."""
+    """Queue and compute time of a prompt that this worker computed."""
 
     queue_s: float
-    """Until it was admitted."""
+    """Until the request was admitted."""
     compute_s: float
-    """From there to its first token, all that shared the passes included."""
+    """From admission to the first token, including work for other requests in the same passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step brought for one request."""
+    """The output of one step for one request."""
 
     request_id: str
     tokens: tuple[TokenChoice, ...] = ()
     finish: FinishReason | None = None
     stop_id: int | None = None
-    """The stop id that ended it; it is the last of `tokens`."""
+    """The stop id that ended the request; it is the last of `tokens`."""
     cached_tokens: int = 0
     """Prompt tokens that no worker computed for this request. Final from the first token on."""
     error: Exception | None = None
@@ -117,21 +117,21 @@ class Output:
     relay: RelayRecord | None = None
     """With the first token of a prompt that a prefill worker computed."""
     timing: PromptTiming | None = None
-    """With the first token of a prompt that was computed here."""
+    """With the first token of a prompt that this worker computed."""
     prompt_output: Vector | PromptLogprobs | None = None
-    """What was asked about the prompt: with the first token, or with the end if none is drawn."""
+    """The requested output about the prompt: with the first token, or with the end if none is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayRecord:
-    """How one prompt came over: the figures of `baton up`'s picture and of the metrics."""
+    """Size, route and timing of one transferred prompt: for the dashboard and the metrics."""
 
     prefill_worker: str
     prompt_tokens: int
     computed_tokens: int
-    """By the prefill worker; the rest came from its prefix cache."""
+    """By the prefill worker; the remaining ones were in its prefix cache."""
     local_tokens: int
-    """Prefix that this worker held already, whose blocks were not moved."""
+    """Prefix in this worker's cache, whose blocks were not transferred."""
     blocks: int
     bytes: int
     transport: str
@@ -144,75 +144,75 @@ class RelayRecord:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One prompt that a `RemotePrefill` is to bring; all block ids are positions in the local pool."""
+    """One prompt to be fetched by a `RemotePrefill`; all block ids are of the local pool."""
 
     request_id: str
     tokens: Sequence[int]
     start_block: int
-    """Blocks before it hold the prefix already."""
+    """Number of leading blocks that hold the cached prefix."""
     parent: bytes
-    """Chain hash of block `start_block - 1`, the root hash if 0."""
+    """Chain hash of block `start_block - 1`; the root hash if `start_block` is 0."""
     blocks: tuple[int, ...]
-    """Local blocks for positions `start_block` on; all of them are to be filled."""
+    """Local blocks to fill, from position `start_block` on."""
     sampling: SamplingParams
     salt: str
     trace: str = ""
-    """`traceparent` of the request, if it has one."""
+    """`traceparent` of the request; empty if it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
     """
-    How a fetch ended. The engine gets exactly one for each `RemotePrefill.start`.
+    The result of a fetch. The engine receives exactly one for each `RemotePrefill.start`.
 
-    After it, only `unsafe` blocks may still be written by a peer; they are quarantined until
+    Then a peer may still write to `unsafe` blocks, but to no others. They are quarantined until
     `Engine.settled` names them.
     """
 
     request_id: str
     arrived: int
-    """Leading blocks of `Fetch.blocks` that are whole and checked."""
+    """Leading blocks of `Fetch.blocks` that are complete and verified."""
     first: TokenChoice | None = None
-    """The first token; None if the prompt did not come over whole and the rest is computed here."""
+    """The first token; None if blocks are missing, and this worker computes the rest of the prompt."""
     cached_tokens: int = 0
     relay: RelayRecord | None = None
     unsafe: frozenset[int] = frozenset()
     reason: str = ""
-    """Why `first` is None: goes to the log and, as a short label, to the metrics."""
+    """Why the fetch failed: for the log and, as a short label, for the metrics."""
     transport: str = ""
-    """How its blocks were read; empty if none were."""
+    """Transport by which blocks were read; empty if none were."""
 
 
 class RemotePrefill(Protocol):
     """
-    Brings a prompt's KV blocks from elsewhere. Called on the engine thread; returns at once.
+    Fetches a prompt's KV blocks. Called on the engine's thread; must not block.
 
-    The answer comes later through `Engine.fetched`, from any thread.
+    The result is passed to `Engine.fetched`, from any thread.
     """
 
     def start(self, fetch: Fetch) -> None: ...
 
     def cancel(self, request_id: str) -> None:
-        """The request is aborted: answer with `FetchResult` as soon as what is unsafe is known."""
+        """Cancel the fetch of an aborted request; report a `FetchResult` once its unsafe blocks are known."""
         ...
 
 
 class Export(Protocol):
-    """Told on the engine thread which of a prompt's blocks are computed. Returns at once."""
+    """Receives the computed blocks of a prompt. Called on the engine's thread; must not block."""
 
     def computed(self, request_id: str, tokens: int, blocks: Sequence[int]) -> None:
         """
-        The KV of the first `tokens` prompt tokens is in the first blocks of `blocks`.
+        Announce that the KV of the first `tokens` prompt tokens is in the first blocks of `blocks`.
 
-        Called once at admission, with the cached prefix or 0, and after each chunk. The blocks stay
-        as they are until `Engine.release(request_id)`.
+        Called once at admission, with the length of the cached prefix or 0, and after each chunk. The blocks
+        do not change until `Engine.release(request_id)`.
         """
         ...
 
 
 @dataclass(slots=True)
 class Request:
-    """One sequence, from submission to the end. The engine thread owns what changes."""
+    """One sequence, from submission to the end. Only the engine's thread changes it."""
 
     id: str
     prompt: tuple[int, ...]
@@ -220,49 +220,49 @@ class Request:
     salt: str = ""
     hashes: Sequence[bytes] | None = None
     """Chain hashes of the prompt's full blocks under `salt`; several requests may share them. None: `submit`
-    makes them, which takes 18 ms for 131k tokens: not for the event loop."""
+    computes them, which takes 18 ms for 131k tokens and must not run on the event loop."""
     matcher: GrammarMatcher | None = None
-    """Keeps to `sampling.constraint` and `sampling.thinking`; there if and only if one of them is."""
+    """Enforces `sampling.constraint` and `sampling.thinking`; set if and only if one of these is set."""
     pooling: Pooling | None = None
-    """With it, the prompt's vector is the whole answer, and no token is drawn."""
+    """If set, the only output is the prompt's vector, and no token is sampled."""
     client_id: str = ""
-    """What its client calls the request that this belongs to: for the log."""
+    """The client's id of the HTTP request, for the log."""
     trace: str = ""
-    """Its `traceparent`, for whoever is asked to compute its prompt."""
+    """`traceparent` that the prefill worker receives."""
     step_summary: StepSummary | None = None
-    """Gets what its passes take, if somebody wants to know."""
+    """Collects the duration of the request's passes, if it is traced."""
     patient: bool = False
-    """Nobody waits for its answer: all others go before it, and it makes room for them."""
+    """Whether the request is background work: it is scheduled after all others, and retracted for them."""
     remote: RemotePrefill | None = None
     export: Export | None = None
-    """With it, `max_tokens` is 1 and the blocks are kept after the end until `Engine.release`."""
+    """If set, `max_tokens` is 1 and the blocks are held after the end until `Engine.release`."""
     output: list[int] = field(default_factory=list)
-    """Tokens drawn so far."""
+    """Tokens sampled so far."""
     computed: int = 0
-    """Tokens of prompt + output whose KV stands in `blocks`."""
+    """Tokens of prompt + output whose KV is in `blocks`."""
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     tail: bytes = b""
-    """Chain hash of the prompt's last full block, once the engine has it; empty if there is none."""
+    """Chain hash of the prompt's last full block; empty without one, or before the engine computed it."""
     fallback: str = ""
-    """Why `remote` did not bring the prompt, if it did not; mostly a word of `baton_api.reports.Fallback`."""
+    """Why `remote` did not fetch the prompt, mostly a value of `baton_api.reports.Fallback`; else empty."""
 
     @property
     def generates(self) -> bool:
-        """Whether tokens are to follow the prompt."""
+        """Whether the request generates tokens."""
         return self.pooling is None and self.sampling.max_tokens > 0
 
     @property
     def wants_prompt_output(self) -> bool:
-        """Whether something is asked about the prompt itself."""
+        """Whether the request wants a vector or logprobs of its prompt."""
         return self.pooling is not None or self.sampling.prompt_logprobs is not None
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence so far."""
+        """Prompt and output tokens so far."""
         return len(self.prompt) + len(self.output)
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV has still to be computed: the prompt at first, then one at a time."""
+        """Tokens whose KV is not computed yet: first the prompt, then one at a time."""
         return self.length - self.computed

@@ -1,9 +1,9 @@
 """
-One worker's process: a port, a worker that was tried out, its API, and a clean end.
+The process of one worker: start, readiness, HTTP API, drain and exit.
 
-The roles differ in what they add between the worker and its API; how a process starts, says that it is
-ready, drains and ends is the same for all and stands here. The port is taken before anything is loaded,
-so that one in use is found at once; until the worker is ready, every answer is a 503.
+All roles share this module; each role adds its services between the worker and the API. The port is opened
+before the model is loaded, so that a port in use is reported immediately. Until the worker is ready, the
+server answers 503.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Duties:
-    """What a role adds to a worker."""
+class RoleServices:
+    """The services that a role adds to a worker."""
 
     control: str = ""
     """`host:port` of the control server."""
     remote: Callable[[str, str, str], RemotePrefill] | None = None
+    """Creates the `RemotePrefill` of a request from the address of a prefill worker, a ticket and the
+    request's id."""
     drain: Callable[[], Awaitable[None]] | None = None
-    """Ends when no other worker needs this one any more."""
+    """Returns when no other worker uses this worker's blocks."""
 
 
-RoleOf = Callable[[Worker], contextlib.AbstractAsyncContextManager[Duties]]
+RoleOf = Callable[[Worker], contextlib.AbstractAsyncContextManager[RoleServices]]
 
 
 @contextlib.asynccontextmanager
-async def serve_alone(worker: Worker) -> AsyncIterator[Duties]:
-    """Role `both`: nothing to add."""
-    yield Duties()
+async def both(worker: Worker) -> AsyncIterator[RoleServices]:
+    """Role `both`: computes prompts and generates, and adds no services."""
+    yield RoleServices()
 
 
-class Entrance:
-    """Answers 503 until the worker behind it is ready."""
+class StartupGate:
+    """Answers 503 until the worker is ready and `app` is replaced."""
 
     def __init__(self) -> None:
         self.app: ASGIApp = Edge(_starting)
@@ -73,61 +75,59 @@ async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
     raise NotReady("This worker is starting: its model is being loaded.")
 
 
-async def run(
-    settings: WorkerSettings, announce: Announcer, progress: Progress, role: RoleOf = serve_alone
-) -> None:
+async def run(settings: WorkerSettings, announce: Announcer, progress: Progress, role: RoleOf = both) -> None:
     """
-    Serve until a SIGTERM or SIGINT, and then until what runs has ended; a second signal does not wait.
+    Serve until SIGTERM or SIGINT, then drain and return; a second signal skips the drain.
 
-    Raises SetupError if it cannot start, BatonError if it cannot go on.
+    Raises SetupError if the worker cannot start, BatonError if it cannot continue.
     """
     keys = Keys(settings.api_key, settings.api_key_file)
-    entrance, drain = Entrance(), RequestDrain()
+    gate, drain = StartupGate(), RequestDrain()
     tls = mutual_tls.server(settings.tls_folder, settings.tls_name)
     async with (
-        HttpServer(entrance, settings.host, settings.port, drain, tls) as http,
-        _probed(entrance, settings),
+        HttpServer(gate, settings.host, settings.port, drain, tls) as http,
+        _health_server(gate, settings),
     ):
         announce(Listening(host=http.host, port=http.port))
         settings = settings.model_copy(update={"port": http.port})
-        async with open_worker(settings, progress) as worker, role(worker) as duties:
+        async with open_worker(settings, progress) as worker, role(worker) as services:
             with _signals() as (stop, force):
-                entrance.app = create_app(_served(worker, duties, drain, keys, tls))
+                gate.app = create_app(_served(worker, services, drain, keys, tls))
                 url = f"{http.scheme}://{http.address}/v1"
                 log.info("%s serves %s on %s", worker.name, worker.model_name, url)
                 log.info("The server is fired up and ready to roll!")
                 _warn(settings, keys)
-                announce(Ready(control=duties.control))
+                announce(Ready(control=services.control))
                 await _first(stop.wait(), _done(worker.fatal))
                 if worker.fatal.done():
-                    raise BatonError(f"{worker.name} cannot go on: {worker.fatal.result()}.")
-                await _first(_drain(worker, duties, drain), force.wait())
+                    raise BatonError(f"{worker.name} cannot continue: {worker.fatal.result()}.")
+                await _first(_drain(worker, services, drain), force.wait())
 
 
 @contextlib.asynccontextmanager
-async def _probed(entrance: Entrance, settings: WorkerSettings) -> AsyncIterator[None]:
-    """With a port of their own for those who show no certificate, if one is wanted."""
+async def _health_server(gate: StartupGate, settings: WorkerSettings) -> AsyncIterator[None]:
+    """Serve probes and metrics without TLS on `settings.health_port`, if it is set."""
     if not settings.health_port:
         yield
         return
-    async with HttpServer(Probes(entrance), settings.host, settings.health_port, RequestDrain()):
+    async with HttpServer(Probes(gate), settings.host, settings.health_port, RequestDrain()):
         yield
 
 
-async def _drain(worker: Worker, duties: Duties, drain: RequestDrain) -> None:
+async def _drain(worker: Worker, services: RoleServices, drain: RequestDrain) -> None:
     seconds = worker.settings.drain_s
-    log.info("%s drains: %d requests are under way, %g s for them", worker.name, drain.running, seconds)
-    others = duties.drain() if duties.drain is not None else asyncio.sleep(0)
+    log.info("%s drains: %d requests are running, at most %g s", worker.name, drain.running, seconds)
+    others = services.drain() if services.drain is not None else asyncio.sleep(0)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await asyncio.gather(drain.drain(seconds), others)
 
 
 def _served(
-    worker: Worker, duties: Duties, drain: RequestDrain, keys: Keys, tls: ssl.SSLContext | None
+    worker: Worker, services: RoleServices, drain: RequestDrain, keys: Keys, tls: ssl.SSLContext | None
 ) -> Served:
     def load() -> Load:
-        return worker.load(control=duties.control)
+        return worker.load(control=services.control)
 
     def ready() -> str | None:
         return worker.fatal.result() if worker.fatal.done() else None
@@ -148,7 +148,7 @@ def _served(
         ),
         load=load,
         ready=ready,
-        remote=duties.remote,
+        remote=services.remote,
         tracing=worker.tracing,
         drain=drain,
         keys=keys,
@@ -164,7 +164,7 @@ def _defaults(worker: Worker) -> Defaults:
     sampling = SamplingDefaults()
     if settings.sampling_defaults == "model":
         sampling = sampling_defaults(worker.checkpoint)
-    log.info("requests that do not say otherwise have %s", sampling)
+    log.info("sampling defaults of requests: %s", sampling)
     if settings.seed is None:
         return Defaults(sampling=sampling, include_usage=settings.stream_include_usage)
     return Defaults(
@@ -175,36 +175,36 @@ def _defaults(worker: Worker) -> Defaults:
 
 
 def _warn(settings: WorkerSettings, keys: Keys) -> None:
-    """Say aloud who could use this worker that perhaps should not."""
+    """Log a warning for each port that clients or peers without credentials can reach."""
     warning = exposure.without_a_key(settings.host, settings.port, keys.required)
     if warning:
         log.warning("%s", warning)
     if settings.kv_tokens and exposure.endpoint_reachable(settings.kv_events):
         log.warning(
-            "WARNING: KV events are published on %s, beyond this machine, with the tokens of all prompts: "
-            "anybody who reaches it can read them. Baton's routers do without: --no-kv-tokens.",
+            "WARNING: KV events on %s contain the tokens of all prompts, and other machines can read them. "
+            "Set --no-kv-tokens: Baton's routers do not need the tokens.",
             settings.kv_events,
         )
     open_control = settings.role is Role.PREFILL and not settings.ticket_secret
     if open_control and exposure.reachable(settings.control_host):
         log.warning(
-            "WARNING: the control server listens on %s, beyond this machine, and wants no tickets: anybody "
-            "who reaches it can have prompts computed. Give router and prefill workers the same "
-            "BATON_TICKET_SECRET and BATON_ROUTER_TICKET_SECRET.",
+            "WARNING: the control server listens on %s without tickets, and other machines can have prompts "
+            "computed. Set BATON_ROUTER_TICKET_SECRET of the router and BATON_TICKET_SECRET of the prefill "
+            "workers to the same secret.",
             settings.control_host,
         )
-    believes_all = settings.role is Role.DECODE and not settings.ticket_secret
-    if believes_all and exposure.reachable(settings.host):
+    open_decode = settings.role is Role.DECODE and not settings.ticket_secret
+    if open_decode and exposure.reachable(settings.host):
         log.warning(
-            "WARNING: this decode worker listens on %s, beyond this machine, and has no BATON_TICKET_SECRET: "
-            "anybody who can send it requests can make it use KV blocks of a prefill worker of their own. "
-            "Give router and workers the same BATON_TICKET_SECRET and BATON_ROUTER_TICKET_SECRET.",
+            "WARNING: this decode worker listens on %s without BATON_TICKET_SECRET, and clients on other "
+            "machines can make it read KV blocks of any address. Set BATON_ROUTER_TICKET_SECRET of the "
+            "router and BATON_TICKET_SECRET of the workers to the same secret.",
             settings.host,
         )
 
 
 async def _first(*waits: Awaitable[object]) -> None:
-    """Wait until one of them is done, and end the others."""
+    """Wait until one of `waits` is done, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -219,7 +219,7 @@ async def _done(future: asyncio.Future[str]) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Events for the first SIGTERM or SIGINT and for the second."""
+    """Return two events: set by the first SIGTERM or SIGINT, and by the second one."""
     stop, force = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 

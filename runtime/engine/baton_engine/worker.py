@@ -1,8 +1,8 @@
 """
-One worker put together: settings, checkpoint, engine, and the means to move blocks.
+Assembly of one worker: loads the checkpoint, allocates the KV cache, and starts engine and transfer.
 
-Everything is decided here from the settings and the machine, once and aloud; what is built gets plain
-numbers. The roles add what they speak with other workers; the API is served over what is here.
+This module derives all sizes from the settings and the machine, and logs them. `baton_engine.service` adds
+the role's services and the HTTP API.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
 from baton_api.setting_types import show_size
@@ -37,7 +38,7 @@ from baton_engine.kv.cache import (
 from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
 from baton_engine.metrics.tracing import WorkerTracing, tracing_of
-from baton_engine.model import native
+from baton_engine.model import native_decoder
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.embedder import Embedder, Unable, embedder_of
@@ -57,18 +58,18 @@ from baton_engine.transfer.kinds import create_transfer
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long the engine's thread may hold the interpreter while the event loop wants it; Python's own 5 ms
-would be added to every token that is sent."""
+"""Seconds for which the engine's thread may keep the GIL while the event loop waits for it. Python's default
+of 5 ms would delay every token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One engine and what belongs to it, while `open_worker` holds it open."""
+    """One engine and its resources, which `open_worker` opens and closes."""
 
     settings: WorkerSettings
     name: str
     epoch: str
-    """New at every start."""
+    """Random id of this start of the worker."""
     checkpoint: Checkpoint
     spec: ModelSpec
     tokenizer: Tokenizer
@@ -79,22 +80,22 @@ class Worker:
     client: AsyncEngine
     compatibility: Compatibility
     transfer: Transfer | None
-    """None for role `both`, which has nobody to move blocks to or from."""
+    """None for role `both`, which does not transfer blocks."""
     publisher: KvPublisher | None
-    """Tells routers what is in the cache, if that was asked for."""
+    """Publishes the content of the prefix cache, if `settings.kv_events` is set."""
     tracing: WorkerTracing | None
-    """Makes spans, if any are wanted."""
+    """Creates spans, if `settings.tracing_endpoint` is set."""
     fatal: asyncio.Future[str]
-    """Done, with the reason, when only a new process can help."""
+    """The reason of a failure that only a new process can recover from."""
 
     @property
     def model_name(self) -> str:
-        """The name that stands in answers."""
+        """The model name in responses."""
         return self.model_names[0]
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All that clients may use."""
+        """All model names that requests may use."""
         return served_names(self.settings.served_model_name, self.checkpoint, self.settings.model)
 
     @property
@@ -102,7 +103,7 @@ class Worker:
         return Identity(self.name, self.epoch, self.model_name, self.compatibility)
 
     def load(self, *, control: str = "", draining: bool = False) -> Load:
-        """What `GET /load` answers."""
+        """Return the response of `GET /load`."""
         snapshot = self.engine.snapshot()
         return Load(
             role=self.settings.role,
@@ -122,14 +123,15 @@ class Worker:
             compatibility=self.compatibility.digest,
             kv_events=self.publisher.endpoint if self.publisher else "",
             kv_replay=self.publisher.replay_endpoint if self.publisher else "",
+            version=__version__,
         )
 
     def kv_batches(self) -> int:
-        """Batches of KV events that were published."""
+        """Return the number of published batches of KV events."""
         return self.publisher.last + 1 if self.publisher is not None else 0
 
     async def warm_up(self) -> None:
-        """Compute one token, so that "ready" means that a real request passed."""
+        """Generate one token, so that a ready worker has served a request. Raises SetupError if it fails."""
         prompt = (self.tokenizer.bos_id or 0,) * (BLOCK_SIZE + 1)
         request = Request(f"warm-up-{self.epoch}", prompt, SamplingParams(temperature=0.0, max_tokens=1))
         tokens = 0
@@ -138,12 +140,23 @@ class Worker:
             if output.error is not None:
                 raise output.error
         if not tokens:
-            raise SetupError(f"{self.name} computed no token when it was tried out; its log says more.")
+            raise SetupError(f"{self.name} generated no token at warm-up; see its log for the reason.")
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    embedder: Embedder | Unable
+    model: Model
+    weights_digest: str
+    weights_bytes: int
 
 
 @contextlib.asynccontextmanager
 async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> AsyncIterator[Worker]:
-    """A worker that has answered a first request. Raises SetupError for what a person has to change."""
+    """Start a worker and warm it up. Raises SetupError if settings, model or machine do not allow it."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(settings.threads or machine.usable_cores())
     device = _device(settings.device)
@@ -152,50 +165,35 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     name = settings.name or f"{settings.role}-{settings.port or epoch[:8]}"
     log.info("%s starts: device %s, %s, %d threads", name, device, _short(dtype), torch.get_num_threads())
 
-    at_start = _free(device)
-    checkpoint, spec, tokenizer, embedder, model, digest, weights = await asyncio.to_thread(
-        _load, settings, device, dtype, progress
+    free_at_start = _free(device)
+    loaded = await asyncio.to_thread(_load, settings, device, dtype, progress)
+    memory = MemoryBudget(
+        at_start=free_at_start,
+        weights=loaded.weights_bytes,
+        free=_free(device),
+        gpu=device.type == "cuda",
     )
-    memory = MemoryBudget(at_start=at_start, weights=weights, free=_free(device), gpu=device.type == "cuda")
-    cache = _cache(settings, spec, dtype, device, memory)
-    limits = _limits(settings, spec, device)
-    loop = asyncio.get_running_loop()
-    fatal: asyncio.Future[str] = loop.create_future()
-
-    def stop(reason: str) -> None:
-        loop.call_soon_threadsafe(_settle, fatal, reason)
-
+    cache = _cache(settings, loaded.spec, dtype, device, memory)
+    limits = _limits(settings, loaded.spec, device)
     async with contextlib.AsyncExitStack() as stack:
-        tracing = tracing_of(settings.tracing_endpoint, name)
-        if tracing is not None:
-            stack.push_async_callback(tracing.close)
-        publisher = _publisher(settings, cache)
-        if publisher is not None:
-            publisher.start()
-            stack.callback(publisher.close)
-        events = KvEvents(publisher) if publisher is not None else None
-        client = AsyncEngine(model, cache, limits, on_fatal=stop, kv_events=events)
-        grammars = Grammars(tokenizer)
-        stack.callback(grammars.close)
-        transfer = None
-        if settings.role is not Role.BOTH:
-            transfer = await create_transfer(settings.transfer, cache, f"{name}-{epoch[:8]}")
-            stack.push_async_callback(transfer.close)
-        client.start()
-        stack.push_async_callback(client.close)
+        tracing = _open_tracing(settings, name, stack)
+        publisher = _open_publisher(settings, cache, stack)
+        grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
+        transfer = await _open_transfer(settings, cache, f"{name}-{epoch[:8]}", stack)
+        client, fatal = _open_engine(loaded.model, cache, limits, publisher, stack)
         worker = Worker(
             settings=settings,
             name=name,
             epoch=epoch,
-            checkpoint=checkpoint,
-            spec=spec,
-            tokenizer=tokenizer,
+            checkpoint=loaded.checkpoint,
+            spec=loaded.spec,
+            tokenizer=loaded.tokenizer,
             grammars=grammars,
-            embedder=embedder,
+            embedder=loaded.embedder,
             cache=cache,
             engine=client.engine,
             client=client,
-            compatibility=Compatibility.of(spec, dtype, digest),
+            compatibility=Compatibility.of(loaded.spec, dtype, loaded.weights_digest),
             transfer=transfer,
             publisher=publisher,
             tracing=tracing,
@@ -205,31 +203,70 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         yield worker
 
 
-def _settle(fatal: asyncio.Future[str], reason: str) -> None:
-    if not fatal.done():
-        fatal.set_result(reason)
+def _open_tracing(
+    settings: WorkerSettings, name: str, stack: contextlib.AsyncExitStack
+) -> WorkerTracing | None:
+    tracing = tracing_of(settings.tracing_endpoint, name)
+    if tracing is not None:
+        stack.push_async_callback(tracing.close)
+    return tracing
+
+
+async def _open_transfer(
+    settings: WorkerSettings, cache: KVCache, agent: str, stack: contextlib.AsyncExitStack
+) -> Transfer | None:
+    if settings.role is Role.BOTH:
+        return None
+    transfer = await create_transfer(settings.transfer, cache, agent)
+    stack.push_async_callback(transfer.close)
+    return transfer
+
+
+def _open_engine(
+    model: Model,
+    cache: KVCache,
+    limits: EngineLimits,
+    publisher: KvPublisher | None,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[AsyncEngine, asyncio.Future[str]]:
+    """Start the engine; also return the future for the reason of a fatal failure."""
+    loop = asyncio.get_running_loop()
+    fatal: asyncio.Future[str] = loop.create_future()
+
+    def settle(reason: str) -> None:
+        if not fatal.done():
+            fatal.set_result(reason)
+
+    def on_fatal(reason: str) -> None:
+        loop.call_soon_threadsafe(settle, reason)
+
+    kv_events = KvEvents(publisher) if publisher is not None else None
+    client = AsyncEngine(model, cache, limits, on_fatal=on_fatal, kv_events=kv_events)
+    client.start()
+    stack.push_async_callback(client.close)
+    return client, fatal
 
 
 def _load(
     settings: WorkerSettings, device: torch.device, dtype: torch.dtype, progress: Progress
-) -> tuple[Checkpoint, ModelSpec, Tokenizer, Embedder | Unable, Model, str, int]:
+) -> _LoadedModel:
     checkpoint = resolve(settings.model, progress)
     spec = load_spec(checkpoint)
     if settings.max_model_len > spec.context:
         raise SetupError(
-            f"--max-model-len {settings.max_model_len} is over the {spec.context} tokens that "
-            f"{checkpoint.name} was made for; ask for at most that."
+            f"--max-model-len {settings.max_model_len} exceeds the context length of {checkpoint.name}, "
+            f"{spec.context} tokens. Set at most that."
         )
     tokenizer = load_tokenizer(checkpoint, spec)
     embedder = embedder_of(checkpoint, settings.pooling, shortens=settings.matryoshka)
     if isinstance(embedder, Embedder):
-        log.info("%s makes embeddings: %s", checkpoint.name, embedder)
+        log.info("%s supports embeddings: %s", checkpoint.name, embedder)
     began = time.monotonic()
     log.info("Load weight begin. avail mem=%s", _show_free(device))
     weights = load_weights(checkpoint, spec, dtype, progress)
     digest, size = weights_digest(weights), weights.bytes
     model = create_model(spec, weights, device, dtype)
-    del weights  # laid out anew for the device; two copies would take twice the memory
+    del weights  # the model has its own copy, in the device's layout
     log.info(
         "Load weight end. type=%s, dtype=%s, avail mem=%s, took %.1f s",
         spec.architecture,
@@ -237,7 +274,7 @@ def _load(
         _show_free(device),
         time.monotonic() - began,
     )
-    return checkpoint, spec, tokenizer, embedder, model, digest, size
+    return _LoadedModel(checkpoint, spec, tokenizer, embedder, model, digest, size)
 
 
 def _cache(
@@ -247,9 +284,9 @@ def _cache(
     blocks = cache_blocks(settings, memory, size, spec.context)
     try:
         cache = KVCache(spec, blocks, dtype, device)
-    except (RuntimeError, MemoryError) as error:  # torch's word for "no memory" is a RuntimeError
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError if the CPU's memory is exhausted
         raise SetupError(
-            f"No memory for a KV cache of {show_size(blocks * size)}: {error}. Ask for less with "
+            f"Cannot allocate a KV cache of {show_size(blocks * size)}: {error}. Set a smaller "
             "--kv-cache-memory."
         ) from error
     half = show_size(blocks * size / 2)
@@ -262,7 +299,9 @@ def _cache(
     return cache
 
 
-def _publisher(settings: WorkerSettings, cache: KVCache) -> KvPublisher | None:
+def _open_publisher(
+    settings: WorkerSettings, cache: KVCache, stack: contextlib.AsyncExitStack
+) -> KvPublisher | None:
     if not settings.kv_events:
         return None
     publisher = KvPublisher(
@@ -274,6 +313,8 @@ def _publisher(settings: WorkerSettings, cache: KVCache) -> KvPublisher | None:
         tokens=settings.kv_tokens,
     )
     log.info("KV events at %s, replayed at %s", publisher.endpoint, publisher.replay_endpoint)
+    publisher.start()
+    stack.callback(publisher.close)
     return publisher
 
 
@@ -303,14 +344,14 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise SetupError(f"--device {name!r} is no device; one is cpu, cuda, cuda:N or auto.") from error
+        raise SetupError(f"Invalid --device {name!r}. Use cpu, cuda, cuda:N or auto.") from error
     if device.type not in ("cpu", "cuda"):
-        raise SetupError(f"--device {name!r} is not served; one is cpu, cuda, cuda:N or auto.")
+        raise SetupError(f"Unsupported --device {name!r}. Use cpu, cuda, cuda:N or auto.")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise SetupError(
-                f"--device {name} asks for a GPU, but torch sees {count} here; try --device cpu."
+                f"--device {name} is not available: torch finds {count} GPUs here. Use --device cpu."
             )
     return device
 
@@ -322,7 +363,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         case "bfloat16":
             return torch.bfloat16
         case _ if device.type == "cpu":
-            return preferred_dtype(torch.cpu.get_capabilities(), native.available())
+            return preferred_dtype(torch.cpu.get_capabilities(), native_decoder.available())
         case _:
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
 

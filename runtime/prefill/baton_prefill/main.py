@@ -9,7 +9,7 @@ from baton_api import mutual_tls
 from baton_api.announcements import Announcer
 from baton_engine import service
 from baton_engine.model.progress import Progress
-from baton_engine.service import Duties
+from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker
 from baton_prefill.admission import PromptLimits
@@ -22,7 +22,7 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress)
 
 
 @contextlib.asynccontextmanager
-async def prefill(worker: Worker) -> AsyncIterator[Duties]:
+async def prefill(worker: Worker) -> AsyncIterator[RoleServices]:
     """Compute prompts for decode workers."""
     assert worker.transfer is not None
 
@@ -49,6 +49,6 @@ async def prefill(worker: Worker) -> AsyncIterator[Duties]:
     )
     await server.start()
     try:
-        yield Duties(control=server.address, drain=server.drain)
+        yield RoleServices(control=server.address, drain=server.drain)
     finally:
         await server.close()

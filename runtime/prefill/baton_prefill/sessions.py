@@ -1,7 +1,7 @@
 """
 The transfer session of one prompt on the prefill side: a pure state machine from events to actions.
 
-    asked -> computing -> committed -> released
+    requested -> computing -> committed -> released
                       \\-> failed ---/
 
 Blocks are announced in order, each once its content is final. They are held until the decode worker sends
@@ -45,7 +45,7 @@ Action = SubmitPrompt | ComputeChecksums | SendToDecode | ReleaseBlocks
 
 
 class PrefillState(enum.StrEnum):
-    ASKED = "asked"
+    REQUESTED = "requested"
     COMPUTING = "computing"
     COMMITTED = "committed"
     FAILED = "failed"
@@ -57,7 +57,7 @@ class PrefillSession:
 
     def __init__(self, prefill: Prefill, block_size: int, tail: bytes) -> None:
         self.prefill = prefill
-        self.state = PrefillState.ASKED
+        self.state = PrefillState.REQUESTED
         self._block_size = block_size
         self._tail = tail
         self._taken = prefill.start_block
@@ -71,7 +71,7 @@ class PrefillSession:
         return -(-len(self.prefill.tokens) // self._block_size)
 
     def begin(self) -> list[Action]:
-        assert self.state is PrefillState.ASKED
+        assert self.state is PrefillState.REQUESTED
         self.state = PrefillState.COMPUTING
         return [SubmitPrompt()]
 
@@ -156,7 +156,7 @@ class PrefillSession:
         )
 
     def _end(self, send: bool) -> list[Action]:
-        if self.state in (PrefillState.ASKED, PrefillState.RELEASED):
+        if self.state in (PrefillState.REQUESTED, PrefillState.RELEASED):
             return []
         drained = (
             [SendToDecode(Drained(session=self.prefill.session, epoch=self.prefill.epoch))] if send else []

@@ -1,4 +1,4 @@
-"""From what arrived to figures: outcomes, lines, percentiles, prompts, loads; no server."""
+"""From received answers to metrics: outcomes, lines, percentiles, prompts, loads; no server."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def answer(*arrivals: tuple[float, bytes], status: int = 200, failure: str = "")
     return Answer(1.0, status, {}, list(arrivals), 9.0, failure)
 
 
-def test_a_whole_answer_is_read_with_its_times() -> None:
+def test_bench_whole_answer_is_read_with_its_times() -> None:
     cut = len(chunk("c")) // 2  # a line may come in two parts, and counts when it is whole
     parts = [(2.0, chunk("a")), (2.5, chunk("b") + chunk("c")[:cut]), (4.0, chunk("c")[cut:])]
-    found = read(answer(*parts, (4.5, chunk(usage=USAGE) + DONE)), 0.5, 0.0)
-    assert (found.ttft_s, found.total_s, found.gaps_s) == (1.0, 3.0, (0.5, 1.5))
-    assert (found.prompt_tokens, found.cached_tokens, found.output_tokens) == (9, 4, 3)
-    assert found.tpot_s == 1.0 and not found.error
+    result = read(answer(*parts, (4.5, chunk(usage=USAGE) + DONE)), 0.5, 0.0)
+    assert (result.ttft_s, result.total_s, result.gaps_s) == (1.0, 3.0, (0.5, 1.5))
+    assert (result.prompt_tokens, result.cached_tokens, result.output_tokens) == (9, 4, 3)
+    assert result.tpot_s == 1.0 and not result.error
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_a_whole_answer_is_read_with_its_times() -> None:
         ("error in the stream", answer((2.0, b'data: {"error": {"message": "lost"}}\n\n'))),
     ],
 )
-def test_an_answer_that_is_not_whole_has_a_kind(kind: str, came: Answer) -> None:
-    found = read(came, 0.0, 0.0)
-    assert found.error == kind
-    assert found.message
+def test_bench_incomplete_answer_has_an_error_kind(kind: str, came: Answer) -> None:
+    result = read(came, 0.0, 0.0)
+    assert result.error == kind
+    assert result.message
 
 
 def outcome(ttft_s: float, tokens: int = 11, tpot_s: float = 0.01, error: str = "") -> Outcome:
@@ -79,13 +79,13 @@ def outcome(ttft_s: float, tokens: int = 11, tpot_s: float = 0.01, error: str = 
 CALM = ClientCost(0.1, 0.001, 0.0)
 
 
-def test_a_level_counts_what_is_good_and_what_went_wrong() -> None:
+def test_bench_level_counts_good_and_failed_requests() -> None:
     outcomes = [outcome(0.1), outcome(0.3), outcome(0.1, tpot_s=0.5), outcome(0.0, error="status 503")]
-    found = level("4 clients", 4, LoadResult(2.0, outcomes, CALM), Objective(ttft_s=0.2, tpot_s=0.02))
-    assert (found.requests, found.failed, found.errors) == (4, 1, {"status 503": 1})
-    assert (found.good_share, found.goodput_per_s) == (0.25, 0.5)
-    assert (found.requests_per_s, found.output_tokens_per_s, found.cached_share) == (1.5, 16.5, 0.25)
-    assert found.ttft is not None and (found.ttft.p50, found.ttft.most) == (0.1, 0.3)
+    measured = level("4 clients", 4, LoadResult(2.0, outcomes, CALM), Objective(ttft_s=0.2, tpot_s=0.02))
+    assert (measured.requests, measured.failed, measured.errors) == (4, 1, {"status 503": 1})
+    assert (measured.good_share, measured.goodput_per_s) == (0.25, 0.5)
+    assert (measured.requests_per_s, measured.output_tokens_per_s, measured.cached_share) == (1.5, 16.5, 0.25)
+    assert measured.ttft is not None and (measured.ttft.p50, measured.ttft.most) == (0.1, 0.3)
     nothing = level("1", 1, LoadResult(1.0, [outcome(0.0, error="cut")], CALM), Objective())
     assert nothing.ttft is None and nothing.good_share == 0
 
@@ -93,21 +93,23 @@ def test_a_level_counts_what_is_good_and_what_went_wrong() -> None:
 @pytest.mark.parametrize(
     "cost", [ClientCost(0.9, 0.0, 0.0), ClientCost(0.1, 0.1, 0.0), ClientCost(0.1, 0.0, 0.1)]
 )
-def test_a_client_that_is_busy_or_late_is_blamed(cost: ClientCost) -> None:
+def test_bench_busy_or_late_client_is_the_bottleneck(cost: ClientCost) -> None:
     assert cost.is_bottleneck and not CALM.is_bottleneck
 
 
-def test_a_line_is_found_again_and_no_part_of_it_is_negative() -> None:
+def test_fit_recovers_a_line_without_negative_parts() -> None:
     chance = random.Random(3)
     for _ in range(50):
         truth = [chance.choice((0.0, chance.uniform(0.001, 0.1))), chance.uniform(1e-5, 1e-3), 1e-9]
         rows = [(1.0, n * length, n * length**2 / 2) for length in (64, 256, 1024, 4096) for n in (1, 4)]
         exact = [sum(c * x for c, x in zip(truth, row, strict=True)) for row in rows]
         noisy = [one * chance.uniform(0.95, 1.05) for one in exact]
-        found = fit(rows, noisy)
-        assert min(found) >= 0
+        coefficients = fit(rows, noisy)
+        assert min(coefficients) >= 0
         for row, seconds in zip(rows, exact, strict=True):
-            assert sum(c * x for c, x in zip(found, row, strict=True)) == pytest.approx(seconds, rel=0.2)
+            assert sum(c * x for c, x in zip(coefficients, row, strict=True)) == pytest.approx(
+                seconds, rel=0.2
+            )
     assert fit([], []) == []
 
 
@@ -132,10 +134,12 @@ def test_steps_are_counted_while_all_streams_generate() -> None:
     assert step_s([(0.0, one), (60.0, one)]) is None
 
 
-def test_prompts_are_as_long_as_meant_and_share_what_they_are_to_share() -> None:
+def test_prompts_have_the_wanted_lengths_and_shared_prefixes() -> None:
     measure = Measure(tokens_per_word=2.0, template=10.0)
-    made = Prompts(Shape(prompt=210, output=8, shared=100, groups=2, spread=0.1), measure, random.Random(1))
-    some = [next(made) for _ in range(200)]
+    generated = Prompts(
+        Shape(prompt=210, output=8, shared=100, groups=2, spread=0.1), measure, random.Random(1)
+    )
+    some = [next(generated) for _ in range(200)]
     lengths = [2 * len(one.prompt.split()) + 10 for one in some]
     assert statistics.mean(lengths) == pytest.approx(210, rel=0.03)
     assert min(lengths) < 200 and max(lengths) > 220
@@ -144,7 +148,7 @@ def test_prompts_are_as_long_as_meant_and_share_what_they_are_to_share() -> None
     assert len({" ".join(one.prompt.split()[:60]) for one in some}) == 200
 
 
-def test_a_trace_is_read_to_its_minute_and_refused_line_by_line(tmp_path: Path) -> None:
+def test_trace_is_read_to_its_minute_and_errors_name_the_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     row = {"timestamp": 500, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
     path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "timestamp": 120_000}) + "\n")
@@ -161,10 +165,10 @@ def test_a_trace_is_read_to_its_minute_and_refused_line_by_line(tmp_path: Path) 
         list(prompts.rows(tmp_path / "none", 1.0))
 
 
-async def test_a_closed_loop_has_never_more_than_its_clients() -> None:
+async def test_closed_loop_never_exceeds_its_clients() -> None:
     running, most = 0, 0
 
-    async def send(asked: BenchRequest, due_s: float, late_s: float) -> Outcome:
+    async def send(request: BenchRequest, due_s: float, late_s: float) -> Outcome:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -176,11 +180,11 @@ async def test_a_closed_loop_has_never_more_than_its_clients() -> None:
     assert (len(played.outcomes), most) == (50, 4)
 
 
-async def test_an_open_loop_does_not_wait_for_answers() -> None:
+async def test_open_loop_does_not_wait_for_answers() -> None:
     everyone = asyncio.Event()
     count = 0
 
-    async def send(asked: BenchRequest, due_s: float, late_s: float) -> Outcome:
+    async def send(request: BenchRequest, due_s: float, late_s: float) -> Outcome:
         nonlocal count
         count += 1
         if count == 20:
@@ -201,14 +205,14 @@ def test_people_come_at_the_rate_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://x", "http://"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_endpoint_invalid_address_is_rejected(url: str) -> None:
     with pytest.raises(SetupError, match="Invalid address"):
         Endpoint(url)
 
 
-async def test_a_server_that_is_not_there_is_an_outcome_and_no_crash() -> None:
+async def test_endpoint_missing_server_is_an_outcome() -> None:
     endpoint = Endpoint("http://127.0.0.1:9", timeout_s=5)
-    found = read(await endpoint.post("/v1/chat/completions", {}), 0.0, 0.0)
-    assert found.error == "no connection"
+    result = read(await endpoint.post("/v1/chat/completions", {}), 0.0, 0.0)
+    assert result.error == "no connection"
     with pytest.raises(SetupError, match="no connection"):
         await endpoint.get("/v1/models")

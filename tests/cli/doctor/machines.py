@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from baton_api.engines import EngineKind
+from baton_cli.doctor.engine_probes import EngineWorker
 from baton_cli.doctor.machine import Crd, DataFolder, Installed, Machine, Port, RdmaDevice, SelfTest, Space
 
 GIB = 1024**3
@@ -12,7 +14,7 @@ GIB = 1024**3
 WELL = Machine(
     name="well",
     environment={"BATON_CACHE": "/cache"},
-    known=frozenset({"BATON_CACHE", "BATON_KV_CACHE_MEMORY"}),
+    known_variables=frozenset({"BATON_CACHE", "BATON_KV_CACHE_MEMORY"}),
     shm=Space(8 * GIB, 8 * GIB),
     memory=64 * GIB,
     open_files=1_048_576,
@@ -25,9 +27,19 @@ WELL = Machine(
     nixl=SelfTest("NIXL 1.5.1 with UCX"),
     packages=(Installed("msgspec", "0.20.0", ">=0.20", True),),
     ports=(Port(8080, "router"), Port(8000, "worker")),
-    places=(DataFolder("cache", "/cache", 100 * GIB, setting="BATON_CACHE"),),
+    data_folders=(DataFolder("cache", "/cache", 100 * GIB, setting="BATON_CACHE"),),
     clock_synchronised=True,
     clock_apart={"http://router": 0.4},
+    workers=(
+        EngineWorker(
+            url="http://vllm",
+            engine=EngineKind.VLLM,
+            version="0.32.0",
+            connector=True,
+            kv_events=True,
+            prompt_tokens_details=True,
+        ),
+    ),
 )
 
 CRD = Crd("inferenceservices.baton.dev", ("v1alpha1",))

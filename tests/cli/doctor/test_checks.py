@@ -1,4 +1,4 @@
-"""What is said of machines that are wrong in one way each."""
+"""Findings on machines that have one fault each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
     ),
     (
         "no compiler",
-        but(kernels=SelfTest("", "there is no C compiler")),
+        but(kernels=SelfTest("", "no C compiler is installed")),
         "kernels",
         Level.WARNING,
         "compiler",
@@ -98,11 +98,17 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
         Level.ERROR,
         "does not answer: refused",
     ),
-    ("a full disk", but(places=(DataFolder("cache", "/c", MIB),)), "disk", Level.ERROR, "1.05 MB free"),
-    ("a small disk", but(places=(DataFolder("cache", "/c", GIB),)), "disk", Level.WARNING, "1.07 GB free"),
+    ("a full disk", but(data_folders=(DataFolder("cache", "/c", MIB),)), "disk", Level.ERROR, "1.05 MB free"),
+    (
+        "a small disk",
+        but(data_folders=(DataFolder("cache", "/c", GIB),)),
+        "disk",
+        Level.WARNING,
+        "1.07 GB free",
+    ),
     (
         "a closed disk",
-        but(places=(DataFolder("cache", "/c", GIB, "read-only"),)),
+        but(data_folders=(DataFolder("cache", "/c", GIB, "read-only"),)),
         "disk",
         Level.ERROR,
         "read-only",
@@ -142,13 +148,13 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
 @pytest.mark.parametrize(
     ("machine", "check", "level", "words"), [case[1:] for case in WRONG], ids=[c[0] for c in WRONG]
 )
-def test_one_thing_wrong_is_one_finding_with_a_way_out(
+def test_doctor_one_fault_is_one_finding_with_a_remedy(
     machine: Machine, check: str, level: Level, words: str
 ) -> None:
-    (found,) = [one for one in examine(machine) if one.level in (Level.WARNING, Level.ERROR)]
-    assert (found.check, found.level) == (check, level)
-    assert words in found.measured
-    assert found.limit and found.why.endswith(".") and found.way_out
+    (finding,) = [one for one in examine(machine) if one.level in (Level.WARNING, Level.ERROR)]
+    assert (finding.check, finding.level) == (check, level)
+    assert words in finding.measured
+    assert finding.limit and finding.why.endswith(".") and finding.remedy
 
 
 def test_where_all_is_well_each_check_says_so() -> None:
@@ -157,7 +163,7 @@ def test_where_all_is_well_each_check_says_so() -> None:
     assert all(list(check(machine)) for check in CHECKS)
 
 
-def test_what_a_machine_lacks_and_does_not_need_is_a_note() -> None:
+def test_doctor_missing_optional_parts_are_notes() -> None:
     plain = but(
         rdma=(), locked=MIB, nixl=SelfTest("", installed=False), kernels=SelfTest("", installed=False)
     )
@@ -170,19 +176,19 @@ def test_what_a_machine_lacks_and_does_not_need_is_a_note() -> None:
     assert all(one.level in (Level.GOOD, Level.NOTE) for one in examine(plain))
 
 
-def test_an_account_that_may_not_see_definitions_is_told_so() -> None:
-    (said,) = [one for one in examine(but(cluster=Cluster("https://c", crds=None))) if one.why]
-    assert (said.check, said.level) == ("custom resources", Level.NOTE)
+def test_doctor_account_without_crd_rights_gets_a_note() -> None:
+    (finding,) = [one for one in examine(but(cluster=Cluster("https://c", crds=None))) if one.why]
+    assert (finding.check, finding.level) == ("custom resources", Level.NOTE)
 
 
-def test_a_baton_that_runs_already_is_no_mistake() -> None:
-    (said,) = [
+def test_doctor_running_baton_is_a_note() -> None:
+    (finding,) = [
         one for one in examine(but(ports=(Port(8080, "router", "python -m baton_cli.main up"),))) if one.why
     ]
-    assert said.level is Level.NOTE
+    assert finding.level is Level.NOTE
 
 
-def test_every_way_out_is_shown_and_in_the_json() -> None:
+def test_doctor_remedies_are_shown_and_in_the_json() -> None:
     everything = but(shm=None, open_files=256, nixl=SelfTest("", "no UCX plugin"), clock_synchronised=False)
     findings = examine(everything)
     screen = Console(file=io.StringIO(), width=300)
@@ -192,10 +198,10 @@ def test_every_way_out_is_shown_and_in_the_json() -> None:
     assert (data["errors"], data["warnings"]) == (3, 1)
     assert "3 errors, 1 warning." in shown
     for finding in findings:
-        assert finding.measured in shown and finding.way_out in shown
+        assert finding.measured in shown and finding.remedy in shown
 
 
-def test_a_definition_that_lacks_a_field_or_a_version_is_older() -> None:
+def test_doctor_crd_without_a_field_or_version_is_older() -> None:
     def definition(version: str, fields: dict[str, object]) -> dict[str, object]:
         schema = {"openAPIV3Schema": {"properties": fields}}
         versions = [{"name": version, "served": True, "schema": schema}]

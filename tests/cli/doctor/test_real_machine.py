@@ -19,7 +19,7 @@ import pytest
 from tests.cli.doctor.wrong_machine import PROCESS_VM_READV
 
 AHEAD_S = 3600
-PATIENCE_S = 300
+TIMEOUT_S = 300
 
 DOCTOR = (sys.executable, "-m", "baton_cli.main", "doctor", "--output=json")
 
@@ -58,7 +58,7 @@ def ahead() -> Iterator[str]:
 @pytest.mark.skipif(
     platform.machine() not in PROCESS_VM_READV, reason="the number of a system call is unknown"
 )
-def test_each_thing_that_is_made_wrong_is_found(tmp_path: Path, ahead: str) -> None:
+def test_doctor_finds_each_fault_of_a_real_machine(tmp_path: Path, ahead: str) -> None:
     small, packages = tmp_path / "small", tmp_path / "packages"
     small.mkdir()
     old = packages / "rich-1.0.dist-info"
@@ -77,7 +77,7 @@ def test_each_thing_that_is_made_wrong_is_found(tmp_path: Path, ahead: str) -> N
         number = taken.getsockname()[1]
         done = run([*wrong, *DOCTOR, f"--url={ahead}", f"--port={number}"], environment)
     assert done.returncode == 1, done.stderr
-    said = {one["check"]: one for one in json.loads(done.stdout)["findings"] if one["way_out"]}
+    findings = {one["check"]: one for one in json.loads(done.stdout)["findings"] if one["remedy"]}
     expected = {
         "shared memory": "8.39 MB",
         "open files": "512",
@@ -87,7 +87,7 @@ def test_each_thing_that_is_made_wrong_is_found(tmp_path: Path, ahead: str) -> N
         "memory of other processes": "Operation not permitted",
         "NIXL": "UCX cannot start",
         "network": "UCX_NET_DEVICES names mlx5_9:1",
-        "kernels": "CC names /nowhere/cc",
+        "kernels": "CC is /nowhere/cc",
         "packages": "rich 1.0",
         "variables": "BATON_KV_CACHE_MEMRY",
         "ports": f"{number} is taken by",
@@ -95,22 +95,24 @@ def test_each_thing_that_is_made_wrong_is_found(tmp_path: Path, ahead: str) -> N
         "disk": "1.05 MB free",
     }
     for check, words in expected.items():
-        assert check in said, (check, sorted(said))
-        assert any(words in part for part in (said[check]["measured"], said[check]["why"])), said[check]
-    assert said["variables"]["way_out"] == "Did you mean BATON_KV_CACHE_MEMORY?"
+        assert check in findings, (check, sorted(findings))
+        assert any(words in part for part in (findings[check]["measured"], findings[check]["why"])), findings[
+            check
+        ]
+    assert findings["variables"]["remedy"] == "Did you mean BATON_KV_CACHE_MEMORY?"
 
 
 @pytest.mark.processes
 def test_this_machine_as_it_is(ahead: str) -> None:
     done = run([*DOCTOR, "--port=1", f"--url={ahead}/nowhere"], {**os.environ, "BATON_KERNELS": "off"})
-    told = json.loads(done.stdout)
-    levels = {one["check"]: one["level"] for one in told["findings"]}
+    report = json.loads(done.stdout)
+    levels = {one["check"]: one["level"] for one in report["findings"]}
     assert levels["memory of other processes"] == "good"
     assert levels["kernels"] == "warning"
-    assert done.returncode == (1 if told["errors"] else 0)
+    assert done.returncode == (1 if report["errors"] else 0)
 
 
 def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

@@ -2,8 +2,8 @@
 Runs a command on a machine made wrong, in namespaces of its own: `python wrong_machine.py SMALL COMMAND...`
 
 As root: /dev/shm and the folder SMALL get file systems of a few MiB, an RDMA device appears whose port is
-down, and limits fall. Memory of other processes cannot be read, as under a strict seccomp profile. What is
-outside of the namespaces stays as it is.
+down, and limits fall. Memory of other processes cannot be read, as under a strict seccomp profile. The
+rest of the machine stays unchanged.
 """
 
 from __future__ import annotations

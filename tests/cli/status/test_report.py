@@ -18,10 +18,10 @@ def worker(role: str, state: str = "ready", reason: str | None = None) -> dict[s
     return {**named, "state": state, "reason": reason, "load": LOAD if state == "ready" else None}
 
 
-def test_a_service_that_answers_is_well() -> None:
-    found = report.status_of_router("http://r", INFO, [worker("prefill"), worker("decode")])
-    assert found.well and found.name == "tiny" and found.url == "http://r/v1"
-    assert [part.state for part in found.parts] == ["ready", "ready"]
+def test_status_of_answering_router_is_well() -> None:
+    status = report.status_of_router("http://r", INFO, [worker("prefill"), worker("decode")])
+    assert status.well and status.name == "tiny" and status.url == "http://r/v1"
+    assert [part.state for part in status.parts] == ["ready", "ready"]
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,15 @@ def test_a_service_that_answers_is_well() -> None:
         ("The router has no workers.", [], False, ["no workers"]),
     ],
 )
-def test_what_is_wrong_with_workers_is_said_with_the_way_out(
+def test_status_worker_trouble_has_a_remedy(
     info: str, workers: list[dict[str, Any]], serving: bool, words: list[str]
 ) -> None:
-    found = report.status_of_router("http://r", {**INFO, "status": info}, workers)
-    assert found.serving == serving and not found.well
-    assert len(found.troubles) == len(words)
-    for trouble in found.troubles:
-        assert any(one in trouble.what for one in words), trouble
-        assert trouble.way_out
+    status = report.status_of_router("http://r", {**INFO, "status": info}, workers)
+    assert status.serving == serving and not status.well
+    assert len(status.problems) == len(words)
+    for problem in status.problems:
+        assert any(one in problem.message for one in words), problem
+        assert problem.remedy
 
 
 def condition(kind: str, status: str, reason: str, message: str = "") -> dict[str, str]:
@@ -72,12 +72,12 @@ def pod(reason: str, message: str = "") -> dict[str, Any]:
     return {"metadata": {"name": "chat-0"}, "status": {"containerStatuses": [waiting]}}
 
 
-def test_a_service_of_a_cluster_is_shown_with_its_roles_generations_and_conditions() -> None:
-    found = report.status_of_service(
+def test_status_cluster_service_has_roles_and_revisions() -> None:
+    status = report.status_of_service(
         service(SERVING, decode={"ready": 2, "desired": 2}, revisions=REVISIONS, url="http://chat"), []
     )
-    assert found.well and found.name == "models/chat"
-    kinds = [(part.kind, part.state, part.well) for part in found.parts]
+    assert status.well and status.name == "models/chat"
+    kinds = [(part.kind, part.state, part.well) for part in status.parts]
     assert ("role", "2 of 2 ready", True) in kinds
     assert ("revision", "Serving", True) in kinds and ("revision", "Failed", False) in kinds
     assert ("condition", "True", True) in kinds
@@ -139,19 +139,19 @@ TROUBLES: list[tuple[str, dict[str, Any], list[Any], list[str]]] = [
 @pytest.mark.parametrize(
     ("given", "pods", "words"), [case[1:] for case in TROUBLES], ids=[c[0] for c in TROUBLES]
 )
-def test_what_is_wrong_in_a_cluster_is_said_with_the_way_out(
+def test_status_cluster_trouble_has_a_remedy(
     given: dict[str, Any], pods: list[Any], words: list[str]
 ) -> None:
-    found = report.status_of_service(given, pods)
-    assert len(found.troubles) == len(words), found.troubles
-    for trouble, expected in zip(found.troubles, words, strict=True):
-        assert expected in trouble.what and trouble.way_out
+    status = report.status_of_service(given, pods)
+    assert len(status.problems) == len(words), status.problems
+    for problem, expected in zip(status.problems, words, strict=True):
+        assert expected in problem.message and problem.remedy
 
 
 @pytest.mark.parametrize("reason", ["Suspended", "ScaledToZero"])
-def test_what_somebody_wanted_is_no_trouble(reason: str) -> None:
-    found = report.status_of_service(service(condition("Ready", "False", reason)), [])
-    assert not found.troubles and not found.serving
+def test_status_intended_state_is_no_trouble(reason: str) -> None:
+    status = report.status_of_service(service(condition("Ready", "False", reason)), [])
+    assert not status.problems and not status.serving
     assert report.status_of_service(service(condition("Ready", "True", "RollingOut")), []).well
 
 

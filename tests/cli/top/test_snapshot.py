@@ -38,7 +38,7 @@ def look(at_s: float, router: str = "", workers: dict[str, str] | None = None, r
     return Snapshot(at_s, rows or [row("a:1")], Exposed.parse(router), exposed)
 
 
-def test_rates_are_differences_and_a_process_that_was_started_anew_begins_at_0() -> None:
+def test_gained_restarted_process_counts_from_0() -> None:
     name = metrics.WORKER_TRANSFER_BYTES
     before, now = Exposed.parse(counter(name, 100.0)), Exposed.parse(counter(name, 250.0))
     assert gained(before, now, name) == 150
@@ -64,19 +64,19 @@ def test_percentiles_are_of_what_came_between() -> None:
     name = metrics.WORKER_FIRST_TOKEN
     before = Exposed.parse(histogram(name, {"0.1": 90, "1.0": 90, "+Inf": 90}))
     now = Exposed.parse(histogram(name, {"0.1": 90, "1.0": 100, "+Inf": 100}))
-    found = percentiles(before, now, name, (0.5,))
-    assert found == pytest.approx((0.55,))
+    values = percentiles(before, now, name, (0.5,))
+    assert values == pytest.approx((0.55,))
     assert percentiles(now, now, name, (0.5,)) is None
-    assert percentiles(now, before, name, (0.5,)) == pytest.approx((0.05,))  # started anew
+    assert percentiles(now, before, name, (0.5,)) == pytest.approx((0.05,))  # after a restart
 
 
-def test_a_worker_that_cannot_be_asked_is_shown_by_its_load() -> None:
+def test_rates_unreachable_worker_is_shown_by_its_load() -> None:
     (worker,) = rates(look(0.0), look(2.0)).workers
     assert (worker.running, worker.waiting, worker.kv_usage) == (3, 1, 0.25)
     assert worker.generated_tokens_per_s is None and worker.ttft_s is None
 
 
-def test_what_workers_and_router_say_becomes_figures() -> None:
+def test_rates_combine_worker_and_router_metrics() -> None:
     own = [
         "".join(
             (
@@ -100,15 +100,15 @@ def test_what_workers_and_router_say_becomes_figures() -> None:
         for good, bad in ((10, 0), (30, 2))
     ]
     rows = [row("a:1"), row("b:1", "prefill", state="down", reason="no answer")]
-    found = rates(look(0.0, router[0], {"a:1": own[0]}, rows), look(2.0, router[1], {"a:1": own[1]}, rows))
-    assert (found.requests_per_s, found.failed_per_s) == (11.0, 1.0)
-    assert (found.in_flight, found.waiting, found.generated_tokens_per_s) == (7, 4, 640.0)
-    assert [one.role for one in found.workers] == ["prefill", "decode"]
-    decode = found.workers[1]
+    measured = rates(look(0.0, router[0], {"a:1": own[0]}, rows), look(2.0, router[1], {"a:1": own[1]}, rows))
+    assert (measured.requests_per_s, measured.failed_per_s) == (11.0, 1.0)
+    assert (measured.in_flight, measured.waiting, measured.generated_tokens_per_s) == (7, 4, 640.0)
+    assert [one.role for one in measured.workers] == ["prefill", "decode"]
+    decode = measured.workers[1]
     assert (decode.running, decode.waiting, decode.kv_usage) == (5, 3, 0.9)
     assert (decode.cache_hit, decode.transfer_bytes_per_s) == (0.75, 2e6)
 
     shown = io.StringIO()
-    Console(file=shown, width=200).print(screen(found, "http://router"))
+    Console(file=shown, width=200).print(screen(measured, "http://router"))
     for words in ("1 of 2 workers ready", "11.0/s", "1.0/s failed", "down: no answer", "90 %", "2.00 MB/s"):
         assert words in shown.getvalue(), words

@@ -33,10 +33,10 @@ test("calls of tools grow side by side", () => {
   ]);
 });
 
-test("an error is told, and what is no JSON is one", () => {
+test("an error and an event that is not JSON are reported", () => {
   assert.equal(all(delta({ content: "Pa" }), '{"error": {"message": "lost"}}').error, "lost");
   assert.equal(all(delta({ content: "Pa" }), '{"error": {"message": "lost"}}').text, "Pa");
-  assert.match(all("<html>").error, /no JSON/);
+  assert.match(all("<html>").error, /not valid JSON/);
 });
 
 test("the router's header says which decision it was", () => {

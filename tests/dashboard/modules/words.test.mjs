@@ -22,19 +22,19 @@ test("a route in words", () => {
 test("what happened and why, in sentences", () => {
   const decision = { ...record().decision, others: [{ decode: "10.0.0.2:8000", prefill: null, cached: 0, price_s: 0.31 }] };
   const said = sentences(record({ decision }), named);
-  assert.match(said[0], /Prefill 1 computed the prompt, 7 KV blocks moved, and Decode 1 wrote the answer/);
-  assert.match(said[1], /The cheapest way: 100 ms, against 310 ms by Decode 1 alone/);
-  assert.match(said[2], /40 of 100 prompt tokens came from a cache; about 32 were expected/);
-  assert.match(said[3], /after 100 ms at the workers; predicted were 90 ms/);
+  assert.match(said[0], /Prefill 1 computed the prompt, 7 KV blocks moved, and Decode 1 generated the answer/);
+  assert.match(said[1], /Lowest cost: 100 ms\. Alternatives: 310 ms \(Decode 1, local prefill\)/);
+  assert.match(said[2], /40 of 100 prompt tokens came from the prefix cache; about 32 were expected/);
+  assert.match(said[3], /at the workers: 100 ms; predicted: 90 ms/);
 });
 
 test("what went wrong is said", () => {
   const last = (fields) => sentences(record(fields), named).at(-1);
   assert.match(last({ outcome: "cut" }), /ended early/);
-  assert.match(last({ outcome: "lost" }), /another one was asked/);
-  assert.match(last({ outcome: "refused" }), /refused/);
-  assert.match(sentences(record({ remote: false, fallback: "busy" }), named)[0], /itself: it did not come from Prefill 1 \(busy\)/);
-  assert.match(sentences(running(record().phases), named)[0], /is to compute/);
+  assert.match(last({ outcome: "lost" }), /tried another worker/);
+  assert.match(last({ outcome: "refused" }), /rejected the request/);
+  assert.match(sentences(record({ remote: false, fallback: "busy" }), named)[0], /because Prefill 1 did not deliver it \(busy\)/);
+  assert.match(sentences(running(record().phases), named)[0], /is selected to compute/);
 });
 
 test("figures as people read them", () => {

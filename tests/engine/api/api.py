@@ -1,7 +1,7 @@
 """
-A worker's API over the real engine, a real tokenizer of single bytes and a model that says what it is told.
+A worker's API over the real engine, a real tokenizer of single bytes and a model that writes a given script.
 
-The chat template ends a prompt with `<|assistant|>`; what the model writes after it is `script`, or
+The chat template ends a prompt with `<|assistant|>`; after it the model writes `script`, or
 printable letters drawn from the fake model's table. A prompt for completions can end with it as well.
 """
 
@@ -84,10 +84,10 @@ class TalkingModel(FakeModel):
     def logits(self, tokens: list[int]) -> Tensor:
         if self.script is None:
             return super().logits(tokens).masked_fill(self._others, -1e4)
-        said = len(tokens) - 1 - max(at for at, token in enumerate(tokens) if token == GO)
+        written = len(tokens) - 1 - max(at for at, token in enumerate(tokens) if token == GO)
         script = [*TOKENIZER.encode(self.script), END]
         logits = torch.full((self.spec.vocab,), -50.0)
-        logits[script[min(said, len(script) - 1)]] = 50.0
+        logits[script[min(written, len(script) - 1)]] = 50.0
         return logits
 
 
@@ -114,7 +114,7 @@ class Api:
         return float(values[0]) if values else 0.0
 
     def at_rest(self) -> bool:
-        """Nothing is left of any request."""
+        """Check that no request holds blocks."""
         now = self.served.engine.snapshot()
         return (now.running, now.queued, now.owned_blocks) == (0, 0, 0)
 
@@ -163,7 +163,7 @@ async def open_api(
 
 
 async def eventually(claim: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until `claim` holds; the engine's thread tells nobody when it does."""
+    """Wait until `claim` holds, by asking again: the engine's thread sends no signal."""
     async with asyncio.timeout(seconds):
         while not claim():  # noqa: ASYNC110
             await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Requests ended by somebody else, under each of their names."""
+"""Requests aborted by another client, under each of their names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def submitted(api: Api) -> int:
     ids=str,
 )
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_request_that_was_not_streamed_is_an_error(api: Api, name: dict[str, Any], n: int) -> None:
+async def test_abort_unstreamed_request_is_a_499(api: Api, name: dict[str, Any], n: int) -> None:
     running = await started(api, rid="mine", request_id="ours", n=n)
     assert await abort(api.http, **name) == 1
     api.model.go.set()
@@ -57,7 +57,7 @@ async def test_a_request_that_was_not_streamed_is_an_error(api: Api, name: dict[
     assert await abort(api.http, **name) == 0
 
 
-async def test_a_stream_ends_with_an_error_event(api: Api, server: HttpServer) -> None:
+async def test_abort_stream_ends_with_an_error_event(api: Api, server: HttpServer) -> None:
     body = {"model": MODEL, "messages": USER, "stream": True, "ignore_eos": True}
     async with (
         httpx.AsyncClient(base_url=f"http://{server.address}") as http,
@@ -75,7 +75,7 @@ async def test_a_stream_ends_with_an_error_event(api: Api, server: HttpServer) -
     api.assert_all_blocks_back()
 
 
-async def test_the_sdk_raises_and_does_not_try_again(api: Api, server: HttpServer) -> None:
+async def test_abort_sdk_raises_without_retry(api: Api, server: HttpServer) -> None:
     async with openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="x") as client:
         api.model.go.clear()
         asking: asyncio.Task[Any] = asyncio.create_task(
@@ -90,24 +90,24 @@ async def test_the_sdk_raises_and_does_not_try_again(api: Api, server: HttpServe
     assert len(api.served.history) == 1
 
 
-async def test_only_the_named_one_ends(api: Api) -> None:
+async def test_abort_ends_only_the_named_request(api: Api) -> None:
     api.model.go.clear()
-    asked = [asyncio.create_task(api.chat(rid=f"r{number}")) for number in range(4)]
+    tasks = [asyncio.create_task(api.chat(rid=f"r{number}")) for number in range(4)]
     await asyncio.to_thread(api.model.inside.wait)
     await eventually(lambda: submitted(api) == 4)
     assert await abort(api.http, rid="r2") == 1
     api.model.go.set()
-    assert [(await task).status_code for task in asked] == [200, 200, 499, 200]
+    assert [(await task).status_code for task in tasks] == [200, 200, 499, 200]
 
 
-async def test_one_that_waits_in_the_queue_ends_too(api: Api) -> None:
+async def test_abort_queued_request_ends(api: Api) -> None:
     api.model.go.clear()
-    asked = [asyncio.create_task(api.chat(n=64, rid=name)) for name in ("first", "second")]
+    tasks = [asyncio.create_task(api.chat(n=64, rid=name)) for name in ("first", "second")]
     await asyncio.to_thread(api.model.inside.wait)
     await eventually(lambda: submitted(api) == 2)
     assert await abort(api.http, rid="second") == 1
     api.model.go.set()
-    assert [(await task).status_code for task in asked] == [200, 499]
+    assert [(await task).status_code for task in tasks] == [200, 499]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ async def test_one_that_waits_in_the_queue_ends_too(api: Api) -> None:
     ],
     ids=str,
 )
-async def test_who_does_not_say_which_aborts_none(
+async def test_abort_without_a_name_is_rejected(
     api: Api, body: dict[str, Any], code: str, param: str
 ) -> None:
     assert_error(await api.http.post("/abort_request", json=body), 400, code, param)

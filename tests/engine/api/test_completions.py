@@ -20,7 +20,7 @@ from tests.engine.api.api import BLOCK_SIZE, MODEL, TOKENIZER, Api, events, open
 GO = "<|assistant|>"
 
 
-async def test_a_completion_has_every_field_that_the_api_requires(api: Api) -> None:
+async def test_completion_has_every_field_of_the_api(api: Api) -> None:
     body = (await api.complete()).json()
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
@@ -47,8 +47,8 @@ async def test_several_prompts_with_n_are_indexed_prompt_by_prompt(api: Api) -> 
     assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
     assert body["usage"]["completion_tokens"] == 48
     for number, prompt in enumerate(prompts):
-        alone = (await api.complete(prompt=prompt, n=2, seed=3, max_tokens=8)).json()
-        texts = [choice["text"] for choice in alone["choices"]]
+        single = (await api.complete(prompt=prompt, n=2, seed=3, max_tokens=8)).json()
+        texts = [choice["text"] for choice in single["choices"]]
         assert texts == [choice["text"] for choice in body["choices"][2 * number : 2 * number + 2]]
     api.assert_all_blocks_back()
 
@@ -92,7 +92,7 @@ async def test_offsets_count_characters_not_tokens(api: Api) -> None:
     assert logprobs["text_offset"] == [0, 0, 1, 2]
 
 
-async def test_a_stream_joins_to_the_answer(api: Api) -> None:
+async def test_completion_stream_joins_to_the_answer(api: Api) -> None:
     fields = {"temperature": 0, "max_tokens": 9, "logprobs": 1}
     whole = (await api.complete(**fields)).json()
     chunks = events((await api.complete(**fields, stream=True, stream_options={"include_usage": True})).text)
@@ -108,7 +108,7 @@ async def test_a_stream_joins_to_the_answer(api: Api) -> None:
     assert offsets == whole["choices"][0]["logprobs"]["text_offset"]
 
 
-async def test_the_first_chunk_of_an_echoing_stream_is_the_prompt(api: Api) -> None:
+async def test_completion_echo_stream_starts_with_the_prompt(api: Api) -> None:
     chunks = events((await api.complete(stream=True, echo=True, prompt=["ab", "cd"])).text)
     for index, prompt in enumerate(("ab", "cd")):
         of_choice = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
@@ -123,7 +123,7 @@ async def test_token_ids_come_on_demand(api: Api) -> None:
     assert TOKENIZER.decode(choice["token_ids"]) == choice["text"]
 
 
-async def test_the_sdk_reads_a_completion(sdk: openai.AsyncOpenAI) -> None:
+async def test_completion_is_read_by_the_sdk(sdk: openai.AsyncOpenAI) -> None:
     answer = await sdk.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=5, seed=1)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage is not None and answer.usage.completion_tokens == 20
@@ -134,7 +134,7 @@ async def test_best_of_that_chooses_nothing_is_accepted(api: Api, best_of: int |
     assert (await api.complete(best_of=best_of)).status_code == 200
 
 
-async def test_completions_keep_to_a_constraint_in_every_choice_and_prompt(api: Api) -> None:
+async def test_completion_constraint_holds_in_every_choice(api: Api) -> None:
     body = (await api.complete(prompt=["a", "b"], n=2, regex="[0-9]{3}-[0-9]{2}", max_tokens=20)).json()
     for choice in body["choices"]:
         assert re.fullmatch("[0-9]{3}-[0-9]{2}", choice["text"]) and choice["finish_reason"] == "stop"
@@ -142,7 +142,7 @@ async def test_completions_keep_to_a_constraint_in_every_choice_and_prompt(api: 
     assert best.json()["choices"][0]["text"] in ("Hiyes", "Hino")
 
 
-async def test_a_suffix_is_refused_by_name(api: Api) -> None:
+async def test_completion_suffix_is_rejected_by_name(api: Api) -> None:
     answer = await api.complete(suffix="the end")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
     assert (await api.complete(suffix="")).status_code == 200

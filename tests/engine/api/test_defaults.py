@@ -1,4 +1,4 @@
-"""What holds where a request says nothing, as the server's settings and the model's files decide."""
+"""Defaults of unset request fields, from the server's settings and the model's files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def seeded(seed: int, **sampling: Any) -> Defaults:
     [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}],
     ids=["temperature", "top_k", "top_p", "min_p"],
 )
-async def test_the_models_own_sampling_holds_until_a_request_says_otherwise(sampling: dict[str, Any]) -> None:
+async def test_defaults_model_sampling_applies_unless_overridden(sampling: dict[str, Any]) -> None:
     async with open_api() as api:
         greedy = await text(api, temperature=0)
         drawn = await text(api, seed=5)
@@ -40,11 +40,11 @@ async def test_the_models_own_sampling_holds_until_a_request_says_otherwise(samp
     async with open_api(defaults=Defaults(sampling=SamplingDefaults(**sampling))) as api:
         assert await text(api, seed=5) == greedy
         assert await text(api, seed=5, temperature=1, top_k=0, top_p=1, min_p=0) == drawn
-        chats = [await api.chat(ignore_eos=True, **said) for said in ({"seed": 5}, {"temperature": 0})]
+        chats = [await api.chat(ignore_eos=True, **fields) for fields in ({"seed": 5}, {"temperature": 0})]
         assert chats[0].json()["choices"] == chats[1].json()["choices"]
 
 
-async def test_the_models_own_repetition_penalty_holds_too() -> None:
+async def test_defaults_model_repetition_penalty_applies() -> None:
     async with open_api() as api:
         plain = await text(api, temperature=0)
         penalised = await text(api, temperature=0, repetition_penalty=1000)
@@ -54,7 +54,7 @@ async def test_the_models_own_repetition_penalty_holds_too() -> None:
         assert await text(api, temperature=0, repetition_penalty=1) == plain
 
 
-async def test_a_server_with_a_seed_gives_the_same_answers_in_the_same_order_after_every_start() -> None:
+async def test_defaults_server_seed_repeats_answers_after_restart() -> None:
     answers = []
     for seed in (1, 1, 2):
         async with open_api(defaults=seeded(seed)) as api:
@@ -63,36 +63,36 @@ async def test_a_server_with_a_seed_gives_the_same_answers_in_the_same_order_aft
     assert len(set(answers[0])) == 3
 
 
-async def test_streams_end_with_their_usage_if_the_server_says_so_and_the_request_does_not_decline() -> None:
+async def test_defaults_server_include_usage_applies_unless_declined() -> None:
     async with open_api(defaults=Defaults(include_usage=True)) as api:
-        for asked, wanted in (
+        for fields, wanted in (
             ({}, True),
             ({"stream_options": {"include_usage": False}}, False),
             ({"stream_options": {}}, True),
         ):
             for ask in (api.chat, api.complete):
-                chunks = events((await ask(stream=True, **asked)).text)
-                assert (chunks[-1].get("usage") is not None) is wanted, asked
+                chunks = events((await ask(stream=True, **fields)).text)
+                assert (chunks[-1].get("usage") is not None) is wanted, fields
         assert (await api.chat(stream_options={"include_usage": True})).status_code == 400
 
 
-async def test_clients_are_not_told_what_came_from_the_cache_if_the_server_keeps_it_to_itself() -> None:
+async def test_defaults_cache_report_off_hides_cached_tokens() -> None:
     prompt = "the same words again and again"
-    for settings, told in ((WorkerSettings(), True), (WorkerSettings(cache_report=False), False)):
+    for settings, reports in ((WorkerSettings(), True), (WorkerSettings(cache_report=False), False)):
         async with open_api(settings=settings) as api:
             for body in ({"prompt": prompt}, {"prompt": prompt}, {"prompt": prompt, "n": 2}):
                 usage = (await api.complete(**body)).json()["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
-            assert (cached > 0) is told
+            assert (cached > 0) is reports
             assert usage["prompt_tokens"] == len(prompt)
-            # The operator's own figures count on, each prompt once.
+            # The server's own metrics keep counting, each prompt once.
             exchanges = list(api.served.history)
             assert [exchange.cached_tokens > 0 for exchange in exchanges] == [False, True, True]
             assert exchanges[1].cached_tokens == exchanges[2].cached_tokens
 
 
 @pytest.mark.parametrize("kind", ["chat", "completions"])
-async def test_what_is_too_long_is_refused_or_shortened_as_the_server_says(kind: str) -> None:
+async def test_defaults_too_long_request_is_rejected_or_truncated(kind: str) -> None:
     def body(length: int) -> dict[str, Any]:
         if kind == "chat":
             return {"messages": [{"role": "user", "content": "x" * length}], "ignore_eos": True}
@@ -114,7 +114,7 @@ async def test_what_is_too_long_is_refused_or_shortened_as_the_server_says(kind:
         assert usage["completion_tokens"] == CONTEXT // 2
 
 
-async def test_a_shortened_prompt_keeps_its_first_token_and_its_end() -> None:
+async def test_defaults_truncated_prompt_keeps_first_token_and_end() -> None:
     async with open_api(settings=WorkerSettings(allow_auto_truncate=True)) as api:
         prompt = "A" + "b" * CONTEXT + "the end"
         answer = await api.complete(prompt=prompt, max_tokens=9, echo=True, return_token_ids=True)

@@ -34,7 +34,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_running_request_ends_with_its_client(
+async def test_disconnect_running_request_is_aborted(
     api: Api, server: HttpServer, stream: bool, n: int
 ) -> None:
     reader, writer = await connect(server, request(stream=stream, n=n, ignore_eos=True))
@@ -51,9 +51,7 @@ async def test_a_running_request_ends_with_its_client(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_waits_for_its_first_token_ends_too(
-    api: Api, server: HttpServer, stream: bool
-) -> None:
+async def test_disconnect_before_first_token_aborts(api: Api, server: HttpServer, stream: bool) -> None:
     api.model.go.clear()
     _, writer = await connect(server, request(stream=stream))
     await asyncio.to_thread(api.model.inside.wait)
@@ -64,7 +62,7 @@ async def test_a_request_that_waits_for_its_first_token_ends_too(
     api.assert_all_blocks_back()
 
 
-async def test_a_client_that_leaves_before_its_body_came_leaves_nothing(api: Api, server: HttpServer) -> None:
+async def test_disconnect_before_the_body_leaves_nothing(api: Api, server: HttpServer) -> None:
     _, writer = await connect(server, request()[:-5])
     await eventually(lambda: api.served.drain.running == 1)
     await hang_up(writer)
@@ -72,7 +70,7 @@ async def test_a_client_that_leaves_before_its_body_came_leaves_nothing(api: Api
     api.assert_all_blocks_back()
 
 
-async def test_the_rest_of_a_prompt_list_is_not_computed(api: Api, server: HttpServer) -> None:
+async def test_disconnect_rest_of_a_prompt_list_is_dropped(api: Api, server: HttpServer) -> None:
     _, writer = await connect(
         server, request("/v1/completions", prompt=[f"prompt {i}" for i in range(100)], max_tokens=400)
     )
@@ -84,7 +82,7 @@ async def test_the_rest_of_a_prompt_list_is_not_computed(api: Api, server: HttpS
     api.assert_all_blocks_back()
 
 
-async def test_the_next_request_on_the_same_connection_is_answered(api: Api, server: HttpServer) -> None:
+async def test_connection_next_request_is_answered(api: Api, server: HttpServer) -> None:
     reader, writer = await connect(server, request(max_tokens=2) + request(max_tokens=2, stream=True))
     first = await reader.readuntil(b"\r\n\r\n")
     assert first.startswith(b"HTTP/1.1 200")

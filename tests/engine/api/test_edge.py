@@ -1,4 +1,4 @@
-"""What a client is told when something breaks inside: its request's id, and nothing of the inside."""
+"""Internal errors: a client gets its request's id, and no internals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ async def ask(edge: Edge) -> httpx.Response:
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-async def test_the_inside_goes_to_the_log_alone(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+async def test_edge_internal_error_details_go_only_to_the_log(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     response = await ask(failing(error))
     assert response.status_code == 500
     assert response.json()["error"] == {
@@ -53,7 +55,7 @@ async def test_the_inside_goes_to_the_log_alone(error: Exception, caplog: pytest
     assert "mine" in logged.getMessage() and logged.exc_info is not None and logged.exc_info[1] is error
 
 
-async def test_a_message_is_cut_and_says_when_to_come_back() -> None:
+async def test_edge_error_message_is_cut_and_has_retry_after() -> None:
     response = await ask(failing(NotReady("x" * 100_000)))
     assert response.status_code == 503
     assert len(response.json()["error"]["message"]) == MESSAGE_LIMIT

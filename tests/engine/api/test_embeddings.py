@@ -58,7 +58,7 @@ def vectors(answer: httpx.Response) -> list[np.ndarray]:
     return [np.array(item["embedding"]) for item in data]
 
 
-async def test_an_answer_has_every_field_that_the_api_requires(api: Api) -> None:
+async def test_embeddings_answer_has_every_field_of_the_api(api: Api) -> None:
     answer = await embed(api, input="Hi there", user="somebody")
     body = answer.json()
     assert body["object"] == "list" and body["model"] == MODEL
@@ -75,12 +75,12 @@ async def test_text_and_its_ids_have_one_vector_alone_and_in_lists(api: Api) -> 
         np.testing.assert_allclose(vector, expected(api, ids), atol=1e-6)
 
 
-async def test_a_long_list_comes_in_its_order(api: Api) -> None:
+async def test_embeddings_long_list_keeps_its_order(api: Api) -> None:
     texts = [f"text number {number} " * (number % 7 + 1) for number in range(150)]
     answer = await embed(api, input=texts)
-    found = vectors(answer)
-    assert len(found) == len(texts)
-    for text, vector in zip(texts[::29], found[::29], strict=True):
+    embedded = vectors(answer)
+    assert len(embedded) == len(texts)
+    for text, vector in zip(texts[::29], embedded[::29], strict=True):
         np.testing.assert_allclose(vector, expected(api, TOKENIZER.encode(text)), atol=1e-5)
     assert answer.json()["usage"]["prompt_tokens"] == sum(map(len, texts))
     api.assert_all_blocks_back()
@@ -95,7 +95,7 @@ async def test_base64_is_the_same_numbers_in_little_endian(api: Api) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"encoding_format": "float"}])
-async def test_the_sdk_reads_both_encodings(api: Api, fields: dict[str, Any]) -> None:
+async def test_embeddings_sdk_reads_both_encodings(api: Api, fields: dict[str, Any]) -> None:
     async with (
         HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server,
         openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="none", max_retries=0) as sdk,
@@ -108,7 +108,7 @@ async def test_the_sdk_reads_both_encodings(api: Api, fields: dict[str, Any]) ->
 
 
 async def test_last_pooling_and_no_normalisation_are_as_the_model_says() -> None:
-    embedder = Embedder(pooling=Pooling.LAST, normalised=False)
+    embedder = Embedder(pooling=Pooling.LAST, normalized=False)
     async with open_api(embedder=embedder, hidden=HIDDEN) as api:
         (vector,) = vectors(await embed(api))
         np.testing.assert_allclose(vector, api.model.logits(TOKENIZER.encode("Hi")), atol=1e-5)
@@ -123,7 +123,7 @@ async def test_fewer_dimensions_are_a_beginning_of_length_one() -> None:
             assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
 
 
-async def test_only_the_dimensions_that_a_model_was_trained_for_are_served() -> None:
+async def test_embeddings_untrained_dimensions_are_rejected() -> None:
     embedder = Embedder(pooling=Pooling.MEAN, shortens=True, lengths=(8, 32))
     async with open_api(embedder=embedder, hidden=HIDDEN) as api:
         assert vectors(await embed(api, dimensions=32))[0].shape == (32,)
@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
 
 
 @pytest.mark.parametrize(("body", "param", "code"), REFUSED.values(), ids=REFUSED.keys())
-async def test_what_does_not_fit_is_refused_by_name(
+async def test_embeddings_invalid_field_is_named(
     api: Api, body: dict[str, Any], param: str, code: str | None
 ) -> None:
     answer = await embed(api, **body)
@@ -175,7 +175,7 @@ async def test_another_model_is_not_found(api: Api) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, ModelNotFound.code)
 
 
-async def test_a_model_that_only_generates_says_so() -> None:
+async def test_embeddings_generating_model_is_rejected() -> None:
     async with open_api(embedder=Unable("it was made to generate")) as api:
         answer = await embed(api)
         error = answer.json()["error"]
@@ -183,7 +183,7 @@ async def test_a_model_that_only_generates_says_so() -> None:
         assert "it was made to generate" in error["message"]
 
 
-async def test_a_model_without_a_head_embeds_and_does_not_generate() -> None:
+async def test_embeddings_model_without_head_cannot_generate() -> None:
     embedder = Embedder(pooling=Pooling.MEAN)
     async with open_api(embedder=embedder, hidden=HIDDEN, generates=False) as api:
         assert vectors(await embed(api))
@@ -191,7 +191,7 @@ async def test_a_model_without_a_head_embeds_and_does_not_generate() -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
 
 
-async def test_a_client_that_goes_away_ends_the_computation(api: Api) -> None:
+async def test_embeddings_disconnect_ends_the_computation(api: Api) -> None:
     api.model.go.clear()
     task = asyncio.create_task(embed(api, input=["Hi"] * 200))
     await eventually(lambda: api.model.inside.is_set())
@@ -205,7 +205,7 @@ async def test_a_client_that_goes_away_ends_the_computation(api: Api) -> None:
     api.assert_all_blocks_back()
 
 
-async def test_a_call_can_be_ended_by_its_name(api: Api) -> None:
+async def test_embeddings_call_is_aborted_by_its_id(api: Api) -> None:
     api.model.go.clear()
     task = asyncio.create_task(embed(api, input=["Hi"] * 200, rid="mine"))
     await eventually(lambda: api.model.inside.is_set())
@@ -216,7 +216,7 @@ async def test_a_call_can_be_ended_by_its_name(api: Api) -> None:
     api.assert_all_blocks_back()
 
 
-async def test_a_full_queue_is_a_503_for_the_whole_call() -> None:
+async def test_embeddings_full_queue_is_a_503_for_the_whole_call() -> None:
     embedder = Embedder(pooling=Pooling.MEAN)
     async with open_api(embedder=embedder, hidden=HIDDEN, max_queued=3, max_running=1) as api:
         answer = await embed(api, input=["Hi there"] * 60)

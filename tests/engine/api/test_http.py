@@ -13,12 +13,12 @@ from baton_engine.api.http import HttpServer
 from tests.engine.api.api import MODEL, USER, Api
 
 
-async def test_a_port_in_use_is_an_error_with_a_way_out(api: Api, server: HttpServer) -> None:
+async def test_http_port_in_use_names_the_flag(api: Api, server: HttpServer) -> None:
     with pytest.raises(SetupError, match=rf"127\.0\.0\.1:{server.port} is in use .*--port"):
         HttpServer(api.app, "127.0.0.1", server.port, api.served.drain)
 
 
-async def test_an_address_that_is_not_ours_is_an_error(api: Api) -> None:
+async def test_http_foreign_address_is_an_error(api: Api) -> None:
     with pytest.raises(SetupError, match="--host"):
         HttpServer(api.app, "192.0.2.1", 0, api.served.drain)
 
@@ -33,7 +33,7 @@ async def test_endless_headers_are_cut_off(server: HttpServer) -> None:
     await writer.wait_closed()
 
 
-async def test_a_closed_server_tells_whom_it_never_answered_to_try_again(api: Api) -> None:
+async def test_http_closed_server_sends_unanswered_clients_a_retry(api: Api) -> None:
     api.model.go.clear()
     async with (
         HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server,
@@ -49,7 +49,7 @@ async def test_a_closed_server_tells_whom_it_never_answered_to_try_again(api: Ap
     assert response.json()["error"]["code"] == Overloaded.code
 
 
-async def test_a_closed_server_cuts_what_did_not_finish_and_frees_its_port(api: Api) -> None:
+async def test_http_closed_server_cuts_streams_and_frees_its_port(api: Api) -> None:
     async with HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server:
         body = {"model": MODEL, "messages": USER, "stream": True, "ignore_eos": True}
         async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:

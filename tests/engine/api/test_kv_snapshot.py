@@ -1,4 +1,4 @@
-"""All blocks at once, for whoever has missed what changed."""
+"""All blocks at once, for a subscriber that has missed changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def silent() -> Silent:
 
 @pytest.fixture
 async def api(silent: Silent) -> AsyncIterator[Api]:
-    """With an engine that tells of its cache."""
+    """An API with an engine that publishes its cache events."""
     model = TalkingModel()
     cache = KVCache(model.spec, 512, torch.float32, torch.device("cpu"), BLOCK_SIZE)
     engine = AsyncEngine(model, cache, EngineLimits(max_model_len=CONTEXT), kv_events=KvEvents(silent))
@@ -54,11 +54,11 @@ async def frames(api: Api) -> list[SnapshotFrame]:
     return [msgspec.msgpack.decode(one, type=SnapshotFrame) for one in Frames().push(answer.content)]
 
 
-async def test_an_empty_cache_is_one_frame(api: Api) -> None:
+async def test_kv_snapshot_of_empty_cache_is_one_frame(api: Api) -> None:
     assert await frames(api) == [SnapshotFrame("first", -1, BLOCK_SIZE, [], True)]
 
 
-async def test_the_blocks_of_a_prompt_are_there_with_their_parents(api: Api, silent: Silent) -> None:
+async def test_kv_snapshot_has_a_prompts_blocks_with_their_parents(api: Api, silent: Silent) -> None:
     prompt = "A prompt of some length."
     answer = await api.complete(prompt=prompt, max_tokens=1)
     assert answer.status_code == 200
@@ -68,13 +68,13 @@ async def test_the_blocks_of_a_prompt_are_there_with_their_parents(api: Api, sil
     assert frame.seq == silent.last >= 0
 
 
-async def test_the_answer_names_the_last_block_of_the_prompt(api: Api) -> None:
+async def test_answer_header_names_the_prompts_last_block(api: Api) -> None:
     answer = await api.complete(prompt="A prompt of some length.", max_tokens=1)
     chain = block_hashes(TOKENIZER.encode("A prompt of some length."), BLOCK_SIZE, root_hash())
     assert f"tail={block_number(chain[-1]):016x}" in answer.headers[headers.PROMPT]
 
 
-async def test_a_large_cache_comes_in_parts() -> None:
+async def test_kv_snapshot_of_large_cache_comes_in_parts() -> None:
     names = [number.to_bytes(16) for number in range(FRAME_ENTRIES + 1)]
     taken = KvSnapshot(7, {name: index for index, name in enumerate(names)}, names[-1:] + names[:-1])
     body = b"".join([part async for part in operations.frames(taken, "first", 16)])
@@ -83,7 +83,7 @@ async def test_a_large_cache_comes_in_parts() -> None:
     assert last.blocks == [(FRAME_ENTRIES, FRAME_ENTRIES - 1)] and last.seq == 7
 
 
-async def test_a_worker_that_tells_nobody_says_how_it_would() -> None:
+async def test_kv_snapshot_without_events_names_the_flag() -> None:
     async with open_api() as api:
         answer = await api.http.get("/kv/snapshot")
     assert answer.status_code == 503
@@ -91,9 +91,9 @@ async def test_a_worker_that_tells_nobody_says_how_it_would() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_messages_are_found_however_the_body_is_cut(size: int) -> None:
+def test_frames_are_decoded_however_the_body_is_cut(size: int) -> None:
     messages = [bytes([number]) * number for number in range(20)]
     body = b"".join(len(one).to_bytes(4) + one for one in messages)
     frames = Frames()
-    found = [one for at in range(0, len(body), size) for one in frames.push(body[at : at + size])]
-    assert found == messages
+    decoded = [one for at in range(0, len(body), size) for one in frames.push(body[at : at + size])]
+    assert decoded == messages

@@ -33,7 +33,7 @@ ROOMY = CONTEXT_LENGTH_EXCEEDED
 
 
 @dataclass(frozen=True)
-class Trial:
+class BoundCheck:
     """How a row is tried: a body that has `count` of what it bounds, or that number itself."""
 
     path: str
@@ -44,15 +44,17 @@ class Trial:
     """The code that another limit answers with before this one's `most` is reached."""
 
 
-def chat(fields: Callable[[int], dict[str, Any]], param: str | None = None, **more: Any) -> Trial:
-    return Trial(CHAT, lambda count: {"messages": USER, "max_tokens": 1} | fields(count), param, **more)
+def chat(fields: Callable[[int], dict[str, Any]], param: str | None = None, **more: Any) -> BoundCheck:
+    return BoundCheck(CHAT, lambda count: {"messages": USER, "max_tokens": 1} | fields(count), param, **more)
 
 
-def complete(fields: Callable[[int], dict[str, Any]], param: str | None = None, **more: Any) -> Trial:
-    return Trial(COMPLETIONS, lambda count: {"prompt": "a", "max_tokens": 0} | fields(count), param, **more)
+def complete(fields: Callable[[int], dict[str, Any]], param: str | None = None, **more: Any) -> BoundCheck:
+    return BoundCheck(
+        COMPLETIONS, lambda count: {"prompt": "a", "max_tokens": 0} | fields(count), param, **more
+    )
 
 
-def value(field: str, of: Callable[[Callable[[int], dict[str, Any]]], Trial] = chat) -> Trial:
+def value(field: str, of: Callable[[Callable[[int], dict[str, Any]]], BoundCheck] = chat) -> BoundCheck:
     """The row bounds the number itself."""
     return of(lambda number: {field: number})
 
@@ -73,25 +75,25 @@ def pairs(count: int, item: Any = 1) -> dict[str, Any]:
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-TRIALS: dict[str, Trial] = {
+TRIALS: dict[str, BoundCheck] = {
     "DEPTH": chat(lambda count: {"foo": nested(count - 1)}),
     "REQUEST_ID": chat(lambda count: {"rid": "x" * count}, "rid"),
-    "ABORTS": Trial("/abort_request", lambda count: {"rid": ["x"] * count}),
-    "MESSAGES": Trial("/tokenize", lambda count: {"messages": USER * count}),
-    "PARTS": Trial(
+    "ABORTS": BoundCheck("/abort_request", lambda count: {"rid": ["x"] * count}),
+    "MESSAGES": BoundCheck("/tokenize", lambda count: {"messages": USER * count}),
+    "PARTS": BoundCheck(
         "/tokenize",
         lambda count: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * count}]},
         "messages[0].content",
     ),
-    "TOOL_CALLS": Trial(
+    "TOOL_CALLS": BoundCheck(
         "/tokenize",
         lambda count: {"messages": [{"role": "assistant", "tool_calls": [CALL] * count}]},
         "messages[0].tool_calls",
     ),
-    "DOCUMENTS": Trial("/tokenize", lambda count: {"messages": USER, "documents": [{}] * count}),
+    "DOCUMENTS": BoundCheck("/tokenize", lambda count: {"messages": USER, "documents": [{}] * count}),
     "PROMPTS": complete(lambda count: {"prompt": ["a"] * count}),
     "ALL_CHOICES": complete(lambda count: {"prompt": ["a"] * -(-count // 128), "n": 128}, "n"),
-    "TOKEN_LISTS": Trial("/detokenize", lambda count: {"tokens": [[1]] * count}),
+    "TOKEN_LISTS": BoundCheck("/detokenize", lambda count: {"tokens": [[1]] * count}),
     "TEMPERATURE": value("temperature"),
     "TOP_P": value("top_p"),
     "MIN_P": value("min_p"),
@@ -135,32 +137,32 @@ TRIALS: dict[str, Trial] = {
     "METADATA_VALUE": chat(lambda count: {"metadata": {"k": "x" * count}}, "metadata.k"),
     "SAFETY_IDENTIFIER": chat(lambda count: {"safety_identifier": "x" * count}),
     "CACHE_SALT": chat(lambda count: {"cache_salt": "x" * count}),
-    "MAX_TOOL_CALLS": Trial(
+    "MAX_TOOL_CALLS": BoundCheck(
         "/v1/responses", lambda number: {"input": "a", "max_output_tokens": 1, "max_tool_calls": number}
     ),
-    "TEMPLATE_KWARGS": Trial(
+    "TEMPLATE_KWARGS": BoundCheck(
         "/tokenize",
         lambda count: {
             "messages": USER,
             "chat_template_kwargs": {f"name{number}": 1 for number in range(count)},
         },
     ),
-    "TOOLS": Trial(
+    "TOOLS": BoundCheck(
         "/tokenize", lambda count: {"messages": USER} | tools(*(f"f{one}" for one in range(count)))
     ),
-    "FUNCTIONS": Trial(
+    "FUNCTIONS": BoundCheck(
         "/tokenize",
         lambda count: {"messages": USER, "functions": [{"name": f"f{one}"} for one in range(count)]},
     ),
-    "TOOL_NAME": Trial(
+    "TOOL_NAME": BoundCheck(
         "/tokenize", lambda count: {"messages": USER} | tools("f" * count), "tools[0].function.name"
     ),
-    "TOOL_DESCRIPTION": Trial(
+    "TOOL_DESCRIPTION": BoundCheck(
         "/tokenize",
         lambda count: {"messages": USER} | tools("f", description="x" * count),
         "tools[0].function.description",
     ),
-    "TOOL_SCHEMA": Trial(
+    "TOOL_SCHEMA": BoundCheck(
         "/tokenize",
         # {"title": "x..."} as JSON
         lambda count: {"messages": USER} | tools("f", parameters={"title": "x" * (count - 13)}),
@@ -173,10 +175,10 @@ ELSEWHERE = {"HEAD", "BODY", "CONSTRAINT", "INPUTS", "ITEMS_PAGE"}
 ELSEWHERE |= {"FILES_PAGE", "BATCHES_PAGE", "EXPIRES_AFTER"}
 """Rows that no field of a body reaches, which have tests of their own, here or with their endpoint."""
 
-ROWS = [pytest.param(row, limits.table()[row], trial, id=row) for row, trial in TRIALS.items()]
+ROWS = [pytest.param(row, limits.table()[row], bound_check, id=row) for row, bound_check in TRIALS.items()]
 
 
-def test_every_row_of_the_table_is_tried() -> None:
+def test_limits_every_row_has_a_check() -> None:
     assert TRIALS.keys() | ELSEWHERE == limits.table().keys()
 
 
@@ -184,25 +186,39 @@ async def post(api: Api, path: str, body: dict[str, Any]) -> httpx.Response:
     return await api.http.post(path, content=json.dumps({"model": MODEL} | body), headers=TYPES)
 
 
-@pytest.mark.parametrize(("row", "limit", "trial"), ROWS)
-async def test_the_limit_itself_is_accepted(api: Api, row: str, limit: Limit, trial: Trial) -> None:
+@pytest.mark.parametrize(("row", "limit", "bound_check"), ROWS)
+async def test_limits_value_at_the_limit_is_accepted(
+    api: Api, row: str, limit: Limit, bound_check: BoundCheck
+) -> None:
     ends = [limit.most] + ([limit.least] if limit.code_below and not limit.open_below else [])
     for end in ends:
-        response = await post(api, trial.path, trial.fields(end))
-        if end == limit.most and trial.otherwise is not None:
-            assert response.json()["error"]["code"] == trial.otherwise
+        response = await post(api, bound_check.path, bound_check.fields(end))
+        if end == limit.most and bound_check.otherwise is not None:
+            assert response.json()["error"]["code"] == bound_check.otherwise
         else:
             assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize(("row", "limit", "trial"), ROWS)
-async def test_just_beyond_the_limit_is_refused(api: Api, row: str, limit: Limit, trial: Trial) -> None:
-    param = trial.param if trial.param is not None else limit.field if limit.kind is not Kind.LEVELS else None
+@pytest.mark.parametrize(("row", "limit", "bound_check"), ROWS)
+async def test_limits_value_beyond_the_limit_is_rejected(
+    api: Api, row: str, limit: Limit, bound_check: BoundCheck
+) -> None:
+    param = (
+        bound_check.param
+        if bound_check.param is not None
+        else limit.field
+        if limit.kind is not Kind.LEVELS
+        else None
+    )
     beyond = limit.most + 1
-    assert_error(await post(api, trial.path, trial.fields(beyond)), limit.status, limit.code, param)
+    assert_error(
+        await post(api, bound_check.path, bound_check.fields(beyond)), limit.status, limit.code, param
+    )
     if limit.code_below is not None:
         below = limit.least if limit.open_below else limit.least - 1
-        assert_error(await post(api, trial.path, trial.fields(below)), 400, limit.code_below, param)
+        assert_error(
+            await post(api, bound_check.path, bound_check.fields(below)), 400, limit.code_below, param
+        )
     assert (await api.complete(max_tokens=1)).status_code == 200
     api.assert_all_blocks_back()
 
@@ -224,9 +240,7 @@ def padded(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_at_the_limit_is_read_and_one_beyond_it_is_a_413(
-    api: Api, server: HttpServer, chunked: bool
-) -> None:
+async def test_limits_body_beyond_the_limit_is_a_413(api: Api, server: HttpServer, chunked: bool) -> None:
     async def parts(body: bytes) -> Any:
         for start in range(0, len(body), 100_000):
             yield body[start : start + 100_000]
@@ -241,9 +255,7 @@ async def test_a_body_at_the_limit_is_read_and_one_beyond_it_is_a_413(
 
 
 @pytest.mark.parametrize("where", ["header", "query"])
-async def test_a_head_at_the_limit_is_read_and_one_beyond_it_is_a_431(
-    api: Api, server: HttpServer, where: str
-) -> None:
+async def test_limits_head_beyond_the_limit_is_a_431(api: Api, server: HttpServer, where: str) -> None:
     async def status(padding: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         target = "/health?" + "q" * padding if where == "query" else "/health"
@@ -257,9 +269,9 @@ async def test_a_head_at_the_limit_is_read_and_one_beyond_it_is_a_431(
         return int(answer.split()[1])
 
     counted = len("/healthhostxx-padconnectionclose") + 3 * 4 + (where == "query")
-    room = limits.HEAD.most - counted
-    assert await status(room) == 200
-    assert await status(room + 1) == limits.HEAD.status
+    padding_left = limits.HEAD.most - counted
+    assert await status(padding_left) == 200
+    assert await status(padding_left + 1) == limits.HEAD.status
     assert await status(2 * limits.HEAD.most) in (400, 431)
 
 
@@ -285,7 +297,7 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize(("field", "number", "code"), TOO_MUCH, ids=lambda text: str(text)[:20])
-async def test_no_number_is_too_much(api: Api, field: str, number: str, code: str | None) -> None:
+async def test_limits_huge_number_is_a_400(api: Api, field: str, number: str, code: str | None) -> None:
     for path, prompt in ((CHAT, f'"messages": {json.dumps(USER)}'), (COMPLETIONS, '"prompt": "a"')):
         body = f'{{"model": "{MODEL}", {prompt}, "{field}": {number}}}'
         response = await api.http.post(path, content=body, headers=TYPES)
@@ -322,7 +334,7 @@ BODIES = {
     "path", [CHAT, COMPLETIONS, "/generate", "/tokenize", "/abort_request", "/v1/responses"]
 )
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-async def test_what_is_no_json_object_is_a_400(api: Api, path: str, body: bytes) -> None:
+async def test_limits_body_that_is_not_a_json_object_is_a_400(api: Api, path: str, body: bytes) -> None:
     assert_error(await api.http.post(path, content=body, headers=TYPES), 400, None, None)
 
 

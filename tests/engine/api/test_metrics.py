@@ -44,7 +44,7 @@ async def test_counters_grow_by_the_requests_and_their_usage(api: Api) -> None:
     assert await api.metric(contract.WORKER_FORWARD.name + "_sum") > 0
 
 
-async def test_gauges_show_what_runs_and_what_waits() -> None:
+async def test_metrics_gauges_show_running_and_waiting_requests() -> None:
     async with open_api(max_running=1) as api:
         api.model.go.clear()
         running = [asyncio.create_task(api.chat()) for _ in range(3)]
@@ -62,13 +62,13 @@ async def test_gauges_show_what_runs_and_what_waits() -> None:
         assert sum(blocks) == api.served.engine.snapshot().total_blocks
 
 
-async def test_an_error_is_counted_as_one(api: Api) -> None:
+async def test_metrics_error_is_counted(api: Api) -> None:
     api.model.fail_on = 0
     await api.complete(prompt=[0])
     assert await api.metric('baton_worker_requests_total{finish_reason="error"}') == 1
 
 
-async def test_what_is_exposed_is_what_the_contract_says(api: Api) -> None:
+async def test_metrics_exposed_names_match_the_contract(api: Api) -> None:
     await api.chat()
     defined = {
         metric.name.removesuffix("_total"): metric
@@ -88,7 +88,7 @@ async def test_what_is_exposed_is_what_the_contract_says(api: Api) -> None:
             assert sample.name == metric.name or metric.kind == "histogram"
 
 
-def test_a_relay_is_counted_by_its_transport(api: Api) -> None:
+def test_metrics_relay_is_counted_by_transport(api: Api) -> None:
     metrics = WorkerMetrics(api.served.engine.snapshot)
     metrics.relayed(RELAY)
     text = metrics.text().decode()
@@ -96,7 +96,7 @@ def test_a_relay_is_counted_by_its_transport(api: Api) -> None:
     assert 'baton_worker_transfer_seconds_bucket{le="0.005",transport="loopback"} 1.0' in text
 
 
-async def test_finished_requests_are_shown_newest_first_without_their_text(api: Api) -> None:
+async def test_debug_requests_newest_first_without_text(api: Api) -> None:
     await api.complete(prompt="secret words", max_tokens=3)
     await api.chat(stream=True, max_tokens=5, n=2, seed=1)
     await api.chat(n=0)
@@ -112,7 +112,7 @@ async def test_finished_requests_are_shown_newest_first_without_their_text(api: 
     assert chat["completion_tokens"] == 10
 
 
-async def test_the_ring_keeps_the_last_hundred(api: Api) -> None:
+async def test_debug_requests_keeps_the_last_hundred(api: Api) -> None:
     for number in range(103):
         await api.complete(max_tokens=1, prompt="x" * (number + 1))
     data = (await api.http.get("/debug/requests")).json()["data"]
@@ -130,14 +130,15 @@ async def test_readiness_says_why_not() -> None:
         assert (await api.http.get("/health")).status_code == 200
 
 
-async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> None:
+async def test_drain_finishes_running_requests_and_rejects_new_ones() -> None:
     load = Load(role=Role.DECODE, model=MODEL, running=1, free_blocks=7)
     async with open_api(load=lambda: load) as api:
         assert (await api.http.get("/load")).json() | {"draining": True} == {
             "role": "decode", "model": MODEL, "names": [], "max_model_len": 0, "running": 1, "queued": 0,
             "queued_tokens": 0, "step_s": 0.0, "free_blocks": 7, "total_blocks": 0, "block_size": 16,
             "draining": True, "control": "", "epoch": "", "compatibility": "",
-            "kv_events": "", "kv_replay": "",
+            "kv_events": "", "kv_replay": "", "engine": "baton", "adapters": [], "local_prefill": True,
+            "version": "",
         }  # fmt: skip
         api.model.go.clear()
         running = asyncio.create_task(api.chat())
@@ -154,7 +155,7 @@ async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> N
         assert await draining is True
 
 
-async def test_a_drain_that_takes_too_long_says_so(api: Api) -> None:
+async def test_drain_that_times_out_returns_false(api: Api) -> None:
     with api.served.drain.request():
         assert await api.served.drain.drain(0.001) is False
 

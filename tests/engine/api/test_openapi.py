@@ -1,9 +1,9 @@
 """
-The description of the API, held against a server by requests made of it: good ones, and ones with a fault.
+The description of the API, checked by requests to a server: valid ones, and ones with a fault.
 
 No answer may be a 5xx, or have a status, a type, a header or a shape that the description does not name.
-`BATON_OPENAPI_EXAMPLES` sets how many requests of each kind are made of each operation, and with
-`BATON_OPENAPI_URL` they go to a server that runs already, such as a router before a pair:
+`BATON_OPENAPI_EXAMPLES` sets the number of requests of each kind for each operation. With `BATON_OPENAPI_URL`
+they are sent to a running server, such as a router before a pair:
 
     BATON_OPENAPI_EXAMPLES=300 BATON_OPENAPI_URL=http://127.0.0.1:8080 \\
         python -m pytest -s tests/engine/api/test_openapi.py -k description_allows
@@ -101,14 +101,14 @@ def described(url: str) -> Any:
 
 @pytest.fixture(scope="module")
 def sent(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
-    """How many requests there were, by status; told at the end with `-s`."""
+    """Count requests by status; print the counts at the end with `-s`."""
     counted: Counter[str] = Counter()
     yield counted
     print(f"\n{counted.total()} requests: {dict(sorted(counted.items()))}")
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), WAYS)
-def test_every_answer_is_one_that_the_description_allows(
+def test_openapi_answers_match_the_description(
     url: str, described: Any, sent: Counter[str], method: str, path: str, mode: GenerationMode
 ) -> None:
     operation = schemathesis.openapi.from_dict(described)[path][method.upper()]
@@ -155,7 +155,7 @@ def check_stream(described: Any, path: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("server", ["worker", "router"])
-def test_the_description_is_openapi(server: str) -> None:
+def test_openapi_description_is_valid(server: str) -> None:
     described = openapi.document(("a", "b"), server)
     schema = schemathesis.openapi.from_dict(described)
     schema.validate()
@@ -172,12 +172,12 @@ def operations_of(described: Any) -> list[Any]:
     return [operation for methods in described["paths"].values() for operation in methods.values()]
 
 
-def test_a_server_with_keys_says_that_it_wants_one() -> None:
+def test_openapi_server_with_keys_declares_security() -> None:
     assert "security" not in openapi.document(("a",), "worker")
     assert openapi.document(("a",), "worker", keyed=True)["security"] == [{"key": []}]
 
 
-async def test_every_described_path_is_served_and_every_served_path_described(api: Api) -> None:
+async def test_openapi_described_paths_equal_served_paths(api: Api) -> None:
     described = (await api.http.get("/openapi.json")).json()["paths"]
     for path, methods in described.items():
         for method in methods:
@@ -185,7 +185,7 @@ async def test_every_described_path_is_served_and_every_served_path_described(ap
             assert response.status_code != 405
             if "{" not in path:
                 assert response.status_code != 404, path
-    # What Baton's own processes ask one another, and what never succeeds.
+    # Paths for Baton's own processes, and paths that never succeed.
     undescribed = {
         "/load",
         "/kv/snapshot",
@@ -219,7 +219,7 @@ ANSWERS: dict[str, Ask] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_a_good_answer_is_of_its_shape_and_one_that_lacks_anything_is_not(api: Api, name: str) -> None:
+async def test_openapi_schema_rejects_an_answer_without_a_field(api: Api, name: str) -> None:
     """So that the check above can fail."""
     components = {"components": openapi.document((MODEL,), "worker")["components"]}
     validator = Draft202012Validator(components | {"$ref": f"#/components/schemas/{name}"})

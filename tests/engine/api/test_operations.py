@@ -1,4 +1,4 @@
-"""What a worker tells of itself, and whether it can generate."""
+"""A worker's description of itself, and whether it can generate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def get(api: Api, path: str) -> Any:
     return response.json()
 
 
-async def test_the_card_of_a_model_is_complete_and_stays_the_same(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_models_card_is_complete_and_stable(api: Api, sdk: openai.AsyncOpenAI) -> None:
     listed = [model async for model in sdk.models.list()]
     (card,) = listed
     assert (card.id, card.object, card.owned_by) == (MODEL, "model", "baton")
@@ -42,55 +42,55 @@ async def test_the_card_of_a_model_is_complete_and_stays_the_same(api: Api, sdk:
     assert encoded.json() == (await get(api, f"/v1/models/{MODEL}"))
 
 
-async def test_every_served_name_has_a_card() -> None:
+async def test_models_every_served_name_has_a_card() -> None:
     async with open_api(names=(MODEL, "other")) as api:
         cards = (await get(api, "/v1/models"))["data"]
         assert [(card["id"], card["root"]) for card in cards] == [(MODEL, MODEL), ("other", MODEL)]
         assert (await api.chat(model="other")).json()["model"] == MODEL
 
 
-async def test_the_version_is_told(api: Api) -> None:
+async def test_version_is_returned(api: Api) -> None:
     assert (await get(api, "/version"))["version"] == __version__
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
-async def test_the_model_is_described(api: Api, path: str) -> None:
-    told = await get(api, path)
-    assert (told["served_model_name"], told["is_generation"]) == (MODEL, True)
-    assert (told["max_model_len"], told["vocab_size"]) == (CONTEXT, TOKENIZER.vocab_size)
-    assert told["disaggregation_mode"] == "null"
+async def test_model_info_describes_the_model(api: Api, path: str) -> None:
+    info = await get(api, path)
+    assert (info["served_model_name"], info["is_generation"]) == (MODEL, True)
+    assert (info["max_model_len"], info["vocab_size"]) == (CONTEXT, TOKENIZER.vocab_size)
+    assert info["disaggregation_mode"] == "null"
     async with open_api(settings=WorkerSettings(role=Role.DECODE)) as decode:
         assert (await get(decode, path))["disaggregation_mode"] == "decode"
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-async def test_settings_and_figures_are_told_without_secrets(path: str) -> None:
+async def test_server_info_has_settings_and_metrics_without_secrets(path: str) -> None:
     key = KeyDigest.of("a-key-that-nobody-may-see")
     settings = WorkerSettings(api_key=(key,), ticket_secret="a-secret-too", max_queued=77)
     async with open_api(settings=settings, keys=Keys((key,))) as api:
         response = await api.http.get(path, headers={"authorization": "Bearer a-key-that-nobody-may-see"})
-        told = response.json()
-        assert told["settings"]["max_queued"] == 77
-        assert told["figures"]["total_blocks"] == 511
-        assert told["max_total_num_tokens"] == 511 * 4
-        assert told["figures"]["totals"]["finished"] == {}
+        info = response.json()
+        assert info["settings"]["max_queued"] == 77
+        assert info["figures"]["total_blocks"] == 511
+        assert info["max_total_num_tokens"] == 511 * 4
+        assert info["figures"]["totals"]["finished"] == {}
         for secret in ("nobody-may-see", key.sha256.hex(), "a-secret-too"):
             assert secret not in response.text
-        assert not SECRETS & set(told["settings"])
+        assert not SECRETS & set(info["settings"])
 
 
-def test_every_setting_that_may_be_a_secret_is_kept_back() -> None:
+def test_server_info_hides_every_secret_setting() -> None:
     words = ("key", "secret", "token_", "password", "credential")
     suspects = {name for name in WorkerSettings.model_fields if any(word in name for word in words)}
     assert suspects == SECRETS
 
 
-async def test_the_figures_count_what_has_ended(api: Api) -> None:
+async def test_server_info_counts_finished_requests(api: Api) -> None:
     await api.chat(max_tokens=3)
-    figures = (await get(api, "/server_info"))["figures"]
-    assert figures["totals"]["finished"] == {"length": 1}
-    assert figures["totals"]["generated_tokens"] == 3
-    assert figures["running"] == 0
+    snapshot = (await get(api, "/server_info"))["figures"]
+    assert snapshot["totals"]["finished"] == {"length": 1}
+    assert snapshot["totals"]["generated_tokens"] == 3
+    assert snapshot["running"] == 0
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
@@ -99,7 +99,7 @@ async def test_probes_are_short(api: Api, path: str) -> None:
     assert (response.status_code, response.content) == (200, b"")
 
 
-async def test_the_cache_can_be_emptied_and_what_runs_goes_on(api: Api) -> None:
+async def test_flush_cache_empties_it_and_keeps_running_requests(api: Api) -> None:
     prompt = "a prompt of several blocks of four"
     whole = (await api.complete(prompt=prompt, temperature=0)).json()["choices"][0]["text"]
     cached = api.served.engine.snapshot().cached_blocks
@@ -118,7 +118,7 @@ async def test_the_cache_can_be_emptied_and_what_runs_goes_on(api: Api) -> None:
 # --- /health_generate ---
 
 
-async def test_a_token_is_generated_to_see_whether_one_can_be(api: Api) -> None:
+async def test_health_generate_generates_a_token(api: Api) -> None:
     before = api.served.engine.snapshot().totals.generated_tokens
     for _ in range(2):  # the second finds nothing in the cache
         assert (await api.http.get("/health_generate")).status_code == 200
@@ -128,7 +128,7 @@ async def test_a_token_is_generated_to_see_whether_one_can_be(api: Api) -> None:
     api.assert_all_blocks_back()
 
 
-async def test_an_engine_that_has_ended_is_not_well(api: Api) -> None:
+async def test_health_generate_stopped_engine_is_a_503(api: Api) -> None:
     await api.served.engine.close()
     response = await api.http.get("/health_generate")
     assert (response.status_code, response.json()["error"]["code"]) == (503, Overloaded.code)
@@ -146,14 +146,14 @@ class Prefill:
 
     relay: RelayRecord | None
     served: Served | None = None
-    asked: int = 0
+    requested_tokens: int = 0
 
     def __call__(self, address: str, ticket: str, request_id: str) -> Prefill:
         return self
 
     def start(self, fetch: Fetch) -> None:
         assert self.served is not None
-        self.asked = len(fetch.tokens)
+        self.requested_tokens = len(fetch.tokens)
         arrived = len(fetch.blocks) if self.relay else 0
         first = TokenChoice(token=1) if self.relay else None
         self.served.engine.engine.fetched(
@@ -165,12 +165,12 @@ class Prefill:
 
 
 @pytest.mark.parametrize("relay", [RELAY, None], ids=["brings it", "fails"])
-async def test_a_pair_is_well_if_the_prefill_worker_brought_the_prompt(relay: RelayRecord | None) -> None:
+async def test_health_generate_pair_needs_the_prefill_workers_prompt(relay: RelayRecord | None) -> None:
     prefill = Prefill(relay)
     async with open_api(remote=prefill) as api:
         prefill.served = api.served
         response = await api.http.get("/health_generate", headers={headers.PREFILL: "127.0.0.1:1"})
-        assert prefill.asked > api.served.settings.local_prefill_tokens
+        assert prefill.requested_tokens > api.served.settings.local_prefill_tokens
         assert response.status_code == (200 if relay else 503)
         if relay is None:
             assert "prefill worker" in response.json()["error"]["message"]
@@ -178,7 +178,7 @@ async def test_a_pair_is_well_if_the_prefill_worker_brought_the_prompt(relay: Re
         await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
 
 
-async def test_an_operation_wants_the_key_but_for_probes() -> None:
+async def test_operations_need_the_key_except_probes() -> None:
     async with open_api(keys=Keys((KeyDigest.of("k"),))) as api:
         for path in ("/server_info", "/model_info", "/health_generate", "/version", "/debug/requests"):
             assert (await api.http.get(path)).status_code == 401

@@ -1,4 +1,4 @@
-"""Browsers: which pages may call a worker, and what they are told."""
+"""Browsers: which pages may call a worker, and which headers they get."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def ask(api: Api, **headers: str) -> httpx.Response:
     return await api.http.post("/v1/chat/completions", json=body, headers={"origin": PAGE, **headers})
 
 
-async def test_a_server_without_a_key_is_closed_to_pages_unless_told() -> None:
+async def test_origins_without_key_are_closed_unless_allowed() -> None:
     async with open_api() as api:
         assert "access-control-allow-origin" not in (await preflight(api)).headers
         assert "access-control-allow-origin" not in (await ask(api)).headers
@@ -42,7 +42,7 @@ async def test_a_server_without_a_key_is_closed_to_pages_unless_told() -> None:
         assert "access-control-allow-origin" not in (await ask(api, origin="https://evil.example")).headers
 
 
-async def test_a_server_with_keys_answers_preflights_of_all_pages_without_one() -> None:
+async def test_origins_with_keys_preflights_need_no_key() -> None:
     async with open_api(keys=KEYS) as api:
         answer = await preflight(api)
         assert answer.status_code == 200
@@ -51,7 +51,7 @@ async def test_a_server_with_keys_answers_preflights_of_all_pages_without_one() 
         assert "DELETE" in answer.headers["access-control-allow-methods"]
 
 
-async def test_a_page_may_read_errors_and_the_requests_id() -> None:
+async def test_origins_page_may_read_errors_and_request_id() -> None:
     async with open_api(keys=KEYS) as api:
         refused, answered = await ask(api), await ask(api, authorization="Bearer k")
         assert (refused.status_code, answered.status_code) == (401, 200)

@@ -33,21 +33,21 @@ def assert_refused(response: httpx.Response) -> int:
     return int(response.headers["retry-after"])
 
 
-async def test_of_fifty_at_once_some_are_served_and_the_rest_told_when_to_come_back() -> None:
+async def test_overload_of_fifty_requests_the_rest_get_retry_after() -> None:
     async with open_api(max_running=1, max_queued=2) as api:
         api.model.go.clear()  # the engine takes none of them up before all have come
         first = asyncio.create_task(ask(api, "/v1/chat/completions", stream=False))
         await asyncio.to_thread(api.model.inside.wait)
         chance = random.Random(1)
         ways = [(chance.choice(list(BODIES)), chance.random() < 0.5) for _ in range(50)]
-        asked = [asyncio.create_task(ask(api, path, stream)) for path, stream in ways]
-        await eventually(lambda: sum(task.done() for task in asked) == 48)
-        done = [task for task in asked if task.done()]
+        tasks = [asyncio.create_task(ask(api, path, stream)) for path, stream in ways]
+        await eventually(lambda: sum(task.done() for task in tasks) == 48)
+        done = [task for task in tasks if task.done()]
         waits = [assert_refused(task.result()) for task in done]
         assert set(waits) <= set(range(1, 2 + RETRY_SPREAD_S))
         assert len(set(waits)) > 2, "all would come back at once"
         api.model.go.set()
-        served = [first, *(task for task in asked if task not in done)]
+        served = [first, *(task for task in tasks if task not in done)]
         assert [response.status_code for response in await asyncio.gather(*served)] == [200, 200, 200]
         await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
         api.assert_all_blocks_back()
@@ -56,7 +56,7 @@ async def test_of_fifty_at_once_some_are_served_and_the_rest_told_when_to_come_b
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_comes_back_is_served(path: str, stream: bool) -> None:
+async def test_overload_retried_requests_are_served(path: str, stream: bool) -> None:
     async with open_api(max_running=1, max_queued=1) as api:
 
         async def insist() -> int:
@@ -65,7 +65,7 @@ async def test_who_comes_back_is_served(path: str, stream: bool) -> None:
                 if response.status_code == 200:
                     return attempt
                 assert_refused(response)
-                await asyncio.sleep(0)  # the time that it was told takes no time here
+                await asyncio.sleep(0)  # the Retry-After time takes no time here
             raise AssertionError("it never was served")
 
         await asyncio.gather(*(insist() for _ in range(10)))

@@ -1,4 +1,4 @@
-"""Whoever sends what nobody waits for says so in a header, and others go before it."""
+"""A header marks patient requests; other requests go before them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ async def ask(api: Api, path: str, tokens: int, kind: str) -> httpx.Response:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("kind", "gives_way"), [("batch", True), ("default", False)])
-async def test_what_nobody_waits_for_gives_its_place_to_what_is_waited_for(
-    path: str, kind: str, gives_way: bool
-) -> None:
+async def test_patient_request_gives_its_place_to_others(path: str, kind: str, gives_way: bool) -> None:
     async with open_api(max_running=1) as api:
         api.model.go.clear()
         first = asyncio.create_task(ask(api, path, LONG, kind))

@@ -1,4 +1,4 @@
-"""What the model thought of a prompt: echoed before an answer, or by vLLM's `prompt_logprobs`."""
+"""Log probabilities of a prompt: echoed before an answer, or by vLLM's `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arrays(body: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("prompt", [TEXT, IDS], ids=["text", "ids"])
-async def test_an_echo_has_the_prompts_logprobs_before_the_answers(api: Api, prompt: Any) -> None:
+async def test_echo_has_prompt_logprobs_before_the_answers(api: Api, prompt: Any) -> None:
     plain = (await api.complete(prompt=prompt, temperature=0, max_tokens=4, logprobs=2)).json()["choices"][0]
     answer = (await api.complete(prompt=prompt, temperature=0, max_tokens=4, logprobs=2, echo=True)).json()
     (choice,) = answer["choices"]
@@ -64,14 +64,14 @@ async def test_scoring_alone_generates_nothing(api: Api) -> None:
     assert body["usage"]["prompt_tokens"] == len(TEXT) + 4
 
 
-async def test_a_prompt_that_fills_the_context_can_be_scored(api: Api) -> None:
+async def test_echo_prompt_that_fills_the_context_is_scored(api: Api) -> None:
     prompt = "x" * CONTEXT
     answer = await api.complete(prompt=prompt, max_tokens=0, logprobs=0, echo=True)
     assert answer.status_code == 200 and len(arrays(answer.json()["choices"][0])["tokens"]) == CONTEXT
     assert (await api.complete(prompt=prompt, max_tokens=1)).status_code == 400
 
 
-async def test_a_stream_tells_the_prompt_in_each_choices_first_chunk(api: Api) -> None:
+async def test_echo_stream_has_the_prompt_in_each_first_chunk(api: Api) -> None:
     fields = {"prompt": [TEXT, "you"], "n": 2, "max_tokens": 3, "seed": 5, "logprobs": 1, "echo": True}
     whole = (await api.complete(**fields)).json()["choices"]
     chunks = [chunk["choices"][0] for chunk in events((await api.complete(**fields, stream=True)).text)]
@@ -85,7 +85,7 @@ async def test_a_stream_tells_the_prompt_in_each_choices_first_chunk(api: Api) -
     api.assert_all_blocks_back()
 
 
-async def test_every_choice_of_a_prompt_shows_the_same_logprobs_of_it(api: Api) -> None:
+async def test_echo_choices_share_the_prompts_logprobs(api: Api) -> None:
     body = (await api.complete(prompt=TEXT, n=3, max_tokens=2, logprobs=1, echo=True, seed=1)).json()
     first, *others = [arrays(choice)["token_logprobs"][: len(IDS)] for choice in body["choices"]]
     assert others == [first, first] and len(set(first)) > 2
@@ -120,16 +120,16 @@ async def test_tokens_are_named_by_their_ids_on_demand(api: Api) -> None:
     assert entry["top_logprobs"][0]["token"].startswith("token_id:")
 
 
-async def test_the_tokens_that_are_asked_about_stand_for_the_likeliest(api: Api) -> None:
-    asked = [LETTERS[3], END, LETTERS[7], LETTERS[3]]
-    fields = {"temperature": 0, "max_tokens": 2, "logprob_token_ids": asked}
+async def test_logprob_token_ids_replace_the_likeliest(api: Api) -> None:
+    requested = [LETTERS[3], END, LETTERS[7], LETTERS[3]]
+    fields = {"temperature": 0, "max_tokens": 2, "logprob_token_ids": requested}
     body = (await api.complete(**fields, logprobs=0, echo=True)).json()
     shown = arrays(body["choices"][0])
     ids = TOKENIZER.encode("Hi")
     for tops, drawn in zip(shown["top_logprobs"][2:], shown["tokens"][2:], strict=True):
         values = api.model.logits(ids).log_softmax(-1)
-        assert tops.keys() == {*(TOKENIZER.token_text(token) for token in asked), drawn}
-        for token in asked:
+        assert tops.keys() == {*(TOKENIZER.token_text(token) for token in requested), drawn}
+        for token in requested:
             assert tops[TOKENIZER.token_text(token)] == pytest.approx(
                 max(float(values[token]), FLOOR), abs=1e-4
             )
@@ -137,7 +137,7 @@ async def test_the_tokens_that_are_asked_about_stand_for_the_likeliest(api: Api)
     assert [len(tops) for tops in shown["top_logprobs"][1:2]] == [1], "an echo has as many as it asks for"
     (entry, _) = (await api.chat(**fields, logprobs=True)).json()["choices"][0]["logprobs"]["content"]
     tops = entry["top_logprobs"]
-    assert {top["token"] for top in tops} == {TOKENIZER.token_text(token) for token in asked}
+    assert {top["token"] for top in tops} == {TOKENIZER.token_text(token) for token in requested}
     assert [top["logprob"] for top in tops] == sorted((top["logprob"] for top in tops), reverse=True)
 
 
@@ -172,7 +172,7 @@ async def test_prompt_logprobs_and_an_echo_need_not_agree_on_how_many(api: Api) 
     assert {len(entries) for entries in body["prompt_logprobs"][1:]} <= {4, 5}
 
 
-async def test_a_chat_tells_its_whole_prompt_once(api: Api) -> None:
+async def test_chat_prompt_logprobs_are_returned_once(api: Api) -> None:
     body = (await api.chat(prompt_logprobs=0, n=2, max_tokens=2, return_token_ids=True)).json()
     ids = body["prompt_token_ids"]
     assert ids[-1] == GO and len(body["choices"]) == 2
@@ -197,7 +197,7 @@ async def test_asking_about_a_prompt_changes_nothing_of_the_answer(api: Api) -> 
         assert [choice["text"].removeprefix(TEXT) for choice in body["choices"]] == texts
 
 
-async def test_the_sdk_scores_a_text(sdk: openai.AsyncOpenAI, api: Api) -> None:
+async def test_echo_sdk_scores_a_text(sdk: openai.AsyncOpenAI, api: Api) -> None:
     answer = await sdk.completions.create(model=MODEL, prompt=TEXT, max_tokens=0, echo=True, logprobs=1)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.tokens is not None
@@ -213,7 +213,7 @@ async def test_the_sdk_scores_a_text(sdk: openai.AsyncOpenAI, api: Api) -> None:
     assert USER[0]["content"] == "Hi"
 
 
-async def test_of_more_completions_than_are_shown_the_likeliest_are_chosen(api: Api) -> None:
+async def test_best_of_returns_the_likeliest_completions(api: Api) -> None:
     fields = {"prompt": [TEXT, "you"], "seed": 3, "max_tokens": 6}
     body = (await api.complete(**fields, n=8, logprobs=0)).json()
     answer = (await api.complete(**fields, n=2, best_of=8)).json()
@@ -222,10 +222,10 @@ async def test_of_more_completions_than_are_shown_the_likeliest_are_chosen(api: 
     }
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     for prompt in (0, 1):
-        made = body["choices"][8 * prompt : 8 * prompt + 8]
+        drawn = body["choices"][8 * prompt : 8 * prompt + 8]
         means = {
             choice["text"]: math.fsum(choice["logprobs"]["token_logprobs"]) / len(choice["text"])
-            for choice in made
+            for choice in drawn
         }
         best = sorted(means, key=lambda text: -means[text])[:2]
         chosen = answer["choices"][2 * prompt : 2 * prompt + 2]
@@ -234,14 +234,14 @@ async def test_of_more_completions_than_are_shown_the_likeliest_are_chosen(api: 
     api.assert_all_blocks_back()
 
 
-async def test_the_best_can_be_shown_with_an_echo_and_logprobs(api: Api) -> None:
+async def test_best_of_with_echo_and_logprobs(api: Api) -> None:
     answer = await api.complete(prompt=TEXT, n=1, best_of=4, max_tokens=5, seed=2, logprobs=1, echo=True)
     (choice,) = answer.json()["choices"]
     assert choice["text"].startswith(TEXT) and len(arrays(choice)["tokens"]) == len(IDS) + 5
     assert answer.json()["usage"]["completion_tokens"] == 20
 
 
-def test_a_shortened_prompt_is_echoed_as_the_model_got_it() -> None:
+def test_echo_truncated_prompt_is_as_the_model_got_it() -> None:
     given = Given(tuple(IDS), TEXT)
     echo = echo_of(given, IDS[2:], TOKENIZER, located=True)
     assert (echo.text, list(echo.offsets)) == (TEXT[2:], list(range(6)))

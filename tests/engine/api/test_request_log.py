@@ -1,4 +1,4 @@
-"""What the log tells of requests: nothing, figures, parameters, or text, each only when asked for."""
+"""The request log: nothing, counts, parameters, or text, each only if configured."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ async def lines(
     return own, {} if body.get("stream") else response.json()
 
 
-def assert_silent(said: list[str]) -> None:
-    assert not any("secret" in line or "the answer" in line for line in said)
+def assert_silent(logged: list[str]) -> None:
+    assert not any("secret" in line or "the answer" in line for line in logged)
 
 
-async def test_nothing_is_told_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
-    said, _ = await lines(caplog, {}, log_requests=False, log_requests_level=2)
-    assert said == []
+async def test_request_log_off_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    logged, _ = await lines(caplog, {}, log_requests=False, log_requests_level=2)
+    assert logged == []
     assert_silent([record.message for record in caplog.records])
 
 
-async def test_figures_and_names_alone_by_default(caplog: pytest.LogCaptureFixture) -> None:
+async def test_request_log_default_has_only_counts_and_names(caplog: pytest.LogCaptureFixture) -> None:
     (read, ended), answer = await lines(caplog, {"max_tokens": 32, "temperature": 0.25})
     name = answer["id"]
     assert f"id={name}" in read and "path=/v1/chat/completions" in read
@@ -59,7 +59,7 @@ async def test_sampling_parameters_that_are_not_the_usual_ones(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_text_if_it_is_asked_for_quoted_so_that_it_cannot_forge_a_line(
+async def test_request_log_text_is_quoted_so_it_cannot_forge_lines(
     caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     body = {"max_tokens": 32, "stream": stream}
@@ -76,16 +76,16 @@ async def test_text_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     assert ended.endswith('answer[0]="the a"')
 
 
-async def test_a_client_with_a_name_is_called_by_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_request_log_named_key_shows_its_name(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     keys = Keys((KeyDigest.of("k-alice", "alice"), KeyDigest.of("k-nobody")))
     async with open_api(keys=keys, settings=WorkerSettings(log_requests=True)) as api:
         assert (await ask(api, "k-alice")).status_code == 200
         assert (await ask(api, "k-nobody")).status_code == 200
         assert (await ask(api, "k-wrong")).status_code == 401
-    said = [record.message for record in caplog.records]
-    assert sum("client=alice" in line for line in said) == 2  # when read, and in the access log
-    assert not any("k-" in line for line in said)
+    logged = [record.message for record in caplog.records]
+    assert sum("client=alice" in line for line in logged) == 2  # when read, and in the access log
+    assert not any("k-" in line for line in logged)
 
 
 async def ask(api: Api, key: str) -> Any:

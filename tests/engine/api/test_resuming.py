@@ -51,7 +51,7 @@ class Followed:
 
 
 def without_call_ids(events: bytes) -> bytes:
-    """A call's name is drawn when it is first told of, and told of once."""
+    """A call's name is drawn when it is first sent, and sent once."""
     return re.sub(rb'"call_\w+"', b'"call"', events)
 
 
@@ -104,7 +104,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_the_rest_is_what_would_have_come(api: Api, name: str) -> None:
+async def test_resume_gives_the_rest_of_the_answer(api: Api, name: str) -> None:
     path, body = REQUESTS[name]
     whole = await follow(api, path, body)
     assert whole.beginning is not None and whole.steps[-1][2]
@@ -129,27 +129,27 @@ async def test_the_rest_is_what_would_have_come(api: Api, name: str) -> None:
         assert whole.tokens[:drawn] + rest.tokens == whole.tokens
 
 
-async def test_without_being_asked_nothing_is_said_beside(api: Api) -> None:
+async def test_resume_unrequested_sends_no_resume_state(api: Api) -> None:
     path, body = REQUESTS["greedy"]
     response = await api.http.post(path, json=body)
     assert b"baton" not in response.content.replace(b'"system_fingerprint":"baton', b"")
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"stream": False, "stream_options": None}])
-async def test_what_cannot_be_resumed_is_not_offered(api: Api, fields: dict[str, Any]) -> None:
+async def test_resume_unsupported_request_is_not_offered(api: Api, fields: dict[str, Any]) -> None:
     path, body = chat(max_tokens=4, **fields)
     response = await api.http.post(path, json=body, headers=FOLLOW)
     assert response.status_code == 200
     assert BEGINS not in response.content and TOKENS not in response.content
-    asked = with_resumption(json.dumps(body).encode(), Resumption(Beginning("x", 1, 1, 0), [1]))
-    refused = await api.http.post(path, content=asked, headers={"content-type": "application/json"})
+    resumed = with_resumption(json.dumps(body).encode(), Resumption(Beginning("x", 1, 1, 0), [1]))
+    refused = await api.http.post(path, content=resumed, headers={"content-type": "application/json"})
     assert refused.status_code == 400
 
 
 @pytest.mark.parametrize(
     "given", [5, {}, {"beginning": {}, "tokens": []}, {"beginning": None, "tokens": [1]}]
 )
-async def test_a_resumption_that_makes_no_sense_is_refused(api: Api, given: object) -> None:
+async def test_resume_invalid_state_is_rejected(api: Api, given: object) -> None:
     path, body = chat(max_tokens=4)
     response = await api.http.post(path, json={**body, "baton_resume": given})
     assert response.status_code == 400

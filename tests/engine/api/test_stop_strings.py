@@ -36,7 +36,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("stops", "text", "shown", "stop"), CASES.values(), ids=CASES.keys())
-def test_the_text_ends_before_the_stop_string(
+def test_stop_strings_text_ends_before_the_stop(
     stops: list[str], text: str, shown: str, stop: str | None
 ) -> None:
     assert run(stops, [text]) == (shown, stop)
@@ -44,7 +44,7 @@ def test_the_text_ends_before_the_stop_string(
     assert run(stops, [text], include=True) == (shown + (stop or ""), stop)
 
 
-def test_the_answer_does_not_depend_on_how_the_text_was_cut() -> None:
+def test_stop_strings_result_is_independent_of_cuts() -> None:
     chance = random.Random(1)
     for _ in range(2000):
         text = "".join(chance.choices("ab", k=chance.randint(0, 12)))
@@ -61,7 +61,7 @@ def test_the_answer_does_not_depend_on_how_the_text_was_cut() -> None:
         assert not any(stop in expected[0] for stop in stops)
 
 
-def test_what_could_begin_a_stop_string_is_held_back_and_nothing_else() -> None:
+def test_stop_strings_hold_back_only_possible_beginnings() -> None:
     matcher = StopStrings(["STOP", "OPEN"])
     assert matcher.push("a ST")[0] == "a "
     assert matcher.push("O")[0] == ""
@@ -70,7 +70,7 @@ def test_what_could_begin_a_stop_string_is_held_back_and_nothing_else() -> None:
     assert matcher.flush() == "STO"
 
 
-async def test_an_answer_ends_at_a_stop_string_and_counts_the_token_that_completed_it(api: Api) -> None:
+async def test_stop_string_ends_answer_and_counts_its_last_token(api: Api) -> None:
     api.model.script = "abc STOP def"
     body = (await api.chat(stop=" STOP", max_tokens=50, ignore_eos=True)).json()
     (choice,) = body["choices"]
@@ -86,7 +86,7 @@ async def test_an_answer_ends_at_a_stop_string_and_counts_the_token_that_complet
     api.assert_all_blocks_back()
 
 
-async def test_no_chunk_of_a_stream_contains_any_part_of_the_stop_string(api: Api) -> None:
+async def test_stop_string_is_absent_from_stream_chunks(api: Api) -> None:
     api.model.script = "abc ST STOP def"
     chunks = events((await api.chat(stop=[" STOP", "zz"], max_tokens=50, stream=True)).text)
     assert [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks] == [
@@ -96,13 +96,13 @@ async def test_no_chunk_of_a_stream_contains_any_part_of_the_stop_string(api: Ap
 
 
 @pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
-async def test_the_stop_string_is_shown_on_demand(api: Api, name: str) -> None:
+async def test_stop_string_is_included_if_requested(api: Api, name: str) -> None:
     api.model.script = "abc STOP def"
     body = (await api.chat(stop=" STOP", max_tokens=50, **{name: True})).json()
     assert body["choices"][0]["message"]["content"] == "abc STOP"
 
 
-async def test_a_stop_token_id_ends_the_text_before_it(api: Api) -> None:
+async def test_stop_token_id_ends_the_text_before_it(api: Api) -> None:
     api.model.script = "a b c"
     token = TOKENIZER.encode("b")[0]
     (choice,) = (await api.chat(stop_token_ids=[token])).json()["choices"]
@@ -123,7 +123,7 @@ async def test_text_held_back_is_sent_when_the_answer_ends_otherwise(api: Api) -
             assert response.json()["choices"][0]["message"]["content"] == "abc STO"
 
 
-async def test_each_choice_stops_by_itself(api: Api) -> None:
+async def test_stop_string_ends_only_its_own_choice(api: Api) -> None:
     body = (await api.chat(n=4, seed=1, stop=["a", "e"], max_tokens=40)).json()
     for choice in body["choices"]:
         content = choice["message"]["content"]
@@ -134,7 +134,7 @@ async def test_each_choice_stops_by_itself(api: Api) -> None:
     assert body["usage"]["completion_tokens"] == shown + stopped
 
 
-async def test_a_stop_string_within_min_tokens_does_not_end_the_answer(api: Api) -> None:
+async def test_stop_string_within_min_tokens_is_ignored(api: Api) -> None:
     api.model.script = "ab ab ab"
     (choice,) = (await api.chat(stop="b", min_tokens=4, max_tokens=20)).json()["choices"]
     assert choice["message"]["content"] == "ab a"

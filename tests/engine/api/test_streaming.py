@@ -18,7 +18,7 @@ from baton_engine.api.http import HttpServer
 from tests.engine.api.api import LETTERS, MODEL, USER, Api, events, eventually, open_api
 
 
-async def test_a_stream_opens_speaks_finishes_and_ends(api: Api) -> None:
+async def test_stream_has_role_content_finish_and_done(api: Api) -> None:
     api.model.script = "abc"
     response = await api.chat(stream=True)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -63,7 +63,7 @@ async def test_characters_arrive_whole(api: Api) -> None:
     assert not any("\ufffd" in text for text in texts)
 
 
-async def test_a_character_cut_by_the_limit_is_not_lost(api: Api) -> None:
+async def test_stream_character_cut_by_the_limit_is_kept(api: Api) -> None:
     api.model.script = "a🎉"
     whole = (await api.chat(max_tokens=3)).json()["choices"][0]["message"]["content"]
     chunks = events((await api.chat(max_tokens=3, stream=True)).text)
@@ -90,7 +90,7 @@ async def test_choices_interleave_and_each_has_one_role_and_one_finish(api: Api)
         assert text == whole["choices"][index]["message"]["content"]
 
 
-async def test_the_sdks_stream_helper_puts_the_answer_together(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_stream_sdk_helper_assembles_the_answer(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "Hello there."
     async with sdk.chat.completions.stream(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}]
@@ -111,7 +111,9 @@ async def test_the_sdks_stream_helper_puts_the_answer_together(api: Api, sdk: op
     ],
     ids=["range", "model", "context"],
 )
-async def test_a_refused_stream_is_a_real_status(api: Api, body: dict[str, object], status: int) -> None:
+async def test_stream_rejected_request_has_an_error_status(
+    api: Api, body: dict[str, object], status: int
+) -> None:
     response = await api.chat(stream=True, **body)
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -119,7 +121,7 @@ async def test_a_refused_stream_is_a_real_status(api: Api, body: dict[str, objec
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_full_queue_is_a_503_with_retry_after(stream: bool, n: int) -> None:
+async def test_stream_full_queue_is_a_503_with_retry_after(stream: bool, n: int) -> None:
     async with open_api(max_running=1, max_queued=1) as api:
         api.model.go.clear()
         running = [asyncio.create_task(api.chat())]
@@ -142,14 +144,14 @@ async def test_choices_that_find_no_room_refuse_the_whole_stream() -> None:
             await api.served.engine.idle()
 
 
-async def test_a_stream_begins_only_when_the_choices_of_all_prompts_were_admitted() -> None:
+async def test_stream_starts_only_after_all_choices_are_admitted() -> None:
     async with open_api(max_running=1, max_queued=3) as api:
         # The second prompt's last choice is the one too many, long after the first prompt's first token.
         refused = await api.complete(stream=True, n=3, prompt=["a", "b"], max_tokens=200)
         assert refused.status_code == 503
 
 
-async def test_prompts_that_found_room_are_given_up_when_another_finds_none() -> None:
+async def test_prompt_list_partly_admitted_is_aborted_with_a_503() -> None:
     async with open_api(max_running=1, max_queued=2) as api:
         refused = await api.complete(prompt=["a", "b", "c", "d"], max_tokens=400)
         assert refused.status_code == 503
@@ -157,7 +159,7 @@ async def test_prompts_that_found_room_are_given_up_when_another_finds_none() ->
         api.assert_all_blocks_back()
 
 
-async def test_an_error_in_a_stream_is_an_event_and_then_a_cut(api: Api, server: HttpServer) -> None:
+async def test_stream_error_is_an_event_then_a_cut(api: Api, server: HttpServer) -> None:
     api.model.script = "abc"
     api.model.fail_on = LETTERS[1]
     body = {"model": MODEL, "messages": USER, "stream": True}
@@ -173,7 +175,7 @@ async def test_an_error_in_a_stream_is_an_event_and_then_a_cut(api: Api, server:
     assert b"[DONE]" not in received
 
 
-async def test_the_sdk_raises_for_an_error_in_a_stream(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_stream_error_raises_in_the_sdk(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "abc"
     api.model.fail_on = LETTERS[1]
     stream = await sdk.chat.completions.create(
@@ -184,7 +186,7 @@ async def test_the_sdk_raises_for_an_error_in_a_stream(api: Api, sdk: openai.Asy
             pass
 
 
-async def test_an_error_before_the_first_token_is_a_500_that_tells_nothing(api: Api) -> None:
+async def test_stream_error_before_first_token_is_a_plain_500(api: Api) -> None:
     api.model.script = "xyz"
     api.model.fail_on = LETTERS[0]
     messages = [{"role": "user", "content": "a"}]
@@ -196,7 +198,7 @@ async def test_an_error_before_the_first_token_is_a_500_that_tells_nothing(api: 
     assert (await api.chat()).status_code == 200, "others go on"
 
 
-async def test_a_silent_stream_is_kept_alive_by_comments(api: Api) -> None:
+async def test_stream_silence_is_bridged_by_comments(api: Api) -> None:
     sent: list[Message] = []
     commented = asyncio.Event()
 

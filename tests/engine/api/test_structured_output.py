@@ -104,7 +104,7 @@ SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-async def test_every_spelling_constrains_both_endpoints(api: Api, spelling: str) -> None:
+async def test_structured_output_every_spelling_constrains(api: Api, spelling: str) -> None:
     body, pattern = SPELLINGS[spelling]
     chat = (await api.chat(**body, max_tokens=200, seed=1)).json()["choices"][0]
     complete = (await api.complete(**body, max_tokens=200, seed=1)).json()["choices"][0]
@@ -113,7 +113,7 @@ async def test_every_spelling_constrains_both_endpoints(api: Api, spelling: str)
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_a_schema_fits_each_time_streamed_or_not(api: Api, seed: int) -> None:
+async def test_structured_output_schema_fits_streamed_or_not(api: Api, seed: int) -> None:
     body = named() | {"max_tokens": 200, "seed": seed, "temperature": 1.5}
     whole = (await api.chat(**body)).json()["choices"][0]
     streamed = events((await api.chat(**body, stream=True)).text)
@@ -122,13 +122,13 @@ async def test_a_schema_fits_each_time_streamed_or_not(api: Api, seed: int) -> N
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
-async def test_an_answer_cut_by_its_limit_says_so(api: Api) -> None:
+async def test_structured_output_cut_by_limit_reports_length(api: Api) -> None:
     choice = (await api.chat(regex="[0-9]{20}", max_tokens=5)).json()["choices"][0]
     assert re.fullmatch("[0-9]{5}", choice["message"]["content"])
     assert (choice["finish_reason"], choice["matched_stop"]) == ("length", None)
 
 
-async def test_a_complete_answer_stopped_by_itself(api: Api) -> None:
+async def test_structured_output_complete_answer_reports_stop(api: Api) -> None:
     choice = (await api.chat(regex="[0-9]{4}")).json()["choices"][0]
     assert (choice["finish_reason"], choice["matched_stop"], choice["stop_reason"]) == ("stop", None, None)
 
@@ -140,13 +140,13 @@ async def test_stop_strings_cut_a_constrained_text(api: Api) -> None:
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed) == "abc"
 
 
-async def test_a_stop_id_ends_the_text_where_the_constraint_would_go_on(api: Api) -> None:
+async def test_structured_output_stop_id_ends_before_completion(api: Api) -> None:
     (stop,) = TOKENIZER.encode("b")
     choice = (await api.chat(regex="a b c", stop_token_ids=[stop])).json()["choices"][0]
     assert (choice["message"]["content"], choice["matched_stop"]) == ("a ", stop)
 
 
-async def test_each_choice_has_a_constraint_of_its_own(api: Api) -> None:
+async def test_structured_output_each_choice_has_its_own_matcher(api: Api) -> None:
     body = (
         await api.complete(prompt=["x", "y"], regex="[0-9]{6}", n=3, temperature=1.5, max_tokens=20)
     ).json()
@@ -156,7 +156,7 @@ async def test_each_choice_has_a_constraint_of_its_own(api: Api) -> None:
     assert len(set(texts)) > 1
 
 
-async def test_a_minimum_of_tokens_is_no_error_where_the_answer_is_complete(api: Api) -> None:
+async def test_structured_output_complete_before_min_tokens_stops(api: Api) -> None:
     choice = (await api.chat(regex="77", min_tokens=5, ignore_eos=True, max_tokens=10)).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("77", "stop")
 
@@ -169,7 +169,7 @@ async def test_allowed_ids_and_bad_words_hold(api: Api) -> None:
     assert "b" not in text and "ac" not in text and "a" in text
 
 
-async def test_what_of_a_schema_cannot_be_enforced_is_left_out_of_one_that_is_not_strict(api: Api) -> None:
+async def test_structured_output_not_strict_drops_unenforceable_keys(api: Api) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
     assert_error(await api.chat(**named(schema)), 400, VALUE, "response_format")
     response = await api.chat(**named(schema, strict=False), max_tokens=50)
@@ -232,7 +232,9 @@ WRONG: dict[str, tuple[dict[str, Any], str | None, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_mistake_is_told_with_its_field(api: Api, case: str, stream: bool) -> None:
+async def test_structured_output_invalid_constraint_names_its_field(
+    api: Api, case: str, stream: bool
+) -> None:
     body, code, param = WRONG[case]
     for response in (await api.chat(**body, stream=stream), await api.complete(**body, stream=stream)):
         assert_error(response, 400, code, param)
@@ -245,7 +247,7 @@ EXPLOSIVE: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_what_would_explode_is_refused_while_others_are_served(api: Api) -> None:
+async def test_structured_output_explosive_is_rejected_others_served(api: Api) -> None:
     async def others(done: asyncio.Event) -> int:
         count = 0
         while not done.is_set():

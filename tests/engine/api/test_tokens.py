@@ -29,19 +29,23 @@ async def tokenize(api: Api, path: str = "/tokenize", **body: Any) -> Any:
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 async def test_text_goes_there_and_back(api: Api, prefix: str) -> None:
-    told = await tokenize(api, f"{prefix}/tokenize", prompt=TEXT)
-    assert told["tokens"] == TOKENIZER.encode(TEXT)
-    assert (told["count"], told["max_model_len"], told["token_strs"]) == (len(told["tokens"]), CONTEXT, None)
-    back = (await api.http.post(f"{prefix}/detokenize", json={"tokens": told["tokens"]})).json()
+    reply = await tokenize(api, f"{prefix}/tokenize", prompt=TEXT)
+    assert reply["tokens"] == TOKENIZER.encode(TEXT)
+    assert (reply["count"], reply["max_model_len"], reply["token_strs"]) == (
+        len(reply["tokens"]),
+        CONTEXT,
+        None,
+    )
+    back = (await api.http.post(f"{prefix}/detokenize", json={"tokens": reply["tokens"]})).json()
     assert back == {"text": TEXT, "prompt": TEXT}
 
 
 async def test_several_prompts_give_lists(api: Api) -> None:
-    told = await tokenize(api, prompt=["ab", "", "c"], return_token_strs=True)
-    assert told["tokens"] == [TOKENIZER.encode("ab"), [], TOKENIZER.encode("c")]
-    assert told["count"] == [2, 0, 1]
-    assert told["token_strs"] == [["a", "b"], [], ["c"]]
-    back = (await api.http.post("/detokenize", json={"tokens": told["tokens"]})).json()
+    reply = await tokenize(api, prompt=["ab", "", "c"], return_token_strs=True)
+    assert reply["tokens"] == [TOKENIZER.encode("ab"), [], TOKENIZER.encode("c")]
+    assert reply["count"] == [2, 0, 1]
+    assert reply["token_strs"] == [["a", "b"], [], ["c"]]
+    back = (await api.http.post("/detokenize", json={"tokens": reply["tokens"]})).json()
     assert back["text"] == ["ab", "", "c"]
 
 
@@ -62,13 +66,13 @@ async def test_special_tokens_are_skipped_unless_they_are_wanted(api: Api) -> No
     ],
     ids=str,
 )
-async def test_a_conversation_counts_as_its_answer_will_report_it(api: Api, fields: dict[str, Any]) -> None:
-    told = await tokenize(api, **{"messages": USER} | fields)
+async def test_tokenize_conversation_count_equals_prompt_tokens(api: Api, fields: dict[str, Any]) -> None:
+    reply = await tokenize(api, **{"messages": USER} | fields)
     answered = (await api.chat(**fields)).json()
-    assert told["count"] == answered["usage"]["prompt_tokens"]
+    assert reply["count"] == answered["usage"]["prompt_tokens"]
 
 
-async def test_what_is_over_the_context_is_counted_all_the_same(api: Api) -> None:
+async def test_tokenize_text_over_the_context_is_counted(api: Api) -> None:
     assert (await tokenize(api, prompt="x" * 2 * CONTEXT))["count"] == 2 * CONTEXT
     long = [{"role": "user", "content": "x" * 2 * CONTEXT}]
     assert (await tokenize(api, messages=long))["count"] > 2 * CONTEXT
@@ -96,19 +100,19 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
 ]
 
 
-async def test_every_bad_request_is_told_what_is_wrong(api: Api) -> None:
+async def test_tokenize_invalid_request_names_its_field(api: Api) -> None:
     for path, body, code, param in BAD:
         assert_error(await api.http.post(path, json=body), 400, code, param)
         assert_error(await api.http.post(f"/v1{path}", json=body), 400, code, param)
 
 
-async def test_the_model_may_be_named_but_not_another(api: Api) -> None:
+async def test_tokenize_other_model_is_a_404(api: Api) -> None:
     assert (await tokenize(api, prompt="a", model=MODEL))["count"] == 1
     response = await api.http.post("/tokenize", json={"prompt": "a", "model": "nope"})
     assert_error(response, 404, ModelNotFound.code, "model")
 
 
-async def test_no_text_is_no_error(api: Api) -> None:
+async def test_tokenize_empty_text_is_accepted(api: Api) -> None:
     assert await tokenize(api, prompt="") == {
         "tokens": [],
         "count": 0,
@@ -118,7 +122,7 @@ async def test_no_text_is_no_error(api: Api) -> None:
     assert (await api.http.post("/detokenize", json={"tokens": []})).json()["text"] == ""
 
 
-async def test_a_chatless_model_still_counts_text() -> None:
+async def test_tokenize_model_without_template_counts_text() -> None:
     tokenizer = make_tokenizer()
     tokenizer._tokenizer.chat_template = None
     async with open_api(tokenizer=tokenizer) as api:

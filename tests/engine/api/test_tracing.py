@@ -14,7 +14,7 @@ TRACE, ROUTER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET = "heron"
 
 
-async def asked(collector: Collector, sampled: bool, **body: object) -> list[Span]:
+async def traced(collector: Collector, sampled: bool, **body: object) -> list[Span]:
     """The spans of one completion of six tokens whose prompt takes several chunks."""
     tracing = tracing_of(collector.url, "decode-0")
     async with open_api(tracing=tracing, chunk_tokens=16) as api:
@@ -32,9 +32,9 @@ async def ask(api: Api, given: dict[str, str], **body: object) -> int:
     return response.status_code
 
 
-async def test_a_request_its_prompts_passes_and_those_of_its_tokens() -> None:
+async def test_tracing_request_has_prefill_and_decode_spans() -> None:
     async with Collector() as collector:
-        spans = {span.name: span for span in await asked(collector, True)}
+        spans = {span.name: span for span in await traced(collector, True)}
         assert SECRET.encode() not in collector.heard
     worker = spans["worker"]
     assert (worker.trace, worker.parent) == (TRACE, ROUTER)
@@ -57,9 +57,9 @@ async def test_a_request_its_prompts_passes_and_those_of_its_tokens() -> None:
     )
 
 
-async def test_each_choice_has_passes_of_its_own() -> None:
+async def test_tracing_each_choice_has_its_own_spans() -> None:
     async with Collector() as collector:
-        spans = await asked(collector, True, n=3, temperature=1.0)
+        spans = await traced(collector, True, n=3, temperature=1.0)
     assert [span.name for span in spans].count("engine.decode") == 3
     assert [span.name for span in spans].count("worker") == 1
 
@@ -84,9 +84,9 @@ async def test_vectors_have_a_span_for_each_text() -> None:
     assert not collector.named("engine.decode")
 
 
-async def test_a_trace_that_nobody_records_costs_nothing_and_leaves_nothing() -> None:
+async def test_tracing_unsampled_request_sends_nothing() -> None:
     async with Collector() as collector:
-        assert not await asked(collector, False)
+        assert not await traced(collector, False)
         tracing = tracing_of(collector.url, "decode-0")
         assert tracing is not None
         async with open_api(tracing=tracing) as api:

@@ -1,4 +1,4 @@
-"""Bad requests: each row gives the status, the code and the param; and the service goes on."""
+"""Bad requests: each row gives the status, the code and the param; and the service continues."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ async def post(api: Api, path: str, body: dict[str, Any]) -> httpx.Response:
     return await api.http.post(path, content=json.dumps(body), headers=headers)
 
 
-async def test_every_bad_chat_request_is_told_what_is_wrong_with_which_field(api: Api) -> None:
+async def test_validation_bad_chat_request_names_its_field(api: Api) -> None:
     for row in SHARED + CHAT:
         for stream in (False, True):
             fields, code, param = row
@@ -281,7 +281,7 @@ async def test_every_bad_chat_request_is_told_what_is_wrong_with_which_field(api
     api.assert_all_blocks_back()
 
 
-async def test_every_bad_completion_request_is_told_what_is_wrong_with_which_field(api: Api) -> None:
+async def test_validation_bad_completion_names_its_field(api: Api) -> None:
     for fields, code, param in SHARED + COMPLETIONS:
         body = {"model": MODEL, "prompt": "Hi"} | fields
         assert_error(await post(api, "/v1/completions", body), 400, code, param)
@@ -323,7 +323,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-async def test_a_body_that_is_no_json_object_is_a_400_of_bounded_length(api: Api, body: bytes) -> None:
+async def test_validation_body_not_a_json_object_is_a_short_400(api: Api, body: bytes) -> None:
     response = await api.http.post(
         "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
     )
@@ -346,7 +346,7 @@ async def test_another_content_type_is_refused(api: Api) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_body_over_the_limit_is_a_413(api: Api, announced: bool) -> None:
+async def test_validation_body_over_the_limit_is_a_413(api: Api, announced: bool) -> None:
     body = b" " * (limits.BODY.most + 1)
 
     async def parts() -> Any:
@@ -372,7 +372,7 @@ async def test_unknown_models_routes_and_methods_have_openais_shape(api: Api) ->
     assert set((await api.http.post("/v1/models")).headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
-async def test_every_answer_has_a_request_id_and_a_good_one_of_the_client_is_kept(api: Api) -> None:
+async def test_request_id_is_set_and_a_valid_client_id_is_kept(api: Api) -> None:
     first, second = await api.chat(), await api.chat(n=0)
     assert first.headers[header_names.REQUEST_ID] != second.headers[header_names.REQUEST_ID]
     for path in ("/health", "/v1/models", "/nothing"):
@@ -392,7 +392,7 @@ async def test_two_requests_under_one_id_do_not_meet(api: Api) -> None:
     assert [response.status_code for response in responses] == [200, 200]
 
 
-async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
+async def test_key_is_required_except_for_probes_and_metrics() -> None:
     async with open_api(keys=Keys((KeyDigest.of("secret"),))) as api:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             assert_error(await api.http.get("/v1/models", headers=headers), 401, Unauthorized.code, None)
@@ -405,7 +405,7 @@ async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
             assert (await api.http.get(path)).status_code == 200
 
 
-async def test_a_model_without_a_template_names_the_other_endpoint() -> None:
+async def test_chat_without_template_names_the_other_endpoint() -> None:
     tokenizer = make_tokenizer()
     tokenizer._tokenizer.chat_template = None
     async with open_api(tokenizer=tokenizer) as api:
@@ -415,16 +415,14 @@ async def test_a_model_without_a_template_names_the_other_endpoint() -> None:
         assert (await api.complete()).status_code == 200
 
 
-async def test_a_prompt_over_the_whole_cache_says_how_large_it_is() -> None:
+async def test_chat_prompt_over_the_cache_names_the_flag() -> None:
     async with open_api(blocks=9) as api:
         response = await api.chat(messages=[{"role": "user", "content": "x" * 100}])
         assert_error(response, 400, CONTEXT_LENGTH_EXCEEDED, None)
         assert "--kv-cache-memory" in response.text
 
 
-async def test_the_access_log_has_one_line_with_the_figures(
-    api: Api, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_access_log_has_one_line_with_token_counts(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="baton_engine.api"):
         await api.chat(max_tokens=3)
         await api.chat(n=0)

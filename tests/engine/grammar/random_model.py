@@ -1,4 +1,4 @@
-"""A model without any sense: its logits are drawn anew for each row, but for tokens that it likes."""
+"""A model that draws random logits for each row, but for tokens that it prefers."""
 
 from __future__ import annotations
 

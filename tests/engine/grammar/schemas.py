@@ -30,12 +30,12 @@ class Maker:
         self._definitions: Schema = {}
 
     def make(self) -> Schema:
-        made = self._chance.choice(
+        schema = self._chance.choice(
             [self._object, self._object, self._object, self._array, self._tuple, self._any]
         )(0)
         if self._definitions:
-            made = {**made, "$defs": self._definitions}
-        return made
+            schema = {**schema, "$defs": self._definitions}
+        return schema
 
     def _any(self, level: int) -> Schema:
         leaves: list[Callable[[int], Schema]] = [
@@ -57,21 +57,21 @@ class Maker:
     def _object(self, level: int) -> Schema:
         names = self._chance.sample(NAMES, self._chance.randint(0, 4))
         required = [name for name in names if self._chance.random() < 0.6]
-        made: Schema = {"type": "object", "properties": {name: self._any(level + 1) for name in names}}
+        schema: Schema = {"type": "object", "properties": {name: self._any(level + 1) for name in names}}
         if required:
-            made["required"] = required
+            schema["required"] = required
         if self._chance.random() < 0.7:
-            made["additionalProperties"] = False
+            schema["additionalProperties"] = False
         elif self._chance.random() < 0.5:
-            made["additionalProperties"] = self._any(level + 2)
-        return made
+            schema["additionalProperties"] = self._any(level + 2)
+        return schema
 
     def _map(self, level: int) -> Schema:
-        made: Schema = {"type": "object", "additionalProperties": self._any(level + 2)}
+        schema: Schema = {"type": "object", "additionalProperties": self._any(level + 2)}
         if self._chance.random() < 0.5:
-            made["minProperties"] = 1
-            made["maxProperties"] = self._chance.randint(1, 3)
-        return made
+            schema["minProperties"] = 1
+            schema["maxProperties"] = self._chance.randint(1, 3)
+        return schema
 
     def _array(self, level: int) -> Schema:
         least = self._chance.randint(0, 2)
@@ -118,10 +118,10 @@ class Maker:
 
     def _string(self, level: int) -> Schema:
         least = self._chance.choice([0, 0, 1, 5])
-        made: Schema = {"type": "string", "maxLength": least + self._chance.randint(0, 20)}
+        schema: Schema = {"type": "string", "maxLength": least + self._chance.randint(0, 20)}
         if least:
-            made["minLength"] = least
-        return made
+            schema["minLength"] = least
+        return schema
 
     def _pattern(self, level: int) -> Schema:
         return {"type": "string", "pattern": self._chance.choice(PATTERNS)}
@@ -130,29 +130,29 @@ class Maker:
         return {"type": "string", "format": self._chance.choice(FORMATS)}
 
     def _integer(self, level: int) -> Schema:
-        made: Schema = {"type": "integer"}
+        schema: Schema = {"type": "integer"}
         low = self._chance.randint(-1000, 1000)
         high = low + self._chance.choice([0, 1, 7, 100, 12345])
         kind = self._chance.randrange(4)
         if kind == 0:
-            made |= {"minimum": low, "maximum": high}
+            schema |= {"minimum": low, "maximum": high}
         elif kind == 1:
-            made |= {"exclusiveMinimum": low, "exclusiveMaximum": high + 2}
+            schema |= {"exclusiveMinimum": low, "exclusiveMaximum": high + 2}
         elif kind == 2:
-            made |= {"multipleOf": self._chance.choice([2, 3, 5, 10, 12])}
+            schema |= {"multipleOf": self._chance.choice([2, 3, 5, 10, 12])}
         else:
-            made |= {"minimum": 0}
-        return made
+            schema |= {"minimum": 0}
+        return schema
 
     def _number(self, level: int) -> Schema:
-        made: Schema = {"type": "number"}
+        schema: Schema = {"type": "number"}
         kind = self._chance.randrange(3)
         if kind == 0:
-            made["multipleOf"] = self._chance.choice([0.5, 0.25, 2])
+            schema["multipleOf"] = self._chance.choice([0.5, 0.25, 2])
         elif kind == 1:
             low = self._chance.randint(-50, 50)
-            made |= {"minimum": low, "maximum": low + self._chance.choice([1, 20, 1000])}
-        return made
+            schema |= {"minimum": low, "maximum": low + self._chance.choice([1, 20, 1000])}
+        return schema
 
     def _boolean(self, level: int) -> Schema:
         return {"type": "boolean"}

@@ -53,7 +53,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_language_is_the_one_that_was_meant(case: str) -> None:
+def test_ebnf_grammar_accepts_its_language_only(case: str) -> None:
     source, good, bad = CASES[case]
     assert [text for text in good if not takes("ebnf", source, text)] == []
     assert [text for text in bad if takes("ebnf", source, text)] == []
@@ -63,22 +63,22 @@ WRONG = {
     "an open literal": ('root ::= "a', "line 1"),
     "an open set": ("\nroot ::= [a", "line 2"),
     "an open parenthesis": ('root ::= ("a"', "not closed"),
-    "too many parentheses": ("root ::= " + "(" * 100, "more than 64"),
-    "another sign of definition": ('root = "a"', "'=' is not expected"),
-    "no definition": ('"a"', "begins with its name"),
-    "an unknown rule": ("root ::= other", "no rule 'other'"),
-    "no root": ('main ::= "a"', "no rule is called 'root'"),
-    "nothing at all": ("", "no rule is called 'root'"),
-    "a rule twice": ('root ::= "a"\nroot ::= "b"', "stands twice"),
+    "too many parentheses": ("root ::= " + "(" * 100, "deeper than 64"),
+    "another sign of definition": ('root = "a"', "unexpected '='"),
+    "no definition": ('"a"', "expected a rule: its name"),
+    "an unknown rule": ("root ::= other", "'other' is not defined"),
+    "no root": ('main ::= "a"', "the rule 'root' is missing"),
+    "nothing at all": ("", "the rule 'root' is missing"),
+    "a rule twice": ('root ::= "a"\nroot ::= "b"', "defined twice"),
     "an empty set": ("root ::= []", "empty"),
     "an empty range": ("root ::= [z-a]", "is empty"),
-    "half a character": (r'root ::= "\ud800"', "no character"),
+    "half a character": (r'root ::= "\ud800"', "not a valid character"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_grammar_is_refused_with_the_reason(case: str) -> None:
-    source, told = WRONG[case]
+def test_ebnf_invalid_grammar_is_rejected_with_the_reason(case: str) -> None:
+    source, reason = WRONG[case]
     with pytest.raises(ebnf.EbnfError) as error:
         ebnf.to_lark(source)
-    assert told in str(error.value)
+    assert reason in str(error.value)

@@ -14,14 +14,14 @@ from baton_engine.sampling.token_masks import mask_words
 from tests.engine.grammar.tokenizers import END, GRAMMARS, PADDED, STOP, allowed, drawn, ids, matcher_of
 
 
-def test_only_what_can_go_on_is_allowed() -> None:
+def test_matcher_allows_only_tokens_that_can_continue() -> None:
     matcher = matcher_of("regex", "a[bc]|d")
     assert allowed(matcher) == set(ids("ad"))
     matcher.push(*ids("a"))
     assert allowed(matcher) == set(ids("bc"))
 
 
-def test_it_is_finished_as_soon_as_nothing_but_an_end_could_follow() -> None:
+def test_matcher_is_finished_when_only_an_end_can_follow() -> None:
     matcher = matcher_of("regex", "ab?")
     matcher.push(*ids("a"))
     assert not matcher.finished
@@ -31,7 +31,7 @@ def test_it_is_finished_as_soon_as_nothing_but_an_end_could_follow() -> None:
     assert allowed(matcher) == {END, STOP}
 
 
-def test_every_end_of_the_model_ends_an_answer() -> None:
+def test_matcher_every_end_token_finishes() -> None:
     for end in (END, STOP):
         matcher = matcher_of("regex", "a+")
         matcher.push(*ids("a"))
@@ -46,7 +46,7 @@ def test_ids_beyond_the_tokenizer_are_never_allowed() -> None:
     assert PADDED > STOP + 6
 
 
-def test_a_token_that_is_not_allowed_is_an_error_that_names_it() -> None:
+def test_matcher_forbidden_token_is_an_error_that_names_it() -> None:
     matcher = matcher_of("regex", "[0-9]+")
     with pytest.raises(ConstraintBroken, match=f"last token, {ids('x')[0]}"):
         matcher.push(*ids("x"))
@@ -61,7 +61,7 @@ def test_a_token_that_is_not_allowed_is_an_error_that_names_it() -> None:
         ("json_schema", '{"const": "</call>"}', '"</call>"'),
     ],
 )
-def test_the_letters_of_a_special_token_are_letters(kind: str, source: str, text: str) -> None:
+def test_matcher_letters_of_a_special_token_are_text(kind: str, source: str, text: str) -> None:
     matcher = matcher_of(kind, source)
     for letter in text:
         (token,) = ids(letter)
@@ -70,7 +70,7 @@ def test_the_letters_of_a_special_token_are_letters(kind: str, source: str, text
     assert matcher.finished
 
 
-def test_each_guide_begins_at_the_start_whatever_others_do() -> None:
+def test_matchers_of_one_grammar_are_independent() -> None:
     first, second = matcher_of("regex", "abc"), matcher_of("regex", "abc")
     for token in ids("ab"):
         first.push(token)
@@ -104,16 +104,16 @@ def test_law_whatever_is_drawn_matches(case: str) -> None:
         assert re.fullmatch(pattern, text), text
 
 
-def test_a_mask_that_cannot_be_filled_is_an_error_of_this_request() -> None:
+def test_matcher_broken_mask_is_an_error_of_its_request() -> None:
     matcher = matcher_of("regex", "[0-9]+")
     with pytest.raises(BatonError):
         matcher.push(*ids("x"))
-    with pytest.raises(BatonError, match="cannot go on"):
+    with pytest.raises(BatonError, match="cannot continue"):
         matcher.fill(np.zeros(mask_words(PADDED), dtype=np.int32))
 
 
-def test_there_is_no_guide_for_nothing() -> None:
-    with pytest.raises(ValueError, match="nothing to guide"):
+def test_matchers_without_constraint_or_thought_are_rejected() -> None:
+    with pytest.raises(ValueError, match="neither `constraint` nor `thinking` is set"):
         GRAMMARS.matchers(None, None)
-    with pytest.raises(ValueError, match="without an end"):
+    with pytest.raises(ValueError, match="never end"):
         GRAMMARS.matchers(None, Thinking((), ()))

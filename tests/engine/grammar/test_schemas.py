@@ -1,4 +1,4 @@
-"""Whatever the model would like to say, what it says fits the schema: 200 of them, through the engine."""
+"""Random answers through the engine fit their schemas, 200 of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMAS = 200
 
 
 def fits(schema: Schema, text: str) -> list[str]:
-    """What is wrong with it."""
+    """Return the reason why the answer does not fit."""
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     return [error.message for error in validator.iter_errors(json.loads(text))]
 
@@ -43,7 +43,7 @@ def closers(tokenizer: Tokenizer, liking: float) -> dict[int, float]:
 def texts(
     schemas: Sequence[Schema], tokenizer: Tokenizer, grammars: Grammars, liking: float
 ) -> Iterator[tuple[Schema, str]]:
-    """What the engine says to each schema at temperatures from 1 to 1.5, many at once."""
+    """Return the engine's answer to each schema at temperatures from 1 to 1.5, many at once."""
     model = RandomModel(tokenizer.vocab_size, closers(tokenizer, liking))
     ends = frozenset(tokenizer.eos_ids)
     with Serving(blocks=8000, block_size=16, model=model, max_model_len=4000, max_running=32) as serving:
@@ -78,8 +78,8 @@ def test_law_two_hundred_schemas_fit_without_exception() -> None:
 @pytest.fixture(scope="module")
 def real() -> Iterator[tuple[Tokenizer, Grammars]]:
     """A tokenizer of 150,000 tokens that cut across every boundary of JSON."""
-    made = AutoTokenizer.from_pretrained(npm_tokenizer("qwen3"))
-    tokenizer = Tokenizer(made, dataclasses.replace(fake_model.SPEC, vocab=151_936))
+    loaded = AutoTokenizer.from_pretrained(npm_tokenizer("qwen3"))
+    tokenizer = Tokenizer(loaded, dataclasses.replace(fake_model.SPEC, vocab=151_936))
     grammars = Grammars(tokenizer)
     yield tokenizer, grammars
     grammars.close()

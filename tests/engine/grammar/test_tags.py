@@ -77,7 +77,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_language_is_the_one_that_was_meant(case: str) -> None:
+def test_structural_tag_accepts_its_language_only(case: str) -> None:
     form, good, bad = CASES[case]
     source = json.dumps(form)
     assert [one for one in good if not takes("structural_tag", source, one)] == []
@@ -101,20 +101,23 @@ WRONG: dict[str, tuple[str, str]] = {
     "an array": ("[]", "JSON object"),
     "nothing": ("{}", "'structures' is missing"),
     "a trigger of no tag": (json.dumps(LEGACY | {"triggers": ["<f=", "<g"]}), "no tag begins"),
-    "a tag without its trigger": (json.dumps(LEGACY | {"triggers": ["<f=get"]}), "no trigger begins the tag"),
-    "another format": (json.dumps({"format": {"type": "poem"}}), "'poem' is not served"),
+    "a tag without its trigger": (
+        json.dumps(LEGACY | {"triggers": ["<f=get"]}),
+        "does not begin with a trigger",
+    ),
+    "another format": (json.dumps({"format": {"type": "poem"}}), "'poem' is not supported"),
     "a style": (json.dumps({"format": NUMBER | {"style": "qwen_xml"}}), "a style other than JSON"),
     "formats too deep": (json.dumps({"format": DEEP}), "deeper than 32"),
     "a sequence that goes on after any text": (
         json.dumps({"format": {"type": "sequence", "elements": [{"type": "any_text"}, text("a")]}}),
-        "nothing can follow",
+        "has no end and must be the last",
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_tag_is_refused_with_the_reason(case: str) -> None:
-    source, told = WRONG[case]
+def test_structural_tag_invalid_is_rejected_with_the_reason(case: str) -> None:
+    source, reason = WRONG[case]
     with pytest.raises(InvalidRequest) as error:
         GRAMMARS.check(Constraint("structural_tag", source))
-    assert told in str(error.value)
+    assert reason in str(error.value)

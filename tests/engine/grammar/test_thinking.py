@@ -27,7 +27,7 @@ def thinking(*end: int, start: tuple[int, ...] = (), budget: int | None = None) 
     return Thinking(start, end or (SPEAK,), budget)
 
 
-def test_a_thought_may_say_anything_but_an_end_of_the_whole() -> None:
+def test_thinking_allows_any_token_but_the_answers_end() -> None:
     matcher = matcher_of(*ANSWER, thinking())
     may = allowed(matcher)
     assert may is not None
@@ -35,7 +35,7 @@ def test_a_thought_may_say_anything_but_an_end_of_the_whole() -> None:
     assert may.isdisjoint({END, STOP})
 
 
-def test_the_constraint_begins_after_the_end_of_the_thought() -> None:
+def test_thinking_constraint_starts_after_the_thought() -> None:
     matcher = push(matcher_of(*ANSWER, thinking()), *ids("so what 12"), SPEAK)
     assert allowed(matcher) == set(ids("0123456789"))
     assert not matcher.finished
@@ -43,14 +43,14 @@ def test_the_constraint_begins_after_the_end_of_the_thought() -> None:
     assert matcher.finished
 
 
-def test_who_may_think_may_also_answer_at_once() -> None:
+def test_thinking_optional_thought_allows_an_answer_at_once() -> None:
     matcher = matcher_of(*ANSWER, thinking(start=(THINK,)))
     assert allowed(matcher) == {THINK, *ids("0123456789")}
     push(matcher, *ids("42"))
     assert matcher.finished
 
 
-def test_who_begins_to_think_thinks() -> None:
+def test_thinking_started_thought_is_free_until_its_end() -> None:
     matcher = push(matcher_of(*ANSWER, thinking(start=(THINK,))), THINK, *ids("hm"), SPEAK, *ids("42"))
     assert matcher.finished
 
@@ -60,7 +60,7 @@ def test_neither_a_thought_nor_an_answer_is_an_error() -> None:
         matcher_of(*ANSWER, thinking(start=(THINK,))).push(*ids("x"))
 
 
-def test_a_mark_of_letters_may_be_the_beginning_of_the_answer_too() -> None:
+def test_thinking_mark_of_letters_may_also_begin_the_answer() -> None:
     mark = tuple(ids("<t>"))
     source = ("regex", "(<tab>|<b>)[0-9]")
     matcher = push(matcher_of(*source, thinking(start=mark)), *ids("<t"))
@@ -71,12 +71,12 @@ def test_a_mark_of_letters_may_be_the_beginning_of_the_answer_too() -> None:
     assert matcher.finished
 
 
-def test_a_mark_that_no_answer_begins_with_is_written_to_its_end() -> None:
+def test_thinking_unambiguous_mark_is_completed() -> None:
     matcher = push(matcher_of(*ANSWER, thinking(start=tuple(ids("<t>")))), *ids("<"))
     assert allowed(matcher) == set(ids("t"))
 
 
-def test_a_budget_forces_the_end_token_by_token() -> None:
+def test_thinking_budget_forces_the_end_token_by_token() -> None:
     end = tuple(ids("</t>"))
     matcher = push(matcher_of(*ANSWER, thinking(*end, budget=3)), *ids("abc"))
     for token in end:
@@ -85,7 +85,7 @@ def test_a_budget_forces_the_end_token_by_token() -> None:
     assert allowed(matcher) == set(ids("0123456789"))
 
 
-def test_an_end_that_has_begun_when_the_budget_is_spent_goes_on() -> None:
+def test_thinking_started_end_continues_past_the_budget() -> None:
     end = tuple(ids("</t>"))
     matcher = push(matcher_of(*ANSWER, thinking(*end, budget=3)), *ids("ab<"))
     assert allowed(matcher) == set(ids("/"))
@@ -93,11 +93,11 @@ def test_an_end_that_has_begun_when_the_budget_is_spent_goes_on() -> None:
     assert allowed(matcher) == set(ids("0123456789"))
 
 
-def test_no_budget_at_all_means_no_thought() -> None:
+def test_thinking_zero_budget_allows_no_thought() -> None:
     assert allowed(matcher_of(*ANSWER, thinking(budget=0))) == {SPEAK}
 
 
-def test_what_is_no_thought_yet_costs_no_budget() -> None:
+def test_thinking_tokens_before_the_mark_cost_no_budget() -> None:
     matcher = push(matcher_of(*ANSWER, thinking(start=(THINK,), budget=2)), THINK, *ids("ab"))
     assert allowed(matcher) == {SPEAK}
 
@@ -113,7 +113,7 @@ def test_without_a_constraint_only_the_budget_counts() -> None:
     assert matcher.ends == ()
 
 
-def test_without_a_constraint_and_without_a_thought_all_stays_free() -> None:
+def test_thinking_without_constraint_or_thought_is_free() -> None:
     matcher = push(GRAMMARS.matcher(None, thinking(start=(THINK,), budget=0)), *ids("hello"), THINK)
     assert allowed(matcher) is None
 
@@ -124,14 +124,14 @@ def test_law_the_end_is_found_wherever_it_stands() -> None:
     for _ in range(500):
         end = [chance.randrange(2) for _ in range(chance.randint(1, 4))]
         text = [chance.randrange(2) for _ in range(20)]
-        count, found = 0, -1
+        count, end_at = 0, -1
         for position, token in enumerate(text):
             count = matched(end, count, token)
             if count == len(end):
-                found = position + 1 - len(end)
+                end_at = position + 1 - len(end)
                 break
         naive = next((at for at in range(20) if text[at : at + len(end)] == end), -1)
-        assert found == naive
+        assert end_at == naive
 
 
 def test_law_a_budget_is_never_exceeded() -> None:

@@ -60,7 +60,7 @@ def allowed(matcher: GrammarMatcher, vocab: int = PADDED) -> set[int] | None:
 
 
 def ids(text: str) -> list[int]:
-    """The ids of `text`; special tokens in it are recognised."""
+    """The ids of `text`; special tokens in it are recognized."""
     return TOKENIZER.encode(text)
 
 

@@ -45,6 +45,16 @@ CASES = (
             **counter(metrics.ROUTER_TRANSFER, 9, "_count", **SERVICE),
         },
     ),
+    # vLLM's workers count transfers but do not report them to the router.
+    Case(
+        "BatonTransferFailing",
+        "page",
+        counter(metrics.ROUTER_DECISIONS, 10, **SERVICE, path="remote", reason="cheaper"),
+        {
+            **counter(metrics.ROUTER_DECISIONS, 10, **SERVICE, path="remote", reason="cheaper"),
+            **counter(metrics.WORKER_TRANSFER_SECONDS, 9, "_count", **DECODE, transport="nixl"),
+        },
+    ),
     Case(
         "BatonKvCacheFull",
         "info",

@@ -30,7 +30,7 @@ POLICY = ScalingPolicy(least=1, most=20, objective_s=OBJECTIVE_S, queue_s=OBJECT
 
 @dataclass
 class Run:
-    """What came of one load."""
+    """Result of one load."""
 
     violating_s: float = 0.0
     replicas: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ def run(
 ) -> Run:
     """`dark`: from when to when nothing is measured. `restart`: when the operator forgets its windows."""
     rng = random.Random(seed)
-    made = Run()
+    result = Run()
     startup_s = STARTUP_S if ahead else 0.0
     memory = RoleMemory.new(0.0, startup_s=startup_s)
     replicas, ready, backlog = warm, warm, 0.0
@@ -82,7 +82,7 @@ def run(
         served = min(demand + backlog / TICK_S, ready * CAPACITY)
         backlog = max(0.0, backlog + (demand - served) * TICK_S)
         wait = backlog / (ready * CAPACITY) if ready else (math.inf if backlog else 0.0)
-        made.violating_s += TICK_S if wait > OBJECTIVE_S else 0.0
+        result.violating_s += TICK_S if wait > OBJECTIVE_S else 0.0
 
         def noisy(value: float) -> Measurement:
             return Measurement.of(value * (1 + rng.uniform(-NOISE, NOISE)))
@@ -114,11 +114,11 @@ def run(
             else:
                 ready -= 1
         replicas = decision.replicas
-        made.replicas.append(replicas)
-        made.times.append(now)
-        made.reasons.append(decision.reason)
+        result.replicas.append(replicas)
+        result.times.append(now)
+        result.reasons.append(decision.reason)
         now += TICK_S
-    return made
+    return result
 
 
 def constant(rate: float) -> Load:

@@ -1,4 +1,4 @@
-"""The loop against a real API server: what it writes, what it says, and whom it tells."""
+"""The loop against a real API server: its writes, its status, and its events."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ NOTHING = {
 }  # fmt: skip
 
 
-class Told:
+class FakeMetrics:
     """Prometheus, as far as the scaler sees it: it says what the test has it say, or nothing."""
 
     def __init__(self) -> None:
-        self.figures: dict[str, float] = {}
+        self.signals: dict[str, float] = {}
         self.running: dict[str, float] = {}
         self.lost = ""
-        self.asked: list[str] = []
+        self.queried: list[str] = []
 
     async def query(self, url: str, promql: str, label: str) -> Mapping[str, float]:
-        self.asked.append(url)
+        self.queried.append(url)
         if self.lost:
             raise MetricsLost(self.lost)
-        return self.running if label == "pod" else self.figures
+        return self.running if label == "pod" else self.signals
 
 
 class Scaled:
@@ -66,7 +66,7 @@ class Scaled:
         self.listed = listed
         self.inside = inside
         self.name = name
-        self.prometheus = Told()
+        self.prometheus = FakeMetrics()
         self.events: list[str] = []
         self.shown = ScalingMetrics(lambda: inside.now)
         self.autoscaler = Autoscaler(
@@ -79,7 +79,7 @@ class Scaled:
         self.events.append(transition.fact.message)
 
     async def settle(self) -> None:
-        """All pods that are wanted are there and ready, and the service says so."""
+        """Reconcile until all wanted pods are ready and the service's status reports it."""
         for _ in range(4):
             await self.inside.reconcile(self.name)
             await self.cluster.ready_pods(self.name)
@@ -90,38 +90,38 @@ class Scaled:
         return await self.autoscaler.reconcile("models", self.name)
 
     async def wanted(self, role: str) -> tuple[int, dict[str, Any]]:
-        """The number that is asked for, and what is said of it."""
+        """Return the requested replicas and the scaling status."""
         answer = await self.cluster.admin.get(path(API, "RoleScaler", "models", f"{self.name}-{role}"))
-        there = answer.raise_for_status().json()
-        return there["spec"]["replicas"], there.get("status", {}).get("scaling", {})
+        scaler = answer.raise_for_status().json()
+        return scaler["spec"]["replicas"], scaler.get("status", {}).get("scaling", {})
 
     async def scale(self, role: str, replicas: int) -> None:
         where = path(API, "RoleScaler", "models", f"{self.name}-{role}")
         await self.cluster.api.patch(where, {"spec": {"replicas": replicas}})
 
-    def see(self, prefill: int, decode: int, **figures: float) -> None:
-        there = {"routers": 1.0, "prefill_workers": float(prefill), "decode_workers": float(decode)}
-        self.prometheus.figures = {**NOTHING, **there, **figures}
+    def see(self, prefill: int, decode: int, **signals: float) -> None:
+        workers = {"routers": 1.0, "prefill_workers": float(prefill), "decode_workers": float(decode)}
+        self.prometheus.signals = {**NOTHING, **workers, **signals}
 
     def gauge(self, name: str, role: str = "prefill") -> list[float]:
-        found = [one for family in self.shown.collect() for one in family.samples if one.name == name]
-        return [one.value for one in found if one.labels["role"] == role]
+        samples = [one for family in self.shown.collect() for one in family.samples if one.name == name]
+        return [one.value for one in samples if one.labels["role"] == role]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealCluster]:
-    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as made:
-        yield made
+    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as running:
+        yield running
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def service(cluster: RealCluster, request: pytest.FixtureRequest) -> AsyncIterator[Scaled]:
     name = f"s{abs(hash(request.node.name)) % 10**8}"
     async with client(cluster) as asking:
-        made = Scaled(cluster, Listed(asking), Inside(asking), name)
+        scaled = Scaled(cluster, Listed(asking), Inside(asking), name)
         await cluster.put(SPEC, name)
-        await made.settle()
-        yield made
+        await scaled.settle()
+        yield scaled
         await cluster.api.delete(path(API, "InferenceService", "models", name))
         for kind in ("Deployment",):
             for one in (await cluster.admin.get(path("apps/v1", kind, "models"))).json()["items"]:
@@ -129,12 +129,12 @@ async def service(cluster: RealCluster, request: pytest.FixtureRequest) -> Async
         await cluster.ready_pods(name)
 
 
-async def test_a_role_grows_by_its_own_load_and_everybody_is_told_once(service: Scaled) -> None:
+async def test_autoscaler_prefill_load_scales_prefill_with_one_event(service: Scaled) -> None:
     service.see(1, 1, demand_prompt=3000.0, prefill_speed=1000.0, in_flight=2.0)
     assert await service.look() == 15.0
     assert (await service.wanted("prefill"))[0] == 4
-    decode, said = await service.wanted("decode")
-    assert (decode, said["reason"]) == (1, "Steady")
+    decode, scaling = await service.wanted("decode")
+    assert (decode, scaling["reason"]) == (1, "Steady")
     assert [one.split(".")[0] for one in service.events] == ["prefill: scaled from 1 to 4 workers"]
     await service.settle()
     assert await service.cluster.condition("ScalingActive", service.name) == "True Measured"
@@ -162,15 +162,15 @@ async def test_without_metrics_nothing_shrinks_and_status_says_so(service: Scale
     service.prometheus.lost = f"{URL} does not answer within 5 s"
     for _ in range(30):
         await service.look()
-    replicas, said = await service.wanted("prefill")
-    assert (replicas, said["reason"], said["source"]) == (3, "MetricsHeld", "Held")
+    replicas, scaling = await service.wanted("prefill")
+    assert (replicas, scaling["reason"], scaling["source"]) == (3, "MetricsHeld", "Held")
     await service.settle()
     assert await service.cluster.condition("ScalingActive", service.name) == "False MetricsHeld"
     assert service.events == []
     assert set(service.gauge(metrics.AUTOSCALER_UNKNOWN.name)) == {1.0}
 
 
-async def test_the_worker_goes_that_has_least_to_do(service: Scaled) -> None:
+async def test_autoscaler_scale_down_removes_least_busy_worker(service: Scaled) -> None:
     await service.scale("prefill", 3)
     await service.settle()
     service.see(3, 1, demand_prompt=500.0, prefill_speed=1000.0, first_token=0.1)
@@ -194,20 +194,20 @@ async def test_the_worker_goes_that_has_least_to_do(service: Scaled) -> None:
     assert costs == {name: str(number) for number, name in enumerate(workers)}
 
 
-async def test_whoever_scales_from_outside_is_told_and_not_written_over(service: Scaled) -> None:
+async def test_autoscaler_external_mode_only_publishes_advice(service: Scaled) -> None:
     await service.cluster.put(
         {**SPEC, "autoscaling": {"mode": "External", "prometheus": {"url": URL}}}, service.name
     )
     await service.settle()
     service.see(1, 1, demand_prompt=3000.0, prefill_speed=1000.0, in_flight=2.0)
     await service.look()
-    replicas, said = await service.wanted("prefill")
-    assert (replicas, said["recommended"]) == (1, 4)
+    replicas, scaling = await service.wanted("prefill")
+    assert (replicas, scaling["recommended"]) == (1, 4)
     assert service.gauge(metrics.AUTOSCALER_DESIRED.name) == [4]
     assert service.events == []
 
 
-async def test_what_was_learned_outlives_the_operator(service: Scaled) -> None:
+async def test_autoscaler_operator_restart_keeps_learned_capacity(service: Scaled) -> None:
     service.see(1, 1, demand_prompt=500.0, prefill_speed=1000.0, in_flight=1.0, first_token=0.1)
     await service.look()
     another = Scaled(service.cluster, service.listed, service.inside, service.name)
@@ -216,7 +216,7 @@ async def test_what_was_learned_outlives_the_operator(service: Scaled) -> None:
     assert another.gauge(metrics.AUTOSCALER_CAPACITY.name) == [1000.0]
 
 
-async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: Scaled) -> None:
+async def test_autoscaler_profile_gives_capacity_before_measurements(service: Scaled) -> None:
     profile = {"configMapName": "measured"}
     autoscaling = {**SPEC["autoscaling"], "profile": profile}
     objectives = {"timeToFirstToken": "5s", "interTokenLatency": "100ms"}
@@ -233,19 +233,19 @@ async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: 
         "metadata": {"name": "measured", "namespace": "models"},
         "data": {"profile.json": msgspec.json.encode(PROFILE).decode()},
     }
-    made = await service.cluster.admin.post(path("v1", "ConfigMap", "models"), json=body)
-    made.raise_for_status()
+    created = await service.cluster.admin.post(path("v1", "ConfigMap", "models"), json=body)
+    created.raise_for_status()
     await service.look()
     capacity = PROFILE.capacity.prefill_tokens_per_s
     assert service.gauge(metrics.AUTOSCALER_CAPACITY.name) == [pytest.approx(capacity)]
     for _ in range(2):
         await service.look()
     needed = math.ceil(2000.0 / (HEADROOM * capacity))
-    wanted, said = await service.wanted("prefill")
+    wanted, scaling = await service.wanted("prefill")
     assert wanted == needed > 1
-    assert said["bound"] == "TimeToFirstToken"
+    assert scaling["bound"] == "TimeToFirstToken"
     assert "(TimeToFirstToken)" in service.events[-1]
-    assert "capacity" not in said, "nothing was learned yet"
+    assert "capacity" not in scaling, "nothing was learned yet"
     await service.settle()
     for _ in range(ENOUGH_SAMPLES + 5):
         service.see(wanted, 1, demand_prompt=2000.0, in_flight=1.0, first_token=0.1, prefill_speed=5000.0)
@@ -254,9 +254,9 @@ async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: 
     assert capacity < later < 500 / PREFILL.seconds(500, 500) < 5000, "the profile's line counts all the time"
 
 
-async def test_who_is_not_scaled_is_not_looked_at(service: Scaled) -> None:
+async def test_autoscaler_disabled_service_queries_no_metrics(service: Scaled) -> None:
     await service.cluster.put(
         {**SPEC, "prefill": {}, "decode": {}, "autoscaling": {"mode": "Disabled"}}, service.name
     )
     assert await service.look() is None
-    assert service.prometheus.asked == []
+    assert service.prometheus.queried == []

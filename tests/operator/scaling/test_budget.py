@@ -27,7 +27,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.cache = ObjectCache([], lambda change: None)
-        self.observer = ClusterReader(self.cache)
+        self.reader = ClusterReader(self.cache)
         for one in self.cache.stores:
             one.replace({}, 1)
         self._version = 1
@@ -48,26 +48,26 @@ class Cluster:
 
     def write(self, name: str, replicas: int) -> None:
         """The autoscaler's number."""
-        there = {"serviceName": name, "role": "decode", "replicas": replicas}
-        self.store(API, "RoleScaler", f"{name}-decode", spec=there)
+        spec = {"serviceName": name, "role": "decode", "replicas": replicas}
+        self.store(API, "RoleScaler", f"{name}-decode", spec=spec)
 
     def pods(self, name: str, count: int) -> None:
-        said = {labels.MANAGED_BY: labels.OPERATOR, labels.SERVICE: name, labels.ROLE: "both"}
+        pod_labels = {labels.MANAGED_BY: labels.OPERATOR, labels.SERVICE: name, labels.ROLE: "both"}
         for number in range(count):
-            self.store("v1", "Pod", f"{name}-{number}", labels=said, status={"phase": "Running"})
+            self.store("v1", "Pod", f"{name}-{number}", labels=pod_labels, status={"phase": "Running"})
 
     def written(self, name: str) -> int:
-        there = self.observer.scaler("models", name, "decode")
-        assert there is not None
-        replicas: int = there["spec"]["replicas"]
+        scaler = self.reader.scaler("models", name, "decode")
+        assert scaler is not None
+        replicas: int = scaler["spec"]["replicas"]
         return replicas
 
 
 def look(budget: GpuBudget, cluster: Cluster, name: str, requested: int, pressure: float = 1.0) -> int:
-    """The service decides; what it may have is not written yet."""
-    key, there = ("models", name), cluster.written(name)
-    wish = GpuDemand(holder(key, "decode"), 1, there, there, requested, pressure)
-    return budget.grant(key, [wish], 0.0, 45.0)[wish.holder]
+    """The service decides; its grant is not written yet."""
+    key, replicas = ("models", name), cluster.written(name)
+    demand = GpuDemand(holder(key, "decode"), 1, replicas, replicas, requested, pressure)
+    return budget.grant(key, [demand], 0.0, 45.0)[demand.holder]
 
 
 def test_written_grant_is_not_outbid_by_another_service() -> None:
@@ -75,7 +75,7 @@ def test_written_grant_is_not_outbid_by_another_service() -> None:
     cluster = Cluster()
     cluster.service("a", 1)
     cluster.service("b", 1)
-    budget = GpuBudget(6, cluster.observer)
+    budget = GpuBudget(6, cluster.reader)
     assert look(budget, cluster, "a", 4) == 4
     cluster.write("a", 4)
     budget.written(("models", "a"))
@@ -86,7 +86,7 @@ def test_new_leader_counts_services_it_has_not_looked_at() -> None:
     cluster = Cluster()
     cluster.service("a", 1)
     cluster.service("b", 4)
-    assert look(GpuBudget(6, cluster.observer), cluster, "a", 6) == 2
+    assert look(GpuBudget(6, cluster.reader), cluster, "a", 6) == 2
 
 
 def test_grant_that_is_being_written_is_reserved() -> None:
@@ -94,7 +94,7 @@ def test_grant_that_is_being_written_is_reserved() -> None:
     cluster = Cluster()
     cluster.service("a", 1)
     cluster.service("b", 1)
-    budget = GpuBudget(6, cluster.observer)
+    budget = GpuBudget(6, cluster.reader)
     assert look(budget, cluster, "a", 4) == 4
     assert look(budget, cluster, "b", 4, pressure=9.0) == 2
     budget.written(("models", "a"))
@@ -102,12 +102,12 @@ def test_grant_that_is_being_written_is_reserved() -> None:
     assert look(budget, cluster, "b", 9, pressure=9.0) == 5
 
 
-def test_unmet_wish_of_greater_need_goes_first() -> None:
+def test_budget_unmet_demand_of_greater_need_goes_first() -> None:
     cluster = Cluster()
     cluster.service("a", 2)
     cluster.service("b", 2)
-    cluster.pods("b", 4)  # of which two still end
-    budget = GpuBudget(6, cluster.observer)
+    cluster.pods("b", 4)  # two of them still end
+    budget = GpuBudget(6, cluster.reader)
     assert look(budget, cluster, "a", 4, pressure=5.0) == 2
     cluster.store("v1", "Pod", "b-3", status={"phase": "Succeeded"}, labels={})
     assert look(budget, cluster, "b", 3, pressure=1.0) == 2, "what is free is kept for the other one"
@@ -128,7 +128,7 @@ def test_services_hold_what_their_roles_use(spec: dict[str, Any], free: int) -> 
     cluster = Cluster()
     cluster.service("a", 0)
     cluster.service("b", 3, **spec)
-    assert look(GpuBudget(6, cluster.observer), cluster, "a", 9) == free
+    assert look(GpuBudget(6, cluster.reader), cluster, "a", 9) == free
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -139,7 +139,7 @@ def test_budget_is_never_exceeded_whatever_the_order(seed: int) -> None:
     names = "abc"
     for name in names:
         cluster.service(name, 1)
-    budget = GpuBudget(gpus, cluster.observer)
+    budget = GpuBudget(gpus, cluster.reader)
     granted: dict[str, int] = {}
     for _ in range(60):
         name = rng.choice(names)
@@ -152,5 +152,5 @@ def test_budget_is_never_exceeded_whatever_the_order(seed: int) -> None:
             granted[name] = look(budget, cluster, name, rng.randint(0, 9), rng.random())
         if rng.random() < 0.1:
             granted.clear()
-            budget = GpuBudget(gpus, cluster.observer)
+            budget = GpuBudget(gpus, cluster.reader)
         assert sum(map(cluster.written, names)) <= gpus

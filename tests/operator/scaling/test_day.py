@@ -1,7 +1,7 @@
 """
 A day of steps, sines and nothing, in virtual time: both roles, whole requests, and others to compare with.
 
-What processes do with it is measured by `python -m benchmarks.scaling`; this is the same without them.
+`python -m benchmarks.scaling` measures the same with real processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def scores() -> Scores:
     return {kind: virtual_time.run(imagined(kind, seed=1)) for kind in POLICIES}
 
 
-def test_nobody_loses_a_request_or_shrinks_in_the_dark(scores: Scores) -> None:
+def test_day_all_policies_lose_no_request_nor_shrink_blind(scores: Scores) -> None:
     for kind, score in scores.items():
         assert all(one.ok for one in score.answers), kind
         assert score.ends.badly == 0, kind
@@ -31,11 +31,11 @@ def test_nobody_loses_a_request_or_shrinks_in_the_dark(scores: Scores) -> None:
     assert scores["baton"].ends.well > 10
 
 
-def test_the_peaks_workers_show_what_can_be_attained(scores: Scores) -> None:
+def test_day_static_peak_workers_attain_objectives(scores: Scores) -> None:
     assert scores["static"].attained > 0.99
 
 
-def test_nearly_as_much_is_attained_for_two_thirds_of_the_workers(scores: Scores) -> None:
+def test_day_baton_two_thirds_of_workers_attains_nearly_as_much(scores: Scores) -> None:
     baton, static = scores["baton"], scores["static"]
     assert baton.attained > static.attained - 0.06
     assert baton.replica_hours < 0.67 * static.replica_hours
@@ -47,13 +47,13 @@ def test_more_is_attained_than_by_an_hpa_for_fewer_workers(scores: Scores) -> No
     assert baton.replica_hours < 0.75 * hpa.replica_hours
 
 
-def test_each_role_grows_in_its_own_step(scores: Scores) -> None:
+def test_day_role_grows_only_in_its_own_step(scores: Scores) -> None:
     prompts, answers = (_during(scores["baton"], *minutes) for minutes in ((15, 30), (65, 80)))
     assert min(one.prefill for one in prompts) >= 4 > max(one.decode for one in prompts)
     assert min(one.decode for one in answers) >= 4 > max(one.prefill for one in answers)
 
 
-def test_it_sleeps_while_nobody_asks_and_wakes_by_the_first_who_does(scores: Scores) -> None:
+def test_day_idle_service_scales_to_zero_and_wakes_on_request(scores: Scores) -> None:
     asleep = _during(scores["baton"], 150, 160)
     assert {(one.prefill, one.decode) for one in asleep} == {(0, 0)}
     woken = [one for one in _during(scores["baton"], 160, 180) if one.prefill]

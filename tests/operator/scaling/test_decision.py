@@ -28,7 +28,7 @@ from baton_operator.scaling.sample import (
 LOST = unknown("Prometheus does not answer")
 PREFILL = ScalingPolicy(least=1, most=8, objective_s=2.0, queue_s=2.0)
 DECODE = ScalingPolicy(least=1, most=8, objective_s=0.05)
-ALONE = replace(DECODE, first_token_s=2.0)
+DECODE_ONLY = replace(DECODE, first_token_s=2.0)
 """Decode workers that compute prompts themselves."""
 TO_ZERO = replace(PREFILL, least=0, zero_after_s=60.0)
 
@@ -41,7 +41,7 @@ CALM: dict[str, Any] = {
 
 
 def observation(replicas: int = 4, **changes: Any) -> RoleSample:
-    """A role that is used as it should be, where nothing else is said."""
+    """A role that is used as it should be, unless a test sets other signals."""
     fitting: dict[str, Any] = {
         "replicas": replicas,
         "ready": replicas,
@@ -91,17 +91,17 @@ CASES: dict[str, tuple[ScalingPolicy, RoleSample, int, str]] = {
     ),
     "never above its maximum": (PREFILL, observation(7, demand=Measurement.of(99_000.0)), 8, "Demand"),
     "alone, it answers for first tokens too": (
-        ALONE, observation(first_token=Measurement.of(3.0)), 5, "LatencyHigh",
+        DECODE_ONLY, observation(first_token=Measurement.of(3.0)), 5, "LatencyHigh",
     ),
     "beside prefill workers it does not": (DECODE, observation(first_token=Measurement.of(3.0)), 4, "Steady"),
     "alone, no worker goes that first tokens need": (
-        ALONE, observation(demand=Measurement.of(2000.0), first_token=Measurement.of(1.5)), 4, "Steady",
+        DECODE_ONLY, observation(demand=Measurement.of(2000.0), first_token=Measurement.of(1.5)), 4, "Steady",
     ),
     "alone, one worker goes where first tokens come soon": (
-        ALONE, observation(demand=Measurement.of(2000.0), first_token=Measurement.of(0.5)), 3, "Spare",
+        DECODE_ONLY, observation(demand=Measurement.of(2000.0), first_token=Measurement.of(0.5)), 3, "Spare",
     ),
     "alone, no worker goes while first tokens are not seen": (
-        ALONE, observation(demand=Measurement.of(2000.0), first_token=LOST), 4, "Steady",
+        DECODE_ONLY, observation(demand=Measurement.of(2000.0), first_token=LOST), 4, "Steady",
     ),
     "never below its minimum": (replace(PREFILL, least=3), observation(3, **NOTHING), 3, "AtMinimum"),
     "noise is no need": (PREFILL, observation(demand=Measurement.of(3550.0)), 4, "Steady"),
@@ -180,13 +180,15 @@ CASES: dict[str, tuple[ScalingPolicy, RoleSample, int, str]] = {
 
 
 @pytest.mark.parametrize(("policy", "sample", "replicas", "reason"), CASES.values(), ids=CASES)
-def test_a_case(policy: ScalingPolicy, sample: RoleSample, replicas: int, reason: str) -> None:
+def test_decide_case_gives_replicas_and_reason(
+    policy: ScalingPolicy, sample: RoleSample, replicas: int, reason: str
+) -> None:
     decision = settled(policy, sample)
     assert (decision.replicas, decision.reason) == (replicas, reason), decision.message
     assert decision.message
 
 
-def test_a_rise_has_to_last_for_half_a_minute() -> None:
+def test_decide_rise_waits_half_a_minute() -> None:
     calm, busy = observation(), observation(demand=Measurement.of(5000.0))
     _, remembered = decide(PREFILL, memory(), calm, NOW)
     sample = []
@@ -196,7 +198,7 @@ def test_a_rise_has_to_last_for_half_a_minute() -> None:
     assert sample == [(4, "Stabilizing"), (6, "Demand"), (6, "Demand")]
 
 
-def test_a_fall_has_to_last_for_five_minutes_and_goes_one_by_one() -> None:
+def test_decide_fall_waits_five_minutes_and_goes_one_by_one() -> None:
     _, remembered = decide(PREFILL, memory(), observation(), NOW)
     replicas, moves = 4, []
     for tick in range(1, 40):
@@ -209,11 +211,11 @@ def test_a_fall_has_to_last_for_five_minutes_and_goes_one_by_one() -> None:
     assert moves == [300, 360, 420]
 
 
-def test_whoever_has_just_begun_to_look_shrinks_nothing_for_a_whole_window() -> None:
+def test_decide_new_memory_shrinks_nothing_for_a_window() -> None:
     assert _first_shrink(RoleMemory.new(NOW, capacity=1000.0), 0) >= 270
 
 
-def test_after_metrics_came_back_the_first_worker_goes_a_whole_window_later() -> None:
+def test_decide_metrics_return_first_shrink_is_a_window_later() -> None:
     _, remembered = decide(PREFILL, memory(), observation(4, **ALL_LOST), NOW)
     assert _first_shrink(remembered, 15) == 300
 
@@ -238,7 +240,7 @@ def _first_shrink(remembered: RoleMemory, after: float) -> float:
         ("Fallback", None, 4, "MetricsHeld"),
     ],
 )
-def test_what_happens_when_nothing_is_measured_for_long(
+def test_decide_long_metrics_loss_follows_policy(
     then: Any, fallback: int | None, replicas: int, reason: str
 ) -> None:
     policy = replace(PREFILL, fallback=fallback, loss=MetricsLoss(hold_duration=Duration("5m"), policy=then))
@@ -249,12 +251,12 @@ def test_what_happens_when_nothing_is_measured_for_long(
     assert decision.source == ("Held" if reason == "MetricsHeld" else "Fallback")
 
 
-def test_when_nobody_has_asked_for_long_enough_all_go_at_once() -> None:
+def test_decide_long_idle_scales_to_zero_at_once() -> None:
     decision = settled(TO_ZERO, observation(4, **NOTHING), RoleMemory.new(NOW, capacity=1000.0), 75)
     assert (decision.replicas, decision.reason) == (0, "Idle")
 
 
-def test_too_full_workers_count_only_once_those_that_were_asked_for_are_there() -> None:
+def test_decide_full_workers_wait_for_starting_workers() -> None:
     full = {"utilisation": Measurement.of(0.95), "demand": Measurement.of(3000.0)}
     starting = observation(5, ready=4, **full)
     _, remembered = decide(DECODE, memory(), observation(4), NOW)
@@ -265,7 +267,7 @@ def test_too_full_workers_count_only_once_those_that_were_asked_for_are_there() 
     assert settled(DECODE, ready, remembered, 180).replicas == 6
 
 
-def test_what_nobody_knows_of_a_new_role_is_learned_while_it_works() -> None:
+def test_decide_new_role_learns_capacity_while_busy() -> None:
     remembered = RoleMemory.new(NOW)
     busy = observation(1, demand=Measurement.of(3000.0), rate=unknown("no worker was busy"))
     decision, remembered = decide(PREFILL, remembered, busy, NOW)
@@ -370,7 +372,7 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
                  bound="TimeToFirstToken", pressure=0.882),
     ),
     "first tokens of workers without prefill are late": (
-        ALONE, observation(first_token=of(3.0)), memory(),
+        DECODE_ONLY, observation(first_token=of(3.0)), memory(),
         ScalingDecision(5, 5, "LatencyHigh", "The latency is 3 s; the objective is 2 s.",
                  bound="TimeToFirstToken", pressure=0.882),
     ),
@@ -560,7 +562,7 @@ def test_decide_falls_of_one_period_add_up() -> None:
     assert decision.replicas == 5
 
 
-def test_decide_metrics_lost_again_are_held_anew() -> None:
+def test_decide_metrics_lost_again_are_held_again() -> None:
     policy, blind = replace(PREFILL, fallback=6), observation(**ALL_LOST)
     decision, remembered = decide(policy, memory(), blind, NOW)
     decision, remembered = decide(policy, remembered, observation(), NOW + 800)
@@ -628,7 +630,7 @@ def test_utilisation_says_how_full_workers_are(
 def test_longest_wait_is_relative_to_its_objective(
     token: Measurement, first: Measurement, expected: tuple[Measurement, float]
 ) -> None:
-    assert longest_wait(ALONE, observation(latency=token, first_token=first)) == expected
+    assert longest_wait(DECODE_ONLY, observation(latency=token, first_token=first)) == expected
 
 
 # --- Laws ---
@@ -665,7 +667,7 @@ def any_policy(rng: random.Random) -> ScalingPolicy:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_stays_within_its_bounds_and_unknown_lowers_nothing(seed: int) -> None:
+def test_decide_random_samples_keep_bounds_unknown_never_shrinks(seed: int) -> None:
     rng = random.Random(seed)
     policy, remembered = any_policy(rng), RoleMemory.new(0.0)
     replicas = policy.least
@@ -675,7 +677,7 @@ def test_it_stays_within_its_bounds_and_unknown_lowers_nothing(seed: int) -> Non
         assert policy.least <= decision.replicas <= policy.most
         needed = (sample.demand, sample.backlog)
         if sample.replicas > decision.replicas:
-            assert all(one.known for one in needed), decision
+            assert all(one.has_value for one in needed), decision
             assert sample.queued.zero and not sample.silent, decision
         assert decision.replicas - replicas <= policy.up.max_step or sample.replicas == 0
         assert replicas - decision.replicas <= 1 or decision.reason == "Idle"
@@ -711,10 +713,10 @@ def test_more_load_never_asks_for_less(seed: int, signal: str) -> None:
             memory(), ready=rng.randint(0, replicas), ready_since=NOW - rng.choice((10, 600))
         )
         sample = replace(any_observation(rng, replicas), rate=unknown("not asked"))
-        there: Measurement = getattr(sample, signal)
-        if there.value is None:
+        measured: Measurement = getattr(sample, signal)
+        if measured.value is None:
             continue
-        more = Measurement.of(there.value * rng.uniform(1, 4) + rng.random())
+        more = Measurement.of(measured.value * rng.uniform(1, 4) + rng.random())
         changed: dict[str, Any] = {signal: more}
         lower, _ = decide(policy, remembered, sample, NOW)
         higher, _ = decide(policy, remembered, replace(sample, **changed), NOW)

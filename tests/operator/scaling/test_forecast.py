@@ -20,7 +20,7 @@ SHAPES: dict[str, tuple[Callable[[float], float], float]] = {
 
 
 @pytest.mark.parametrize(("shape", "expected"), SHAPES.values(), ids=SHAPES)
-def test_a_shape(shape: Callable[[float], float], expected: float) -> None:
+def test_forecast_shape_gives_expected_value(shape: Callable[[float], float], expected: float) -> None:
     samples = [(TICK_S * tick, shape(TICK_S * tick)) for tick in range(1, 21)]
     assert forecast(samples, shape(300.0), 90.0) == pytest.approx(expected)
 
@@ -44,5 +44,5 @@ def _mean_excess(rate: float) -> float:
         (now, sum(now - WINDOW_S < at <= now for at in came) / WINDOW_S)
         for now in (TICK_S * tick for tick in range(8, 400))
     ]
-    made = [forecast(seen[end - 20 : end], seen[end - 1][1], 90.0) for end in range(20, len(seen))]
-    return sum(made) / sum(value for _, value in seen[19:-1]) - 1
+    forecasts = [forecast(seen[end - 20 : end], seen[end - 1][1], 90.0) for end in range(20, len(seen))]
+    return sum(forecasts) / sum(value for _, value in seen[19:-1]) - 1

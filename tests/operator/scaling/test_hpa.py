@@ -1,8 +1,8 @@
 """
 The real HorizontalPodAutoscaler writes RoleScalers: kube-controller-manager beside a real API server.
 
-What stands in is the server of external metrics, as an adapter for Prometheus is one: it says what the
-operator's /metrics say.
+A stand-in for the server of external metrics acts as an adapter for Prometheus does: it serves the values of
+the operator's /metrics.
 """
 
 from __future__ import annotations
@@ -138,13 +138,13 @@ async def controllers(cluster: RealCluster) -> AsyncIterator[None]:
 def example(name: str, service: str) -> dict[str, Any]:
     """The HorizontalPodAutoscaler of an example, for a service of another name."""
     text = (EXAMPLES / name).read_text().replace("smollm2", service)
-    found: dict[str, Any] = next(
+    example_manifest: dict[str, Any] = next(
         one for one in yaml.safe_load_all(text) if one["kind"] == "HorizontalPodAutoscaler"
     )
-    return found
+    return example_manifest
 
 
-async def test_an_hpa_follows_the_operators_advice_and_the_deployment_follows_it(tmp_path: Path) -> None:
+async def test_hpa_external_metric_scales_the_deployment(tmp_path: Path) -> None:
     program("kube-controller-manager")
     async with real_cluster(tmp_path) as cluster, client(cluster) as asking:
         inside = Inside(asking)
@@ -181,7 +181,7 @@ async def test_an_hpa_follows_the_operators_advice_and_the_deployment_follows_it
                 one["metadata"]["labels"][labels.ROLE]: one["spec"]["replicas"] for one in deployments
             }
             assert replicas["decode"] == 4
-            # It was asked for 4, and 4 are there: an HPA that took the number for a ratio would go on.
+            # 4 are requested and 4 exist: an HPA that took the number for a ratio would scale further.
             await service.look()
 
             async def steady() -> bool:

@@ -38,12 +38,12 @@ async def server(answer: Answer) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def said(**figures: str) -> bytes:
-    result = [{"metric": {METRIC_LABEL: name}, "value": [1.0, value]} for name, value in figures.items()]
+def response(**values: str) -> bytes:
+    result = [{"metric": {METRIC_LABEL: name}, "value": [1.0, value]} for name, value in values.items()]
     return json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}}).encode()
 
 
-async def asked(body: bytes, status: int = 200) -> dict[str, float]:
+async def queried(body: bytes, status: int = 200) -> dict[str, float]:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(body=body, status=status)
 
@@ -55,13 +55,13 @@ async def asked(body: bytes, status: int = 200) -> dict[str, float]:
         await asking.close()
 
 
-async def test_figures_come_by_their_names() -> None:
-    found = await asked(said(demand="3.5", queued="0", latency="NaN"))
-    assert (found["demand"], found["queued"]) == (3.5, 0.0)
-    figures = ServiceMetrics({**found, "age": 1.0, "routers": 1.0})
-    assert figures.read("queued").zero
-    assert not figures.read("latency").known
-    assert not figures.read("nowhere").known
+async def test_query_values_come_by_their_names() -> None:
+    replies = await queried(response(demand="3.5", queued="0", latency="NaN"))
+    assert (replies["demand"], replies["queued"]) == (3.5, 0.0)
+    signals = ServiceMetrics({**replies, "age": 1.0, "routers": 1.0})
+    assert signals.read("queued").zero
+    assert not signals.read("latency").has_value
+    assert not signals.read("nowhere").has_value
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,14 @@ async def test_figures_come_by_their_names() -> None:
         (b"busy", 503, "invalid response"),
     ],
 )
-async def test_what_is_no_answer_is_a_loss(body: bytes, status: int, words: str) -> None:
+async def test_query_invalid_answer_raises_metrics_lost(body: bytes, status: int, words: str) -> None:
     with pytest.raises(MetricsLost, match=words):
-        await asked(body, status)
+        await queried(body, status)
 
 
-async def test_a_server_that_is_away_silent_or_not_named_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_query_unreachable_or_silent_server_raises_metrics_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     forever = asyncio.Event()
 
     async def silent(request: web.Request) -> web.Response:
@@ -101,12 +103,12 @@ async def test_a_server_that_is_away_silent_or_not_named_is_a_loss(monkeypatch: 
         await asking.close()
 
 
-async def test_the_token_is_shown_to_the_operators_own_server_alone(tmp_path: Path) -> None:
+async def test_query_token_goes_only_to_operators_server(tmp_path: Path) -> None:
     shown: list[str | None] = []
 
     async def answer(request: web.Request) -> web.Response:
         shown.append(request.headers.get("Authorization"))
-        return web.Response(body=said())
+        return web.Response(body=response())
 
     (tmp_path / "token").write_text("secret\n")
     async with server(answer) as own, server(answer) as other:
@@ -127,11 +129,11 @@ SEEN = {
     "decode_mean_usage": 0.6, "decode_running": 20.0, "decode_mean_running": 20.0, "decode_slots": 128.0,
     "decode_fullest_slots": 0.2, "decode_token": 0.02, "demand_local": 0.0, "prefill_queued": 0.0,
 }  # fmt: skip
-THERE = RolePods(replicas=3, ready=3, routers=2)
+PREFILLS = RolePods(replicas=3, ready=3, routers=2)
 
 
-def test_each_role_is_seen_by_its_own_figures() -> None:
-    prefill = role_sample("prefill", ServiceMetrics(SEEN), THERE, 2.0)
+def test_role_sample_uses_metrics_of_its_role() -> None:
+    prefill = role_sample("prefill", ServiceMetrics(SEEN), PREFILLS, 2.0)
     assert (prefill.demand.value, prefill.backlog.value, prefill.latency.value) == (3000.0, 150.0, 0.5)
     decode = role_sample("decode", ServiceMetrics(SEEN), RolePods(replicas=2, ready=2, routers=2), 0.05)
     assert (decode.demand.value, decode.backlog.value) == (500.0, 100.0)
@@ -151,20 +153,20 @@ def test_each_role_is_seen_by_its_own_figures() -> None:
     ],
     ids=["a step", "chance", "less", "unknown", "only of lately"],
 )
-def test_a_step_is_taken_for_the_demand_as_soon_as_it_is_seen(
+def test_role_sample_recent_demand_step_counts_at_once(
     lately: dict[str, float], demand: float | None
 ) -> None:
-    seen = role_sample("prefill", ServiceMetrics({**SEEN, **lately}), THERE, 2.0)
+    seen = role_sample("prefill", ServiceMetrics({**SEEN, **lately}), PREFILLS, 2.0)
     assert seen.demand.value == demand
 
 
 def test_prompts_that_decode_computes_are_no_prefill_demand() -> None:
     """Short chats never reach a prefill worker: the router reports them apart, an older router not at all."""
-    asked = {**SEEN, "demand_prompt": 3000.0, "demand_prompt_lately": 8000.0}
+    queried = {**SEEN, "demand_prompt": 3000.0, "demand_prompt_lately": 8000.0}
     local = {"demand_local": 2900.0, "demand_local_lately": 7900.0}
-    assert role_sample("prefill", ServiceMetrics({**asked, **local}), THERE, 2.0).demand.value == 100.0
-    unreported = {name: value for name, value in asked.items() if "local" not in name}
-    assert role_sample("prefill", ServiceMetrics(unreported), THERE, 2.0).demand.value == 8000.0
+    assert role_sample("prefill", ServiceMetrics({**queried, **local}), PREFILLS, 2.0).demand.value == 100.0
+    unreported = {name: value for name, value in queried.items() if "local" not in name}
+    assert role_sample("prefill", ServiceMetrics(unreported), PREFILLS, 2.0).demand.value == 8000.0
 
 
 DECODES = RolePods(replicas=2, ready=2, routers=2)
@@ -191,8 +193,8 @@ SLOTS_FULL = {
 def test_decode_fullness_is_the_larger_of_kv_and_slots(
     changed: dict[str, float | None], utilisation: float | None, tightest: str
 ) -> None:
-    figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
-    seen = role_sample("decode", ServiceMetrics(figures), DECODES, 0.05)
+    signals = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
+    seen = role_sample("decode", ServiceMetrics(signals), DECODES, 0.05)
     assert seen.utilisation.value == (None if utilisation is None else pytest.approx(utilisation))
     assert seen.tightest == tightest
 
@@ -211,10 +213,12 @@ def test_decode_fullness_any_figures_never_below_kv_or_slots(seed: int) -> None:
     assert seen.queued.zero == (not changed["decode_queued"] and not changed["waiting"])
 
 
-def test_requests_that_routers_queue_for_decode_are_no_prefill_backlog() -> None:
+def test_role_sample_router_queue_for_decode_is_decode_backlog() -> None:
     queued = {**SEEN, "waiting": 120.0, "queued_prompt": 500_000.0}
-    assert role_sample("prefill", ServiceMetrics(queued), THERE, 2.0).backlog.value == 500_050.0
-    assert role_sample("prefill", ServiceMetrics({**queued, **SLOTS_FULL}), THERE, 2.0).backlog.value == 50.0
+    assert role_sample("prefill", ServiceMetrics(queued), PREFILLS, 2.0).backlog.value == 500_050.0
+    assert (
+        role_sample("prefill", ServiceMetrics({**queued, **SLOTS_FULL}), PREFILLS, 2.0).backlog.value == 50.0
+    )
     waiting = role_sample("decode", ServiceMetrics({**queued, **SLOTS_FULL}), DECODES, 0.05)
     assert waiting.backlog.value == 121 * 100.0, "but decode's: requests by tokens of an answer"
 
@@ -231,20 +235,20 @@ def test_requests_that_routers_queue_for_decode_are_no_prefill_backlog() -> None
 def test_decode_capacity_is_sampled_by_what_binds(
     changed: dict[str, float | None], sample: float | None
 ) -> None:
-    figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
-    rate = role_sample("decode", ServiceMetrics(figures), DECODES, 0.05).rate.value
+    signals = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
+    rate = role_sample("decode", ServiceMetrics(signals), DECODES, 0.05).rate.value
     assert rate == (None if sample is None else pytest.approx(sample))
 
 
 @pytest.mark.parametrize(
     ("changed", "pods", "silent"),
     [
-        ({"prefill_workers": 2.0}, THERE, 1),
-        ({"routers": 1.0}, THERE, 1),
+        ({"prefill_workers": 2.0}, PREFILLS, 1),
+        ({"routers": 1.0}, PREFILLS, 1),
         ({}, RolePods(replicas=3, ready=4, routers=2), 1),
     ],
 )
-def test_of_whom_nothing_is_heard_is_counted(changed: dict[str, float], pods: RolePods, silent: int) -> None:
+def test_role_sample_counts_silent_pods(changed: dict[str, float], pods: RolePods, silent: int) -> None:
     assert role_sample("prefill", ServiceMetrics({**SEEN, **changed}), pods, 2.0).silent == silent
 
 
@@ -253,14 +257,14 @@ def test_of_whom_nothing_is_heard_is_counted(changed: dict[str, float], pods: Ro
     [{"age": 600.0}, {"routers": 0.0}, {"age": None}, {"routers": None}],
     ids=["stale", "no router", "no age", "no routers"],
 )
-def test_what_is_old_or_comes_from_nobody_is_unknown(changed: dict[str, Any]) -> None:
-    figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
-    seen = role_sample("prefill", ServiceMetrics(figures), THERE, 2.0)
+def test_role_sample_stale_or_missing_metrics_are_unknown(changed: dict[str, Any]) -> None:
+    signals = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
+    seen = role_sample("prefill", ServiceMetrics(signals), PREFILLS, 2.0)
     decision, _ = decide(PREFILL, RoleMemory.new(0.0), seen, 0.0)
     assert decision.reason == "MetricsHeld"
 
 
-def test_any_figure_that_is_missing_makes_no_role_smaller() -> None:
+def test_role_sample_any_missing_metric_never_shrinks() -> None:
     quiet = {
         **SEEN, "demand_prompt": 100.0, "queued_prompt": 0.0, "prefill_queued_tokens": 0.0,
         "decode_queued": 0.0,
@@ -270,16 +274,16 @@ def test_any_figure_that_is_missing_makes_no_role_smaller() -> None:
         "waiting", "prefill_queued", "decode_queued",
     }  # fmt: skip
     for missing in [None, *needed]:
-        figures = {name: value for name, value in quiet.items() if name != missing}
+        signals = {name: value for name, value in quiet.items() if name != missing}
         memory, replicas = RoleMemory.new(0.0, 1000.0), 3
         for tick in range(40):
-            seen = role_sample("prefill", ServiceMetrics(figures), THERE, 2.0)
+            seen = role_sample("prefill", ServiceMetrics(signals), PREFILLS, 2.0)
             decision, memory = decide(PREFILL, memory, seen, 15.0 * tick)
             replicas = min(replicas, decision.replicas)
         assert replicas == (3 if missing else 2), missing
 
 
-def test_one_question_has_every_figure_under_its_name() -> None:
+def test_query_one_question_has_every_metric_by_name() -> None:
     question = MetricsQuery("models", "chat", 95)
     assert len(question.expressions) == len(set(question.expressions.values())), (
         "no figure is asked for twice"

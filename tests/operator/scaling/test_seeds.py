@@ -1,4 +1,4 @@
-"""What is believed of a worker before enough was seen of it."""
+"""A worker's estimated capacity before enough samples exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILE = Profile(
     model="tiny",
     machine="2 cores",
     baton="0.1.0",
-    made=0.0,
+    measured_at=0.0,
     prefill=PREFILL,
     step=STEP,
     transfer=TRANSFER,
@@ -33,15 +33,15 @@ PROFILE = Profile(
 
 
 @pytest.mark.parametrize("samples", [0, 1, ENOUGH_SAMPLES - 1])
-def test_what_was_said_before_counts_until_enough_was_seen(samples: int) -> None:
-    known = CapacityEstimate((100.0,) * samples, seed=1000.0)
-    assert known.value == 1000.0 and not known.learnt
-    enough = replace(known, samples=(100.0,) * ENOUGH_SAMPLES)
+def test_capacity_seed_counts_until_enough_samples(samples: int) -> None:
+    estimate = CapacityEstimate((100.0,) * samples, seed=1000.0)
+    assert estimate.value == 1000.0 and not estimate.learnt
+    enough = replace(estimate, samples=(100.0,) * ENOUGH_SAMPLES)
     assert enough.value == 100.0 and enough.learnt
     assert CapacityEstimate((100.0,)).learnt, "where nothing was said, the first one counts"
 
 
-def test_a_seeded_role_knows_at_once_how_many_workers_a_demand_needs() -> None:
+def test_decide_seeded_role_meets_demand_at_once() -> None:
     wanted = ScalingPolicy(least=1, most=8, objective_s=2.0, queue_s=2.0)
     seen = RoleSample(
         replicas=1, ready=1, demand=Measurement.of(3000.0), backlog=ZERO, latency=Measurement.of(0.1),
@@ -58,7 +58,7 @@ def test_a_seeded_role_knows_at_once_how_many_workers_a_demand_needs() -> None:
 
 
 @pytest.mark.parametrize(("prefill", "first_token_s"), [(None, 2.0), ({}, None)])
-def test_decode_workers_answer_for_first_tokens_where_there_are_no_others(
+def test_policy_decode_without_prefill_has_first_token_objective(
     prefill: dict[str, str] | None, first_token_s: float | None
 ) -> None:
     given = {

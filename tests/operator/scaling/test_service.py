@@ -46,9 +46,9 @@ def all_of_them(decisions: Mapping[RoleName, ScalingDecision]) -> dict[RoleName,
     return {name: one.replicas for name, one in decisions.items()}
 
 
-def test_each_role_is_scaled_by_its_own_signals() -> None:
-    made = decide_all({"prefill": role(2, 3000), "decode": role(3, 2400)}, all_of_them, NOW)
-    assert {name: decision.replicas for name, (decision, _) in made.items()} == {"prefill": 4, "decode": 3}
+def test_decide_all_scales_each_role_by_its_own_signals() -> None:
+    decided = decide_all({"prefill": role(2, 3000), "decode": role(3, 2400)}, all_of_them, NOW)
+    assert {name: decision.replicas for name, (decision, _) in decided.items()} == {"prefill": 4, "decode": 3}
 
 
 def test_prefill_does_not_grow_before_a_decode_that_is_full() -> None:
@@ -58,7 +58,7 @@ def test_prefill_does_not_grow_before_a_decode_that_is_full() -> None:
     assert decisions["decode"].replicas == 4
 
 
-def test_whoever_computes_prompts_has_somebody_who_takes_them_over() -> None:
+def test_decide_all_busy_prefill_keeps_a_decode_worker() -> None:
     sleeping = role(1, 0.0, utilisation=0.0, least=0)
     awake: dict[RoleName, ScaledRole] = {"prefill": role(2, 1500), "decode": sleeping}
     memory = sleeping.memory
@@ -68,14 +68,14 @@ def test_whoever_computes_prompts_has_somebody_who_takes_them_over() -> None:
         assert decision.replicas >= 1
 
 
-def test_what_would_go_over_the_budget_waits() -> None:
+def test_decide_all_growth_over_budget_waits() -> None:
     def nothing_is_free(decisions: Mapping[RoleName, ScalingDecision]) -> dict[RoleName, int]:
         return dict.fromkeys(decisions, 2)
 
-    made = decide_all({"prefill": role(2, 3000), "decode": role(3, 2400)}, nothing_is_free, NOW)
-    grown, _ = made["prefill"]
+    decided = decide_all({"prefill": role(2, 3000), "decode": role(3, 2400)}, nothing_is_free, NOW)
+    grown, _ = decided["prefill"]
     assert (grown.replicas, grown.reason, grown.limited) == (2, "GpuBudget", "GpuBudget")
-    assert made["decode"][0].replicas == 3, "a budget takes nothing away"
+    assert decided["decode"][0].replicas == 3, "a budget takes nothing away"
 
 
 KV_LOW = {
@@ -93,7 +93,7 @@ IN_ROUTERS = {"decode_queued": 0.0, "waiting": 120.0, "queued_prompt": 500_000.0
 @pytest.mark.parametrize("queued", [IN_DECODE, IN_ROUTERS], ids=["in decode", "in routers"])
 def test_decode_out_of_slots_grows_and_prefill_does_not(queued: dict[str, float]) -> None:
     """KV is 30 % used and tokens come fast: only the batch slots say that decode is full."""
-    figures = ServiceMetrics({**KV_LOW, **queued})
+    metrics = ServiceMetrics({**KV_LOW, **queued})
     replicas: dict[RoleName, int] = {"prefill": 2, "decode": 2}
     memories = {name: RoleMemory.new(NOW - 9000) for name in replicas}
     objectives: dict[RoleName, float] = {"prefill": 2.0, "decode": 0.05}
@@ -104,7 +104,7 @@ def test_decode_out_of_slots_grows_and_prefill_does_not(queued: dict[str, float]
                 least=1, most=8, objective_s=objective_s, queue_s=objective_s if name == "prefill" else None
             )
             sample = role_sample(
-                name, figures, RolePods(replicas=replicas[name], ready=2, routers=1), objective_s
+                name, metrics, RolePods(replicas=replicas[name], ready=2, routers=1), objective_s
             )
             roles[name] = ScaledRole(policy, memories[name], sample)
         for name, (decision, memory) in decide_all(roles, all_of_them, NOW + 15 * tick).items():
@@ -117,7 +117,7 @@ SPEC: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "d
 CHANGED: dict[str, Any] = {**SPEC, "engine": {"maxModelLen": 1024}}
 
 
-def test_service_rolls_only_while_a_generation_takes_over() -> None:
+def test_service_rolls_only_while_a_revision_takes_over() -> None:
     cluster = FakeCluster(SPEC)
     cluster.settle()
     assert not is_rolling_out(cluster.service)
@@ -128,7 +128,7 @@ def test_service_rolls_only_while_a_generation_takes_over() -> None:
     assert not is_rolling_out(cluster.service)
 
 
-def test_service_whose_rollout_was_taken_back_does_not_roll() -> None:
+def test_service_after_rollback_does_not_roll() -> None:
     """It may stay so for weeks, and must shrink and go to zero all the same."""
     cluster = FakeCluster(SPEC)
     cluster.settle()
@@ -142,7 +142,7 @@ def test_service_whose_rollout_was_taken_back_does_not_roll() -> None:
 
 
 def test_service_that_waits_for_a_model_does_not_roll() -> None:
-    """A download may take hours; no worker of the next generation is there to take anything over."""
+    """A download may take hours; no worker of the next revision exists to take over."""
     cached = {"uri": "hf://org/model", "cache": {"type": "PVC", "size": "20Gi"}}
     cluster = FakeCluster(SPEC)
     cluster.settle()
@@ -170,22 +170,24 @@ CASES: dict[str, tuple[list[GpuDemand], int, dict[str, int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("wishes", "gpus", "expected"), CASES.values(), ids=CASES)
-def test_a_budget(wishes: list[GpuDemand], gpus: int, expected: dict[str, int]) -> None:
-    assert allocate(wishes, gpus) == expected
+@pytest.mark.parametrize(("demands", "gpus", "expected"), CASES.values(), ids=CASES)
+def test_allocate_case_gives_expected_replicas(
+    demands: list[GpuDemand], gpus: int, expected: dict[str, int]
+) -> None:
+    assert allocate(demands, gpus) == expected
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_nobody_grows_over_a_budget_and_nobody_loses_by_it(seed: int) -> None:
+def test_allocate_random_demands_keep_budget_and_replicas(seed: int) -> None:
     rng = random.Random(seed)
-    wishes = [
+    demands = [
         GpuDemand(str(number), rng.randint(0, 4), replicas := rng.randint(0, 5), replicas + rng.randint(0, 2),
              rng.randint(0, 9), rng.random())
         for number in range(rng.randint(1, 8))
     ]  # fmt: skip
     gpus = rng.randint(0, 60)
-    made = allocate(wishes, gpus)
-    for one in wishes:
-        assert min(one.replicas, one.requested) <= made[one.holder] <= one.requested
-    grown = sum(one.gpus * max(0, made[one.holder] - one.replicas) for one in wishes)
-    assert grown <= max(0, gpus - sum(one.taken for one in wishes))
+    decided = allocate(demands, gpus)
+    for one in demands:
+        assert min(one.replicas, one.requested) <= decided[one.holder] <= one.requested
+    grown = sum(one.gpus * max(0, decided[one.holder] - one.replicas) for one in demands)
+    assert grown <= max(0, gpus - sum(one.taken for one in demands))

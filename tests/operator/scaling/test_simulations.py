@@ -1,7 +1,7 @@
 """
-A service under loads of all shapes, in virtual time: how long clients wait for too long, how often it turns.
+A service under loads of all shapes, in virtual time: violations and reversals of scaling.
 
-The mean of the replicas has a limit too, since whoever has enough of them never violates anything.
+The mean of the replicas has a limit too, since a service with enough workers never violates its objective.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOADS: dict[str, tuple[Load, float, float, int, int, float]] = {
 @pytest.mark.parametrize(
     ("load", "hours", "violating", "reversals", "most", "mean"), LOADS.values(), ids=LOADS
 )
-def test_a_load(
+def test_scaling_load_keeps_objective_and_mean_replicas(
     load: Load, hours: float, violating: float, reversals: int, most: int, mean: float, seed: int
 ) -> None:
     came = run(load, hours * HOUR, seed=seed)
@@ -40,7 +40,7 @@ def test_a_load(
 
 
 @pytest.mark.parametrize(("period", "share"), [(HOUR, 0.64), (2 * HOUR, 0.3)])
-def test_to_look_ahead_over_the_start_of_a_worker_saves_violations(period: float, share: float) -> None:
+def test_scaling_lookahead_over_worker_start_saves_violations(period: float, share: float) -> None:
     load = sine(1000, 9000, period)
     ahead, blind = (_sum(load, ahead=ahead) for ahead in (True, False))
     assert ahead <= share * blind
@@ -62,7 +62,7 @@ def test_without_prometheus_for_half_an_hour_nothing_changes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_operator_that_starts_anew_after_a_fall_shrinks_nothing_at_once(seed: int) -> None:
+def test_scaling_restart_after_a_fall_delays_shrinking(seed: int) -> None:
     fall = HOUR
     came = run(step(5000, 1000, fall), 3 * HOUR, restart=fall + 120, seed=seed)
     assert came.violating_s <= 540

@@ -30,18 +30,18 @@ NOTHING = LearnedRequests()
 
 
 def looked(
-    figures: Mapping[str, float],
+    values: Mapping[str, float],
     seen: LearnedRequests = NOTHING,
     now: float = NOW,
     profile: Profile = PROFILE,
 ) -> LearnedRequests:
-    return seen.looked(profile, ServiceMetrics({**HEARD, **figures}), now)
+    return seen.looked(profile, ServiceMetrics({**HEARD, **values}), now)
 
 
 def test_sizes_of_the_profiles_own_requests_are_its_capacity() -> None:
-    made = worker_sizes(PROFILE, LearnedRequests(), WANTED, 240.0, 1)
-    assert made["prefill"].tokens_per_s == pytest.approx(PROFILE.capacity.prefill_tokens_per_s)
-    assert made["decode"].tokens_per_s == pytest.approx(PROFILE.capacity.decode_tokens_per_s)
+    sizes = worker_sizes(PROFILE, LearnedRequests(), WANTED, 240.0, 1)
+    assert sizes["prefill"].tokens_per_s == pytest.approx(PROFILE.capacity.prefill_tokens_per_s)
+    assert sizes["decode"].tokens_per_s == pytest.approx(PROFILE.capacity.decode_tokens_per_s)
 
 
 SOON = objectives("1s", "20ms")
@@ -56,42 +56,42 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], Objectives, int | None,
 
 
 @pytest.mark.parametrize(
-    ("changed", "figures", "wanted", "prefills", "prefill", "decode"), CASES.values(), ids=CASES
+    ("changed", "values", "wanted", "prefills", "prefill", "decode"), CASES.values(), ids=CASES
 )
 def test_sizes_name_the_bound_that_binds(
     changed: dict[str, Any],
-    figures: dict[str, float],
+    values: dict[str, float],
     wanted: Objectives,
     prefills: int | None,
     prefill: str,
     decode: str,
 ) -> None:
     profile = msgspec.structs.replace(PROFILE, **changed)
-    made = worker_sizes(profile, looked(figures, profile=profile), wanted, 0.0, prefills)
-    assert (made["prefill"].bound, made["decode"].bound) == (prefill, decode)
-    assert made["prefill"].tokens_per_s > 0 and made["decode"].tokens_per_s > 0
+    sizes = worker_sizes(profile, looked(values, profile=profile), wanted, 0.0, prefills)
+    assert (sizes["prefill"].bound, sizes["decode"].bound) == (prefill, decode)
+    assert sizes["prefill"].tokens_per_s > 0 and sizes["decode"].tokens_per_s > 0
 
 
 def test_sizes_itl_bound_leaves_room_for_chance() -> None:
     """As many streams as the objective allows are too many half of the time."""
     wanted = objectives("5s", "40ms")
     most = (0.04 - PROFILE.step.base_s) / PROFILE.step.stream_s / 0.04
-    made = worker_sizes(PROFILE, LearnedRequests(), wanted, 0.0, 1)["decode"]
-    assert made.bound == "InterTokenLatency"
-    assert 0.7 * most < made.tokens_per_s < 0.95 * most
+    sizes = worker_sizes(PROFILE, LearnedRequests(), wanted, 0.0, 1)["decode"]
+    assert sizes.bound == "InterTokenLatency"
+    assert 0.7 * most < sizes.tokens_per_s < 0.95 * most
 
 
 def test_sizes_objectives_unattainable_are_zero() -> None:
-    made = worker_sizes(PROFILE, LearnedRequests(), objectives("100ms", "1ms"), 0.0, 1)
-    assert {one.tokens_per_s for one in made.values()} == {0.0}
-    assert (made["prefill"].bound, made["decode"].bound) == ("TimeToFirstToken", "InterTokenLatency")
+    sizes = worker_sizes(PROFILE, LearnedRequests(), objectives("100ms", "1ms"), 0.0, 1)
+    assert {one.tokens_per_s for one in sizes.values()} == {0.0}
+    assert (sizes["prefill"].bound, sizes["decode"].bound) == ("TimeToFirstToken", "InterTokenLatency")
 
 
 def test_sizes_without_prefill_role_spend_time_on_prompts() -> None:
-    alone, beside = (
+    without_prefill, beside = (
         worker_sizes(PROFILE, LearnedRequests(), WANTED, 0.0, one)["decode"] for one in (None, 0)
     )
-    assert alone.tokens_per_s < 0.9 * beside.tokens_per_s
+    assert without_prefill.tokens_per_s < 0.9 * beside.tokens_per_s
 
 
 def test_sizes_follow_lengths_at_once_and_ahead() -> None:
@@ -105,9 +105,9 @@ def test_sizes_follow_lengths_at_once_and_ahead() -> None:
     longer = looked(
         {"prefill_uncached": 3000.0, "decode_prompt": 3000.0, "decode_answer": 100.0}, seen, NOW + 1500
     )
-    made = worker_sizes(PROFILE, longer, WANTED, 0.0, 1)
-    assert made["prefill"].tokens_per_s < short["prefill"].tokens_per_s
-    assert made["decode"].tokens_per_s < short["decode"].tokens_per_s
+    sizes = worker_sizes(PROFILE, longer, WANTED, 0.0, 1)
+    assert sizes["prefill"].tokens_per_s < short["prefill"].tokens_per_s
+    assert sizes["decode"].tokens_per_s < short["decode"].tokens_per_s
     rising = LearnedRequests()
     for tick in range(20):
         rising = looked(
@@ -192,7 +192,7 @@ def test_seen_without_figures_stays_as_it_was() -> None:
     assert later == seen
 
 
-def any_figures(rng: random.Random) -> Mapping[str, float]:
+def random_values(rng: random.Random) -> Mapping[str, float]:
     names = ("prefill_uncached", "decode_prompt", "decode_answer", "prefill_speed", "decode_mean_running",
              "decode_workers", "decode_token_mean")  # fmt: skip
     chosen = [name for name in names if rng.random() < 0.8]
@@ -200,15 +200,15 @@ def any_figures(rng: random.Random) -> Mapping[str, float]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_sizes_any_figures_are_finite_and_never_rise_with_length(seed: int) -> None:
+def test_sizes_any_values_are_finite_and_never_rise_with_length(seed: int) -> None:
     rng = random.Random(seed)
     seen = LearnedRequests()
     for tick in range(30):
-        seen = looked(any_figures(rng), seen, NOW + 15 * tick)
+        seen = looked(random_values(rng), seen, NOW + 15 * tick)
         assert all(1 / MOST_FACTOR <= one <= MOST_FACTOR for one in (seen.prefill_speed, seen.decode_speed))
         wanted = objectives(f"{rng.uniform(0.1, 9):.3f}s", f"{rng.uniform(5, 200):.0f}ms")
-        made = worker_sizes(PROFILE, seen, wanted, rng.uniform(0, 600), rng.choice((None, 0, 1, 9)))
-        assert all(0 <= one.tokens_per_s < 1e9 for one in made.values())
+        sizes = worker_sizes(PROFILE, seen, wanted, rng.uniform(0, 600), rng.choice((None, 0, 1, 9)))
+        assert all(0 <= one.tokens_per_s < 1e9 for one in sizes.values())
         prompt = rng.uniform(1, 20_000)
         lengths = {"prefill_uncached": 500.0, "decode_answer": 100.0}
         short, long = (

@@ -11,9 +11,9 @@ export function taken(answer, data) {
   try {
     chunk = JSON.parse(data);
   } catch {
-    return { ...answer, error: "The server sent something that is no JSON." };
+    return { ...answer, error: "The server sent an event that is not valid JSON." };
   }
-  if (chunk.error) return { ...answer, error: String(chunk.error.message ?? "The answer broke off.") };
+  if (chunk.error) return { ...answer, error: String(chunk.error.message ?? "The answer ended with an error.") };
   const choice = chunk.choices?.[0];
   const delta = choice?.delta ?? {};
   return {

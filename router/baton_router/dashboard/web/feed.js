@@ -1,4 +1,4 @@
-// What the router tells, for as long as the page is open: it is asked again, later each time, until it answers.
+// The router's event stream while the page is open. A lost stream is requested again, with growing pauses.
 
 import { eventsOf } from "./events.js";
 import { authorization } from "./key.js";
@@ -19,7 +19,7 @@ export class Feed {
     this.#changed = changed;
   }
 
-  // Begin anew, with the key that there is now.
+  // Start again with the current key.
   start() {
     this.#running?.abort();
     this.#running = new AbortController();

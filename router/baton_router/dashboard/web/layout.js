@@ -1,4 +1,4 @@
-// Where everything of the relay stands: from the width there is and the workers there are to boxes and links.
+// Layout of the relay: from the available width and the workers to boxes and links.
 
 const CARD_HEIGHT = 106;
 const GAP = 16;
@@ -9,8 +9,8 @@ const LANE = 12; // below the cards, for requests that pass the prefill workers 
 const FLOW = 76; // between two rows of a relay that runs downwards
 const MOST = 6; // cards of one role; the table has all
 
-// { width, height, narrow, router, cards: [{ worker, x, y, width, height }], links, captions, left }
-// A link has id, kind ("ask" to whoever computes, "blocks" between workers), from, to and d, its path.
+// Returns `{ width, height, narrow, router, cards: [{ worker, x, y, width, height }], links, captions, left }`.
+// A link has id, kind ("ask" to a worker that computes, "blocks" between workers), from, to and d, its path.
 export function layout(width, workers) {
   const narrow = width < NARROW;
   const prefills = workers.filter((worker) => worker.role === "prefill");
@@ -41,7 +41,7 @@ function sideways(width, prefills, decodes) {
     router: { x: 0, y: routerY, width: routerWidth, height: ROUTER_HEIGHT },
     cards: [...column(prefills, prefillX), ...column(decodes, decodeX)],
     captions: [
-      { text: "requests wait", kind: "queue", x: 0, y: 14 },
+      { text: "queue", kind: "queue", x: 0, y: 14 },
       ...(prefills.length ? [{ text: "prefill", kind: "prefill", x: prefillX, y: 14 }] : []),
       ...(prefills.length ? [{ text: "KV blocks", kind: "transfer", x: prefillX + cardWidth + GAP, y: 14 }] : []),
       { text: "decode", kind: "decode", x: decodeX, y: 14 },
@@ -51,7 +51,7 @@ function sideways(width, prefills, decodes) {
 
 function downwards(width, prefills, decodes) {
   const most = width < 300 ? 1 : 2;
-  const captions = [{ text: "requests wait", kind: "queue", x: 0, y: 14 }];
+  const captions = [{ text: "queue", kind: "queue", x: 0, y: 14 }];
   let y = TOP + ROUTER_HEIGHT;
   const rows = (workers, text, kind) => {
     if (!workers.length) return [];

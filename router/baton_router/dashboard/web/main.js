@@ -1,4 +1,4 @@
-// The page: what the router tells is kept in `Requests` and shown by those who draw it.
+// The page: `Requests` keeps the router's events, and the views draw them.
 
 import { byId, html, say } from "./dom.js";
 import { Feed } from "./feed.js";
@@ -15,8 +15,8 @@ const APART_MS = 500; // between two moves of a request of which both are told a
 const CONNECTIONS = {
   connecting: "Connecting …",
   live: "Live",
-  lost: "Connection lost, trying again …",
-  refused: "An API key is needed",
+  lost: "Connection lost, reconnecting …",
+  refused: "API key required",
 };
 
 const requests = new Requests();
@@ -65,7 +65,7 @@ function showService(value) {
   say(byId("figure-cache"), share(pace.cached_tokens, pace.prompt_tokens));
   const waiting = service.waiting?.reduce((sum, one) => sum + one.count, 0);
   say(byId("figure-waiting"), service.waiting ? count(waiting) : "–");
-  say(byId("figure-waiting-note"), service.waiting ? "requests, now" : "for admins to see");
+  say(byId("figure-waiting-note"), service.waiting ? "now" : "visible to admins");
   say(byId("version"), `Baton ${service.version}${service.tenant ? ` · ${service.tenant}` : ""}`);
   byId("refusal").hidden = !service.refusal;
   say(byId("refusal"), service.refusal ?? "");
@@ -107,7 +107,7 @@ function showRequests() {
 
 function askForKey(reason) {
   const dialog = byId("key");
-  if (reason) say(byId("key-reason"), `${reason} It is kept until you close this tab, and sent to this server only.`);
+  if (reason) say(byId("key-reason"), `${reason} The key is kept until you close this tab and sent only to this server.`);
   byId("key-open").hidden = false;
   if (!dialog.open) dialog.showModal();
   byId("key-field").focus();

@@ -1,4 +1,4 @@
-// What people call the workers: their role and a number, by their place in the list.
+// Display names of the workers: role and number, by their position in the list.
 
 const WORDS = { prefill: "Prefill", decode: "Decode", both: "Worker" };
 

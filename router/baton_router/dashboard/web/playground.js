@@ -1,4 +1,4 @@
-// A conversation with the model: what is said passes by this page and is kept nowhere.
+// A conversation with the model. Its messages are not stored.
 
 import { computedBy, decisionNumber, nothing, taken } from "./answer.js";
 import { byId, html, say } from "./dom.js";
@@ -9,7 +9,7 @@ import { labelOf } from "./names.js";
 import { counted, seconds } from "./sizes.js";
 import { timeline } from "./timelines.js";
 
-const ENDS = { length: "it reached the most tokens", content_filter: "it was filtered" };
+const ENDS = { length: "maximum tokens reached", content_filter: "content filtered" };
 
 export class Playground {
   #form = byId("ask");
@@ -20,7 +20,7 @@ export class Playground {
   #running = null;
   #wantKey;
 
-  // `wantKey(reason)` is called when an answer was refused for want of one.
+  // `wantKey(reason)` is called when the router rejected a request without a valid key.
   constructor(wantKey) {
     this.#wantKey = wantKey;
     this.#form.addEventListener("submit", (event) => {
@@ -45,7 +45,7 @@ export class Playground {
     if (models.includes(before)) select.value = before;
   }
 
-  // What is known now of the requests: answers show their own.
+  // Pass the current state of the requests to the answers; each shows its own.
   follow(requests, named, now) {
     for (const answer of this.#answers) answer.follow(requests, named, now);
   }
@@ -54,7 +54,7 @@ export class Playground {
     this.#running?.abort();
     this.#messages = [];
     this.#answers = [];
-    this.#log.replaceChildren(html("p", { class: "empty" }, "Say something, and see which workers answer."));
+    this.#log.replaceChildren(html("p", { class: "empty" }, "Send a message to see which workers answer it."));
     this.#question.focus();
   }
 
@@ -118,10 +118,10 @@ export class Playground {
     byId("send").hidden = busy;
     byId("stop").hidden = !busy;
     this.#log.setAttribute("aria-busy", String(busy));
-    // Whoever pressed a button that is hidden now goes on with what has come in its place.
+    // If the focused button is hidden now, move the focus to its replacement.
     if (busy && focused === byId("send")) byId("stop").focus();
     if (!busy && focused === byId("stop")) this.#question.focus();
-    say(byId("announcement"), busy ? "The model answers." : "The answer has ended.");
+    say(byId("announcement"), busy ? "The model is answering." : "The answer has ended.");
     if (!busy) this.#log.scrollTop = this.#log.scrollHeight;
   }
 
@@ -142,7 +142,7 @@ export class Playground {
     try {
       return { body: { ...body, tools: JSON.parse(tools) } };
     } catch (error) {
-      return { problem: `The tools are no JSON: ${error.message}` };
+      return { problem: `The tools are not valid JSON: ${error.message}` };
     }
   }
 }
@@ -209,10 +209,10 @@ class Answer {
     const usage = this.now.usage;
     const record = this.#number === null ? undefined : requests.get(this.#number);
     const prefill = record && record.remote !== null ? record.remote && record.prefill : computed !== worker && computed;
-    const alone = worker ? `${label(worker)} read the prompt and answered` : ""; // tenants are not told of workers
+    const alone = worker ? `${label(worker)} computed the prompt and generated the answer` : ""; // tenants are not told of workers
     const parts = [
-      prefill ? `${label(prefill)} read the prompt, ${label(worker)} answered` : alone,
-      cached !== null && usage ? `${cached} of ${counted(usage.prompt_tokens, "prompt token")} from a cache` : "",
+      prefill ? `${label(prefill)} computed the prompt, ${label(worker)} generated the answer` : alone,
+      cached !== null && usage ? `${cached} of ${counted(usage.prompt_tokens, "prompt token")} cached` : "",
       this.#first ? `first token after ${seconds((this.#first - this.#sent) / 1000)}` : "",
       usage ? counted(usage.completion_tokens, "token") : "",
       this.#how,

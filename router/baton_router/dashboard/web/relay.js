@@ -1,4 +1,4 @@
-// The relay as a picture. What stands still is drawn anew with each report; what moves has a layer of its own.
+// The relay as a picture. Each report redraws the fixed parts; moving parts have their own layer.
 
 import { svg } from "./dom.js";
 import { layout, shownOn } from "./layout.js";
@@ -56,7 +56,7 @@ export class Relay {
     );
   }
 
-  // Show what has happened; what is not in the picture is not shown.
+  // Animate one move, if the picture has its link.
   move(move, after = 0) {
     const on = shownOn(move);
     const link = on && this.#links.get(on.id);
@@ -108,10 +108,10 @@ export class Relay {
 export function described(service, named) {
   const waiting = service.waiting?.reduce((sum, one) => sum + one.count, 0);
   const workers = service.workers.map((one) => {
-    const work = one.role === "prefill" ? `computes ${one.computing}` : `writes ${one.generating}`;
+    const work = one.role === "prefill" ? `${counted(one.computing, "prompt")} in prefill` : `${counted(one.generating, "answer")} in decode`;
     return `${named.get(one.name)}, ${stateOf(one)}, ${work}`;
   });
-  return [waiting === undefined ? "" : `${counted(waiting, "request")} waiting`, ...workers].filter(Boolean).join("; ");
+  return [waiting === undefined ? "" : `${counted(waiting, "request")} queued`, ...workers].filter(Boolean).join("; ");
 }
 
 export function stateOf(worker) {
@@ -171,7 +171,7 @@ function work(one) {
   const parts = [];
   if (one.role === "prefill" || one.computing) parts.push(`${counted(one.computing, "prompt")}`);
   if (one.role !== "prefill") parts.push(`${counted(one.generating, "answer")}`);
-  if (one.load?.queued) parts.push(`${count(one.load.queued)} waiting`);
+  if (one.load?.queued) parts.push(`${count(one.load.queued)} queued`);
   return parts.join(" · ");
 }
 

@@ -1,4 +1,4 @@
-// Figures as people read them.
+// Numbers in readable units.
 
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";

@@ -1,4 +1,4 @@
-// What is known of the last requests, and what of it is news to whoever draws it.
+// The last requests, and the changes that the views have yet to draw.
 
 export const KEPT = 60;
 const NEWS_MS = 10000; // what began longer ago is history, not something to be shown as it happens
@@ -24,7 +24,7 @@ export class Requests {
     return moves;
   }
 
-  // After a connection was lost: numbers may begin anew with another process.
+  // Call it after a lost connection: another process may number its requests from the start.
   clear() {
     this.#records.clear();
     this.#begun = false;

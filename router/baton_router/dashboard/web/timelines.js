@@ -1,4 +1,4 @@
-// The last requests as timelines, and what is said of one when it is opened.
+// The last requests as timelines, and the details of an opened one.
 
 import { html, say } from "./dom.js";
 import { route, sentences } from "./explain.js";
@@ -7,7 +7,7 @@ import { seconds } from "./sizes.js";
 import { duration } from "./state.js";
 
 const SHOWN = 14;
-const OUTCOMES = { running: "runs", whole: "", lost: "lost", refused: "refused", cut: "ended early" };
+const OUTCOMES = { running: "running", whole: "", lost: "lost", refused: "rejected", cut: "ended early" };
 
 export class Timelines {
   #list;
@@ -114,8 +114,8 @@ function figures(record, now) {
     ),
     record.prompt_tokens === null
       ? null
-      : html("div", {}, html("dt", {}, "from a cache"), html("dd", {}, `${record.cached_tokens} of ${record.prompt_tokens}`)),
-    record.answer_tokens === null ? null : html("div", {}, html("dt", {}, "tokens"), html("dd", {}, `${record.answer_tokens}`)),
+      : html("div", {}, html("dt", {}, "cached tokens"), html("dd", {}, `${record.cached_tokens} of ${record.prompt_tokens}`)),
+    record.answer_tokens === null ? null : html("div", {}, html("dt", {}, "generated tokens"), html("dd", {}, `${record.answer_tokens}`)),
   );
 }
 

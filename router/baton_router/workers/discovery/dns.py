@@ -4,7 +4,7 @@ Discovery by DNS: all addresses of a name, resolved again every few seconds.
 `workers.example.org:8000` stands for its IPv4 addresses, or its IPv6 addresses if it has no other;
 `_http._tcp.workers.example.org` for the addresses and ports of its SRV records. A server that does not
 answer changes nothing. An empty answer counts after three times in a row, because a resolver that has just
-started may know no names yet; a worker that is really gone is found by its health check.
+started may know no names yet. Health checks detect a worker that is really gone.
 
 DNS carries no roles, revisions or draining state: a worker that leaves the list gets no new requests.
 """
@@ -28,13 +28,13 @@ from baton_router.workers.discovery.listed import ListedWorker
 log = logging.getLogger(__name__)
 
 EMPTY_ANSWERS_LIMIT = 3
-"""Answers in a row without an address after which nobody is there any more."""
+"""Consecutive answers without an address after which the list is empty."""
 
 Address = tuple[str, int]
 
 
 class LastGoodAddresses:
-    """What holds of the answers so far."""
+    """The addresses that count after the answers so far."""
 
     def __init__(self) -> None:
         self.addresses: frozenset[Address] = frozenset()
@@ -60,9 +60,9 @@ class DnsWorkers:
         resolver: dns.asyncresolver.Resolver | None = None,
     ) -> None:
         """
-        `secure`: the workers are spoken to by TLS, which DNS does not tell.
+        `secure`: the workers serve TLS, which DNS does not report.
 
-        Without a `resolver` the machine's own settings say whom to ask.
+        Without a `resolver`, the settings of the machine choose the name server.
         """
         self.trouble = ""
         self._query = query
@@ -91,7 +91,7 @@ class DnsWorkers:
             )
         except (dns.exception.DNSException, OSError) as error:
             reason = str(error).partition(": Server ")[0]  # and then each try of each server
-            trouble = f"DNS does not tell the addresses of {query.name}: {reason}"
+            trouble = f"DNS did not return the addresses of {query.name}: {reason}"
             if not self.trouble:
                 log.warning("%s. The known workers stay.", trouble)
             self.trouble = trouble
@@ -137,7 +137,7 @@ class DnsWorkers:
 
 @dataclass(frozen=True, slots=True)
 class DnsName:
-    """What is asked for."""
+    """A name to resolve."""
 
     name: str
     port: int | None

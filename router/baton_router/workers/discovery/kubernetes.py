@@ -2,9 +2,9 @@
 Discovery by Kubernetes: the EndpointSlices of a label selector, listed and then watched.
 
 Every minute begins with a full list, because a watch can lose deletions. In between, a broken watch resumes
-at its last resource version. While the API server is away, the known workers stay; health checks go on. Token
-and certificate authority are read for each connection. The account only needs to list and watch
-`endpointslices` of `discovery.k8s.io` in one namespace.
+at its last resource version. While the API server is away, the known workers stay, and health checks
+continue. Token and certificate authority are read for each connection. The account only needs to list and
+watch `endpointslices` of `discovery.k8s.io` in one namespace.
 
 Workers follow from all slices together: an endpoint that moves stands in two slices, and a pod with two
 address families in two slices of different kinds. Role and revision are labels, copied from the Service.
@@ -21,6 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from baton_api import labels as label_names
+from baton_api.engines import EngineKind
 from baton_api.errors import BatonError
 from baton_api.workers import Role
 from baton_http.http_client import read_body
@@ -34,10 +35,12 @@ ROLE = label_names.ROLE
 REVISION = label_names.REVISION
 
 HTTPS = "https"
-"""What a Service says as `appProtocol` of workers that are spoken to by TLS."""
+"""`appProtocol` of a Service whose workers serve TLS."""
 
 FAMILIES = ("IPv4", "IPv6")
-"""In the order in which they are preferred. There are slices of host names too, which are no addresses."""
+"""Address families in order of preference. Slices of host names are ignored."""
+
+ENGINES = {str(kind): kind for kind in EngineKind}
 
 ROLES = {"": Role.DECODE, Role.DECODE: Role.DECODE, Role.BOTH: Role.DECODE, Role.PREFILL: Role.PREFILL}
 
@@ -51,7 +54,7 @@ class Conditions(msgspec.Struct, frozen=True):
     def standing(self) -> ListedStatus:
         if self.terminating:
             return ListedStatus.TERMINATING
-        # A Service may say `ready` of whoever has an address; `serving` is always true to the probe.
+        # A Service may set `ready` for every endpoint with an address; `serving` always follows the probe.
         able = self.ready if self.serving is None else self.serving
         return ListedStatus.UNREADY if able is False else ListedStatus.SERVING
 
@@ -83,7 +86,7 @@ class SliceMetadata(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class EndpointSlice(msgspec.Struct, frozen=True, rename="camel"):
-    """What of an EndpointSlice counts here."""
+    """The fields of an EndpointSlice that discovery reads."""
 
     metadata: SliceMetadata
     address_type: str = ""
@@ -111,6 +114,7 @@ def workers_in(slices: Iterable[EndpointSlice], port: str) -> frozenset[ListedWo
                 labels.get(REVISION, ""),
                 endpoint.conditions.standing,
                 slice_port.secure,
+                ENGINES.get(labels.get(label_names.ENGINE, "")),
             )
             target = endpoint.target_ref
             pod = target.uid if target is not None and target.uid else worker.name
@@ -237,7 +241,7 @@ class KubernetesWorkers:
                     await self._watch(connected, path, slices, left, on_list)
                     await asyncio.sleep(min(left, max(0.0, began + self._retry_s - loop.time())))
             except WatchExpired:
-                await asyncio.sleep(self._retry_s)  # and then all anew, as without a word of it
+                await asyncio.sleep(self._retry_s)  # then list again, as after any other end of the watch
         finally:
             connected.upstream.close()
 

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from baton_api.engines import EngineKind
 from baton_api.workers import Role
 
 
@@ -37,6 +38,8 @@ class ListedWorker:
     standing: ListedStatus = ListedStatus.SERVING
     secure: bool = False
     """Whether TLS is used."""
+    engine: EngineKind | None = None
+    """Its engine; None if unknown."""
 
     @property
     def name(self) -> str:
@@ -44,7 +47,7 @@ class ListedWorker:
 
     def same(self, other: ListedWorker) -> bool:
         """Whether both are one worker. An address may be reused by a pod of another role or revision."""
-        own, others = ((one.name, one.role, one.revision, one.secure) for one in (self, other))
+        own, others = ((one.name, one.role, one.revision, one.secure, one.engine) for one in (self, other))
         return own == others
 
 
@@ -95,4 +98,5 @@ def _merge_entries(one: ListedWorker, other: ListedWorker) -> ListedWorker:
         max(one.revision, other.revision),
         max(one.standing, other.standing),
         one.secure or other.secure,
+        max(filter(None, (one.engine, other.engine)), default=None),
     )

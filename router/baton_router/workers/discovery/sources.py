@@ -51,8 +51,8 @@ class WorkerSources:
     """All sources of this router."""
 
     def __init__(self, settings: RouterSettings, rng: random.Random) -> None:
-        decode, prefill = _flags(settings.decode, Role.DECODE), _flags(settings.prefill, Role.PREFILL)
-        self.flags = frozenset((*decode, *prefill))
+        decode = _flags((*settings.decode, *settings.worker), Role.DECODE)
+        self.flags = frozenset((*decode, *_flags(settings.prefill, Role.PREFILL)))
         secure = sorted(one.name for one in self.flags if one.secure)
         if secure and not settings.tls_folder:
             raise SetupError(
@@ -89,7 +89,7 @@ class WorkerSources:
         names = " and ".join(sorted(self._silent or self._sources))
         one = len(self._silent or self._sources) == 1
         if self._silent:
-            return f"{names} {'has' if one else 'have'} not told yet"
+            return f"{names} {'has' if one else 'have'} not reported yet"
         return f"{names} {'lists' if one else 'list'} none"
 
     async def watch(self, on_workers: OnWorkers, background: BackgroundTasks) -> None:

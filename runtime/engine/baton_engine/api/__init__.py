@@ -1,1 +1,1 @@
-"""The OpenAI API of one worker: text in and out of an engine that knows tokens only."""
+"""The OpenAI API of one worker: conversion between text and the tokens of the engine."""

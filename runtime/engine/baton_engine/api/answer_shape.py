@@ -1,4 +1,4 @@
-"""One choice of a request, and how an endpoint writes it: as events, or as one object at the end."""
+"""Response format of an endpoint: events of a stream, or one object; and the state of one choice."""
 
 from __future__ import annotations
 
@@ -13,33 +13,37 @@ from baton_engine.requests import PromptLogprobs, Request
 
 
 class AnswerShape(Protocol):
-    """Made for one request; it may remember what it has written. Of a request, only one way is asked for."""
+    """
+    Format of one response. May keep state between events.
+
+    A response is either a stream (`events`, then `closing`) or one object (`answer`).
+    """
 
     @property
     def id(self) -> str:
-        """Of the answer: `chatcmpl-...`."""
+        """Id of the response, such as `chatcmpl-...`."""
         ...
 
     def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
-        """The events for what `choice` gained, in order of arrival; maybe none."""
+        """Return the events for a new piece of `choice`; may be empty."""
         ...
 
     def closing(self, usage: Usage) -> bytes:
-        """The events after the last choice has ended."""
+        """Return the events after the end of the last choice."""
         ...
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> Any:
         """
-        The whole answer as JSON takes it, in order of the choices' index.
+        Return the whole response as a JSON value.
 
-        Each piece is all that its choice gained.
+        `choices` are in order of their index, each with one piece that contains its whole output.
         """
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A shape whose answer depends on nothing but the request, the tokens and these two."""
+    """A shape whose response depends only on the request, the tokens, its id and its creation time."""
 
     @property
     def id(self) -> str: ...
@@ -50,29 +54,29 @@ class Resumable(Protocol):
         ...
 
     def resume(self, answer: str, created: int) -> None:
-        """Write a later part of the answer with this id and time. Called before any event."""
+        """Continue the response with this id and time. Call it before any event."""
         ...
 
 
 @dataclass(slots=True)
 class Choice:
-    """Position `index` of the answer's choices."""
+    """One choice of a response."""
 
     index: int
     prompt: int
-    """Number of its prompt."""
+    """Index of its prompt."""
     request: Request
     transcript: Transcript
     followers: list[Choice]
-    """The other choices of its prompt, until they were submitted."""
+    """The other choices of the prompt until they are submitted."""
     outputs: Generation | None = None
     scores: PromptLogprobs | None = None
-    """Of its prompt, where they were asked for; there before its first piece."""
+    """Logprobs of the prompt, if requested. Set before the first piece."""
     cached_tokens: int = 0
     first_token: float | None = None
     last_token: float | None = None
 
     @property
     def decode_s(self) -> float:
-        """Seconds from its first token to the last one so far."""
+        """Seconds from the first token to the latest one."""
         return (self.last_token or 0.0) - (self.first_token or 0.0)

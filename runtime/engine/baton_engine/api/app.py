@@ -1,15 +1,15 @@
 """
 The routes of one worker.
 
-    GET  /v1/models[/{id}]       what is served
-    POST /v1/chat/completions    generate
-    POST /v1/completions
-    POST /v1/embeddings          vectors of texts
-    POST /v1/responses           the same with items and a memory; GET and DELETE /v1/responses/{id}
-    POST /tokenize, /detokenize  text to token ids and back; also under /v1
-    POST /generate               a completion in SGLang's own form
+    GET  /v1/models[/{id}]       served models
+    POST /v1/chat/completions    chat completions
+    POST /v1/completions         text completions
+    POST /v1/embeddings          embeddings
+    POST /v1/responses           responses, stored for later turns; GET and DELETE /v1/responses/{id}
+    POST /tokenize, /detokenize  conversion between text and token ids; also under /v1
+    POST /generate               completions in SGLang's format
 
-and those of `baton_engine.api.operations`.
+`baton_engine.api.operations` adds the operational routes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Served", "create_app"]
 
 
 def create_app(served: Served) -> ASGIApp:
-    """The OpenAI API of `served`."""
+    """Create the ASGI app with the API of `served`."""
 
     async def models(request: Request) -> Response:
         return as_json({"object": "list", "data": [model_card(served, name) for name in served.names]})

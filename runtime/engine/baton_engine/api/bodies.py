@@ -1,4 +1,4 @@
-"""Request bodies, bounded in bytes, time and depth, as JSON; and endpoints that answer without the engine."""
+"""JSON request bodies with limits of size, time and depth; and endpoints that do not use the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _decoder = msgspec.json.Decoder()
 
 
 async def read(scope: Scope, receive: Receive, limit: int = limits.BODY.most) -> bytes:
-    """All bytes of the body. Raises for another content type, too many bytes, or too slow a client."""
+    """
+    Read the whole body, at most `limit` bytes.
+
+    Raises InvalidRequest for a wrong content type or a slow client, BodyTooLarge, and ClientGone.
+    """
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json":
@@ -47,7 +51,7 @@ async def read(scope: Scope, receive: Receive, limit: int = limits.BODY.most) ->
 
 
 def parse(body: bytes) -> Fields:
-    """The body's JSON object."""
+    """Parse the body, a JSON object. Raises InvalidRequest."""
     try:
         value = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -79,7 +83,7 @@ def _too_deep() -> InvalidRequest:
 
 
 class JsonEndpoint:
-    """One endpoint, told apart by `work`, which runs on a thread of its own."""
+    """An endpoint that runs `work` on a thread and returns its result as JSON."""
 
     def __init__(self, served: Served, work: Callable[[Fields, Served], Any]) -> None:
         self._served = served
@@ -96,22 +100,22 @@ class JsonEndpoint:
 
 
 async def send_json(encoded: bytes, send: Send) -> None:
-    """`encoded` as the whole answer, with status 200."""
+    """Send `encoded` as a response with status 200."""
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": fields})
     await send({"type": "http.response.body", "body": encoded})
 
 
 class ClientGone(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection."""
 
 
 class until_disconnect:
     """
-    Cancels the body of the `async with` when the client disconnects, and raises ClientGone.
+    Cancel the body of the `async with` if the client disconnects, and raise ClientGone.
 
-    The body must not send the last part of the answer: a server reports a finished answer as a
-    disconnect too.
+    The body must not send the last part of the response, because servers also report the end of a response as
+    a disconnect.
     """
 
     def __init__(self, receive: Receive) -> None:

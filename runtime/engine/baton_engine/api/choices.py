@@ -1,9 +1,9 @@
 """
-All choices of one request while they are generated: one engine request each, merged as pieces come.
+The choices of one request during generation: one engine request each, with merged outputs.
 
-The first choice of a prompt goes ahead; the others follow when its first token is there, so that they
-find the prompt in the prefix cache instead of computing it once more. All are admitted before the
-first piece leaves: a refusal is still a status then. Whoever stops iterating aborts what is left.
+The first choice of a prompt is submitted first. The others follow after its first token, so that they find
+the prompt in the prefix cache. All choices are submitted before the first piece is emitted, so that a
+rejection is still an HTTP status. Closing the iterator aborts the remaining choices.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ from baton_engine.requests import FinishReason, Output, PromptLogprobs, RemotePr
 class Choices:
     """The choices of one request, in order of their index."""
 
+    answer_log: AnswerLog | None
+    """Receives the text of the answers if request logging is enabled."""
+    aborted: bool
+    """Whether another client request aborted this one by its id."""
+
     def __init__(
         self,
         served: Served,
@@ -42,7 +47,6 @@ class Choices:
         patient: bool = False,
     ) -> None:
         self.answer_log = answer_log
-        """Hears what is said, if the log is to tell of it."""
         self._served = served
         self._work = work
         self._exchange = exchange
@@ -77,9 +81,8 @@ class Choices:
         if work.resumption is not None:
             catch_up(work, self.all[0])
         self._unsubmitted = len(self.all) - len(self._leads)
-        """Followers that were not submitted yet."""
+        """Number of followers that are not yet submitted."""
         self.aborted = False
-        """Whether somebody ended the request by its name."""
 
     @property
     def usage(self) -> Usage:
@@ -93,19 +96,19 @@ class Choices:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What the answer's head tells of its prompt."""
+        """Response headers with the report of the prompt."""
         report = self._exchange.report
         return [] if report is None else [(headers.PROMPT.encode(), report.encode().encode())]
 
     def abort(self) -> None:
-        """Somebody else ends the request: the pieces end with RequestAborted."""
+        """Abort the request from outside: `pieces` raises RequestAborted."""
         self.aborted = True
         for choice in self.all:
             if choice.outputs is not None:
                 self._served.engine.abort(choice.request.id)
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
-        """What each choice gains, as it comes. Raises what the engine refuses or fails with."""
+        """Yield the pieces of all choices as they arrive. Raises the errors of the engine."""
         try:
             if self._work.resumption is not None and self._work.resumption.ended:
                 yield self.all[0], Piece()
@@ -150,11 +153,11 @@ class Choices:
                 followers, choice.followers = choice.followers, []
                 for follower in followers:
                     follower.outputs = self._served.engine.generate(follower.request)
-                    self._unsubmitted -= 1  # only now: in the queue, others' pieces may be before a refusal
+                    self._unsubmitted -= 1  # after the submission, so that a rejection precedes all pieces
                     self._tasks.append(asyncio.create_task(self._drive(follower)))
                 self._queue.put_nowait((choice, piece))
             self._queue.put_nowait((choice, None))
-        except Exception as error:  # for whoever iterates the pieces
+        except Exception as error:  # `_merged` raises it
             self._queue.put_nowait(error)
 
     async def _pieces_of(self, choice: Choice) -> AsyncGenerator[Piece]:
@@ -162,13 +165,13 @@ class Choices:
         transcript = choice.transcript
         async for output in choice.outputs:
             if transcript.finish is not None:
-                continue  # a stop string ended the text; the engine has yet to hear of it
+                continue  # a stop string ended the text, and the engine has not yet processed the finish
             if output.error is not None:
                 raise output.error
             if self.aborted:
                 raise RequestAborted
             if output.finish is FinishReason.ABORT:
-                raise NotReady("This worker stopped before the answer was complete; try again.")
+                raise NotReady("This worker stopped before the answer was complete. Try again.")
             if isinstance(output.prompt_output, PromptLogprobs):
                 for one in (choice, *choice.followers):
                     one.scores = output.prompt_output
@@ -204,7 +207,7 @@ class Choices:
         choice.last_token = exchange.last_token = now
 
     async def _close(self) -> None:
-        """Abort what has not ended, and write down how each choice ended."""
+        """Abort unfinished choices and record the usage."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -217,7 +220,7 @@ class Choices:
 
 
 def report_of(request: Request, output: Output) -> PromptReport | None:
-    """What is told of a prompt, from its first token."""
+    """Create the report of a prompt from the output with its first token."""
     tokens, relay, timing = len(request.prompt), output.relay, output.timing
     tail = f"{block_number(request.tail):016x}" if request.tail else ""
     if relay is not None:
@@ -247,6 +250,7 @@ def report_of(request: Request, output: Output) -> PromptReport | None:
 
 
 def _engine_id(work: Work, index: int) -> str:
-    """A resumed request's differs from the one before, which the same worker may still be letting go."""
+    """Return the engine's id of a choice. A resumed request has another id than the original one, because
+    the same worker may not have released that one yet."""
     drawn = work.parameters.sampling.drawn
     return f"{work.shape.id}-{index}" + (f"-from-{drawn}" if work.resumption is not None else "")

@@ -1,7 +1,7 @@
 """
-`POST /v1/completions`: text or token ids in, their continuation out; several prompts at once.
+`POST /v1/completions`: continues one or several prompts, given as text or token ids.
 
-With `echo`, the prompt's text comes before the answer, with the offset at which each of its tokens begins.
+With `echo`, the response contains the text of the prompt and the offset of each of its tokens.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from baton_engine.model.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """One prompt."""
+    """An echoed prompt."""
 
     tokens: Sequence[int]
     text: str
     offsets: Sequence[int]
-    """For each of `tokens`, the characters of `text` before it; empty where nobody asks for them."""
+    """Offset in `text` of each of `tokens`; empty if logprobs are not requested."""
 
 
 def echo_of(given: Given, tokens: Sequence[int], tokenizer: Tokenizer, *, located: bool) -> Echo:
     """
-    `tokens` are those that the model is given: fewer than `given` has where it was shortened.
+    Return the echo of a prompt. `tokens` are the model's input, which may be a truncation of `given`.
 
-    A prompt that came as text is shown as it came, byte for byte; one that came as ids is decoded.
+    A prompt that was given as text is echoed unchanged; token ids are decoded. `located` adds offsets.
     """
     if given.text is not None and tuple(tokens) == given.tokens:
         return Echo(tokens, given.text, tokenizer.offsets(given.text) if located else ())
@@ -67,11 +67,11 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def prepare(fields: Fields, served: Served) -> Work:
-    """Check and tokenise. Takes a while for long prompts: not for the event loop."""
+    """Validate and tokenize a request. Blocks for long prompts, so do not call it on the event loop."""
     prompts = read_prompts(fields, "prompt", served.tokenizer)
     alternatives = fields.integer("logprobs", *limits.LOGPROBS.range)
     common = parameters.parse(fields, alternatives, served.vocabulary, served.defaults)
-    parameters.refuse_not_served(fields, ("suffix", *parameters.CHAT_ONLY))
+    parameters.reject_unsupported(fields, ("suffix", *parameters.CHAT_ONLY))
     fields.text("user")
     echo = fields.boolean("echo")
     n, shown, prompt_alternatives = common.n, common.alternatives, common.sampling.prompt_logprobs
@@ -80,7 +80,7 @@ def prepare(fields: Fields, served: Served) -> Work:
         common = _scoring(common, alternatives)
     if len(prompts) * common.n > limits.ALL_CHOICES.most:
         raise InvalidRequest(
-            f"{len(prompts)} prompts with {common.n} completions each are more than "
+            f"{len(prompts)} prompts with {common.n} completions each exceed the maximum of "
             f"{limits.ALL_CHOICES.most} choices.",
             param="n" if common.n == n else "best_of",
         )
@@ -110,48 +110,50 @@ def prepare(fields: Fields, served: Served) -> Work:
 
 
 def _choosing(fields: Fields, common: Parameters) -> Parameters:
-    """With `best_of`: as many completions, with the logprobs that the best ones are told by."""
+    """Apply `best_of`: generate this many completions, with the logprobs that rank them."""
     best_of = fields.integer("best_of", *limits.BEST_OF.range) or common.n
     if best_of < common.n:
         fields.wrong_value("best_of", f"{best_of} is below 'n', which is {common.n}")
     if best_of == common.n:
         return common
     if common.streaming.wanted:
-        fields.wrong_value("best_of", "which completions are best shows at their end; leave 'stream' out")
+        fields.wrong_value(
+            "best_of", "completions are ranked at their end, so 'stream' is not supported; omit 'stream'"
+        )
     logprobs = common.sampling.logprobs or 0
     return replace(common, n=best_of, sampling=replace(common.sampling, logprobs=logprobs))
 
 
 def _scoring(common: Parameters, alternatives: int) -> Parameters:
-    """The prompt is to be shown with logprobs of its own."""
+    """Request logprobs of the prompt."""
     most = max(alternatives, common.sampling.prompt_logprobs or 0)
     return replace(common, sampling=replace(common.sampling, prompt_logprobs=most))
 
 
 @dataclass(slots=True, kw_only=True)
 class CompletionShape:
-    """Text completions and their chunks, which are alike."""
+    """Text completions and chunks, which have the same format."""
 
     tokenizer: Tokenizer
     name: Name
     model: str
     streaming: Streaming
     n: int
-    """Choices of each prompt that are shown: the best ones, if there are more."""
+    """Number of returned choices per prompt: the best ones with `best_of`."""
     alternatives: int | None
-    """Of each token that is generated; None for no logprobs."""
+    """Alternatives of each generated token. None: no logprobs."""
     echo_alternatives: int
-    """Of each token of a prompt that is echoed."""
+    """Alternatives of each token of an echoed prompt."""
     prompt_alternatives: int | None
-    """Of each token of the prompt, in an array of its own."""
+    """Alternatives of each prompt token in `prompt_logprobs`. None: no `prompt_logprobs`."""
     prompts: Sequence[Sequence[int]]
     echoes: Sequence[Echo] | None
-    """If the prompts are to stand before the answers."""
+    """The prompts to return before the answers. None without `echo`."""
     shows_ids: bool
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _opened: set[int] = field(default_factory=set)
-    """Choices whose first chunk was written."""
+    """Indexes of the choices whose first chunk was written."""
 
     def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
         chunks: list[dict[str, Any]] = []
@@ -184,7 +186,7 @@ class CompletionShape:
         return self._envelope(bodies) | {"usage": usage.body()}
 
     def _best(self, choices: Sequence[tuple[Choice, Piece]]) -> Iterator[tuple[Choice, Piece]]:
-        """The best `n` of each prompt, the best one first; all of them, as they are, if there are no more."""
+        """Yield the best `n` choices of each prompt, best first; without `best_of`, all in their order."""
         generated = len(choices) // len(self.prompts)
         for start in range(0, len(choices), generated):
             of_prompt = choices[start : start + generated]
@@ -235,7 +237,7 @@ class CompletionShape:
         return "" if self.echoes is None else self.echoes[prompt].text
 
     def _echoed(self, choice: Choice) -> dict[str, list[Any]] | None:
-        """The logprobs of the prompt before an answer."""
+        """Return the logprobs of an echoed prompt, if requested."""
         if self.echoes is None or self.alternatives is None or choice.scores is None:
             return None
         echo = self.echoes[choice.prompt]

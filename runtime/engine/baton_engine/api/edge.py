@@ -1,9 +1,9 @@
 """
-The outermost layer: names each request, checks the key, turns every error into an answer, logs the end.
+The outermost layer of the API: request ids, API keys, error responses and the access log.
 
-The one place that knows how an error looks on the wire. Before the first byte of an answer it is a
-status with OpenAI's error object; after it, in a stream, it is an error event and then a cut: clients
-take a stream that ends cleanly for a whole one.
+An error before the first byte of a response becomes a status with OpenAI's error object. An error within a
+stream becomes an error event, and the connection is closed without an end of the stream. Clients would accept
+a regular end as a complete answer.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from baton_engine.api.streaming import FAILURE, error_event
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
-"""Status in the log for a client that did not wait."""
+"""Logged status of a request whose client disconnected before the response."""
 
 POLLED = ("/health", "/ready", "/load", "/metrics")
-"""Paths that are asked for every few seconds: logged for debugging only."""
+"""Paths that probes and routers poll. They are logged at debug level."""
 
 
 class Edge:
@@ -49,7 +49,7 @@ class Edge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no websockets, and nothing to do when a server starts or ends
+            return  # websockets and lifespan events are not supported
         scope["app"] = self  # routes raise HTTPException instead of answering in plain text
         given = dict(scope["headers"])
         exchange = open_exchange(scope, request_id(given.get(headers.REQUEST_ID.encode(), b"")))
@@ -70,8 +70,8 @@ class Edge:
             await self._app(scope, receive, reply)
         except ClientGone:
             exchange.status = exchange.status or CLIENT_GONE
-        except asyncio.CancelledError:  # the server stops and does not wait for this request
-            await _answer(NotReady("This worker is shutting down; try again."), exchange, scope, reply)
+        except asyncio.CancelledError:  # the server stops without waiting for this request
+            await _answer(NotReady("This worker is shutting down. Try again."), exchange, scope, reply)
             raise
         except Exception as error:
             await _answer(_translated(error, exchange), exchange, scope, reply)
@@ -88,7 +88,7 @@ def _check_head(scope: Scope) -> None:
 
 
 def request_id(given: bytes) -> str:
-    """The client's own id if it is short and visible ASCII, else a new one."""
+    """Return the client's request id if it is short and printable ASCII, otherwise a new one."""
     if 0 < len(given) <= limits.REQUEST_ID.most and all(0x21 <= byte <= 0x7E for byte in given):
         return given.decode()
     return f"req_{uuid.uuid4().hex}"
@@ -110,7 +110,7 @@ def _translated(error: Exception, exchange: Exchange) -> BatonError:
 async def _answer(error: BatonError, exchange: Exchange, scope: Scope, reply: Send) -> None:
     if exchange.status:
         failure = scope.get(FAILURE, error_event)
-        # The answer is not finished here, which makes the server cut the connection.
+        # `more_body` stays true, which makes the server close the connection.
         await reply({"type": "http.response.body", "body": failure(error), "more_body": True})
         return
     fields = [(b"content-type", b"application/json")]
@@ -122,7 +122,7 @@ async def _answer(error: BatonError, exchange: Exchange, scope: Scope, reply: Se
 
 
 class Probes:
-    """Of an app, the paths that want no key either."""
+    """Restricts an app to the paths that do not require a key."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

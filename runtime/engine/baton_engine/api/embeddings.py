@@ -48,16 +48,16 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingsRequest:
-    """One checked request."""
+    """One validated request."""
 
     inputs: Sequence[tuple[int, ...]]
     hashes: Sequence[Sequence[bytes]]
-    """`Request.hashes` of each."""
+    """`Request.hashes` of each input."""
     pooling: Pooling
     format: VectorFormat
     names: tuple[str, ...]
     salt: str = ""
-    """Whose cache they share; see `hashing.client_salt`."""
+    """Salt of the prefix cache, see `hashing.client_salt`."""
 
     @property
     def tokens(self) -> int:
@@ -65,7 +65,7 @@ class EmbeddingsRequest:
 
 
 class Embeddings:
-    """The endpoint of one worker."""
+    """The endpoint `/v1/embeddings`."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -136,17 +136,17 @@ class Embeddings:
 
 
 def able(served: Served) -> Embedder:
-    """How the model makes vectors; InvalidRequest with the reason if it makes none."""
+    """Return the embedding configuration of the model. Raises InvalidRequest if it does not support any."""
     embedder = served.embedder
     if isinstance(embedder, Unable):
         raise InvalidRequest(
-            f"The model {served.name!r} makes no embeddings: {embedder.reason}.", param="model"
+            f"The model {served.name!r} does not compute embeddings: {embedder.reason}.", param="model"
         )
     return embedder
 
 
 class Computation:
-    """The vectors of one request while they are computed."""
+    """Computation of the vectors of one request."""
 
     def __init__(
         self, served: Served, exchange: Exchange, spec: EmbeddingsRequest, *, patient: bool = False
@@ -159,13 +159,13 @@ class Computation:
         self._aborted = False
 
     def abort(self) -> None:
-        """Somebody else ends the request: `vectors` raises RequestAborted."""
+        """Abort the request from outside: `vectors` raises RequestAborted."""
         self._aborted = True
         for name in self._under_way:
             self._served.engine.abort(name)
 
     async def vectors(self) -> list[Vector]:
-        """One for each input. Raises what the engine refuses or fails with."""
+        """Return one vector for each input. Raises the errors of the engine."""
         inputs = self._spec.inputs
         results: list[Vector] = [np.empty(0, dtype=np.float32)] * len(inputs)
         left = iter(range(len(inputs)))
@@ -205,7 +205,7 @@ class Computation:
         if self._aborted:
             raise RequestAborted
         if output.finish is FinishReason.ABORT:
-            raise NotReady("This worker stopped before the answer was complete; try again.")
+            raise NotReady("This worker stopped before the answer was complete. Try again.")
         self._exchange.cached_tokens += output.cached_tokens
         assert isinstance(output.prompt_output, np.ndarray)
         return output.prompt_output
@@ -216,17 +216,17 @@ FORMATS = ("float", "base64")
 
 @dataclass(frozen=True, slots=True)
 class VectorFormat:
-    """What a request wants vectors to look like."""
+    """Requested format of vectors."""
 
     dimensions: int | None
-    """As many as the model has if None."""
-    normalised: bool
+    """None: all dimensions of the model."""
+    normalized: bool
     encoded: bool
-    """Base64 of little-endian float32, which OpenAI's SDK asks for, instead of a list of numbers."""
+    """Base64 of little-endian float32, the default of OpenAI's SDK, instead of a list of numbers."""
 
     def shown(self, vector: Vector) -> list[float] | str:
         values = vector[: self.dimensions].astype(np.float64)
-        if self.normalised:
+        if self.normalized:
             length = np.linalg.norm(values)
             values = values / length if length else values
         if self.encoded:
@@ -236,19 +236,19 @@ class VectorFormat:
 
 
 def read_format(fields: Fields, embedder: Embedder, hidden: int) -> VectorFormat:
-    """`encoding_format` and `dimensions`, which only some models' vectors can be cut to."""
+    """Read `encoding_format` and `dimensions`. Raises InvalidRequest for unsupported dimensions."""
     encoded = fields.choice("encoding_format", FORMATS) == "base64"
     dimensions = fields.integer("dimensions", 1, hidden)
     if dimensions is None or dimensions == hidden:
-        return VectorFormat(None, embedder.normalised, encoded)
+        return VectorFormat(None, embedder.normalized, encoded)
     if not embedder.shortens:
         raise InvalidRequest(
-            f"This model's embeddings have {hidden} dimensions, and it does not say that fewer of them "
-            "serve; leave 'dimensions' out, or start the worker with --matryoshka if it was trained so.",
+            f"This model's embeddings have {hidden} dimensions and cannot be truncated. Omit 'dimensions', "
+            "or start the worker with --matryoshka if the model was trained for truncated embeddings.",
             param="dimensions",
             code=UNSUPPORTED_PARAMETER,
         )
     if embedder.lengths and dimensions not in embedder.lengths:
         lengths = ", ".join(map(str, embedder.lengths))
-        fields.wrong_value("dimensions", f"this model was trained for {lengths}, but got {dimensions}")
+        fields.wrong_value("dimensions", f"this model supports {lengths}, but got {dimensions}")
     return VectorFormat(dimensions, True, encoded)

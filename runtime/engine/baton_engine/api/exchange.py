@@ -1,7 +1,7 @@
 """
-One request to the API from arrival to end, for the access log and `/debug/requests`.
+Record of one API request from arrival to end, for the access log and `/debug/requests`.
 
-It holds figures and names, never text of a prompt or an answer.
+It contains numbers and names, never text of prompts or answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HISTORY_LIMIT = 100
 _KEY = "baton.exchange"
 
 History = MutableSequence["Exchange"]
-"""The last exchanges that generated, the newest at the end."""
+"""The latest exchanges of generation and embedding requests, oldest first."""
 
 
 def new_history() -> History:
@@ -33,7 +33,7 @@ def new_history() -> History:
 
 @dataclass(slots=True)
 class Exchange:
-    """Filled in as the request goes on; times are of the monotonic clock."""
+    """Filled in while the request is processed. Times are of the monotonic clock unless stated otherwise."""
 
     request_id: str
     method: str
@@ -42,9 +42,9 @@ class Exchange:
     """Seconds since 1970."""
     started: float = field(default_factory=time.monotonic)
     status: int = 0
-    """Of the answer; 499 if the client went away before there was one."""
+    """Status of the response; 499 if the client disconnected before it."""
     client: str = ""
-    """The name of the API key, if it has one."""
+    """Name of the API key, if it has a name."""
     answer_id: str = ""
     stream: bool = False
     prompt_tokens: int | None = None
@@ -56,15 +56,15 @@ class Exchange:
     ended: float | None = None
     relays: list[RelayRecord] = field(default_factory=list)
     report: PromptReport | None = None
-    """Of the first prompt, from its first token on."""
+    """Report of the first prompt. Set with its first token."""
     trace: TraceContext | None = None
-    """Where it stands in the trace that it came with, if it did."""
+    """Trace context of the request, if it has one."""
     spans: WorkerTrace | None = None
-    """Those that this worker makes of it."""
+    """Spans that this worker creates."""
 
     @property
     def onward(self) -> str:
-        """`traceparent` for whom this worker asks; empty if there is no trace."""
+        """`traceparent` of requests to prefill workers; empty without a trace."""
         if self.spans is not None:
             return self.spans.parent
         return "" if self.trace is None else self.trace.parent.decode()
@@ -79,13 +79,13 @@ class Exchange:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first token, over all choices."""
+        """Tokens per second after the first token, over all choices."""
         if self.first_token is None or self.last_token is None or self.last_token <= self.first_token:
             return None
         return (self.completion_tokens - 1) / (self.last_token - self.first_token)
 
     def body(self) -> dict[str, Any]:
-        """The exchange as `/debug/requests` shows it."""
+        """Return the entry of `/debug/requests`."""
         return {
             "request_id": self.request_id,
             "client": self.client,
@@ -105,7 +105,7 @@ class Exchange:
         }
 
     def line(self) -> str:
-        """The exchange as the access log shows it."""
+        """Return the line of the access log."""
         parts = [f"{self.method} {self.path} {self.status}", f"request={self.request_id}"]
         if self.client:
             parts.append(f"client={self.client}")

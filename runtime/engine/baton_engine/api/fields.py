@@ -1,9 +1,9 @@
 """
-The members of one JSON object, read by name, type and range.
+Typed access to the members of one JSON object, with validation of types and ranges.
 
-One call reads one field and says all that is allowed, so that a reader of `parameters.py` sees the
-API's table and nothing else. `null` is the same as absent; unknown members are never looked at. What
-does not fit raises InvalidRequest with OpenAI's code and the path of the field.
+One call reads one field and states its type and range, so that `parameters.py` reads like a table of the API.
+`null` equals absence, and unknown members are ignored. An invalid value raises InvalidRequest with OpenAI's
+error code and the path of the field.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from baton_api.errors import (
 )
 
 ECHO_LIMIT = 60
-"""Characters of a bad value that an error message repeats."""
+"""Maximum characters of an invalid value in an error message."""
 
 
 class Fields:
-    """One object of a request's body."""
+    """One JSON object of a request body."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = values
         self._path = path
 
     def __iter__(self) -> Iterator[str]:
-        """The names of all members, known or not."""
+        """Iterate over the names of all members, including unknown ones."""
         return iter(self._values)
 
     def param(self, name: str) -> str:
-        """The field as an error names it: `messages[0].role`."""
+        """Return the path of the field for errors, such as `messages[0].role`."""
         return f"{self._path}.{name}" if self._path else name
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
 
     def given(self, name: str) -> bool:
-        """Whether the field asks for anything: null, false, 0 and what is empty do not."""
+        """Return whether the field has a value other than null, false, 0 or an empty one."""
         return bool(self._values.get(name))
 
     def require(self, name: str) -> Any:
@@ -72,7 +72,7 @@ class Fields:
     def number(
         self, name: str, default: float, low: float, high: float = math.inf, *, above: bool = False
     ) -> float:
-        """A finite number; `above` leaves `low` itself out."""
+        """Read a finite number. `above` excludes `low` itself."""
         value = self._values.get(name)
         return default if value is None else number(value, self.param(name), low, high, above=above)
 
@@ -129,7 +129,7 @@ class Fields:
 
 
 def integer(value: object, param: str, low: int, high: int) -> int:
-    """`value` as a whole number within bounds; 7.0 is 7, true is not 1."""
+    """Return `value` as an integer within bounds. 7.0 is valid, booleans are not."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -141,9 +141,8 @@ def integer(value: object, param: str, low: int, high: int) -> int:
 def number(value: object, param: str, low: float, high: float = math.inf, *, above: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_type(param, "a number", value)
-    _within(
-        value, param, "decimal", low, min(high, 1e300), above=above
-    )  # a whole number may be over any float
+    # The upper bound rejects integers that a float cannot represent.
+    _within(value, param, "decimal", low, min(high, 1e300), above=above)
     return float(value)
 
 
@@ -156,7 +155,7 @@ def wrong_type(param: str, expected: str, value: object) -> InvalidRequest:
 
 
 def shown(value: object) -> str:
-    """A value for an error message: cut, so that no error is as large as what caused it."""
+    """Return a value for an error message, truncated to `ECHO_LIMIT` characters."""
     text = repr(value)
     return text if len(text) <= ECHO_LIMIT else text[: ECHO_LIMIT - 1] + "…"
 

@@ -1,8 +1,8 @@
 """
-The handler of both endpoints that generate: body in, one JSON object or a stream of events out.
+The handler of the endpoints that generate text: one JSON object, or a stream of events.
 
-Nothing is sent before the first output of the engine, so that every refusal is a real status. From
-then on one output of the engine is one write of the bytes that clients read.
+The response starts with the first output of the engine, so that every rejection has an HTTP status. Each
+further output is one write to the connection.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from baton_engine.api.work import Work, guided, named
 from baton_engine.requests import FinishReason, RemotePrefill
 
 KEEP_ALIVE_S = 15.0
-"""Silence in a stream after which a comment is sent: proxies cut connections that say nothing."""
+"""Idle time of a stream after which a comment is sent, because proxies close idle connections."""
 
 SALT_LIMIT = 128
-"""Characters of a salt; a router's has 32."""
+"""Maximum characters of a salt. The router's salts have 32."""
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -51,14 +51,14 @@ Prepare = Callable[[Fields, Served], Work]
 
 
 def check_model(fields: Fields, served: Served) -> None:
-    """Raise ModelNotFound if the request names a model that is not served here."""
+    """Raise ModelNotFound if the worker does not serve the requested model."""
     model = fields.text("model")
     if model is not None and model not in served.names:
         raise ModelNotFound(model, served.names)
 
 
 def named_remote(scope: Scope, served: Served, request_id: str) -> RemotePrefill | None:
-    """The prefill worker that the router chose, if it chose one and this worker can ask it."""
+    """Return the prefill worker that the router selected; None without one, or if transfers are disabled."""
     given = dict(scope["headers"])
     address = given.get(headers.PREFILL.encode(), b"").decode("latin-1")
     if served.remote is None or not address:
@@ -69,22 +69,23 @@ def named_remote(scope: Scope, served: Served, request_id: str) -> RemotePrefill
 
 def salt_of(scope: Scope) -> str:
     """
-    Whose cache the prompt shares: empty for everybody's. A client's own salt is mixed in later.
+    Return the router's salt of the prefix cache; empty for the shared cache.
 
-    It is a router's word, and needs no proof: nobody else knows the salt of another's cache.
+    The salt needs no authentication, because only the router knows the salts of tenants. The client's own
+    salt is added later.
     """
     given: bytes = dict(scope["headers"]).get(headers.SALT.encode(), b"")
     return given[:SALT_LIMIT].decode("latin-1")
 
 
 def is_patient(scope: Scope) -> bool:
-    """Whether nobody waits for the answer. Whoever says so only loses by it."""
+    """Return whether the request has the batch class, which only lowers its priority."""
     given: bytes = dict(scope["headers"]).get(headers.CLASS.encode(), b"")
     return given == headers.PATIENT_CLASS.encode()
 
 
 class Generate:
-    """One endpoint, told apart by how it reads a body."""
+    """An endpoint that generates text. `prepare` reads its request bodies."""
 
     def __init__(
         self,
@@ -132,15 +133,15 @@ class Generate:
             self._record(choices, exchange, FinishReason.ABORT if choices.aborted else FinishReason.ERROR)
 
     def _read(self, body: bytes, salt: str) -> tuple[Work, tuple[str, ...], str]:
-        """The work, the names by which it can be ended, and `salt` with the client's own."""
+        """Return the work, the ids that can abort it, and `salt` combined with the client's salt."""
         fields = bodies.parse(body)
         if self._model_required:
             fields.require("model")
         check_model(fields, self._served)
         if not self._served.generates:
             raise InvalidRequest(
-                f"The model {self._served.name!r} has no head: it makes embeddings and generates nothing; "
-                "use /v1/embeddings.",
+                f"The model {self._served.name!r} is an embedding model without a language model head and "
+                "cannot generate text. Use /v1/embeddings.",
                 param="model",
             )
         work = self._prepare(fields, self._served)
@@ -190,7 +191,7 @@ class Generate:
             except RequestAborted as error:
                 if writer is None:
                     raise
-                last = work.failure(error) + work.done  # asked for, and so no broken stream
+                last = work.failure(error) + work.done  # a requested abort ends the stream regularly
             else:
                 last = work.shape.closing(choices.usage)
             finally:
@@ -199,7 +200,7 @@ class Generate:
         await send({"type": "http.response.body", "body": last})
 
     def _record(self, choices: Choices, exchange: Exchange, otherwise: FinishReason) -> None:
-        """Note how each choice ended; one without an end of its own ended `otherwise`."""
+        """Record the finish reason of each choice. The default is `otherwise`."""
         exchange.ended = time.monotonic()
         for choice in choices.all:
             reason = choice.transcript.finish or otherwise
@@ -221,7 +222,7 @@ class Generate:
 
 
 def span_attributes(exchange: Exchange) -> Attributes:
-    """The attributes of a request's span."""
+    """Return the attributes of a request's span."""
     return {
         "baton.request_id": exchange.request_id,
         "url.path": exchange.path,
@@ -237,7 +238,7 @@ _GONE = (ClientGone, RequestAborted, asyncio.CancelledError)
 
 
 class StreamWriter:
-    """Writes events, and a comment whenever there was nothing to write for a while."""
+    """Writes events, and comments while the stream is idle."""
 
     def __init__(self, send: Send, silence_s: float) -> None:
         self._send = send

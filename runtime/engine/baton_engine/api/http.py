@@ -1,9 +1,9 @@
 """
-An HTTP server around the app, started, drained and stopped by its owner.
+An HTTP server for the app, with start, drain and stop.
 
-uvicorn parses requests with h11, which bounds headers. The socket is bound here, so that a port in use is an
-error with a way out, and port 0 is known before the address is published. Signals are the owner's. Draining
-counts the requests that generate and admits no new ones.
+uvicorn parses requests with h11, which limits headers. The socket is bound before uvicorn starts, so that a
+port in use causes a clear error, and the port chosen for `--port 0` is known. The server does not handle
+signals. Draining rejects new requests and waits for the running ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton_api.errors import NotReady, SetupError
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
-"""Longer than clients and routers keep idle connections, so that they close first."""
+"""Longer than the idle timeout of clients and routers, so that they close connections first."""
 
 
 class HttpServer:
@@ -40,7 +40,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             http="h11",
-            h11_max_incomplete_event_size=2 * limits.HEAD.most,  # `Edge` refuses those up to here in words
+            h11_max_incomplete_event_size=2 * limits.HEAD.most,  # `Edge` rejects smaller ones with an error
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
@@ -60,7 +60,7 @@ class HttpServer:
         return f"{host}:{self.port}"
 
     async def start(self) -> None:
-        """Returns once connections are accepted."""
+        """Start the server. Returns when it accepts connections."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         started = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
@@ -69,11 +69,11 @@ class HttpServer:
             await self._task
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new requests, /ready included, and wait for those under way; false if some are left."""
+        """Reject new requests, including /ready, and wait for running ones. False if some remain."""
         return await self._drain.drain(seconds)
 
     async def close(self) -> None:
-        """Stop accepting and cut what is left."""
+        """Stop accepting connections and close the remaining ones."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
@@ -88,7 +88,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, without its signal handlers and with a word when it is up."""
+    """uvicorn without signal handlers, with an event for its startup."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -120,8 +120,8 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise SetupError(
-                f"{host}:{port} is in use by another process. Stop it, choose another --port, or take any "
-                "free one with --port 0."
+                f"{host}:{port} is in use by another process. Stop it, choose another --port, or use --port "
+                "0 for any free port."
             ) from error
         raise SetupError(
             f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --host or --port."
@@ -130,7 +130,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class RequestDrain:
-    """How many requests are under way, and whether new ones are welcome."""
+    """Counts running requests and rejects new ones while draining."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -140,9 +140,9 @@ class RequestDrain:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """One request; raises NotReady while draining."""
+        """Count one request. Raises NotReady while draining."""
         if self.draining:
-            raise NotReady("This worker is shutting down and takes no new requests; ask another one.")
+            raise NotReady("This worker is shutting down and rejects new requests. Use another worker.")
         self.running += 1
         self._idle.clear()
         try:
@@ -153,7 +153,7 @@ class RequestDrain:
                 self._idle.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Let no more in and wait for those under way; false if some were left after `seconds`."""
+        """Reject new requests and wait for running ones. False if some remain after `seconds`."""
         self.draining = True
         try:
             async with asyncio.timeout(seconds):

@@ -1,5 +1,5 @@
 """
-Logprobs in the shapes of the API: one object per token (chat), parallel arrays (completions), and vLLM's
+Logprobs in the formats of the API: one object per token (chat), parallel arrays (completions), and vLLM's
 maps by token id (`prompt_logprobs`).
 """
 
@@ -14,21 +14,21 @@ from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import PromptLogprobs
 
 FLOOR = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 Name = Callable[[int], str]
-"""What a token is called in logprobs."""
+"""Returns the name of a token in logprobs."""
 
 
 def token_name(tokenizer: Tokenizer, as_ids: bool) -> Name:
-    """By its text, or by its id as vLLM's `return_tokens_as_token_ids` wants it: texts may be alike."""
+    """Name tokens by their text, or by their id for vLLM's `return_tokens_as_token_ids`."""
     return (lambda token: f"token_id:{token}") if as_ids else tokenizer.token_text
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[TokenChoice], alternatives: int, name: Name | None = None
 ) -> dict[str, Any]:
-    """`name` is the token's text unless told otherwise."""
+    """Return chat completions' logprobs. `name` defaults to the token's text."""
     entry = partial(_entry, tokenizer, name or tokenizer.token_text)
     return {
         "content": [
@@ -49,7 +49,7 @@ def completion_logprobs(
         "tokens": texts,
         "token_logprobs": logprobs,
         "top_logprobs": [
-            # The drawn token is always among them, so that there may be one more than was asked for.
+            # The sampled token is always included, so there may be one more than requested.
             {name(token): value for token, value in _top(choice, alternatives)} | {text: logprob}
             for choice, text, logprob in zip(tokens, texts, logprobs, strict=True)
         ],
@@ -60,7 +60,7 @@ def completion_logprobs(
 def echoed_logprobs(
     name: Name, prompt: Sequence[int], scores: PromptLogprobs, offsets: Sequence[int], alternatives: int
 ) -> dict[str, list[Any]]:
-    """The same arrays for a prompt. Nothing came before its first token, which has null for its logprobs."""
+    """Return the arrays of a prompt. Its first token has no preceding token, so its logprobs are null."""
     rest = completion_logprobs(name, scored(prompt, scores), offsets[1:], alternatives)
     first = {
         "tokens": name(prompt[0]),
@@ -72,7 +72,7 @@ def echoed_logprobs(
 
 
 def scored(prompt: Sequence[int], scores: PromptLogprobs) -> list[TokenChoice]:
-    """The prompt's tokens after the first as if they had been drawn."""
+    """Return the prompt's tokens after the first in the format of sampled tokens."""
     return [
         TokenChoice(token=token, logprob=logprob, top=top)
         for token, logprob, top in zip(prompt[1:], scores.logprobs.tolist(), _pairs(scores), strict=True)
@@ -80,7 +80,7 @@ def scored(prompt: Sequence[int], scores: PromptLogprobs) -> list[TokenChoice]:
 
 
 def joined(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The arrays of two texts, one after the other."""
+    """Concatenate the arrays of two texts."""
     return {key: [*values, *other[key]] for key, values in one.items()}
 
 
@@ -88,9 +88,9 @@ def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, alternatives: int
 ) -> list[dict[str, dict[str, Any]] | None]:
     """
-    For each prompt token a map from token ids: the token itself first, then the likeliest ones.
+    Return, for each prompt token, a map by token id: the token itself first, then the most likely ones.
 
-    None for the first token. Ranks count from 1.
+    The list begins with None, for the first token. Ranks count from 1.
     """
     entries: list[dict[str, dict[str, Any]] | None] = [None]
     own = zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)
@@ -111,7 +111,7 @@ def prompt_logprobs(
 
 
 def mean_logprob(tokens: Sequence[TokenChoice]) -> float:
-    """How likely a text is, whatever its length; 0 for one without tokens."""
+    """Return the mean logprob of a text; 0 for an empty one."""
     return sum(_floored(choice.logprob) for choice in tokens) / len(tokens) if tokens else 0.0
 
 

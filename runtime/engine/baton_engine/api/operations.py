@@ -1,17 +1,17 @@
 """
-Operational routes of a worker: health, load, metrics, identity, and ending requests.
+Operational routes of a worker: health, load, metrics, identity and aborts.
 
     GET  /health, /ping                    200 while the process lives
     GET  /ready                            200, or 503 with the reason
-    GET  /health_generate                  200 after the engine generated one token
+    GET  /health_generate                  200 after the engine has generated one token
     GET  /load                             `baton_api.workers.Load`, for routers
-    GET  /metrics                          Prometheus
-    GET  /debug/requests                   the last requests with their timeline, without their text
+    GET  /metrics                          Prometheus metrics
+    GET  /debug/requests                   timeline of the latest requests, without text
     GET  /version, /model_info, /server_info
-    GET  /openapi.json                     the description of all routes
-    GET  /kv/snapshot                      all blocks in the prefix cache, for a router that missed KV events
-    POST /abort_request                    end requests by their ids
-    POST /flush_cache                      empty the prefix cache, except for blocks in use
+    GET  /openapi.json                     OpenAPI document of all routes
+    GET  /kv/snapshot                      all blocks of the prefix cache, for a router that missed KV events
+    POST /abort_request                    abort requests by id
+    POST /flush_cache                      clear the prefix cache, except for blocks in use
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from baton_engine.requests import RemotePrefill
 Handler = Callable[[Served, Request], Awaitable[Response]]
 
 STEP_TIMEOUT_S = 30.0
-"""Of `GET /kv/snapshot`: seconds until the engine is between two steps."""
+"""Timeout of `GET /kv/snapshot`, which waits for the end of an engine step."""
 
 
 def routes(served: Served) -> list[Route]:
-    """All operational routes, some also under the names that other servers use."""
+    """Return the operational routes, including aliases of other servers."""
     handlers: list[tuple[str, str, Handler]] = [
         ("GET", "/health", _health),
         ("GET", "/ping", _health),
@@ -137,7 +137,7 @@ async def _kv_snapshot(served: Served, request: Request) -> Response:
         async with asyncio.timeout(STEP_TIMEOUT_S):
             taken = await served.engine.kv_snapshot()
     except TimeoutError as error:
-        raise NotReady(f"The engine has not ended its step within {STEP_TIMEOUT_S:g} s.") from error
+        raise NotReady(f"The engine did not complete a step within {STEP_TIMEOUT_S:g} s.") from error
     load = served.load()
     return StreamingResponse(frames(taken, load.epoch, load.block_size), media_type="application/msgpack")
 
@@ -148,16 +148,16 @@ def as_json(body: Any) -> Response:
 
 def abort_request(fields: Fields, running: Running) -> dict[str, int]:
     """
-    Return how many requests ended. 0 is no error, since requests may have ended on their own.
+    Abort requests and return their number. 0 is valid, because requests may have finished before.
 
-    Call it on the event loop.
+    Call it on the event loop. Raises InvalidRequest.
     """
     if fields.boolean("abort_all"):
         return {"aborted": running.abort_all()}
     names = read_names(fields)
     if not names:
         raise InvalidRequest(
-            "Say which request to abort: 'rid' or 'request_id', or 'abort_all'.",
+            "The request to abort is missing. Set 'rid', 'request_id' or 'abort_all'.",
             param="rid",
             code=MISSING_REQUIRED_PARAMETER,
         )
@@ -165,14 +165,14 @@ def abort_request(fields: Fields, running: Running) -> dict[str, int]:
 
 
 TOKEN_TIMEOUT_S = 20.0
-"""Of `GET /health_generate`."""
+"""Timeout of `GET /health_generate`."""
 
 
 async def generate_one(served: Served, remote: RemotePrefill | None = None) -> None:
     """
-    Generate one token. With `remote`, its worker must have computed the prompt.
+    Generate one token. With `remote`, that worker must compute the prompt.
 
-    Raises NotReady if that took too long or went another way, and what the engine raises.
+    Raises NotReady after a timeout or if another worker computed the prompt, and the errors of the engine.
     """
     relayed = False
     request = _request(served, remote)
@@ -188,11 +188,11 @@ async def generate_one(served: Served, remote: RemotePrefill | None = None) -> N
     except TimeoutError as error:
         raise NotReady(f"No token was generated within {TOKEN_TIMEOUT_S:.0f} s.") from error
     if remote is not None and not relayed:
-        raise NotReady("The prefill worker did not bring the prompt; it was computed by the decode worker.")
+        raise NotReady("The prefill worker did not provide the prompt. The decode worker computed it.")
 
 
 def _request(served: Served, remote: RemotePrefill | None) -> requests.Request:
-    """Long enough that a decode worker does not rather compute it itself; too new to be in a cache."""
+    """Create a request with a random, uncached prompt that is long enough for a remote prefill."""
     size = served.engine.snapshot().block_size
     wanted = served.settings.local_prefill_tokens + size + 1 if remote is not None else size + 1
     length = max(1, min(wanted, served.max_model_len - 1))
@@ -213,7 +213,7 @@ async def frames(taken: KvSnapshot, epoch: str, block_size: int) -> AsyncIterato
 
 
 SECRETS = frozenset({"api_key", "api_key_file", "ticket_secret"})
-"""Settings that are not shown."""
+"""Settings that responses omit."""
 
 _SNAPSHOT_FIELDS = (
     "running", "queued", "fetching", "held", "queued_tokens", "block_size", "total_blocks", "free_blocks",
@@ -223,7 +223,7 @@ _SNAPSHOT_FIELDS = (
 
 
 def model_card(served: Served, name: str) -> dict[str, Any]:
-    """One model of `/v1/models`."""
+    """Return one entry of `/v1/models`."""
     return {
         "id": name,
         "object": "model",
@@ -260,7 +260,7 @@ def model_info(served: Served) -> dict[str, Any]:
 
 
 def server_info(served: Served) -> dict[str, Any]:
-    """Settings, and the engine's current metrics. Includes the names that tools of other servers look for."""
+    """Return settings and current metrics, including fields that tools of other servers read."""
     settings = served.settings.model_dump(mode="json", exclude=set(SECRETS))
     snapshot = served.engine.snapshot()
     return {

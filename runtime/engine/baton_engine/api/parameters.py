@@ -1,8 +1,8 @@
 """
-Parameters that chat and completions share: sampling, stopping, and output.
+Parameters that all generating endpoints share: sampling, stopping and output.
 
-The one place that knows ranges, defaults and extensions. A field that belongs to a feature not served
-is refused by name, since a client that asked for a grammar and gets free text would not notice.
+This module applies ranges, defaults and extensions. It rejects fields of unsupported features by name,
+because a client would not notice that such a field was ignored.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from baton_engine.api.structured_output import read_constraint
 from baton_engine.model.checkpoint import SamplingDefaults
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them overflows."""
+"""Lower temperatures select greedy decoding, because a division by them overflows."""
 
 WEAKEST_PENALTY = 1e-4
-"""With such a repetition penalty a repeated token is certain: below it, logits would only overflow."""
+"""Lower bound of the repetition penalty. It makes repetition certain; smaller values overflow logits."""
 
-NOT_SERVED = (
+UNSUPPORTED = (
     "custom_logit_processor", "custom_params", "use_beam_search", "truncate_prompt_tokens",
     "stop_regex", "lora_path", "prompt_embeds", "return_hidden_states", "priority", "vllm_xargs",
     "extra_key",
 )  # fmt: skip
-"""Fields of other servers and of features that are not to be had here."""
+"""Fields of unsupported features and of other servers."""
 
 CHAT_ONLY = (
     "documents", "input_ids", "prompt_token_ids", "thinking_token_budget", "separate_reasoning",
     "chat_template",
 )  # fmt: skip
-"""Fields that only conversations have."""
+"""Fields of chat completions only."""
 
 
 _UNCHANGED = SamplingParams()
@@ -46,12 +46,12 @@ _UNCHANGED = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What token ids a request may name."""
+    """Token ids that a request may contain."""
 
     size: int
     eos_ids: tuple[int, ...]
     encode: Callable[[str, bool], Sequence[int]]
-    """The ids of a text, and whether the tokenizer may add special tokens."""
+    """Tokenizes a text. The flag adds the tokenizer's special tokens."""
 
 
 def _random_seed() -> int:
@@ -60,43 +60,44 @@ def _random_seed() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What holds where a request says nothing; see `baton_engine.settings` for what a person may choose."""
+    """Values of parameters that a request omits. `baton_engine.settings` configures them."""
 
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     seeds: Callable[[], int] = _random_seed
-    """Gives the seed of a request that names none, 0 to 2**64 - 1; called from several threads."""
+    """Returns the seed of a request without one, 0 to 2**64 - 1. Called from several threads."""
     include_usage: bool = False
-    """Whether a stream ends with its usage."""
+    """Whether streams end with their usage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """The validated fields that both endpoints share."""
+    """Validated parameters of a request."""
 
     sampling: SamplingParams
-    """Of every choice, but for seed and max_tokens: see `choice`."""
+    """Sampling of all choices; `choice` sets seed and max_tokens."""
     n: int
     seed: int
     stops: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
     eos_ids: frozenset[int]
-    """Ids that end a sequence without being reported as a match."""
+    """Ids that end a sequence and are not reported as a stop match."""
     streaming: Streaming
     return_token_ids: bool
     tokens_as_ids: bool = False
-    """Whether logprobs name tokens by their ids."""
+    """Whether logprobs name tokens by id."""
 
     @property
     def alternatives(self) -> int | None:
-        """How many are shown with each token, the one drawn aside; None if no logprobs are shown."""
+        """Number of alternatives per token in the response, besides the sampled one. None: no logprobs."""
         return len(self.sampling.logprob_ids) or self.sampling.logprobs
 
     def choice(self, number: int, max_tokens: int) -> SamplingParams:
         """
-        The sampling of choice `number`, with a random stream of its own.
+        Return the sampling of choice `number`, with its own random stream.
 
-        Choice 0 has the request's seed itself, so that n does not change it, and reads the prompt for all.
+        Choice 0 uses the request's seed, so that it does not depend on n. It also computes the prompt's
+        logprobs.
         """
         seed = self.seed
         if number:
@@ -107,8 +108,8 @@ class Parameters:
 
 
 def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults: Defaults) -> Parameters:
-    """All shared fields; `logprobs` is how many alternatives the endpoint's own fields ask for."""
-    refuse_not_served(fields, NOT_SERVED)
+    """Read the shared parameters. `logprobs` is the number of alternatives that the endpoint read."""
+    reject_unsupported(fields, UNSUPPORTED)
     sampling = defaults.sampling
     numbers = _numbers(fields, sampling)
     top_k = fields.integer("top_k", *limits.TOP_K.range)
@@ -143,30 +144,30 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
 
 
 def read_cache_salt(fields: Fields) -> str:
-    """What keeps the prompt's blocks from other prompts of the same client; empty if nothing does."""
+    """Read the salt that isolates the prompt's blocks from other prompts of the same client; may be empty."""
     salt = fields.text("cache_salt", limits.CACHE_SALT.most)
     if salt == "":
-        fields.wrong_value("cache_salt", "a salt has at least one character")
+        fields.wrong_value("cache_salt", "expected at least one character")
     return salt or ""
 
 
-def refuse_not_served(fields: Fields, names: Sequence[str]) -> None:
-    """Raise InvalidRequest for the first of `names` that asks for something."""
+def reject_unsupported(fields: Fields, names: Sequence[str]) -> None:
+    """Raise InvalidRequest for the first of `names` that has a value."""
     for name in names:
         if fields.given(name):
-            raise not_served(fields.param(name))
+            raise unsupported(fields.param(name))
 
 
-def not_served(param: str, what: str = "") -> InvalidRequest:
+def unsupported(param: str, feature: str = "") -> InvalidRequest:
     return InvalidRequest(
-        f"{what or repr(param)} is not served by this worker; leave it out.",
+        f"{feature or repr(param)} is not supported by this worker. Omit it.",
         param=param,
         code=UNSUPPORTED_PARAMETER,
     )
 
 
 def _numbers(fields: Fields, defaults: SamplingDefaults) -> dict[str, Any]:
-    """The parameters of `limits.SAMPLING_NUMBERS`, by the worker's defaults and those of `SamplingParams`."""
+    """Read the parameters of `limits.SAMPLING_NUMBERS`, with defaults of the worker and `SamplingParams`."""
     numbers: dict[str, float] = {}
     for limit in limits.SAMPLING_NUMBERS:
         default = getattr(defaults, limit.field, getattr(_UNCHANGED, limit.field))
@@ -189,7 +190,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
         if not isinstance(stop, str):
             raise wrong_type(param, "a string", stop)
         if not stop:
-            fields.wrong_value("stop", "a stop string has at least one character")
+            fields.wrong_value("stop", "expected at least one character per stop string")
         Fields({param: stop}).text(param, limits.STOP.most)
     return tuple(stops)
 
@@ -217,7 +218,7 @@ def _allowed_ids(fields: Fields, size: int) -> tuple[int, ...]:
 
 
 def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
-    """Each word's ids with and without a space before it, as vLLM means it."""
+    """Return the token ids of each word with and without a leading space, as in vLLM."""
     words: dict[tuple[int, ...], None] = {}
     for position, word in enumerate(fields.array("bad_words", limits.BAD_WORDS.most) or []):
         param = f"bad_words[{position}]"
@@ -225,10 +226,10 @@ def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...],
             raise wrong_type(param, "a string", word)
         Fields({param: word}).text(param, limits.BAD_WORD.most)
         if not word.strip():
-            Fields({param: word}).wrong_value(param, "a word has at least one character that is not blank")
+            Fields({param: word}).wrong_value(param, "expected at least one character other than white space")
         first = tuple(vocabulary.encode(word.lstrip(), False))
         later = tuple(vocabulary.encode(f" {word.lstrip()}", False))
-        # A tokenizer that writes the space as a token of its own ends with the same ids: one entry is enough.
+        # If the tokenizer has a separate token for the space, one entry covers both.
         both = [first] if later[-len(first) :] == first else [first, later]
         words |= dict.fromkeys(ids for ids in both if ids)
     return tuple(words)
@@ -287,11 +288,11 @@ def _streaming(fields: Fields, include_usage: bool) -> Streaming:
 
 
 def check_min_tokens(parameters: Parameters, limit: int) -> None:
-    """Raise InvalidRequest if `min_tokens` is over the most tokens that the request may get."""
+    """Raise InvalidRequest if `min_tokens` exceeds the maximum number of tokens, `limit`."""
     wanted = parameters.sampling.min_tokens
     if wanted > limit:
         raise InvalidRequest(
-            f"Invalid 'min_tokens': {wanted} is over the {limit} tokens that there can be at most.",
+            f"Invalid 'min_tokens': {wanted} exceeds the maximum of {limit} tokens for this request.",
             param="min_tokens",
             code=INTEGER_ABOVE_MAX_VALUE,
         )

@@ -1,4 +1,4 @@
-"""Prompts as text or token ids, one or several, for completions, embeddings and `/generate`."""
+"""Prompts as text or token ids, one or several: completions, embeddings and `/generate`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from baton_engine.model.tokenizer import Tokenizer
 
 
 class Given(NamedTuple):
-    """One prompt."""
+    """One prompt of a request."""
 
     tokens: tuple[int, ...]
-    """At least one, all known to the model."""
+    """At least one token id, all within the vocabulary."""
     text: str | None
-    """If it came as text."""
+    """The text, if the prompt was given as text."""
 
 
 def read_prompts(
     fields: Fields, name: str, tokenizer: Tokenizer, most: int = limits.PROMPTS.most
 ) -> list[Given]:
-    """The field `name`: a string, an array of strings, token ids, or an array of arrays of token ids."""
+    """Read the field `name`: a string, an array of strings, token ids, or an array of arrays of token ids."""
     value = fields.require(name)
     param = fields.param(name)
     if isinstance(value, str):
@@ -60,7 +60,7 @@ def _from_ids(ids: list[Any], tokenizer: Tokenizer, param: str) -> Given:
 
 
 def read_ids(ids: list[Any], tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
-    """Token ids that the model knows, perhaps none."""
+    """Return token ids after validation; may be empty. Raises InvalidRequest."""
     last = tokenizer.vocab_size - 1
     return tuple(integer(value, f"{param}[{position}]", 0, last) for position, value in enumerate(ids))
 

@@ -1,8 +1,8 @@
 """
-Log lines of `--log-requests`: one when a request was read, one when it ended.
+Log lines of `--log-requests`: one after a request is read, one after it ends.
 
-Figures and names by default. Texts are private, so they are told at the highest level only, cut to a
-number of characters, and quoted as JSON: no text can end its line or pretend to be another one.
+By default, they contain numbers and names. Only the highest level logs text, because text is private. Text is
+truncated and quoted as JSON, so that it cannot forge log lines.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ SAMPLING_LEVEL = 1
 TEXT_LEVEL = 2
 
 VALUE_LIMIT = 200
-"""Characters of one sampling parameter."""
+"""Maximum characters of one sampling parameter."""
 
 
 @dataclass(slots=True)
 class AnswerLog:
-    """One request that is told of, while it is answered."""
+    """Log of one request while it is answered."""
 
     exchange: Exchange
     left: int
-    """Characters of its answers that are still to be told; 0 if none are."""
+    """Characters of the answers that may still be logged; 0 disables text."""
     texts: dict[int, list[str]] = field(default_factory=dict)
 
     def add(self, choice: int, text: str) -> None:
-        """Choice number `choice` has gained `text`."""
+        """Add a piece of text of a choice."""
         if self.left > 0 and text:
             self.texts.setdefault(choice, []).append(text[: self.left])
             self.left -= len(text)
@@ -52,7 +52,7 @@ class AnswerLog:
 
 
 class RequestLog:
-    """Tells of requests as the settings want."""
+    """Logs requests according to the settings."""
 
     def __init__(self, settings: WorkerSettings, tokenizer: Tokenizer) -> None:
         self._wanted = settings.log_requests
@@ -61,7 +61,7 @@ class RequestLog:
         self._tokenizer = tokenizer
 
     def read(self, exchange: Exchange, work: Work) -> AnswerLog | None:
-        """Tell of a request that has just been read; None if nothing is told of requests."""
+        """Log a request that was read. Returns None if request logging is disabled."""
         if not self._wanted:
             return None
         prompts, parameters = work.prompts, work.parameters
@@ -81,7 +81,7 @@ class RequestLog:
         if texts:
             left = self._length
             for number, prompt in enumerate(prompts):
-                # A token has a character at least, but for those that are parts of one.
+                # Most tokens have at least one character, so `left` tokens suffice.
                 text = self._tokenizer.decode(prompt.tokens[:left], skip_special_tokens=False)[:left]
                 parts.append(f"prompt[{number}]={_quoted(text)}")
                 left -= len(text)
@@ -92,13 +92,13 @@ class RequestLog:
 
 
 def _changed(sampling: SamplingParams) -> Iterable[str]:
-    """What differs from a request that says nothing; seed and max_tokens are the choices' own."""
+    """Yield the parameters that differ from their defaults, except seed and max_tokens."""
     for one in dataclasses.fields(sampling):
         value = getattr(sampling, one.name)
         if one.name in ("seed", "max_tokens") or value == one.default:
             continue
         if one.name == "constraint":
-            value = value.kind  # its source may be private
+            value = value.kind  # the source may be private
         elif isinstance(value, frozenset):
             value = sorted(value)
         yield f"{one.name}={str(value)[:VALUE_LIMIT]}"

@@ -1,11 +1,11 @@
 """
-Streams that another worker can resume: the state sent along with them, and its use.
+Streams that another worker can resume: the state in the stream, and its use.
 
-A router that asks for it (`x-baton-follow`) is told between the events how the answer began and, behind
-the events of each piece, the tokens that they came of. From the request and these tokens any worker of the
-model can go on at the very next one: the tokens join the prompt, their text goes through the transcript as
-if it had just come, and the events that it leads to are left out, because the client has them. A random
-number depends on the seed and the position alone, so the answer is the one that would have come.
+On request of a router (`x-baton-follow`), the stream contains resume state between its events: the beginning
+of the answer and, after the events of each piece, its tokens. With the request and these tokens, any worker
+of the model can continue with the next token. The tokens become part of the prompt. The transcript processes
+them again without emitting events, because the client has received them. Random numbers depend only on seed
+and position, so the resumed answer equals the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from baton_engine.requests import FinishReason, Output
 
 
 def resumable(work: Work) -> bool:
-    """Whether a worker that did not begin the answer can end it."""
+    """Return whether another worker can resume the answer."""
     single = len(work.prompts) == work.parameters.n == 1
     reads = work.parameters.sampling.prompt_logprobs is not None
     return work.parameters.streaming.wanted and single and not reads and isinstance(work.shape, Resumable)
 
 
 def beginning(work: Work, cached_tokens: int) -> bytes:
-    """What stands before the events of a resumable answer."""
+    """Return the resume state before the first event."""
     assert isinstance(work.shape, Resumable)
     begun = Beginning(work.shape.id, work.shape.created, work.parameters.seed, cached_tokens)
     return begin_line(begun)
 
 
 def behind(piece: Piece) -> bytes:
-    """What stands behind the events of a piece."""
+    """Return the resume state after the events of a piece."""
     if not piece.tokens and piece.finish is None:
         return b""
     return tokens_line([choice.token for choice in piece.tokens], ended=piece.finish is not None)
 
 
 def read_resumption(fields: Fields, vocab: int) -> Resumption | None:
-    """What the router says of an answer that was begun elsewhere. Raises InvalidRequest."""
+    """Read the router's resume state of an answer that another worker began. Raises InvalidRequest."""
     given = fields.mapping(BODY)
     if given is None:
         return None
@@ -56,19 +56,24 @@ def read_resumption(fields: Fields, vocab: int) -> Resumption | None:
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"Invalid '{BODY}': {error}.", param=BODY) from error
     if not all(0 <= token < vocab for token in resumption.tokens):
-        raise InvalidRequest(f"Invalid '{BODY}': a token is none of the {vocab} there are.", param=BODY)
+        raise InvalidRequest(
+            f"Invalid '{BODY}': a token id is outside the vocabulary of {vocab} tokens.", param=BODY
+        )
     return resumption
 
 
 def resumed(work: Work, resumption: Resumption) -> Work:
-    """`work` as a part of the answer that was begun: its id, its seed, its tokens behind the prompt."""
+    """Return `work` as continuation of an answer: with its id and seed, and its tokens after the prompt."""
     if not resumable(work):
-        raise InvalidRequest("This answer has several choices, or is no stream of chunks.", param=BODY)
+        raise InvalidRequest(
+            "The request cannot be resumed: only streams with one choice can be resumed.", param=BODY
+        )
     (prompt,), drawn = work.prompts, tuple(resumption.tokens)
     left = prompt.max_tokens - len(drawn)
     if left < 0 or (left == 0 and not resumption.ended):
         raise InvalidRequest(
-            f"{len(drawn)} tokens were drawn, but the request gets {prompt.max_tokens}.", param=BODY
+            f"Invalid '{BODY}': it has {len(drawn)} tokens, but the request allows {prompt.max_tokens}.",
+            param=BODY,
         )
     shape, begun = work.shape, resumption.beginning
     assert isinstance(shape, Resumable)
@@ -84,7 +89,7 @@ def resumed(work: Work, resumption: Resumption) -> Work:
 
 
 def catch_up(work: Work, choice: Choice) -> None:
-    """Bring a choice and its shape to where the stream broke off."""
+    """Set a choice and its shape to the state at the interruption."""
     assert work.resumption is not None
     choice.cached_tokens = work.resumption.beginning.cached_tokens
     if not work.resumption.tokens:
@@ -93,4 +98,4 @@ def catch_up(work: Work, choice: Choice) -> None:
     piece = choice.transcript.push(Output(choice.request.id, tokens))
     work.shape.events(choice, piece, lambda: Usage(0, 0, 0))
     if work.resumption.ended:
-        choice.transcript.finish = FinishReason.STOP  # or another that the client has been told already
+        choice.transcript.finish = FinishReason.STOP  # the client has received the actual reason

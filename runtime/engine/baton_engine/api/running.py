@@ -1,4 +1,4 @@
-"""The requests that generate now, by every name under which a client may want to end one."""
+"""The running requests, by the ids with which clients can abort them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from baton_engine.api.fields import Fields, wrong_type
 
 
 class Abortable(Protocol):
-    """A request that somebody else may end."""
+    """A request that can be aborted from outside."""
 
     def abort(self) -> None:
-        """End it soon: whoever waits for it gets RequestAborted."""
+        """Abort the request: its handler raises RequestAborted."""
         ...
 
 
 class Running:
-    """Names may be shared, since clients choose some of them. Belongs to the event loop."""
+    """Registry of running requests. Several requests may share a name. Use it on the event loop only."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, list[Abortable]] = {}
 
     @contextlib.contextmanager
     def entered(self, names: Iterable[str], request: Abortable) -> Iterator[None]:
-        """`request` is known by each of `names` meanwhile."""
+        """Register `request` under each of `names` for the duration of the context."""
         distinct = set(names)
         for name in distinct:
             self._by_name.setdefault(name, []).append(request)
@@ -40,7 +40,7 @@ class Running:
                     del self._by_name[name]
 
     def abort(self, name: str) -> int:
-        """End the requests of this name; says how many there were."""
+        """Abort the requests with this name. Returns their number."""
         return self._end(self._by_name.get(name, ()))
 
     def abort_all(self) -> int:
@@ -54,7 +54,7 @@ class Running:
 
 
 def read_names(fields: Fields) -> tuple[str, ...]:
-    """The names that a request gives itself: `request_id`, and `rid`, of which there may be several."""
+    """Read the names that a request sets: `request_id` and `rid`, a string or a list."""
     given = fields.get("rid")
     if isinstance(given, list):
         names = [*(fields.array("rid", limits.ABORTS.most) or ())]

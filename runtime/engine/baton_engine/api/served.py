@@ -25,10 +25,10 @@ from baton_engine.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """One model behind one engine."""
+    """One model with its engine."""
 
     names: tuple[str, ...]
-    """What clients may call the model; the first is the one in answers."""
+    """Names of the model in requests. Responses contain the first one."""
     tokenizer: Tokenizer
     grammars: Grammars
     engine: AsyncEngine
@@ -37,29 +37,29 @@ class Served:
     metrics: WorkerMetrics
     load: Callable[[], Load]
     ready: Callable[[], str | None] = lambda: None
-    """None, or why this worker should get no requests."""
+    """Returns the reason why the worker is not ready, or None."""
     remote: Callable[[str, str, str], RemotePrefill] | None = None
-    """(prefill address, ticket, request id) -> what brings the prompt; None where there is no such role."""
+    """Creates the remote prefill of (prefill address, ticket, request id). None without the decode role."""
     tracing: WorkerTracing | None = None
-    """Makes this worker's spans, if any are wanted."""
+    """Creates this worker's spans, if tracing is enabled."""
     keys: Keys = field(default_factory=Keys)
-    """Who may use it."""
+    """API keys."""
     defaults: Defaults = field(default_factory=Defaults)
-    embedder: Embedder | Unable = field(default_factory=lambda: Unable("nothing is known of its pooling"))
-    """How the model makes vectors, or why it makes none."""
+    embedder: Embedder | Unable = field(default_factory=lambda: Unable("its pooling is unknown"))
+    """Embedding configuration, or the reason why embeddings are not supported."""
     hidden: int = 0
-    """Numbers in a vector, as the model makes it."""
+    """Dimensions of the model's embeddings."""
     generates: bool = True
-    """Whether the model has a head, without which nothing that it says means anything."""
+    """Whether the model has a language model head and can generate text."""
     created: int = field(default_factory=lambda: int(time.time()))
     drain: RequestDrain = field(default_factory=RequestDrain)
     history: History = field(default_factory=new_history)
     running: Running = field(default_factory=Running)
     chat: ChatFormat = field(init=False)
-    """How the model chats, as settings and tokenizer say."""
+    """Chat format, from settings and tokenizer."""
 
     def __post_init__(self) -> None:
-        """Raises SetupError for settings that do not fit the model."""
+        """Determine the chat format. Raises SetupError for settings that do not fit the model."""
         object.__setattr__(self, "chat", chat_format_of(self.tokenizer, self.settings))
 
     @property
@@ -72,5 +72,5 @@ class Served:
         return Vocabulary(tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.encode)
 
     def not_ready(self) -> str | None:
-        """None, or why this worker should get no requests, draining included."""
+        """Return the reason why the worker is not ready (including draining), or None."""
         return "draining" if self.drain.draining else self.ready()

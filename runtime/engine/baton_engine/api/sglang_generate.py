@@ -1,8 +1,8 @@
 """
-`POST /generate`: text or token ids in, their continuation out, in the form that SGLang's own clients send.
+`POST /generate`: completions in SGLang's format.
 
-The same work as a completion under other names: parameters stand in `sampling_params`, and each event
-of a stream tells all that there is so far, not what is new.
+Parameters are in `sampling_params` under SGLang's names. Each event of a stream contains the whole text so
+far instead of the new part.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from baton_engine.requests import FinishReason
 DEFAULT_MAX_TOKENS = 128
 
 NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-"""SGLang's name and ours, where they differ."""
+"""Names of SGLang that differ from those of `parameters`, with the latter."""
 
-NOT_SERVED = (
+UNSUPPORTED = (
     "input_embeds", "image_data", "audio_data", "video_data", "lora_path", "lora_id", "token_ids_logprob",
     "custom_logit_processor", "return_hidden_states", "session_params",
 )  # fmt: skip
 
 
 def prepare(fields: Fields, served: Served) -> Work:
-    """Check and tokenise. Takes a while for long prompts: not for the event loop."""
+    """Validate and tokenize a request. Blocks for long prompts, so do not call it on the event loop."""
     source = _source(fields)
     given = read_prompts(fields, source, served.tokenizer)
-    parameters.refuse_not_served(fields, NOT_SERVED)
+    parameters.reject_unsupported(fields, UNSUPPORTED)
     alternatives = _alternatives(fields)
     start = _start_of_logprobs(fields) if alternatives is not None else None
     sampling = _sampling(fields, None if start is None else alternatives)
     common = parameters.parse(sampling, alternatives, served.vocabulary, served.defaults)
     if len(given) * common.n > limits.ALL_CHOICES.most:
         raise InvalidRequest(
-            f"{len(given)} prompts with n={common.n} are more than {limits.ALL_CHOICES.most} choices.",
+            f"{len(given)} prompts with n={common.n} exceed the limit of {limits.ALL_CHOICES.most} choices.",
             param=sampling.param("n"),
         )
     own = Fields(fields.mapping("sampling_params") or {}, "sampling_params")
@@ -76,7 +76,7 @@ def prepare(fields: Fields, served: Served) -> Work:
 
 @dataclass(slots=True)
 class Gained:
-    """All that one choice has so far."""
+    """The output of one choice so far."""
 
     text: str = ""
     tokens: list[TokenChoice] = field(default_factory=list)
@@ -88,17 +88,17 @@ class Gained:
 
 @dataclass(slots=True, kw_only=True)
 class SglangShape:
-    """Objects with `text`, `output_ids` and `meta_info`; the events of a stream are such objects too."""
+    """Objects with `text`, `output_ids` and `meta_info`, also as events of a stream."""
 
     id: str
     tokenizer: Tokenizer
     alternatives: int | None
     start: int | None
-    """The first prompt token whose logprob is wanted."""
+    """Index of the first prompt token with a logprob in the response."""
     shows_texts: bool
     prompts: Sequence[Sequence[int]]
     several: bool
-    """Whether an array was asked for, of however many."""
+    """Whether the response is an array."""
     began: float = field(default_factory=time.monotonic)
     _gained: dict[int, Gained] = field(default_factory=dict)
 
@@ -133,7 +133,7 @@ class SglangShape:
         return {"text": text, "output_ids": [one.token for one in tokens], "meta_info": meta}
 
     def _of_prompt(self, choice: Choice) -> list[TokenChoice]:
-        """The prompt's tokens from `start` on; nothing came before the first one, which has no logprob."""
+        """Return the prompt's tokens from `start` on. The first token of the prompt has no logprob."""
         if self.start is None or choice.scores is None:
             return []
         prompt = self.prompts[choice.prompt]
@@ -160,16 +160,16 @@ def _finish(finish: FinishReason | None, choice: Choice) -> dict[str, Any] | Non
 
 
 def _source(fields: Fields) -> str:
-    """The field that holds the prompts."""
+    """Return the field with the prompts. Raises InvalidRequest if both are set."""
     if fields.get("input_ids") is None:
         return "text"
     if fields.get("text") is not None:
-        raise InvalidRequest("'text' and 'input_ids' exclude one another.", param="text")
+        raise InvalidRequest("'text' and 'input_ids' cannot be combined. Remove one of them.", param="text")
     return "input_ids"
 
 
 def _sampling(fields: Fields, prompt_logprobs: int | None) -> Fields:
-    """`sampling_params` under our names, and what stands beside them."""
+    """Return `sampling_params` with translated names, and the parameters of the outer object."""
     given: Mapping[str, Any] = fields.mapping("sampling_params") or {}
     renamed = {NAMES.get(name, name): value for name, value in given.items()}
     beside = {"stream": fields.boolean("stream"), "stream_options": None, "prompt_logprobs": prompt_logprobs}
@@ -183,7 +183,7 @@ def _alternatives(fields: Fields) -> int | None:
 
 
 def _start_of_logprobs(fields: Fields) -> int | None:
-    """None if only the output's are wanted."""
+    """Read `logprob_start_len`. None: logprobs of the output only."""
     start = fields.integer("logprob_start_len", -1, limits.TOKENS)
     if start is None or start < 0:
         return None

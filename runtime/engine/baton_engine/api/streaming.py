@@ -1,5 +1,5 @@
 """
-Server-sent events, and the `usage` object of answers and streams.
+Server-sent events, and the `usage` object of responses.
 
 Events follow https://html.spec.whatwg.org/multipage/server-sent-events.html. `usage` always has both details
 objects, because clients read them without a check.
@@ -25,47 +25,47 @@ class Streaming:
     continuous_usage: bool = False
 
     def event(self, envelope: dict[str, Any], usage: Callable[[], Usage]) -> bytes:
-        """One chunk as an event. With `include_usage`, all but the last have it as null, or as it stands."""
+        """Encode one chunk. With `include_usage`, chunks have a null usage, or the current one."""
         if self.include_usage:
             envelope["usage"] = usage().body() if self.continuous_usage else None
         return data_event(envelope)
 
     def closing(self, envelope: dict[str, Any], usage: Usage) -> bytes:
-        """The chunk without choices that `include_usage` asks for, and the end."""
+        """Return the end of the stream, with a usage chunk before it for `include_usage`."""
         if not self.include_usage:
             return DONE
         return data_event(envelope | {"usage": usage.body()}) + DONE
 
 
 DONE = b"data: [DONE]\n\n"
-"""Ends a stream of chunks: what comes without it was cut."""
+"""End of a stream of chunks. A stream without it is incomplete."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients skip."""
+"""A comment, which clients ignore."""
 
 FAILURE = "baton.failure"
-"""The entry of an ASGI scope that is asked for the event with which a stream breaks."""
+"""Entry of an ASGI scope: the function that encodes the error event of a stream."""
 
 
 def data_event(body: object) -> bytes:
-    """One event of a stream of chunks."""
+    """Encode one event of a stream of chunks."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def error_event(error: BatonError) -> bytes:
-    """The event after which a stream of chunks does not go on."""
+    """Encode the error event that ends a stream of chunks."""
     return data_event(error.body())
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
-    """Each prompt counts once, however many choices it has."""
+    """Tokens of all prompts; each prompt counts once, independent of its number of choices."""
     completion_tokens: int
-    """Of all choices, the tokens that ended them included."""
+    """Tokens of all choices, including their end tokens."""
     cached_tokens: int
     reasoning_tokens: int = 0
-    """Of the completion's, those up to the end of its thoughts, the marks included."""
+    """Completion tokens up to the end of the reasoning, including the marks."""
 
     def body(self) -> dict[str, Any]:
         return {

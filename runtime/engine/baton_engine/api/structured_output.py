@@ -1,11 +1,11 @@
 """
-The required form of an answer, in all spellings that clients use, as one constraint.
+Structured output: the fields of all supported APIs, as one constraint.
 
-OpenAI's is `response_format`; SGLang's users write `regex`, `ebnf`, `json_schema` and `structural_tag`,
-vLLM's `structured_outputs`, and older ones of theirs `guided_*`. There is at most one of them.
+OpenAI uses `response_format`; SGLang `regex`, `ebnf`, `json_schema` and `structural_tag`; vLLM
+`structured_outputs`, and `guided_*` in older versions. A request may have at most one constraint.
 
-A JSON schema holds whether or not it is `strict`. What of it the grammar cannot enforce is left out of one
-that is not strict, as OpenAI allows, and refused everywhere else.
+JSON schemas are enforced with and without `strict`. Keywords that a grammar cannot enforce are ignored
+without `strict`, as OpenAI allows, and cause an error otherwise.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from baton_engine.grammar import texts
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*(\[[^\]]*\]|\{[^}]*\})?\s*:(?!:=))", re.MULTILINE)
-"""What only a grammar in Lark has; EBNF has `root ::=`."""
+"""Matches grammars in Lark. EBNF has `root ::=`."""
 
 NamedConstraint = tuple[str, Constraint]
-"""The field that brings a constraint, as an error names it, and the constraint."""
+"""Path of the field with a constraint, and the constraint."""
 
 
 def read_constraint(fields: Fields) -> Constraint | None:
-    """The one constraint of a request, checked for its form; whether it can be met is seen later."""
+    """Return the constraint of a request, or None. Its compilation happens later. Raises InvalidRequest."""
     constraints = list(_constraints(fields))
     if len(constraints) > 1:
         raise InvalidRequest(
-            f"'{constraints[0][0]}' and '{constraints[1][0]}' exclude one another: an answer has one form.",
+            f"'{constraints[0][0]}' and '{constraints[1][0]}' cannot be combined. Remove one of them.",
             param=constraints[1][0],
         )
     return constraints[0][1] if constraints else None
 
 
 def constrained_by(fields: Fields) -> str | None:
-    """The field that brings the constraint, as an error names it."""
+    """Return the path of the field with the constraint, or None."""
     return next((param for param, _ in _constraints(fields)), None)
 
 
@@ -78,7 +78,7 @@ def _named_schema(fields: Fields) -> Constraint:
     fields.require("name")
     name = fields.text("name", limits.SCHEMA_NAME.most) or ""
     if not NAME.fullmatch(name):
-        fields.wrong_value("name", f"{shown(name)} has other characters than a-z, A-Z, 0-9, '_' and '-'")
+        fields.wrong_value("name", f"expected only a-z, A-Z, 0-9, '_' and '-', but got {shown(name)}")
     fields.text("description")
     fields.require("schema")
     schema = fields.mapping("schema")
@@ -107,8 +107,8 @@ def _structured_outputs(fields: Fields) -> Iterator[NamedConstraint]:
         constraints.append((inner.param("json_object"), _any_object()))
     if not constraints:
         raise InvalidRequest(
-            "'structured_outputs' has one of 'json', 'regex', 'choice', 'grammar', 'json_object' and "
-            "'structural_tag'.",
+            "'structured_outputs' is empty. Expected one of 'json', 'regex', 'choice', 'grammar', "
+            "'json_object' and 'structural_tag'.",
             param=fields.param("structured_outputs"),
             code=MISSING_REQUIRED_PARAMETER,
         )
@@ -116,7 +116,7 @@ def _structured_outputs(fields: Fields) -> Iterator[NamedConstraint]:
 
 
 def _schema(fields: Fields, name: str, white_space: str | None = None) -> Iterator[NamedConstraint]:
-    """A schema as an object, or as text that holds one."""
+    """Read a schema: an object, or a string with JSON."""
     value = fields.get(name)
     if value is None:
         return
@@ -130,7 +130,7 @@ def _schema(fields: Fields, name: str, white_space: str | None = None) -> Iterat
                 f"Invalid value for '{param}': it is not JSON: {error}.", param=param, code=INVALID_VALUE
             ) from error
     if not isinstance(value, dict | bool):
-        raise wrong_type(param, "an object, or a string that holds one", value)
+        raise wrong_type(param, "an object, or a string that contains one", value)
     yield param, _of_schema(value, param, white_space=white_space)
 
 
@@ -160,12 +160,12 @@ def _choice(fields: Fields, name: str) -> Iterator[NamedConstraint]:
             raise wrong_type(f"{param}[{position}]", "a string", choice)
     literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     _check_size(literals, param)
-    # One terminal, which is fast; the ways of a rule are tried one by one.
+    # One terminal with alternatives is faster than a rule with alternatives.
     yield param, Constraint("lark", f"start: CHOICE\nCHOICE: {literals}\n")
 
 
 def _structural_tag(fields: Fields, name: str) -> Iterator[NamedConstraint]:
-    """A tag as an object, or as text that holds one."""
+    """Read a structural tag: an object, or a string with JSON."""
     value = fields.get(name)
     if value is None:
         return
@@ -191,11 +191,11 @@ _READERS: dict[str, Callable[[Fields, str], Iterator[NamedConstraint]]] = {
     "guided_choice": _choice,
     "guided_grammar": _grammar,
 }
-"""The fields of a request that are a constraint by themselves."""
+"""Fields of a request that contain a constraint directly."""
 
 
 def _white_space(fields: Fields, name: str) -> str | None:
-    """A regular expression for what may stand between the parts of JSON."""
+    """Read the regular expression of white space between the tokens of JSON."""
     return fields.text(name, limits.WHITE_SPACE.most)
 
 
@@ -208,8 +208,8 @@ def _of_schema(
 ) -> Constraint:
     if _deeper(schema, limits.DEPTH.most):
         raise InvalidRequest(
-            f"Invalid '{param}': objects and arrays within one another are more than "
-            f"{limits.DEPTH.most} levels deep.",
+            f"Invalid '{param}': nested too deeply. Expected at most {limits.DEPTH.most} levels of objects "
+            "and arrays.",
             param=param,
             code=limits.DEPTH.code,
         )
@@ -235,7 +235,7 @@ def _check_size(source: str, param: str) -> None:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether there are more than so many objects and arrays within one another."""
+    """Return whether objects and arrays are nested deeper than `levels`."""
     level = [value]
     for _ in range(levels + 1):
         level = [

@@ -1,8 +1,8 @@
 """
-`POST /tokenize` and `POST /detokenize`: text to token ids and back, as the model is given them.
+`POST /tokenize` and `POST /detokenize`: conversion between text and the model's token ids.
 
-A conversation is rendered as chat completions render it, so that `count` is the `prompt_tokens` that
-its answer will report, even where that is more than the context.
+A conversation is rendered as for chat completions, so that `count` equals `prompt_tokens` of its response,
+even if it exceeds the context.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_engine.api.served import Served
 
 
 def tokenize(fields: Fields, served: Served) -> dict[str, Any]:
-    """Several prompts give lists of what one gives."""
+    """Tokenize one prompt, or several with lists as results."""
     check_model(fields, served)
     shows_texts = fields.boolean("return_token_strs")
     prompts = _tokens(fields, served)
@@ -36,7 +36,7 @@ def tokenize(fields: Fields, served: Served) -> dict[str, Any]:
 
 
 def detokenize(fields: Fields, served: Served) -> dict[str, Any]:
-    """The text under both names that clients know it by."""
+    """Return the text as `text` and as `prompt`, because clients read either."""
     check_model(fields, served)
     skips = fields.boolean("skip_special_tokens", True)
     value = fields.require("tokens")
@@ -60,7 +60,9 @@ def detokenize(fields: Fields, served: Served) -> dict[str, Any]:
 def _tokens(fields: Fields, served: Served) -> list[Sequence[int]]:
     if fields.get("messages") is not None:
         if fields.get("prompt") is not None:
-            raise InvalidRequest("'prompt' and 'messages' exclude one another.", param="messages")
+            raise InvalidRequest(
+                "'prompt' and 'messages' cannot be combined. Remove one of them.", param="messages"
+            )
         return [endpoint.prompt_tokens(fields, served)]
     special = fields.boolean("add_special_tokens", True)
     value = fields.require("prompt")

@@ -1,9 +1,9 @@
 """
-One sequence's tokens as text: detokenized as they arrive, ended by a stop string or by the engine.
+The text of one sequence: incremental detokenization, and the end by a stop string or by the engine.
 
-Characters are emitted only when they are complete and cannot begin a stop string. Of several matches the one
-that ends first counts, the longer one at a tie, so the answer does not depend on how the text was cut into
-pieces. Tokens after the one that completed a stop string do not count: the engine may have drawn some.
+Characters are emitted when they are complete and cannot be part of a stop string. Of several matches the
+first to end counts, and the longer one at a tie. The text therefore does not depend on how it was split into
+pieces. Tokens after a stop string are ignored; the engine may have sampled some.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from baton_engine.requests import FinishReason, Output
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one output of the engine adds to one choice."""
+    """The addition of one engine output to a choice."""
 
     text: str = ""
     tokens: Sequence[TokenChoice] = ()
     offsets: Sequence[int] = ()
-    """For each of `tokens`, the characters of the choice's text before it."""
+    """Offset of each of `tokens` in the choice's text."""
     parts: Sequence[Part] = ()
-    """What `text` turned out to say; it may lag behind."""
+    """Parsed parts of the text. They may lag behind `text`."""
     finish: FinishReason | None = None
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
-        """All that a choice has, as one piece."""
+        """Join the pieces of a choice."""
         return cls(
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.tokens],
@@ -51,16 +51,16 @@ class Transcript:
     parameters: Parameters
     reader: Reader
     marks: frozenset[str] | None = frozenset()
-    """Special tokens that the reader must see; None is all."""
+    """Special tokens that the reader needs in the text. None: all."""
     count: int = 0
-    """Tokens generated, the ending one included."""
+    """Number of generated tokens, including the end token."""
     finish: FinishReason | None = None
     matched: str | int | None = None
-    """The stop string or the id that ended the text."""
+    """The stop string or token id that ended the text."""
 
     def __post_init__(self) -> None:
         self.reasoning_tokens = 0
-        """Tokens up to the end of the thoughts, the marks included."""
+        """Number of tokens up to the end of the reasoning, including the marks."""
         self._thinker = self.reader if isinstance(self.reader, Thinker) else None
         self._stream = self.tokenizer.stream(self.parameters.skip_special_tokens, self.marks)
         self._stops = StopStrings(self.parameters.stops, self.parameters.include_stop)
@@ -68,11 +68,11 @@ class Transcript:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The match, unless it was the model's own end of sequence."""
+        """The matched stop, except for the model's end-of-sequence tokens."""
         return None if self.matched in self.parameters.eos_ids else self.matched
 
     def push(self, output: Output) -> Piece:
-        """Take one output of the engine; an empty piece once the text has ended."""
+        """Process one output of the engine. Returns an empty piece after the end of the text."""
         if self.finish is not None:
             return Piece()
         text: list[str] = []
@@ -107,7 +107,7 @@ class Transcript:
         return Piece(whole, output.tokens[: len(offsets)], offsets, parts, self.finish)
 
     def _read(self, text: str, thinker: Thinker) -> Sequence[Part]:
-        """One token's text in; it is a thought if it begins or ends in one."""
+        """Read the text of one token. It counts as reasoning if it begins or ends within reasoning."""
         thought = thinker.thinking
         parts = self.reader.push(text)
         if thought or thinker.thinking:
@@ -115,7 +115,7 @@ class Transcript:
         return parts
 
     def _take(self, text: str) -> str:
-        """Newly decoded text in, the part that may be shown out; ends the transcript at a stop string."""
+        """Process decoded text and return the part that can be emitted. A stop string ends the transcript."""
         self._characters += len(text)
         if self.count < self.parameters.sampling.min_tokens:
             return text
@@ -127,7 +127,7 @@ class Transcript:
 
 
 class StopStrings:
-    """The stop strings of one sequence, and the text held back for them."""
+    """Search for the stop strings of one sequence, with the text that is buffered for it."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -135,7 +135,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that may be sent now, the stop string that was completed)"""
+        """Add text. Returns the text that can be emitted, and the stop string that was found."""
         if not self._stops:
             return text, None
         self._held += text
@@ -151,7 +151,7 @@ class StopStrings:
         return released, None
 
     def flush(self) -> str:
-        """What was held back, at an end for another reason."""
+        """Return the buffered text at an end without a stop string."""
         released, self._held = self._held, ""
         return released
 
@@ -164,7 +164,7 @@ class StopStrings:
         return start, stop
 
     def _could_begin(self) -> int:
-        """Characters at the end that are a proper beginning of a stop string, at most."""
+        """Return the maximum number of characters at the end that are a proper prefix of a stop string."""
         held = self._held
         return max(
             next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if held.endswith(stop[:n])), 0)

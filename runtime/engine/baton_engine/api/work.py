@@ -1,5 +1,4 @@
-"""A validated request, ready for the engine: prompts as tokens, parameters, grammar matchers, the form of the
-answer."""
+"""A validated request: tokenized prompts, parameters, grammar matchers and the format of the response."""
 
 from __future__ import annotations
 
@@ -23,32 +22,32 @@ from baton_engine.requests import GrammarMatcher
 class Prompt:
     tokens: tuple[int, ...]
     max_tokens: int
-    """Of each of its choices."""
+    """Maximum tokens of each choice."""
     hashes: Sequence[bytes] | None = None
-    """`Request.hashes`, the same for all of its choices."""
+    """`Request.hashes` of all its choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request to generate: each prompt n times."""
+    """One request for generation: n choices of each prompt."""
 
     prompts: tuple[Prompt, ...]
     parameters: Parameters
     shape: AnswerShape
     reader: Callable[[], Reader] = PlainReader
-    """Makes what tells the parts of one choice's text."""
+    """Creates the reader of one choice."""
     marks: frozenset[str] | None = frozenset()
-    """The texts of special tokens that it must see, whether or not they are to be shown; None is all."""
+    """Special tokens that the reader needs, even if they are not part of the response. None: all."""
     matchers: Callable[[], GrammarMatcher] | None = None
-    """Makes what keeps one choice to its constraint and its thoughts in bounds; see `guided.guided`."""
+    """Creates the matcher of one choice, which enforces its constraint and reasoning budget, see `guided`."""
     constrained_by: str | None = None
-    """The request's field that brings the constraint, as an error names it."""
+    """Path of the request's field with the constraint, for errors."""
     resumption: Resumption | None = None
-    """Where the answer broke off that this one goes on with; the tokens are the prompt's last."""
+    """Resume state of the answer that this request continues. Its tokens are the last ones of the prompt."""
     failure: Callable[[BatonError], bytes] = error_event
-    """The event that says in a stream why it does not go on."""
+    """Encodes the error event of a stream."""
     done: bytes = DONE
-    """What a stream that is not broken ends with, whatever was in it."""
+    """Regular end of a stream."""
 
 
 def fit(
@@ -62,12 +61,13 @@ def fit(
     truncate: bool = False,
 ) -> Prompt:
     """
-    The prompt and how many tokens it gets: `wanted`, else `default` or all that the context leaves.
+    Return the prompt and its maximum number of tokens: `wanted`, else `default`, else the rest of the
+    context.
 
-    Raises ContextTooLong for what does not fit. With `truncate` it is made to fit: `wanted` shrinks to what
-    the prompt leaves; a prompt that leaves nothing loses its oldest tokens after the first, which may be
-    the one that begins every text, until what was wanted fits, or half of the context is free, or an eighth
-    where nobody said.
+    Raises ContextTooLong if they do not fit. With `truncate`, `wanted` is reduced to the rest of the context.
+    A prompt that fills the context loses its oldest tokens, except for the first one, which may be the
+    begin-of-sequence token. This frees space for the requested tokens, but at most half of the context.
+    Without a requested number, it frees an eighth of the context.
     """
     if truncate and len(tokens) >= context:
         requested = wanted or default
@@ -81,9 +81,10 @@ def fit(
 
 def tokens_left(prompt: int, wanted: int | None, context: int, *, param: str, wanted_param: str) -> int:
     """
-    How many tokens a prompt of `prompt` tokens may get: what was asked for, or all that the context leaves.
+    Return the maximum number of tokens after a prompt of `prompt` tokens: `wanted`, or the rest of the
+    context.
 
-    Raises ContextTooLong if the prompt leaves no room, or not the room that was asked for.
+    Raises ContextTooLong if `wanted` tokens, or one, do not fit.
     """
     if wanted is not None and wanted > context:
         raise ContextTooLong(prompt, wanted, context, param=wanted_param)
@@ -93,13 +94,13 @@ def tokens_left(prompt: int, wanted: int | None, context: int, *, param: str, wa
 
 
 def read_max_tokens(fields: Fields, *names: str, low: int = 1) -> tuple[int | None, str]:
-    """The first of `names` that is given, and its name; the others are checked all the same."""
+    """Return the first field of `names` that is set, and its name. Validates the others too."""
     values = [(fields.integer(name, low, 2**31 - 1), name) for name in names]
     return next(((value, name) for value, name in values if value is not None), (None, names[0]))
 
 
 def named(work: Work, fields: Fields) -> Work:
-    """`work` with the field of the request noted that an error of its constraint names."""
+    """Return `work` with the path of the field that causes its constraint."""
     param = structured_output.constrained_by(fields)
     if param is None and fields.given("tools"):
         param = "tools"
@@ -107,7 +108,7 @@ def named(work: Work, fields: Fields) -> Work:
 
 
 async def guided(work: Work, grammars: Grammars) -> Work:
-    """`work` with its constraint compiled. Raises InvalidRequest for one that cannot be kept to."""
+    """Return `work` with its constraint compiled. Raises InvalidRequest if it cannot be enforced."""
     sampling = work.parameters.sampling
     if sampling.constraint is None and sampling.thinking is None:
         return work

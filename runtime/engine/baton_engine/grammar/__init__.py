@@ -1,8 +1,8 @@
 """
-Structured output: which tokens may come next, so that an answer has the requested form.
+Structured output: the tokens that may come next, so that an answer has the requested format.
 
-`grammars` compiles a constraint once and gives each answer a matcher of its own; `matcher` and `thinking` are
-the matchers; `texts`, `ebnf` and `tags` translate clients' constraints into llguidance's language.
-`trial` is the process in which every constraint is tried first, since a hostile one cannot be stopped
-in any other way.
+`grammars` compiles each constraint once and creates a matcher for each answer; `matchers` contains the
+matchers. `texts`, `ebnf` and `tags` translate constraints of clients into llguidance's language. `validator`
+first compiles each constraint in a separate process, `validator_process`, because only a process can be
+stopped during the compilation of a hostile constraint.
 """

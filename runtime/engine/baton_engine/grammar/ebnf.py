@@ -1,12 +1,12 @@
 """
-EBNF as SGLang's and llama.cpp's users write it, put into llguidance's Lark.
+Translation of EBNF, as in SGLang and llama.cpp, to llguidance's Lark.
 
     root ::= greeting (", " name)* "!"
     greeting ::= "hello" | "good " [a-z]+
 
-llguidance tells terminals, which are regular and fast, from rules, and a terminal takes as much text as
-it can. So whatever does not recur becomes a terminal, as large as possible: inside one, every reading of
-the text counts, as these grammars want it; between two, the longest.
+llguidance distinguishes terminals, which are regular and fast, from rules, and matches terminals greedily.
+EBNF allows every parse of the text. Non-recursive parts therefore become terminals that are as large as
+possible: within one terminal, every parse is allowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 ROOT = "root"
 
 DEPTH_LIMIT = 64
-"""Parentheses within parentheses."""
+"""Maximum nesting of parentheses."""
 
 TOKEN = re.compile(
     r"""
@@ -38,12 +38,12 @@ LETTERS = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
 
 class EbnfError(ValueError):
-    """The text is no grammar; says where."""
+    """The text is not a valid grammar. The message contains the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A literal, a set of characters or any character, as Lark writes it."""
+    """A literal, a character class or any character, in Lark's syntax."""
 
     lark: str
 
@@ -74,19 +74,19 @@ _Node = _Text | _Name | _Repeat | _Sequence | _Choice
 
 
 def to_lark(text: str) -> str:
-    """The same language in Lark. Raises EbnfError."""
+    """Translate a grammar to Lark. Raises EbnfError."""
     rules = _Parser(text).rules()
     if ROOT not in rules:
-        raise EbnfError(f"no rule is called '{ROOT}'")
+        raise EbnfError(f"the rule '{ROOT}' is missing")
     for node in rules.values():
         for name in _names(node):
             if name not in rules:
-                raise EbnfError(f"there is no rule '{name}'")
+                raise EbnfError(f"the rule '{name}' is not defined")
     return _Writer(rules).lark()
 
 
 class _Parser:
-    """Rules out of text, by recursive descent."""
+    """Recursive descent parser of the rules."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -95,7 +95,7 @@ class _Parser:
         while position < len(text):
             matched = TOKEN.match(text, position)
             if matched is None:
-                raise self._error(f"{text[position]!r} is not expected", position)
+                raise self._error(f"unexpected {text[position]!r}", position)
             if matched.lastgroup != "space":
                 self._tokens.append((matched.lastgroup or "", matched.group(), position))
             position = matched.end()
@@ -107,9 +107,9 @@ class _Parser:
         while self._at < len(self._tokens):
             kind, name, position = self._next()
             if kind != "name" or not self._peek("define"):
-                raise self._error("a rule begins with its name and '::='", position)
+                raise self._error("expected a rule: its name and '::='", position)
             if name in rules:
-                raise self._error(f"the rule '{name}' stands twice", position)
+                raise self._error(f"the rule '{name}' is defined twice", position)
             self._next()
             rules[name] = self._choice()
         return rules
@@ -150,7 +150,7 @@ class _Parser:
             return _Text(r"/(.|\n)/")
         self._depth += 1
         if self._depth > DEPTH_LIMIT:
-            raise self._error(f"more than {DEPTH_LIMIT} parentheses within one another", position)
+            raise self._error(f"parentheses are nested deeper than {DEPTH_LIMIT}", position)
         inner = self._choice()
         self._depth -= 1
         if not self._peek("mark", ")"):
@@ -175,7 +175,7 @@ class _Parser:
 
 
 class _Writer:
-    """Rules and terminals out of a grammar's rules."""
+    """Writes the rules and terminals of a grammar in Lark."""
 
     def __init__(self, rules: dict[str, _Node]) -> None:
         self._rules = rules
@@ -185,7 +185,7 @@ class _Writer:
         }
         self._recurring = recurring
         self._runs: list[str] = []
-        """Terminals made of neighbours inside a rule."""
+        """Terminals of adjacent non-recursive items within rules."""
 
     def lark(self) -> str:
         lines = [f"start: {self._lark[ROOT]}"]
@@ -260,14 +260,14 @@ def _names(node: _Node) -> Iterator[str]:
 
 
 def _recurring(rules: dict[str, _Node]) -> set[str]:
-    """The rules from which a rule is reached that can be reached from itself."""
+    """Return the rules that are recursive or refer to a recursive rule."""
     waits = {name: set(_names(node)) for name, node in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, used in waits.items():
         for inner in used:
             users[inner].append(name)
     ready = [name for name, used in waits.items() if not used]
-    while ready:  # whoever needs nothing that recurs does not recur
+    while ready:  # removes rules whose references are all non-recursive
         done = ready.pop()
         for user in users[done]:
             waits[user].discard(done)
@@ -283,19 +283,19 @@ def _unescaped(text: str) -> str:
         if code is None:
             return LETTERS.get(matched[4], matched[4])
         if int(code, 16) > 0x10FFFF or 0xD800 <= int(code, 16) < 0xE000:
-            raise EbnfError(f"'{matched[0]}' is no character")
+            raise EbnfError(f"'{matched[0]}' is not a valid character")
         return chr(int(code, 16))
 
     return ESCAPE.sub(character, text)
 
 
 def _set(text: str) -> str:
-    """A set of characters as a regular expression, every character by its number."""
+    """Return a character class as a regular expression with code points."""
     inside = text[1:-1]
     negative = inside.startswith("^")
     inside = inside[negative:]
     items: list[tuple[str, bool]] = []
-    """Each character, and whether it is a bare hyphen."""
+    """Each character, and whether it is an unescaped hyphen."""
     position = 0
     while position < len(inside):
         matched = ESCAPE.match(inside, position)
@@ -303,7 +303,7 @@ def _set(text: str) -> str:
         items.append((_unescaped(inside[position:end]), matched is None and inside[position] == "-"))
         position = end
     if not items:
-        raise EbnfError("a set of characters is empty")
+        raise EbnfError("a character class is empty")
     parts: list[str] = []
     index = 0
     while index < len(items):

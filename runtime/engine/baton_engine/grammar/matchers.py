@@ -1,13 +1,13 @@
 """
-Grammar matchers of the engine: one for a grammar, one for thoughts before an answer.
+Grammar matchers of the engine: for a grammar, and for reasoning before an answer.
 
-`LLGuidanceMatcher` follows one llguidance matcher. `ThinkingMatcher` passes through three phases:
+`LLGuidanceMatcher` wraps a matcher of llguidance. `ThinkingMatcher` has three phases:
 
     opening -> thinking -> answering
 
-A model that may skip thinking starts in `opening`: the next token is the first of the thought's start mark,
-or of the answer. A thought may hold any token except an end of sequence, which would leave the constraint
-unmet. Once the budget is used up, the end mark is forced, id by id. The constraint holds from there on.
+If reasoning is optional, the matcher starts in `opening`: the next token begins the start mark or the answer.
+Reasoning may contain any token except an end of sequence, which would leave the constraint unmet. When the
+budget is used up, the end mark is forced token by token. The constraint applies after the end mark.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from baton_api.sampling import Thinking
 from baton_engine.requests import GrammarMatcher
 
 SLOW_MASK_S = 0.5
-"""Processor time for one mask after which an answer ends: the trial could not foresee it, and all wait."""
+"""Maximum processor seconds for one mask. A slower mask ends the answer, because all requests wait for it.
+Validation does not detect every such constraint."""
 
 FORBIDDEN = "doesn't satisfy the grammar"
-"""What llguidance says of a token that is not one of those that could come; all else are limits."""
+"""Part of llguidance's error for a token that the grammar does not allow. Other errors are exceeded
+limits."""
 
 
 class LLGuidanceMatcher:
-    """Allows what continues a text of the grammar, and an end of sequence where one is whole."""
+    """Allows tokens that continue a text of the grammar, and an end of sequence after a complete text."""
 
     def __init__(self, compiled: LLMatcher, ends: tuple[int, ...]) -> None:
-        """`compiled` stands at the start and is never moved: whoever begins copies it."""
+        """`compiled` is shared and stays at its start. Each matcher copies it."""
         self._compiled = compiled
         self._matcher: LLMatcher | None = None
         self.ends = ends
@@ -56,7 +58,7 @@ class LLGuidanceMatcher:
         self.finished = matcher.is_stopped()
 
     def _started(self) -> LLMatcher:
-        # Copied at the first use, which is on the engine's threads, not where a hundred choices are made.
+        # Copied at the first use on an engine thread, because the event loop may create many matchers.
         if self._matcher is None:
             self._matcher = self._compiled.deep_copy()
         return self._matcher
@@ -64,7 +66,7 @@ class LLGuidanceMatcher:
 
 def _too_complex() -> InvalidRequest:
     return InvalidRequest(
-        "The answer cannot go on: its constraint became too complex for this worker. Simplify it.",
+        "The answer cannot continue: its constraint became too complex for this worker. Simplify it.",
         code=INVALID_VALUE,
     )
 
@@ -76,21 +78,21 @@ class ThinkingPhase(enum.Enum):
 
 
 class ThinkingMatcher:
-    """Lets the model think, and then keeps to `answer`, if there is one."""
+    """Allows reasoning, then applies the matcher of the answer, if there is one."""
 
     def __init__(self, thinking: Thinking, answer: Callable[[], GrammarMatcher] | None) -> None:
-        """`answer` gives a guide that stands at its start; thoughts that came to nothing do not count."""
+        """`answer` creates the matcher of the answer, which starts after the reasoning."""
         self._thinking = thinking
         self._fresh = answer
         self._answer = None if answer is None else answer()
         self.ends: tuple[int, ...] = () if self._answer is None else self._answer.ends
         self._phase = ThinkingPhase.OPENING if thinking.start else ThinkingPhase.THINKING
         self._opened = 0
-        """Ids of the start that were written."""
+        """Number of tokens of the start mark that were generated."""
         self._spent = 0
-        """Tokens of thought."""
+        """Number of reasoning tokens."""
         self._closed = 0
-        """Ids of the end that were written, if they turn out to be it."""
+        """Number of tokens at the end that match the start of the end mark."""
 
     @property
     def finished(self) -> bool:
@@ -101,7 +103,7 @@ class ThinkingMatcher:
             case ThinkingPhase.OPENING:
                 if self._fresh is None:
                     return False
-                if self._answer is None:  # only the thought goes on as the text has begun
+                if self._answer is None:  # the text so far matches only the start mark
                     mask.fill(0)
                 elif not self._answer.fill(mask):
                     return False
@@ -134,7 +136,7 @@ class ThinkingMatcher:
     @property
     def _overdue(self) -> bool:
         budget = self._thinking.budget
-        # An end that has begun is thought as long as it may turn out to be none.
+        # Tokens of an incomplete end mark count as reasoning.
         return budget is not None and self._spent + self._closed >= budget
 
     def _open(self, token: int) -> None:
@@ -167,7 +169,7 @@ class ThinkingMatcher:
 
 
 def matched(pattern: Sequence[int], count: int, token: int) -> int:
-    """How many ids of `pattern` the text ends with, after `count` of them and then `token`."""
+    """Return how many tokens of `pattern` match after `count` matching ones and then `token`."""
     text = (*pattern[:count], token)
     return next(
         length

@@ -1,8 +1,8 @@
 """
-Structural tags, put into llguidance's Lark: free text in which certain marks begin what has a form.
+Translation of structural tags to llguidance's Lark: free text in which marks begin structured parts.
 
-Both forms are read: `structures` with `triggers`, and the nested `format` of xgrammar. A mark that is a
-special token of the model is meant as that token, not as the letters of its name.
+Two formats are supported: `structures` with `triggers`, and the nested `format` of xgrammar. A mark that is a
+special token of the model matches only that token.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ from llguidance import LLMatcher
 from baton_engine.grammar import ebnf
 
 DEPTH_LIMIT = 32
-"""Formats within formats."""
+"""Maximum nesting of formats."""
 
 TEXT = r"/(.|\n)*/"
 
 
 class TagError(ValueError):
-    """Not a structural tag, or one of a kind that is not served."""
+    """A structural tag is invalid or of an unsupported type."""
 
 
 def to_lark(source: str, special: Mapping[str, int], schema: Mapping[str, Any]) -> str:
-    """`special` are the ids of special tokens by text, `schema` the options of each JSON schema. TagError."""
+    """
+    Translate a structural tag. Raises TagError.
+
+    `special` maps the text of special tokens to ids. `schema` contains the options of JSON schemas.
+    """
     try:
         tag = json.loads(source)
     except ValueError as error:
-        raise TagError(f"a structural tag is not JSON: {error}") from error
+        raise TagError(f"the structural tag is not JSON: {error}") from error
     if not isinstance(tag, dict):
-        raise TagError("a structural tag is a JSON object")
+        raise TagError("the structural tag is not a JSON object")
     writer = _Writer(special, schema)
     start = writer.format(tag["format"]) if "format" in tag else writer.legacy(tag)
     return "\n".join([f"start: {start}", *writer.lines]) + "\n"
@@ -61,9 +65,9 @@ class _Writer:
         return self._triggered({"triggers": tag.get("triggers"), "tags": tags})
 
     def format(self, form: Any) -> str:
-        """What `form` allows, as an expression that may stand in a sequence."""
+        """Return an expression for the texts of `form`, which can be part of a sequence."""
         if not isinstance(form, dict):
-            raise TagError("a format is a JSON object with a 'type'")
+            raise TagError("expected a format: a JSON object with a 'type'")
         self._depth += 1
         if self._depth > DEPTH_LIMIT:
             raise TagError(f"formats are nested deeper than {DEPTH_LIMIT}")
@@ -78,7 +82,7 @@ class _Writer:
                 return self._literal(_text(form, "value"))
             case "json_schema" | "qwen_xml_parameter" as kind:
                 if kind != "json_schema" or form.get("style", "json") != "json":
-                    raise TagError("parameters in a style other than JSON are not served")
+                    raise TagError("parameters in a style other than JSON are not supported")
                 return self._json(form.get("json_schema"))
             case "regex":
                 return self._terminal(regex(_text(form, "pattern")))
@@ -100,28 +104,28 @@ class _Writer:
             case "tags_with_separator":
                 return self._separated(form)
             case kind:
-                raise TagError(f"the format type {str(kind)[:60]!r} is not served")
+                raise TagError(f"the format type {str(kind)[:60]!r} is not supported")
 
     def _elements(self, form: Mapping[str, Any]) -> list[Any]:
         elements = _list(form, "elements")
         for part in elements[:-1]:
             if isinstance(part, dict) and part.get("type") in ("any_text", "free_text", "triggered_tags"):
-                raise TagError(f"{part['type']!r} has no end, so nothing can follow it in a 'sequence'")
+                raise TagError(f"{part['type']!r} has no end and must be the last element of a 'sequence'")
         return elements
 
     def _tag(self, form: Mapping[str, Any], begun: str = "") -> str:
-        """`begin`, `content` and `end`; the part `begun` of the beginning stands in the text already."""
+        """Return an expression for a tag. `begun` is the part of `begin` that a trigger has matched."""
         begin = _text(form, "begin")[len(begun) :]
         ends = form.get("end", "")
         ends = ends if isinstance(ends, list) else [ends]
         if not ends or not all(isinstance(end, str) for end in ends):
-            raise TagError("'end' is a string, or an array of strings")
+            raise TagError("'end' is not a string or an array of strings")
         content = form.get("content")
         kind = content.get("type") if isinstance(content, dict) else None
         until = " | ".join(f"({self._literal(end)})" for end in ends)
         letters = not any(self._marks and self._marks.search(end) for end in ends)
         if kind in ("any_text", "free_text") and letters and all(ends):
-            inner = self._terminal(f"{TEXT} ({until})", lazy=True)  # the text goes up to the first end
+            inner = self._terminal(f"{TEXT} ({until})", lazy=True)  # the text extends to the first end
             return self._joined(begin, inner)
         if kind == "regex" and letters:
             assert isinstance(content, dict)
@@ -137,13 +141,13 @@ class _Writer:
         ways: list[str] = []
         for trigger in triggers:
             if not isinstance(trigger, str) or not trigger:
-                raise TagError("a trigger is a string of at least one character")
+                raise TagError("a trigger is not a string with at least one character")
             bodies = [self._tag(tag, trigger) for tag in tags if _text(tag, "begin").startswith(trigger)]
             if not bodies:
                 raise TagError(f"no tag begins with the trigger {trigger[:60]!r}")
             mark = self._marks.search(trigger) if self._marks is not None else None
             if mark is not None and mark.start() > 0:
-                raise TagError(f"in the trigger {trigger[:60]!r} a special token does not come first")
+                raise TagError(f"the special token in the trigger {trigger[:60]!r} is not at its start")
             if mark is not None:
                 before = f"{self._terminal(TEXT)} {self._literal(trigger)}"
             else:
@@ -152,7 +156,7 @@ class _Writer:
         for tag in tags:
             begin = _text(tag, "begin")
             if not any(begin.startswith(trigger) for trigger in triggers):
-                raise TagError(f"no trigger begins the tag {begin[:60]!r}")
+                raise TagError(f"the tag {begin[:60]!r} does not begin with a trigger")
         one = self._named(" | ".join(f"({way})" for way in ways))
         if form.get("stop_after_first"):
             return one if form.get("at_least_one") else f"({one} | {self._terminal(TEXT)})"
@@ -169,7 +173,7 @@ class _Writer:
 
     def _json(self, schema: Any) -> str:
         if not isinstance(schema, dict | bool):
-            raise TagError("a tag's schema is a JSON object")
+            raise TagError("the schema of a tag is not a JSON object")
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         return f"%json {json.dumps(schema | {'x-guidance': dict(self._schema)})}"
@@ -182,7 +186,7 @@ class _Writer:
         return f"%lark {{\n{lark}}}"
 
     def _literal(self, text: str) -> str:
-        """`text`, its special tokens as such."""
+        """Return an expression for `text` with its special tokens."""
         parts: list[str] = []
         position = 0
         for matched in self._marks.finditer(text) if self._marks is not None else ():
@@ -208,7 +212,7 @@ class _Writer:
 
 
 def regex(pattern: str) -> str:
-    """A regular expression as Lark writes it."""
+    """Return a regular expression in Lark's syntax."""
     grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(pattern))
     rule: str = grammar["grammars"][0]["lark_grammar"]
     return rule.removeprefix("start: ")

@@ -1,9 +1,8 @@
 """
-A constraint as text in llguidance's own language: JSON schemas, regular expressions, grammars and tags.
+Translation of constraints to llguidance's language: JSON schemas, regular expressions, grammars and tags.
 
-White space in JSON is free to a bound: a space, or a line break with its indentation, wherever JSON allows
-any. So pretty printed and compact answers are both at hand, and a small model cannot go on with blanks for
-ever.
+White space in JSON is limited to a space, or a line break with indentation. Models can write compact and
+formatted JSON, and a small model cannot write white space indefinitely.
 """
 
 from __future__ import annotations
@@ -24,24 +23,25 @@ JSON_OPTIONS = {"whitespace_pattern": WHITE_SPACE}
 
 UNFORCED = '%llguidance {"no_forcing": true}'
 OPTIONS = "x-guidance"
-"""Where a schema says how it is to be compiled; what clients write there does not count."""
+"""Member of a schema with llguidance's options. Values of clients are overwritten."""
 
 
 class TextError(ValueError):
-    """The constraint is not one; says why."""
+    """The constraint is invalid. The message contains the reason."""
 
 
 def grammar(kind: str, source: str, special: Mapping[str, int]) -> str:
-    """What llguidance compiles; `special` are the texts of special tokens with their ids. TextError."""
+    """Return the grammar for llguidance. `special` maps special tokens to ids. Raises TextError."""
     grammar_text = _grammar(kind, source, special)
     return _letter_by_letter(grammar_text) if any(mark in source for mark in special) else grammar_text
 
 
 def _letter_by_letter(grammar: str) -> str:
     """
-    The same texts, without what llguidance writes ahead where there is but one way.
+    Disable llguidance's forced tokens in a grammar.
 
-    It would write the letters of a special token as that token, which its own grammar does not take for them.
+    With forced tokens, llguidance would write the text of a special token as that token, which its grammar
+    does not accept.
     """
     if not grammar.lstrip().startswith("{"):
         return grammar if "%llguidance" in grammar else f"{UNFORCED}\n{grammar}"
@@ -66,16 +66,17 @@ def _grammar(kind: str, source: str, special: Mapping[str, int]) -> str:
             case "structural_tag":
                 return LLMatcher.grammar_from_lark(tags.to_lark(source, special, JSON_OPTIONS))
             case _:
-                raise TextError(f"there is no constraint of kind {kind!r}")
+                raise TextError(f"unknown constraint kind {kind!r}")
     except ValueError as error:
         raise TextError(str(error)) from error
 
 
 def schema(value: Any, *, lenient: bool = False, white_space: str | None = None) -> str:
     """
-    The source of a `json_schema` constraint, which says itself how it is to be compiled.
+    Return the source of a `json_schema` constraint, including llguidance's options.
 
-    What of a lenient one cannot be enforced is left out; otherwise it is an error when it is compiled.
+    With `lenient`, keywords that cannot be enforced are ignored. Otherwise they cause an error during
+    compilation.
     """
     options: dict[str, Any] = dict(JSON_OPTIONS)
     if white_space is not None:

@@ -1,8 +1,9 @@
 """
-The worker's side of the process in which constraints are tried out.
+Client of the process that validates constraints.
 
-It is started for the first constraint and lives as long as the worker, unless a trial ends it; then the
-next trial has a new one. One trial at a time: who waits too long is told to come back.
+The process starts with the first constraint and runs as long as the worker. If a constraint exceeds its
+limits, the process is killed, and the next validation starts a new one. It validates one constraint at a
+time; a request that waits too long is rejected with 503.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from baton_engine.grammar.validator_process import (
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""A large tokenizer takes seconds, on a busy machine many."""
+"""Timeout of the start. A large tokenizer takes seconds, and more on a busy machine."""
 
 WALL_FACTOR = 10.0
-"""Seconds to wait for one second of processor time: other processes want the cores too."""
+"""Maximum wall-clock seconds per processor second, because other processes use the cores too."""
 
 QUEUE_S = 20.0
-"""To wait for the trials of others."""
+"""Maximum wait for the validations of other requests."""
 
 
 class ValidationAborted(Exception):
-    """It took too long, or the process ended for its sake."""
+    """A validation exceeded its limits, or crashed the process."""
 
 
 class ValidatorKilled(Exception):
-    """The process was killed from outside, and perhaps not for this trial."""
+    """The process was killed from outside, possibly not because of this validation."""
 
 
 class ConstraintValidator:
-    """Any thread may have a constraint tried out."""
+    """Validates constraints in a separate process. Thread-safe."""
 
     def __init__(self, tokenizer_spec: Callable[[], TokenizerSpec], seconds: float) -> None:
-        """`tokenizer_spec` is asked whenever a process starts; `seconds` of processor time for each trial."""
+        """`tokenizer_spec` is called for each process. `seconds` limits a validation's processor time."""
         self._tokenizer_spec = tokenizer_spec
         self._seconds = seconds
         self._lock = threading.Lock()
@@ -61,15 +62,15 @@ class ConstraintValidator:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self.count = 0
-        """Trials so far."""
+        """Number of validations so far."""
 
     @property
     def process(self) -> int | None:
-        """The id of the process, if there is one."""
+        """The process id, or None."""
         return None if self._process is None else self._process.pid
 
     def validate(self, kind: str, source: str) -> ValidationResult:
-        """Raises Overloaded if too many others come first."""
+        """Validate a constraint. Raises Overloaded if too many other validations are queued."""
         self._waiting += 1
         try:
             if not self._lock.acquire(timeout=QUEUE_S):
@@ -82,7 +83,7 @@ class ConstraintValidator:
             self._lock.release()
 
     def close(self) -> None:
-        """Whoever waits for a verdict gets a refusal."""
+        """Kill the process. A running validation fails."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -96,11 +97,11 @@ class ConstraintValidator:
             try:
                 return self._ask(request)
             except ValidatorKilled:
-                log.info("The process that tries out constraints is gone.")
+                log.info("The process that validates constraints was killed.")
             except ValidationAborted:
                 break
         return ValidationResult(
-            reason=f"it is too complex: to compile it takes over {self._seconds:g} s, or too much memory"
+            reason=f"it is too complex: its compilation exceeds {self._seconds:g} s or the memory limit"
         )
 
     def _ask(self, request: ValidationRequest) -> ValidationResult:
@@ -110,9 +111,9 @@ class ConstraintValidator:
             write_frame(process.stdin, request)
             return self._read(process, self._seconds * WALL_FACTOR)
         except OSError as error:
-            status = process.wait()  # its pipes are closed: it has ended
+            status = process.wait()  # its pipes are closed, so it has ended
             self._end()
-            # No limit of ours ends it by this signal, and no fault of its own does.
+            # Neither the process's limits nor its own faults cause this signal.
             raise ValidatorKilled if status == -signal.SIGKILL else ValidationAborted from error
         except ValidationAborted:
             self._end()
@@ -126,7 +127,7 @@ class ConstraintValidator:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a library in distress writes pages
+            stderr=subprocess.DEVNULL,  # llguidance writes long traces
             start_new_session=True,
         )
         self._process = process
@@ -136,8 +137,8 @@ class ConstraintValidator:
             self._read(process, START_S)
         except (ValidationAborted, OSError) as error:
             self._end()
-            raise RuntimeError("The process that tries out constraints does not start.") from error
-        log.info("Constraints are tried out by process %d.", process.pid)
+            raise RuntimeError("The process that validates constraints did not start.") from error
+        log.info("Process %d validates constraints.", process.pid)
         return process
 
     def _read(self, process: subprocess.Popen[bytes], seconds: float) -> ValidationResult:
@@ -154,12 +155,12 @@ class ConstraintValidator:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was not written yet has nobody to go to
+                with contextlib.suppress(OSError):  # buffered data cannot be written any more
                     pipe.close()
 
 
 def _read_all(descriptor: int, count: int, deadline: float) -> bytes:
-    """Exactly `count` bytes. Raises TrialOver if they do not come in time, OSError if none will."""
+    """Read `count` bytes. Raises ValidationAborted after the deadline, OSError at the end of the pipe."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

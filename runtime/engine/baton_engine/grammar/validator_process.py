@@ -1,11 +1,10 @@
 """
-The process that tries constraints out: `python -m baton_engine.grammar.validator_process`, frames on stdin
-and stdout.
+The process that validates constraints: `python -m baton_engine.grammar.validator_process`, with frames on
+stdin and stdout.
 
-Compiling cannot be interrupted, and what a hostile constraint costs is not known beforehand: a JSON schema
-of 1,400 bytes takes llguidance 7 minutes. A process can be ended at any time, by the kernel too: each trial
-has a limit of processor time, and all have one of memory. What passes is compiled once more where it is
-used.
+Compilation cannot be interrupted, and the cost of a hostile constraint is unknown in advance: llguidance
+needs 7 minutes for a JSON schema of 1,400 bytes. A process can be killed at any time. Each validation has a
+limit of processor time, and the process has a limit of memory. The worker compiles valid constraints again.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from baton_engine.grammar import texts
 LENGTH_BYTES = 4
 
 STEPS = 48
-"""Tokens that are tried out, from the start again after each end: what masks cost shows only then."""
+"""Number of random tokens to generate, which shows the cost of masks. Restarts after each end."""
 
 MASK_LIMIT_S = 0.1
-"""Processor time for one mask: all requests of the worker wait for the slowest."""
+"""Maximum processor seconds for one mask, because all requests of the worker wait for the slowest."""
 
 MEMORY_LIMIT = 512 * 2**20
-"""Bytes beyond what the process has before its first trial."""
+"""Maximum additional bytes of memory after the start."""
 
 LIMITS = LLParserLimits(
     max_items_in_row=20_000, step_max_items=500_000, max_lexer_states=50_000, verbose_errors=False
 )
-"""Of llguidance: every optional property that may come next takes four items of a row."""
+"""Limits of llguidance. Every optional property that may come next needs four items of a row."""
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame: the model's tokenizer."""
 
     definition: str
-    """As `tokenizers` writes it."""
+    """JSON of the library `tokenizers`."""
     vocab: int
     eos_ids: list[int]
 
@@ -56,11 +55,11 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     source: str
     seconds: float
-    """Of processor time."""
+    """Limit of processor time."""
 
 
 class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The grammar to compile, or what is wrong with it."""
+    """The grammar to compile, or the reason why the constraint is invalid."""
 
     grammar: str = ""
     reason: str = ""
@@ -73,13 +72,13 @@ def make_tokenizer(tokenizer_spec: TokenizerSpec) -> LLTokenizer:
 
 
 def special_tokens(tokenizer_spec: TokenizerSpec, tokenizer: LLTokenizer) -> dict[str, int]:
-    """What llguidance takes for one token that is more than its letters, by its text."""
+    """Return the ids of the tokens that llguidance treats as special, by their text."""
     added = json.loads(tokenizer_spec.definition).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if tokenizer.is_special_token(token["id"])}
 
 
 def validate(request: ValidationRequest, tokenizer: LLTokenizer, special: dict[str, int]) -> ValidationResult:
-    """Compile, and go some steps at random."""
+    """Compile a constraint and generate random tokens with it."""
     try:
         grammar = texts.grammar(request.kind, request.source, special)
     except texts.TextError as error:
@@ -92,7 +91,7 @@ def validate(request: ValidationRequest, tokenizer: LLTokenizer, special: dict[s
 
 
 def _walk(matcher: LLMatcher, vocab: int) -> str:
-    """What is wrong with the masks, if anything is."""
+    """Generate random tokens. Returns the reason of a failure, or an empty string."""
     chance = random.Random(0)
     mask = np.zeros(-(-vocab // 32) * 4, dtype=np.uint8)
     for step in range(STEPS):
@@ -105,7 +104,7 @@ def _walk(matcher: LLMatcher, vocab: int) -> str:
             return f"it is too complex: one mask takes {seconds * 1000:.0f} ms"
         filled = np.flatnonzero(mask)
         if not len(filled):
-            return "nothing can ever match it" if step == 0 else "it leads to where nothing can follow"
+            return "it matches no text" if step == 0 else "it has a prefix that no text can continue"
         byte = int(filled[chance.randrange(len(filled))])
         bits = [bit for bit in range(8) if mask[byte] >> bit & 1]
         if not matcher.consume_token(byte * 8 + chance.choice(bits)):
@@ -116,7 +115,7 @@ def _walk(matcher: LLMatcher, vocab: int) -> str:
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """None at the end."""
+    """Read one frame; None at the end of the stream."""
     header = stream.read(LENGTH_BYTES)
     if len(header) < LENGTH_BYTES:
         return None
@@ -132,7 +131,7 @@ def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this one ends it by closing stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker stops this process by closing stdin
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     first = read_frame(requests)
@@ -152,7 +151,7 @@ def main() -> None:
 
 
 def _limit_memory() -> None:
-    """No more address space than now and some; where the system tells nothing, only time is limited."""
+    """Limit the address space. Without /proc, only the time is limited."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY_LIMIT

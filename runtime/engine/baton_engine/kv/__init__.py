@@ -1,1 +1,1 @@
-"""The KV cache: its blocks, their memory, and the events that tell the router what is cached."""
+"""The KV cache: its blocks, their memory, and the events that report cached blocks to the router."""

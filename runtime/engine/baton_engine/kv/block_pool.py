@@ -22,10 +22,10 @@ class BlockPool:
     """The states of all blocks. Not thread-safe: it belongs to the engine's thread."""
 
     def __init__(self, blocks: int, on_evicted: Callable[[bytes], None] | None = None) -> None:
-        """`on_evicted` is called with the hash of each known block that is dropped."""
+        """`on_evicted` is called with the hash of each evicted block."""
         if blocks < 2:
             raise SetupError(
-                f"A KV cache of {blocks} blocks holds no request: block 0 is reserved for padding. "
+                f"A KV cache of {blocks} blocks is too small, because block 0 is reserved for padding. "
                 "Start the worker with a larger --kv-cache-memory."
             )
         self.capacity = blocks - 1
@@ -40,13 +40,13 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._cached = 0
         self._children: dict[bytes, int] = {}
-        """Cached blocks by the hash of their parent, whether the parent is here or not."""
+        """Number of cached children by the hash of their parent, which may be missing."""
         self._leaves: list[tuple[int, int]] = []
         """Heap of (last use, block). Entries may be stale: one counts if `_is_leaf` says so."""
         self._pins: dict[int, int] = {}
         self._quarantined: set[int] = set()
         self.evictions = 0
-        """Known blocks that were dropped for new ones."""
+        """Number of evicted blocks."""
 
     @property
     def free(self) -> int:
@@ -76,7 +76,7 @@ class BlockPool:
         return len(self._quarantined)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold the longest known prefix of a chain. They are not taken yet."""
+        """Return the blocks of the longest known prefix of a chain. Call `take` to use them."""
         blocks: list[int] = []
         for name in hashes:
             block = self._by_hash.get(name)
@@ -98,8 +98,8 @@ class BlockPool:
             self._users[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks of unknown content, evicting cached ones where free ones do not suffice."""
-        assert count <= self.available, f"{count} blocks are wanted and {self.available} are available"
+        """Allocate blocks. Evicts cached blocks if there are not enough free ones."""
+        assert count <= self.available, f"{count} blocks are requested and {self.available} are available"
         blocks: list[int] = []
         for _ in range(count):
             if self._free:
@@ -115,7 +115,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Stop using the blocks of one chain, first to last; the known ones stay cached."""
         self._clock += 1
-        for block in reversed(blocks):  # children first, so that parents are no leaves in between
+        for block in reversed(blocks):  # children first, so that parents do not become leaves
             assert self._users[block] > 0, f"block {block} is released twice"
             self._users[block] -= 1
             assert self._users[block] >= self._pins.get(block, 0), f"block {block} is released while pinned"
@@ -128,9 +128,9 @@ class BlockPool:
 
     def publish(self, block: int, name: bytes, parent: bytes) -> bool:
         """
-        Make an owned block known by its chain hash; its KV is written to the last token.
+        Publish an owned block under its chain hash. Its KV must be complete.
 
-        Of two blocks with the same content the first stays the known one; False for the second.
+        Returns False if another block with the same content is published.
         """
         assert self._users[block] > 0 and self._hash[block] is None, f"block {block} cannot be published"
         if name in self._by_hash:
@@ -140,14 +140,14 @@ class BlockPool:
         self._parent[block] = parent
         return True
 
-    def known(self) -> tuple[dict[bytes, int], list[bytes]]:
-        """Copies, for other threads: each known hash with its block, and the hash of each block's parent."""
+    def published(self) -> tuple[dict[bytes, int], list[bytes]]:
+        """Return copies for other threads: blocks by hash, and the parent hash of each block."""
         return self._by_hash.copy(), self._parent.copy()
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """A network card reads or writes these blocks from now on."""
+        """Mark owned blocks that a network card reads or writes."""
         for block in blocks:
-            assert self._users[block] > 0, f"block {block} is pinned, but nobody owns it"
+            assert self._users[block] > 0, f"block {block} is pinned without an owner"
             self._pins[block] = self._pins.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
@@ -157,7 +157,7 @@ class BlockPool:
                 self._pins[block] = pins - 1
 
     def quarantine(self, blocks: Collection[int]) -> None:
-        """Their owner lets go of them, but a peer may still write them: nobody gets them for now."""
+        """Release unpublished blocks that a peer may still write. They are not available until `settle`."""
         for block in blocks:
             assert self._users[block] == 1, f"block {block} has {self._users[block]} users"
             assert self._hash[block] is None, f"block {block} is published, but unsafe"
@@ -166,14 +166,14 @@ class BlockPool:
             self._quarantined.add(block)
 
     def settle(self, blocks: Collection[int]) -> None:
-        """It is proven that nobody writes them any more: free them."""
+        """Free quarantined blocks after all writes have ended."""
         for block in blocks:
             assert block in self._quarantined, f"block {block} is not in quarantine"
             self._quarantined.remove(block)
             self._free.append(block)
 
     def clear(self) -> None:
-        """Free every cached block; what somebody uses stays known."""
+        """Free all cached blocks. Blocks in use stay published."""
         while self._cached:
             self._free.append(self._evict())
 
@@ -221,6 +221,6 @@ class BlockPool:
         )
 
     def _add_leaf(self, block: int) -> None:
-        if len(self._leaves) > 2 * self.capacity + 64:  # stale entries must not pile up
+        if len(self._leaves) > 2 * self.capacity + 64:  # limits the number of stale entries
             self._leaves = sorted({entry for entry in self._leaves if self._is_leaf(*entry)})
         heapq.heappush(self._leaves, (self._used_at[block], block))

@@ -1,13 +1,13 @@
 """
 The memory behind the KV blocks, and how many blocks there are.
 
-Block-outermost layout, `kv[block, layer, 2, kv_head, slot, dim]`: a block's bytes are contiguous, so one
-block is one descriptor for the transfer (2 MiB for an 8B model, where the layer-outermost layout has 64
-pieces of 32 KiB). Block 0 is never allocated: padding points to it.
+The layout is block-outermost, `kv[block, layer, 2, kv_head, slot, dim]`. The bytes of a block are contiguous,
+so a block is one descriptor of a transfer: 2 MiB for an 8B model. A layer-outermost layout would have 64
+pieces of 32 KiB. Block 0 is never allocated; padding refers to it.
 
-The size is set in bytes, in tokens, or as a fraction of the memory, or derived from the free memory. Tokens
-are an upper bound to the other three; bytes and a fraction exclude each other. The memory must be free:
-memory promised twice ends with the process killed.
+The size is set in bytes, in tokens, or as a fraction of the memory, or derived from the free memory. A number
+of tokens limits the other three. Bytes and a fraction cannot be combined. The memory must be free, because
+the kernel kills a process that uses more than the available memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KVCache:
         self.spec = spec
         self.blocks = blocks
         self.block_size = block_size
-        # Zeroed: what lies beyond a request's last token is multiplied by a weight of 0, and 0 * NaN is NaN.
+        # Zeroed, because values after a request's last token are multiplied by 0, and 0 * NaN is NaN.
         self.kv: Tensor = _zeros(
             (blocks, spec.layers, 2, spec.kv_heads, block_size, spec.head_dim), dtype, device
         )
@@ -57,36 +57,37 @@ class KVCache:
         return block_bytes(self.spec, self.kv.dtype, self.block_size)
 
     def block(self, number: int) -> memoryview:
-        """The bytes of block `number`, writable, not copied. CPU only."""
+        """Return a writable view of the bytes of block `number`. CPU only."""
         return self.kv[number].view(torch.uint8).numpy().reshape(-1).data
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Anonymous pages are zero without being written: memory is taken when a block is first used.
+    # Anonymous pages are zero without a write, so memory is allocated at the first use of a block.
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A head's keys of one block are 2 KiB: with small pages, attention waits for address translation.
+        # The keys of a head in one block are 2 KiB. Small pages would cause many TLB misses in attention.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 CACHE_SHARE = 0.1
-"""Of the free memory, on a CPU: the machine is rarely ours alone."""
+"""Default fraction of the free memory on a CPU, which other processes use too."""
 
 CACHE_LIMIT = 4 * 1024**3
 
 CACHE_CONTEXTS = 4
-"""Whole contexts of the model that a CPU's cache holds at most by default: more would mostly lie idle."""
+"""Default maximum size on a CPU, in contexts of the model. A larger cache would mostly be unused."""
 
 LEAST_DEFAULT_TOKENS = 32_768
-"""The same bound for models with a short context: 32 streams of 1,024 tokens."""
+"""Lower bound of this maximum for models with a short context: 32 streams of 1,024 tokens."""
 
 GPU_CACHE_SHARE = 0.9
 
 MOST_BLOCKS = 131_072
-"""With no size asked for: a tiny model could have millions, and bookkeeping costs memory too."""
+"""Maximum number of blocks if no size is set. A tiny model could have millions, which need memory for
+metadata."""
 
 RESERVED_BLOCKS = 1
 """Block 0 is padding."""
@@ -96,13 +97,13 @@ LEAST_BLOCKS = RESERVED_BLOCKS + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Bytes of the device that holds the cache; None where nobody knows."""
+    """Memory of the cache's device in bytes. None: unknown."""
 
     at_start: int | None
-    """Free before the weights came."""
+    """Free memory before the weights were loaded."""
     weights: int
     free: int | None
-    """Now."""
+    """Free memory now."""
     gpu: bool
 
 
@@ -110,13 +111,13 @@ def cache_blocks(settings: WorkerSettings, memory: MemoryBudget, block: int, con
     """Return the number of blocks of `block` bytes, the reserved one included.
 
     `context` is the number of tokens of the model's context; it bounds the default on a CPU.
-    Raises SetupError for what there is no room for.
+    Raises SetupError if the memory is insufficient or the settings contradict each other.
     """
     share, size = settings.memory_share, settings.kv_cache_memory
     if share and size:
         raise SetupError(
-            "--kv-cache-memory gives the KV cache's size and --memory-share (--mem-fraction-static, "
-            "--gpu-memory-utilization) has it worked out; give one of them."
+            "--kv-cache-memory and --memory-share (--mem-fraction-static, --gpu-memory-utilization) both set "
+            "the size of the KV cache. Set only one of them."
         )
     tokens = (
         -(-settings.kv_cache_tokens // BLOCK_SIZE) + RESERVED_BLOCKS if settings.kv_cache_tokens else None
@@ -133,15 +134,14 @@ def cache_blocks(settings: WorkerSettings, memory: MemoryBudget, block: int, con
         blocks = min(size // block, _most_by_default(memory, context))
     if blocks < LEAST_BLOCKS:
         raise SetupError(
-            f"The KV cache would have {show_size(max(0, size))}, but {LEAST_BLOCKS} blocks of {BLOCK_SIZE} "
-            f"tokens, the least there can be, take {show_size(LEAST_BLOCKS * block)}. "
-            + _more(flag, memory, block)
+            f"The KV cache would have {show_size(max(0, size))}, but the minimum of {LEAST_BLOCKS} blocks of "
+            f"{BLOCK_SIZE} tokens needs {show_size(LEAST_BLOCKS * block)}. " + _more(flag, memory, block)
         )
     blocks = blocks if tokens is None else min(blocks, tokens)
     if memory.free is not None and blocks * block > memory.free:
         raise SetupError(
-            f"{flag or 'The KV cache'} asks for {show_size(blocks * block)}, but {show_size(memory.free)} "
-            "are free here. Ask for less, or stop what else uses the memory."
+            f"{flag or 'The KV cache'} requires {show_size(blocks * block)}, but only "
+            f"{show_size(memory.free)} are free. Reduce the size, or stop other processes."
         )
     return blocks
 
@@ -149,8 +149,8 @@ def cache_blocks(settings: WorkerSettings, memory: MemoryBudget, block: int, con
 def _shared(share: float, memory: MemoryBudget) -> int:
     if memory.at_start is None:
         raise SetupError(
-            "This machine does not tell how much memory is free, so there is nothing to take a "
-            "--memory-share of. Give the KV cache's size: --kv-cache-memory 1GiB."
+            "--memory-share cannot be used, because the free memory of this machine is unknown. Set the size "
+            "of the KV cache: --kv-cache-memory 1GiB."
         )
     return int(share * memory.at_start) - memory.weights
 
@@ -171,6 +171,6 @@ def _most_by_default(memory: MemoryBudget, context: int) -> int:
 def _more(flag: str, memory: MemoryBudget, block: int) -> str:
     if flag == "--memory-share" and memory.at_start:
         least = (memory.weights + LEAST_BLOCKS * block) / memory.at_start
-        way_out = f"above {least:.2f}" if least < 1 else "cannot be large enough; take a smaller model"
-        return f"The weights alone take {show_size(memory.weights)}: a --memory-share {way_out}."
-    return f"Give it more: --kv-cache-memory {-(-LEAST_BLOCKS * block // 2**20)}MiB."
+        advice = f"Set --memory-share above {least:.2f}" if least < 1 else "Use a smaller model"
+        return f"The weights need {show_size(memory.weights)}. {advice}."
+    return f"Increase it: --kv-cache-memory {-(-LEAST_BLOCKS * block // 2**20)}MiB."

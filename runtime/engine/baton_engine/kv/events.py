@@ -1,8 +1,8 @@
 """
 Changes of the prefix cache since the last step, recorded by the engine's thread.
 
-The thread only notes names; a whole step's notes are handed on at its end. Whoever takes them turns them
-into messages on a thread of its own.
+The engine's thread only records hashes. At the end of a step it passes them to the recipient, which creates
+messages on another thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton_api.kv_events import IN_USE, BlockRemoved, BlockStored, Event, block_
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A block became known by its name."""
+    """A block was published under its hash."""
 
     name: bytes
     parent: bytes
@@ -28,7 +28,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A block was dropped."""
+    """A block was evicted."""
 
     name: bytes
 
@@ -37,18 +37,18 @@ Change = Stored | Removed
 
 
 class Recipient(Protocol):
-    """Takes changes on the engine's thread, and returns at once."""
+    """Receives changes on the engine's thread. Must not block."""
 
     def publish(self, changes: Sequence[Change]) -> None: ...
 
     @property
     def last(self) -> int:
-        """The number of what was published last; -1 before the first."""
+        """Number of the last published batch; -1 before the first."""
         ...
 
 
 class KvEvents:
-    """The changes that were not handed on yet. Belongs to the engine's thread."""
+    """Buffer of changes. Belongs to the engine's thread."""
 
     def __init__(self, recipient: Recipient) -> None:
         self._recipient = recipient
@@ -61,7 +61,7 @@ class KvEvents:
         self._changes.append(Removed(name))
 
     def flush(self) -> int:
-        """Hand all on. Gives the number under which nothing is missing."""
+        """Pass all changes to the recipient. Returns the number of the last batch."""
         if self._changes:
             changes, self._changes = self._changes, []
             self._recipient.publish(changes)
@@ -69,11 +69,11 @@ class KvEvents:
 
 
 class KvSnapshot:
-    """All known blocks at one moment. Made on the engine's thread by copying, read on any other."""
+    """All published blocks at one moment. Copied on the engine's thread, read on any thread."""
 
     def __init__(self, seq: int, by_hash: dict[bytes, int], parents: list[bytes]) -> None:
         self.seq = seq
-        """Of the last batch whose changes are in."""
+        """Number of the last batch whose changes the snapshot contains."""
         self._by_hash = by_hash
         self._parents = parents
         self._names: list[bytes] = []
@@ -82,7 +82,7 @@ class KvSnapshot:
         return len(self._by_hash)
 
     def part(self, start: int, stop: int) -> list[tuple[int, int | None]]:
-        """(hash, parent's hash) of some of them."""
+        """Return (hash, parent's hash) of blocks `start` to `stop`."""
         self._names = self._names or list(self._by_hash)
         names = self._names[start:stop]
         above = _numbers([self._parents[self._by_hash[name]] for name in names])
@@ -94,12 +94,12 @@ class KvSnapshot:
 
 
 def parent_number(name: bytes) -> int | None:
-    """None for the beginning of a prompt without a salt; a salted one begins with a parent of its own."""
+    """Return the number of a parent; None for the root of prompts without salt."""
     return None if name == _ROOT else block_number(name)
 
 
 def events_of(changes: Iterable[Change], block_size: int, *, tokens: bool) -> Iterator[Event]:
-    """The changes as events, in their order; neighbours that go together are one event."""
+    """Convert changes to events in their order. Adjacent changes of one chain are merged."""
     last: Event | None = None
     end = b""
     for change in changes:
@@ -127,7 +127,7 @@ def events_of(changes: Iterable[Change], block_size: int, *, tokens: bool) -> It
 
 
 def _numbers(names: Sequence[bytes]) -> list[int]:
-    """`block_number` of each, without a step of Python for each."""
+    """Return `block_number` of each hash, vectorized."""
     words = np.frombuffer(b"".join(names), dtype=">u8").reshape(-1, HASH_BYTES // 8)
     numbers: list[int] = words[:, -1].tolist()
     return numbers

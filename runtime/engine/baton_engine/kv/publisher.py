@@ -1,9 +1,9 @@
 """
 A thread that publishes KV events over ZMQ, and replays recent ones.
 
-A batch has its number from the moment at which the engine hands it over, so that a snapshot of the pool
-knows which batches are in it. What a subscriber missed it asks for at the replay socket, from among the
-last batches; when nothing changes, an empty batch now and then shows it that it missed nothing.
+The engine numbers a batch when it publishes it, so that a snapshot of the pool knows the batches that it
+contains. Subscribers request missed batches at the replay socket, which has the latest ones. Without changes,
+an empty batch is sent regularly, so that subscribers detect missed batches.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from baton_engine.kv.events import Change, events_of
 log = logging.getLogger(__name__)
 
 KEPT = 10_000
-"""Batches that can be replayed, and as many that wait for a slow subscriber: what is dropped for the one is
-kept for the other."""
+"""Maximum number of batches that can be replayed, and of batches that are queued for a slow subscriber.
+Batches that are dropped from the queue can therefore be replayed."""
 
 HEARTBEAT_S = 2.0
-"""Seconds after the last batch until an empty one."""
+"""Seconds between the last batch and an empty one."""
 
 RANK = 0
 
 
 class KvPublisher:
-    """Listens from the start; publishes between `start` and `close`."""
+    """Listens from its creation; publishes between `start` and `close`."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class KvPublisher:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """
-        Raises SetupError if it cannot listen there, or others cannot connect there.
+        Listen at `endpoint` and `replay`. Raises SetupError if an address is unusable or unreachable.
 
-        Without `replay` it is beside `endpoint`. `advertise` is the host that others use.
+        Default of `replay`: a free port, or a path next to `endpoint`. `advertise` is the host for clients.
         """
         self._topic = topic.encode()
         self._block_size = block_size
@@ -83,7 +83,7 @@ class KvPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what waits, and let go of all."""
+        """Send queued batches and release all sockets."""
         with self._lock:
             self._closing = True
             self._wake()
@@ -95,19 +95,19 @@ class KvPublisher:
 
     @property
     def last(self) -> int:
-        """The number of the last batch; -1 before the first."""
+        """Number of the last batch; -1 before the first."""
         return self._last
 
     def publish(self, changes: Sequence[Change]) -> None:
-        """Hand over one batch. From any thread."""
+        """Publish one batch. Thread-safe."""
         with self._lock:
             self._last += 1
-            if len(self._waiting) < KEPT:  # else its number is missing, and whoever listens asks
+            if len(self._waiting) < KEPT:  # otherwise subscribers notice the missing number
                 self._waiting.append((self._last, changes))
             self._wake()
 
     def _wake(self) -> None:
-        """With the lock held."""
+        """Wake the thread. Requires the lock."""
         if not self._awake:
             self._awake = True
             self._waker.send(b"\0")
@@ -116,7 +116,7 @@ class KvPublisher:
         poller = zmq.Poller()
         poller.register(self._sleeper, zmq.POLLIN)
         poller.register(self._replays, zmq.POLLIN)
-        due = 0.0  # batch 0 comes at once: whatever another process at this address had is void
+        due = 0.0  # batch 0 is sent immediately, and clears the blocks of an earlier process at this address
         while True:
             timeout = max(0.0, due - time.monotonic())
             ready = dict(poller.poll(1 + int(timeout * 1000)))
@@ -132,7 +132,7 @@ class KvPublisher:
                 self._replay()
 
     def _send_waiting(self) -> bool:
-        """Whether there was something to send."""
+        """Send the queued batches. Returns whether there were any."""
         with self._lock:
             self._awake = False
             waiting, self._waiting = self._waiting, deque()
@@ -146,29 +146,27 @@ class KvPublisher:
         return bool(waiting)
 
     def _replay(self) -> None:
-        """Answer one subscriber that asks for all from a number on."""
+        """Answer a subscriber that requests all batches from a number on."""
         request_frames = self._replays.recv_multipart()
         if len(request_frames) != 3 or len(request_frames[2]) != SEQUENCE_BYTES:
-            log.warning(
-                "A replay was asked for in %d frames that say no sequence number.", len(request_frames)
-            )
+            log.warning("Invalid replay request: %d frames without a sequence number.", len(request_frames))
             return
-        whom, start = request_frames[0], int.from_bytes(request_frames[2])
+        subscriber, start = request_frames[0], int.from_bytes(request_frames[2])
         for seq, batch in self._kept:
             if seq >= start:
-                self._replays.send_multipart((whom, b"", self._topic, sequence_bytes(seq), batch))
-        self._replays.send_multipart((whom, b"", b"", REPLAY_END, b""))
+                self._replays.send_multipart((subscriber, b"", self._topic, sequence_bytes(seq), batch))
+        self._replays.send_multipart((subscriber, b"", b"", REPLAY_END, b""))
 
     def _listen(self, kind: int, endpoint: str, flag: str) -> tuple[zmq.Socket[bytes], str]:
         listening = self._context.socket(kind)
-        # A replay and its end fit; without a bound, one who asks and does not read would cost all memory.
+        # A complete replay fits. The limit protects the memory from subscribers that do not read.
         listening.set_hwm(KEPT + 1)
         try:
             listening.bind(endpoint)
         except zmq.ZMQError as error:
             raise SetupError(
-                f"{flag} {endpoint} cannot be listened on: {error}. It looks like tcp://127.0.0.1:5557; port "
-                "0 takes a free one."
+                f"Cannot listen on {flag} {endpoint}: {error}. Example: tcp://127.0.0.1:5557. Port 0 selects "
+                "a free port."
             ) from error
         return listening, listening.getsockopt_string(zmq.LAST_ENDPOINT)
 

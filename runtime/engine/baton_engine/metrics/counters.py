@@ -94,8 +94,9 @@ class Totals:
     """Requests by `FinishReason`."""
     local_prefills: Counter[str] = field(default_factory=Counter)
     """
-    Prompts computed locally, by reason: `no_prefill_worker` (the request names none), `reads_prompt` (it asks
-    for prompt outputs), `short`, `cached` (short without its cached prefix), or the reason of a failed fetch.
+    Prompts computed locally, by reason. `no_prefill_worker`: the request does not name a prefill worker.
+    `reads_prompt`: it requests prompt outputs. `short`: the prompt is short. `cached`: it is short without
+    its cached prefix. Other reasons are those of failed fetches.
     """
 
     transfer_failures: Counter[tuple[str, str]] = field(default_factory=Counter)

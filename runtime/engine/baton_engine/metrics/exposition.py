@@ -1,9 +1,9 @@
 """
-A worker's Prometheus metrics: the API's observations and the engine's counters, and aliases of other engines.
+A worker's Prometheus metrics: the API's observations, the engine's counters, and aliases of other engines.
 
-The engine's counters are not kept twice: a collector turns one snapshot into samples. The registry belongs to
-this worker, so that two workers in one process do not mix. Metrics under the names of vLLM and SGLang are
-derived from Baton's own at a scrape.
+A collector converts a snapshot of the engine's counters to samples. Each worker has its own registry, because
+tests run several workers in one process. Metrics under the names of vLLM and SGLang are derived from Baton's
+metrics at a scrape.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class WorkerLabels:
-    """Which worker the figures are of."""
+    """Identity of the worker in metrics."""
 
     worker: str = "worker"
     role: str = "both"
     model: str = ""
-    """As answers call it."""
+    """The model's name in responses."""
 
 
 class WorkerMetrics:
@@ -49,8 +49,10 @@ class WorkerMetrics:
         term: Callable[[], CertificateValidity | None] = lambda: None,
     ) -> None:
         """
-        `kv_batches`: how many batches of KV events were published; `peers`: whose names are shown as well;
-        `term`: of the certificate that routers are shown, if there is one.
+        Create the registry.
+
+        `kv_batches` returns the number of published batches of KV events. `peers` are the engines whose
+        metric names are exposed too. `term` returns the validity of the worker's certificate, if it has one.
         """
         self._peers = CollectorRegistry(auto_describe=False)
         self.registry = CollectorRegistry(auto_describe=False)
@@ -70,16 +72,16 @@ class WorkerMetrics:
             self._peers.register(PeerMetrics(self.registry, peers, worker_labels.model))
 
     def first_token(self, seconds: float) -> None:
-        """A choice's first token came `seconds` after its request."""
+        """Record the first token of a choice, `seconds` after its request."""
         self._first_token.observe(seconds)
 
     def tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens of one choice came `seconds` after the one before them."""
+        """Record `count` tokens of one choice, `seconds` after the preceding token."""
         for _ in range(count):
             self._token.observe(seconds / count)
 
     def relayed(self, relay: RelayRecord) -> None:
-        """A prompt came over from a prefill worker."""
+        """Record a prompt that was transferred from a prefill worker."""
         self._transfer_bytes.labels(relay.transport).inc(relay.bytes)
         self._transfer_seconds.labels(relay.transport).observe(relay.transfer_s)
 
@@ -87,8 +89,9 @@ class WorkerMetrics:
         self, finish_reason: str, prompt: int, tokens: int, seconds: float, decode_s: float = 0.0
     ) -> None:
         """
-        A choice ended `seconds` after its request, and `decode_s` after its first token, with so many tokens
-        of its prompt and of its own.
+        Record the end of a choice, `seconds` after its request and `decode_s` after its first token.
+
+        `prompt` and `tokens` are the numbers of its prompt tokens and generated tokens.
         """
         self._requests.labels(finish_reason).inc()
         self._prompt_length.observe(prompt)
@@ -99,7 +102,7 @@ class WorkerMetrics:
             self._decode_time.observe(decode_s)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry) + generate_latest(self._peers)
 
     def _counter(self, metric: Metric) -> Counter:
@@ -115,7 +118,7 @@ class WorkerMetrics:
 
 
 class CertificateCollector(Collector):
-    """Until when the certificate is good that routers are shown."""
+    """Collector of the expiry of the worker's certificate."""
 
     def __init__(self, term: Callable[[], CertificateValidity | None]) -> None:
         self._term = term
@@ -127,7 +130,7 @@ class CertificateCollector(Collector):
 
 
 class EngineCollector(Collector):
-    """One engine's snapshot as samples."""
+    """Collector of an engine's snapshot."""
 
     def __init__(
         self,
@@ -152,16 +155,7 @@ class EngineCollector(Collector):
         yield _gauge(metrics.WORKER_FETCHING, {(): now.fetching})
         yield _gauge(metrics.WORKER_HELD, {(): now.held})
         yield _gauge(metrics.WORKER_QUEUED_TOKENS, {(): now.queued_tokens})
-        yield _gauge(
-            metrics.WORKER_BLOCKS,
-            {
-                ("free",): now.free_blocks,
-                ("cached",): now.cached_blocks,
-                ("owned",): now.owned_blocks - now.pinned_blocks,
-                ("pinned",): now.pinned_blocks,
-                ("quarantined",): now.quarantined_blocks,
-            },
-        )
+        yield _gauge(metrics.WORKER_BLOCKS, _blocks_by_state(now))
         yield _gauge(metrics.WORKER_KV_USAGE, {(): now.usage})
         yield _gauge(metrics.WORKER_GENERATION_RATE, {(): now.generated_per_s})
         yield _gauge(metrics.WORKER_PROMPT_RATE, {(): now.computed_per_s})
@@ -193,6 +187,16 @@ class EngineCollector(Collector):
         yield _counter(metrics.WORKER_KV_BATCHES, {(): self._kv_batches()})
 
 
+def _blocks_by_state(now: EngineSnapshot) -> dict[tuple[str, ...], float]:
+    return {
+        ("free",): now.free_blocks,
+        ("cached",): now.cached_blocks,
+        ("owned",): now.owned_blocks - now.pinned_blocks,
+        ("pinned",): now.pinned_blocks,
+        ("quarantined",): now.quarantined_blocks,
+    }
+
+
 def _gauge(metric: Metric, values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
     for labels, value in values.items():
@@ -215,7 +219,7 @@ def _times(metric: Metric, times: Times) -> HistogramMetricFamily:
 
 
 class PeerMetrics(Collector):
-    """What `registry` shows, as dashboards of `peers` look for it."""
+    """Collector of the metrics in `registry` under the names of other engines, `peers`."""
 
     def __init__(self, registry: CollectorRegistry, peers: Sequence[Peer], model: str) -> None:
         self._registry = registry

@@ -1,4 +1,4 @@
-"""One line in the log for each pass with prompt tokens, and for every fortieth that only generates."""
+"""Log lines of forward passes: each pass with prompt tokens, and every 40th decode pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 log = logging.getLogger("baton_engine.batches")
 
 DECODE_INTERVAL = 40
-"""Passes with generating requests between two lines."""
+"""Number of decode passes per log line."""
 
 
 class BatchLog:
-    """Keeps what a line sums up. The format is the field's, so that tools which read it keep working."""
+    """Accumulates the values of log lines. The format is that of SGLang, which existing tools read."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -23,7 +23,7 @@ class BatchLog:
         self._tokens = 0
 
     def note(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """A pass has been computed as planned."""
+        """Record a completed pass."""
         if plan.prefills:
             log.info(
                 "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
@@ -38,7 +38,7 @@ class BatchLog:
         if not plan.decodes:
             return
         if not self._tokens:
-            self._since = self._clock()  # the time before was idle, or prompts alone
+            self._since = self._clock()  # excludes idle time and passes without decoding
         self._passes += 1
         self._tokens += len(plan.decodes)
         if self._passes == DECODE_INTERVAL:

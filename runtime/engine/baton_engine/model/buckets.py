@@ -1,9 +1,9 @@
 """
-Models in buckets (S3, Google Cloud Storage), by obstore.
+Downloads of models from buckets (S3, Google Cloud Storage) with obstore.
 
-An object is written beside its place, under a name made of its version, and takes its place when all are
-there: what was interrupted goes on where it stood, and no two versions are ever mixed. Credentials come as
-for any tool of the store: from the environment or the machine's role.
+Each object is written to a partial file whose name contains the object's version. The partial files replace
+the target files after all objects are complete. An interrupted download resumes at its last byte, and a
+folder never mixes two versions. Credentials come from the environment or the machine's role.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 PARTIAL = ".fetching"
 AT_ONCE = 4
-"""Objects that are fetched at the same time."""
+"""Number of concurrent downloads."""
 
 PIECE = 8 * 1024 * 1024
-"""Bytes that are written at once."""
+"""Bytes per write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ class Item:
 
     @property
     def key(self) -> str:
-        """Names this version of this object, and no other."""
+        """Name of the partial file: a digest of path, size and version."""
         return hashlib.sha256(f"{self.path}\0{self.size}\0{self.version}".encode()).hexdigest()
 
 
 def opened(uri: str) -> ObjectStore:
-    """The store of `s3://BUCKET/PATH` or `gs://BUCKET/PATH`. Raises SetupError."""
+    """Return the store of `s3://BUCKET/PATH` or `gs://BUCKET/PATH`. Raises SetupError."""
     from obstore.store import from_url
 
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
     with _errors(uri):
-        # A whole file takes as long as it takes; a connection that stands still is cut by its read timeout.
+        # The duration of a large file is unlimited; the read timeout ends a stalled connection.
         return from_url(
             uri,
             client_options={
@@ -68,12 +68,12 @@ def opened(uri: str) -> ObjectStore:
 
 
 def download(store: ObjectStore, uri: str, patterns: Sequence[str], folder: Path, progress: Progress) -> str:
-    """Its files into `folder`; returns the digest of their versions. Raises SetupError."""
+    """Download matching objects into `folder` and return a digest of their versions. Raises SetupError."""
     wanted = tuple(patterns) or (*WANTED, "*.gguf")
     with _errors(uri):
         items = [item for item in _listed(store) if any(fnmatch(item.path, one) for one in wanted)]
     if not items:
-        raise SetupError(f"There are no files of a model under {uri}. Looked for: {', '.join(wanted)}.")
+        raise SetupError(f"No model files exist under {uri}. Expected files: {', '.join(wanted)}.")
     partial = folder / PARTIAL
     partial.mkdir(exist_ok=True)
     progress.start(f"Fetching {uri}", sum(item.size for item in items))
@@ -91,7 +91,7 @@ def download(store: ObjectStore, uri: str, patterns: Sequence[str], folder: Path
         target = folder / item.path
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial / item.key, target)
-    shutil.rmtree(partial)  # with it what is left of older versions
+    shutil.rmtree(partial)  # includes partial files of older versions
     progress.done()
     return hashlib.sha256("".join(item.key for item in items).encode()).hexdigest()
 
@@ -104,14 +104,14 @@ def _listed(store: ObjectStore) -> list[Item]:
         for one in page:
             path = one["path"]
             if ".." in PurePosixPath(path).parts:
-                raise SetupError(f"The object {path!r} would lie outside of the model's folder.")
+                raise SetupError(f"The object {path!r} would be written outside the model's folder.")
             version = one["e_tag"] or one["version"] or one["last_modified"].isoformat()
             items.append(Item(path, one["size"], version))
     return sorted(items, key=lambda item: item.path)
 
 
 def _fetch(store: ObjectStore, item: Item, target: Path, advanced: Callable[[int], None]) -> None:
-    """The object, from where `target` ends."""
+    """Append the object's remaining bytes to `target`."""
     import obstore
 
     with target.open("ab") as file:
@@ -120,13 +120,15 @@ def _fetch(store: ObjectStore, item: Item, target: Path, advanced: Callable[[int
         if offset < item.size:
             reply = obstore.get(store, item.path, options={"range": {"offset": offset}})
             if (reply.meta["e_tag"] or item.version) != item.version or reply.meta["size"] != item.size:
-                raise SetupError(f"{item.path} was changed while it was fetched; fetch again.")
+                raise SetupError(f"{item.path} changed during the download. Start the download again.")
             for piece in reply.stream(min_chunk_size=PIECE):
                 advanced(file.write(memoryview(piece)))
         file.flush()
         os.fsync(file.fileno())
         if file.tell() != item.size:
-            raise SetupError(f"{item.path} has {file.tell()} bytes instead of {item.size}; fetch again.")
+            raise SetupError(
+                f"{item.path} has {file.tell()} bytes instead of {item.size}. Start the download again."
+            )
 
 
 @contextmanager
@@ -138,6 +140,6 @@ def _errors(uri: str) -> Iterator[None]:
     except (BaseError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
         raise SetupError(
-            f"{uri} could not be read: {reason}. Credentials and the endpoint come from the environment, "
+            f"Cannot read {uri}: {reason}. Credentials and the endpoint come from the environment, "
             "such as AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL or GOOGLE_SERVICE_ACCOUNT."
         ) from error

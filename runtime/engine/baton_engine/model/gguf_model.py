@@ -1,8 +1,8 @@
 """
-GGUF files as models: their `ModelSpec`, and tensors under Hugging Face's names.
+GGUF files as models: their `ModelSpec`, and their tensors under Hugging Face's names.
 
-llama.cpp reorders the rows of Llama's query and key weights for its own rotation of neighbouring
-pairs; here the order is undone, so that the decoder has one rotation, of halves.
+llama.cpp rotates adjacent pairs of Llama's dimensions and reorders the rows of query and key weights for it.
+This module restores the original order, so that the decoder needs one kind of rotation, of halves.
 """
 
 from __future__ import annotations
@@ -10,75 +10,59 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from baton_api.errors import SetupError
+from baton_engine.model.families import BY_ARCHITECTURE, BY_GGUF
+from baton_engine.model.family import GGUFFormat
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.spec import ModelSpec, RopeScaling, checked
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3's scaling, as divisors of the frequencies."""
-REORDERED = ("self_attn.q_proj", "self_attn.k_proj")
-
-TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def spec_of(file: GGUFFile) -> ModelSpec:
-    """The spec of a GGUF file; a SetupError for an architecture that is not served."""
+    """Return the spec of a GGUF file. Raises SetupError if its architecture is not supported."""
     kind = file.metadata.get("general.architecture")
-    if kind not in ARCHITECTURES:
+    family = BY_GGUF.get(kind) if isinstance(kind, str) else None
+    if family is None or family.gguf is None:
         raise SetupError(
-            f"{file.path}: the architecture {str(kind)[:100]!r} is not served. "
-            f"Served in GGUF files are {', '.join(ARCHITECTURES)}."
+            f"{file.path}: the architecture {str(kind)[:100]!r} is not supported. "
+            f"Supported in GGUF files: {', '.join(BY_GGUF)}."
         )
     if (parts := file.metadata.get("split.count", 1)) > 1:
         raise SetupError(f"{file.path} is one of {parts} parts. Join them with llama-gguf-split --merge.")
     try:
-        return checked(_spec(file, kind), str(file.path))
+        return checked(_spec(file, family.architecture, family.gguf), str(file.path))
     except KeyError as error:
         raise SetupError(f"{file.path} lacks the metadata {error}.") from error
     except (TypeError, ValueError) as error:
         raise SetupError(f"{file.path} has metadata of the wrong type: {error}") from error
 
 
-def _spec(file: GGUFFile, kind: str) -> ModelSpec:
-    meta = file.metadata
+def _spec(file: GGUFFile, architecture: str, form: GGUFFormat) -> ModelSpec:
+    meta, kind, names = file.metadata, form.architecture, form.tensors
 
     def number(key: str) -> int:
         return int(meta[f"{kind}.{key}"])
+
+    def stored(part: str) -> bool:
+        return f"{names.layer.format(0)}{part}" in file.tensors
 
     hidden, heads = number("embedding_length"), number("attention.head_count")
     kv_heads = meta.get(f"{kind}.attention.head_count_kv", heads)
     head_dim = meta.get(f"{kind}.attention.key_length", hidden // max(heads, 1))
     if (rotated := meta.get(f"{kind}.rope.dimension_count", head_dim)) != head_dim:
         raise SetupError(
-            f"{file.path}: only {rotated} of {head_dim} dimensions are rotated, which is not served."
+            f"{file.path}: rotary embeddings of {rotated} of {head_dim} dimensions are not supported."
         )
-    window = meta.get(f"{kind}.attention.sliding_window")
     ends = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     context = number("context_length")
     rope = _rope(file, kind, context)
-    return ModelSpec(
-        architecture=ARCHITECTURES[kind],
-        vocab=file.tensors["token_embd.weight"].shape[0],
+    spec = ModelSpec(
+        architecture=architecture,
+        vocab=file.tensors[f"{names.embedding}.weight"].shape[0],
         hidden=hidden,
         layers=number("block_count"),
         heads=heads,
@@ -89,15 +73,17 @@ def _spec(file: GGUFFile, kind: str) -> ModelSpec:
         norm_epsilon=float(meta[f"{kind}.attention.layer_norm_rms_epsilon"]),
         rope_theta=float(meta.get(f"{kind}.rope.freq_base", 10_000.0)),
         rope=rope,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        sliding_window=int(window) if window else None,
-        tied_embeddings="output.weight" not in file.tensors,
+        qkv_bias=stored(f"{names.q}.bias"),
+        output_bias=stored(f"{names.output}.bias"),
+        mlp_bias=stored(f"{names.gate}.bias"),
+        qk_norm=stored(f"{names.q_norm}.weight"),
+        tied_embeddings=f"{names.head}.weight" not in file.tensors,
         eos_ids=tuple(dict.fromkeys(int(end) for end in ends if end is not None)),
         bos_id=meta.get("tokenizer.ggml.bos_token_id"),
     )
+    prefix = f"{kind}."
+    options = {key.removeprefix(prefix): value for key, value in meta.items() if key.startswith(prefix)}
+    return form.refine(spec, options)
 
 
 def _rope(file: GGUFFile, kind: str, context: int) -> RopeScaling:
@@ -122,17 +108,25 @@ def _rope(file: GGUFFile, kind: str, context: int) -> RopeScaling:
                 beta_slow=float(scaling.get("yarn_beta_slow", 1)),
             )
         case other:
-            raise ValueError(f"the rope scaling {other!r} is not served; none, linear and yarn are")
+            raise ValueError(f"rope scaling {other!r} is not supported. Supported: none, linear, yarn.")
 
 
 class GGUFTensors:
-    """`TensorSource` over a GGUF file."""
+    """Implementation of `TensorSource` for a GGUF file."""
 
     def __init__(self, file: GGUFFile, spec: ModelSpec) -> None:
+        family = BY_ARCHITECTURE[spec.architecture]
+        if family.gguf is None:
+            raise ValueError(f"{spec.architecture} has no GGUF format")
         self.name = file.path.name
         self._file = file
         self._spec = spec
-        self._stored = {_translated(name): name for name in file.tensors if name != ROPE_FACTORS}
+        self._interleaved = family.gguf.interleaved
+        self._names = family.tensors
+        own = family.gguf.tensors
+        self._stored = {
+            own.translate(name, self._names): name for name in file.tensors if name != ROPE_FACTORS
+        }
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
 
     def stored_bytes(self, tensor: str) -> int:
@@ -140,22 +134,10 @@ class GGUFTensors:
 
     def read(self, tensor: str) -> Tensor:
         values = self._file.read(self._stored[tensor])
-        if self._spec.architecture != ARCHITECTURES["llama"]:
+        base = tensor.rpartition(".")[0]
+        if not self._interleaved or not base.endswith((self._names.q, self._names.k)):
             return values
-        layer_part = tensor.split(".", 3)[-1].rpartition(".")[0]
-        if layer_part not in REORDERED:
-            return values
-        heads = self._spec.heads if layer_part == REORDERED[0] else self._spec.kv_heads
-        # [heads, D / 2, 2, ...] as llama.cpp has it -> [heads, 2, D / 2, ...]
+        heads = self._spec.heads if base.endswith(self._names.q) else self._spec.kv_heads
+        # [heads, D / 2, 2, ...] as llama.cpp stores it -> [heads, 2, D / 2, ...]
         pairs = values.view(heads, -1, 2, *values.shape[1:])
         return pairs.transpose(1, 2).reshape(values.shape)
-
-
-def _translated(name: str) -> str:
-    """Hugging Face's name for a tensor; a name without one stays, and is found to be unknown."""
-    if name in TOP:
-        return TOP[name]
-    match name.split("."):
-        case ["blk", number, part, kind] if part in IN_LAYER:
-            return f"model.layers.{number}.{IN_LAYER[part]}.{kind}"
-    return name

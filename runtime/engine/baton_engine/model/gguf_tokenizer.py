@@ -1,9 +1,9 @@
 """
-The tokenizer that a GGUF file carries, as an object of `tokenizers`.
+The tokenizer of a GGUF file, as an object of `tokenizers`.
 
-Byte-level vocabularies, which nearly all files of served models have, are built here from the metadata
-that is read already: it takes tenths of a second, where going through transformers takes several.
-A vocabulary of another kind is left to transformers.
+This module builds byte-level vocabularies from the parsed metadata, which takes tenths of a second;
+transformers needs several seconds. Nearly all supported models have such a vocabulary. transformers reads the
+other kinds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton_api.errors import SetupError
 
 BYTE_LEVEL = "gpt2"
 CONTROL, USER_DEFINED = 3, 4
-"""Token types: special, and added whole but shown."""
+"""Token types of GGUF: special tokens, and added tokens that are part of the text."""
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,7 +34,7 @@ def _digits_apart() -> Any:
 
 
 def _split(digits: int) -> Any:
-    """Words, numbers of at most so many digits, and punctuation with its line breaks."""
+    """Split into words, numbers of at most `digits` digits, and punctuation with its line breaks."""
     pattern = Regex(WORDS % digits + REST)
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), bytes_only])
@@ -47,11 +47,11 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "llama-bpe": partial(_split, 3),
     "qwen2": partial(_split, 1),
 }
-"""How text is cut before merging, by `tokenizer.ggml.pre`."""
+"""Pre-tokenizers, by `tokenizer.ggml.pre`."""
 
 
 def can_build(metadata: Mapping[str, Any]) -> bool:
-    """Whether `build` knows this kind of vocabulary."""
+    """Return whether `build` supports this kind of vocabulary."""
     return (
         metadata.get("tokenizer.ggml.model") == BYTE_LEVEL
         and metadata.get("tokenizer.ggml.pre", "default") in PRE_TOKENIZERS
@@ -59,7 +59,7 @@ def can_build(metadata: Mapping[str, Any]) -> bool:
 
 
 def build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer of the file at `path`, whose metadata this is."""
+    """Build the tokenizer from `metadata` of the file at `path`. Raises SetupError."""
     try:
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
         merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
@@ -71,7 +71,7 @@ def build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         )
     except KeyError as error:
         raise SetupError(f"{path} lacks the metadata {error}.") from error
-    except Exception as error:  # tokenizers raises bare Exceptions for what is wrong with a vocabulary
+    except Exception as error:  # tokenizers raises bare Exceptions for an invalid vocabulary
         raise SetupError(f"{path} has a damaged vocabulary: {error}") from error
     tokenizer = Tokenizer(model)
     if kind == "qwen2":

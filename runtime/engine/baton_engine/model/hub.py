@@ -1,8 +1,8 @@
 """
-Models of the Hugging Face hub, by `huggingface_hub` with its own cache and settings.
+Downloads from the Hugging Face hub with `huggingface_hub`, its cache and its settings.
 
-What may be fetched is named (WANTED): no pickles, no code, no second copy of the weights. All that can go
-wrong is told in one sentence.
+`WANTED` lists the files to download. It excludes pickles, code and second copies of the weights. Every
+failure becomes a SetupError of one sentence.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WANTED = (
     "modules.json",
     "*_Pooling/config.json",
 )
-"""Files of a repository that are fetched if nobody says otherwise."""
+"""Default patterns of the files to download from a repository."""
 
 
 def cached(model: str, opening: str, ways_out: str) -> Path:
-    """The model in the library's own cache. Raises SetupError, between `opening` and `ways_out`."""
+    """Return the model's folder in the library's cache. `opening` and `ways_out` complete a SetupError."""
     from huggingface_hub import snapshot_download
 
     with _errors(model, "", opening, ways_out):
@@ -40,11 +40,11 @@ def cached(model: str, opening: str, ways_out: str) -> Path:
 
 
 def download(model: str, revision: str, patterns: Sequence[str], folder: Path, ways_out: str) -> str:
-    """Its files into `folder`, going on where it was interrupted; returns the commit. Raises SetupError."""
+    """Download into `folder`, resuming an interrupted download; return the commit. Raises SetupError."""
     from huggingface_hub import HfApi, snapshot_download
 
     with _errors(model, revision, "", ways_out):
-        # First the commit: all files are then of this one, whatever is pushed meanwhile.
+        # Resolve the commit first, so that all files belong to it even if a new commit is pushed.
         commit = HfApi().model_info(model, revision=revision or None).sha or ""
         snapshot_download(model, revision=commit, local_dir=folder, allow_patterns=list(patterns or WANTED))
     return commit
@@ -74,6 +74,6 @@ def _errors(model: str, revision: str, opening: str, ways_out: str) -> Iterator[
             f"{the} hub has no model {model!r} (or it is private and HF_TOKEN is not set). {ways_out}"
         ) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError, ValueError, TypeError, KeyError) as error:
-        # The last three are a mirror that answers with something else than a hub does.
+        # A mirror with an unexpected response format causes the last three.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
-        raise SetupError(f"{the} hub did not give {model!r}: {reason}. {ways_out}") from error
+        raise SetupError(f"{the} hub did not provide {model!r}: {reason}. {ways_out}") from error

@@ -1,4 +1,4 @@
-"""Progress of long work as a label and bytes, so that a command line can draw a bar."""
+"""Progress of long operations, for the progress bar of the command line."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """One piece of work at a time: `start`, any number of `advance`, `done` unless it fails."""
+    """Callbacks of one operation at a time: `start`, any number of `advance`, `done` unless it fails."""
 
     def start(self, label: str, total_bytes: int) -> None:
-        """`label` says what is being done; `total_bytes` is 0 where nobody knows."""
+        """Begin an operation. `label` describes it; `total_bytes` is 0 if the size is unknown."""
         ...
 
     def advance(self, size: int) -> None:
-        """`size` more bytes are done."""
+        """Report `size` more bytes."""
         ...
 
     def done(self) -> None: ...
 
 
 class Silent:
-    """Progress that nobody watches."""
+    """Implementation of `Progress` without output."""
 
     def start(self, label: str, total_bytes: int) -> None: ...
 

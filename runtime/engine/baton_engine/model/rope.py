@@ -1,7 +1,8 @@
 """
-Rotary position embeddings: how fast each pair of dimensions turns, and the cosines and sines of positions.
+Rotary position embeddings: the frequency of each pair of dimensions, and cosines and sines of positions.
 
-All in fp32 whatever the model's dtype: at position 100,000 a bfloat16 angle would be off by whole turns.
+All values are fp32, independent of the model's dtype: at position 100,000 a bfloat16 angle is off by whole
+rotations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from baton_engine.model.spec import ModelSpec, RopeScaling
 
 
 class Rotary:
-    """The rotation of one model; makes cosines and sines for the positions of a pass."""
+    """Rotary embedding of one model: computes cosines and sines of positions."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self.frequencies: Tensor = inverse_frequencies(spec).to(device)
@@ -23,7 +24,7 @@ class Rotary:
         self.factor = attention_factor(spec.rope)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, [T, D / 2] fp32 each, of positions [T]."""
+        """Return cosines and sines, [T, D / 2] fp32 each, of positions [T]."""
         angles = positions.to(torch.float32)[:, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.factor != 1.0:
@@ -32,7 +33,7 @@ class Rotary:
 
 
 def attention_factor(rope: RopeScaling) -> float:
-    """What cosine and sine are multiplied by; only yarn has other than 1."""
+    """Return the factor of cosines and sines: 1 except for YaRN."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -41,7 +42,7 @@ def attention_factor(rope: RopeScaling) -> float:
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """[D / 2] fp32 on the CPU, stretched as the model's scaling says."""
+    """Return the frequencies [D / 2] fp32 on the CPU, with the model's scaling applied."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     plain = 1.0 / (spec.rope_theta**exponents)
     rope = spec.rope
@@ -59,7 +60,7 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeScaling) -> Tensor:
-    """Long waves are slowed by the factor, short ones kept, and those between blended."""
+    """Divide low frequencies by the factor, keep high ones, and blend those between."""
     rotations = rope.original_context * plain / (2 * math.pi)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -67,10 +68,10 @@ def _llama3(plain: Tensor, rope: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeScaling, spec: ModelSpec) -> Tensor:
-    """As llama3's, but blended along the dimension's number instead of its wavelength."""
+    """Scale as `_llama3` does, but blend by the index of the dimension instead of the wavelength."""
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns so often within the original context."""
+        """Return the dimension with this number of rotations within the original context."""
         wave = rope.original_context / (rotations * 2 * math.pi)
         return spec.head_dim * math.log(wave) / (2 * math.log(spec.rope_theta))
 
@@ -79,6 +80,6 @@ def _yarn(plain: Tensor, rope: RopeScaling, spec: ModelSpec) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.head_dim - 1)
     if low == high:
-        high += 0.001  # the step between them stays finite
+        high += 0.001  # avoids a division by zero
     slowed = ((torch.arange(spec.head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return plain / rope.factor * slowed + plain * (1 - slowed)

@@ -1,7 +1,7 @@
 """
 Weights of a Hugging Face folder: one `model.safetensors`, or shards and their index, memory-mapped.
 
-Pickled weights are refused, for loading them runs what they say.
+Pickled weights are rejected, because loading a pickle can run any code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-"""Stored dtypes that are served, and their bytes."""
+"""Supported dtypes, with their size in bytes."""
 HEADER_LIMIT = 100_000_000
-"""Bytes of a header; safetensors itself refuses more."""
+"""Maximum size of a header in bytes, the limit of safetensors itself."""
 
 
 class SafetensorsFolder:
-    """`TensorSource` over one or several safetensors files."""
+    """Implementation of `TensorSource` for one or several safetensors files."""
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
@@ -54,14 +54,14 @@ class SafetensorsFolder:
         dtype = self._files[path][tensor]["dtype"]
         if dtype not in FLOATS:
             raise SetupError(
-                f"{path}: tensor {tensor} is stored as {dtype}; served are {', '.join(FLOATS)}. "
-                "Quantised checkpoints are served as .gguf files."
+                f"{path}: tensor {tensor} has the unsupported dtype {dtype}. Supported: {', '.join(FLOATS)}. "
+                "Use a .gguf file for quantized weights."
             )
         try:
             with safe_open(path, framework="pt") as file:
                 stored: Tensor = file.get_tensor(tensor)
         except SafetensorError as error:
-            raise SetupError(f"{path}: tensor {tensor} cannot be read: {error}") from error
+            raise SetupError(f"Cannot read tensor {tensor} of {path}: {error}") from error
         return stored
 
 
@@ -72,9 +72,9 @@ def _weight_files(folder: Path) -> list[Path]:
         return _shards(folder)
     if pickled := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED):
         raise SetupError(
-            f"{folder} holds pickled weights ({pickled[0]}), which are not loaded: a pickle can run any "
-            "code. Convert them once with transformers' save_pretrained, or take a revision of the model "
-            "that has safetensors."
+            f"{folder} contains pickled weights ({pickled[0]}), which are not loaded: a pickle can run any "
+            "code. Convert them with transformers' save_pretrained, or use a revision of the model with "
+            "safetensors."
         )
     raise SetupError(f"{folder} has neither {SINGLE} nor {INDEX}.")
 
@@ -87,7 +87,7 @@ def _shards(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SetupError(f"{index} is not a safetensors index with a weight_map: {error!r}") from error
     if not shards:
-        raise SetupError(f"{index} names no file.")
+        raise SetupError(f"{index} does not list any file.")
     for shard in shards:
         if Path(shard).name != shard:
             raise SetupError(f"{index} names {shard!r}, which is not a plain file name.")
@@ -97,13 +97,13 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """What a file says that it holds, once its size agrees."""
+    """Return the header of a safetensors file after comparing it with the file's size. Raises SetupError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT + 1
         if length > min(size, HEADER_LIMIT):
-            raise SetupError(f"{path} is not a safetensors file, or cut short: it has {size} bytes.")
+            raise SetupError(f"{path} is not a safetensors file, or is truncated: it has {size} bytes.")
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -113,13 +113,13 @@ def _header(path: Path) -> dict[str, Any]:
     needed = 8 + length + max((entry["data_offsets"][1] for entry in checked.values()), default=0)
     if size < needed:
         raise SetupError(
-            f"{path} is cut short: it has {size} bytes, its header promises {needed}. Fetch it again."
+            f"{path} is truncated: it has {size} bytes, but its header requires {needed}. Download it again."
         )
     return checked
 
 
 def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """One tensor of a header, its numbers made sure of."""
+    """Validate one tensor of a header. Raises ValueError."""
     begin, end = (int(offset) for offset in entry["data_offsets"])
     shape = [int(length) for length in entry["shape"]]
     dtype = str(entry["dtype"])

@@ -1,7 +1,7 @@
 """
-A decoder's architecture: sizes and flags, read from its configuration.
+Architecture of a decoder: sizes and flags, read from the checkpoint's configuration.
 
-One functional decoder serves every family; a family is nothing but the flags that it sets.
+One decoder computes every model family; families differ in the flags that they set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton_api.errors import SetupError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context; unused fields stay at 0."""
+    """Scaling of rotary frequencies beyond the trained context. Unused fields keep their defaults."""
 
     kind: Literal["none", "linear", "llama3", "yarn", "factors"] = "none"
     factor: float = 1.0
@@ -67,25 +67,25 @@ class ModelSpec:
     sliding_window: int | None = None
     """Tokens that a position attends to, itself included; None is all."""
     sliding_layers: tuple[bool, ...] = ()
-    """Which layers slide; empty means all of them if there is a window."""
+    """Whether each layer uses the window; empty means that all layers use it."""
     tied_embeddings: bool = False
     headless: bool = False
-    """Whether the checkpoint has no head: it makes vectors of texts, and what it would say means nothing."""
+    """Whether the checkpoint has no language model head: it computes embeddings and cannot generate text."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head."""
+        """Number of query heads per key head."""
         return self.heads // self.kv_heads
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers, not bytes, that one token adds to the KV cache."""
+        """Number of values that one token adds to the KV cache."""
         return self.layers * 2 * self.kv_heads * self.head_dim
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of `layer`, or None."""
+        """Return the sliding window of `layer`, or None."""
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
             return None
         return self.sliding_window
@@ -101,28 +101,28 @@ LIMITS = {
     "intermediate": 1_048_576,
     "context": 1 << 27,
 }
-"""Beyond any model that exists: a number above is a damaged or hostile file."""
+"""Upper bounds of sizes, above those of any published model. A larger number indicates a damaged file."""
 
 
 def checked(spec: ModelSpec, source: str) -> ModelSpec:
-    """`spec` itself, if memory may be allocated by it; `source` names the file in the SetupError."""
+    """Return `spec` after validation. `source` is the file's name in a SetupError."""
     for name, limit in LIMITS.items():
         value = getattr(spec, name)
         if not 1 <= value <= limit:
-            raise SetupError(f"{source}: {name} is {value}, which is not within 1 to {limit}.")
+            raise SetupError(f"{source}: {name} is {value}, expected 1 to {limit}.")
     if spec.heads % spec.kv_heads:
         raise SetupError(f"{source}: {spec.heads} query heads cannot share {spec.kv_heads} key heads evenly.")
     if spec.head_dim % 2:
-        raise SetupError(f"{source}: head_dim is {spec.head_dim}, but a rotation needs an even number.")
+        raise SetupError(f"{source}: head_dim is {spec.head_dim}, but rotary embeddings need an even number.")
     if not 0 <= spec.norm_epsilon < 1:
-        raise SetupError(f"{source}: the norm's epsilon is {spec.norm_epsilon}, which is not within 0 to 1.")
+        raise SetupError(f"{source}: the epsilon of the norm is {spec.norm_epsilon}, expected 0 to 1.")
     if not spec.rope_theta > 1:
         raise SetupError(f"{source}: rope_theta is {spec.rope_theta}; it must be above 1.")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise SetupError(f"{source}: sliding_window is {spec.sliding_window}; it must be at least 1.")
     if spec.sliding_layers and len(spec.sliding_layers) != spec.layers:
         raise SetupError(
-            f"{source}: layer_types names {len(spec.sliding_layers)} layers, the model has {spec.layers}."
+            f"{source}: layer_types lists {len(spec.sliding_layers)} layers, but the model has {spec.layers}."
         )
     _check_rope(spec, source)
     return spec
@@ -136,14 +136,14 @@ def _check_rope(spec: ModelSpec, source: str) -> None:
         raise SetupError(f"{source}: original_max_position_embeddings is {rope.original_context}.")
     if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         raise SetupError(
-            f"{source}: low_freq_factor {rope.low_freq_factor} must lie between 0 and "
+            f"{source}: low_freq_factor {rope.low_freq_factor} must be between 0 and "
             f"high_freq_factor {rope.high_freq_factor}."
         )
     if rope.kind == "yarn" and not 0 < rope.beta_slow < rope.beta_fast:
         raise SetupError(
-            f"{source}: beta_slow {rope.beta_slow} must lie between 0 and beta_fast {rope.beta_fast}."
+            f"{source}: beta_slow {rope.beta_slow} must be between 0 and beta_fast {rope.beta_fast}."
         )
     if rope.kind == "factors" and len(rope.factors) != spec.head_dim // 2:
         raise SetupError(
-            f"{source}: {len(rope.factors)} rope factors for a head_dim of {spec.head_dim}; half is needed."
+            f"{source}: {len(rope.factors)} rope factors for head_dim {spec.head_dim}; expected half of it."
         )

@@ -1,8 +1,8 @@
 """
-Text to token ids and back, one token at a time too.
+Conversion between text and token ids, including token by token for streams.
 
-`transformers` knows every tokenizer's settings and its chat templates; the work on ids is done by the fast
-tokenizer beneath it, without clean-ups, so that streamed and whole text agree.
+`transformers` reads the settings and chat templates. Its fast tokenizer backend encodes and decodes, without
+clean-ups, so that streamed and complete text are equal.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from baton_engine.model.spec import ModelSpec
 SPACE_MARK = "\u2581"
 """SentencePiece's visible space."""
 HELD_LIMIT = 64
-"""Tokens without a whole character between them, after which their broken ones are shown: each step
-decodes all that is held."""
+"""Maximum buffered tokens that do not form a character. Each step decodes the whole buffer, so it is bounded;
+at the limit, incomplete characters are emitted."""
 
 
 class TextStream:
-    """The text of one answer as its tokens come."""
+    """Incremental detokenization of one answer."""
 
     def __init__(self, backend: Backend, skipped: Container[int]) -> None:
-        """`skipped` tokens have no text."""
+        """Tokens in `skipped` produce no text."""
         self._backend = backend
         self._skipped = skipped
         self._begin(after=[])
 
     def _begin(self, after: list[int]) -> None:
-        """Stream on; the tokens `after` which it goes on are shown already, and decide about spaces."""
+        """Restart the stream. The tokens `after` are already emitted and determine leading spaces."""
         self._stream = DecodeStream(ids=after, skip_special_tokens=False)
         self._tokens = after
         self._shown = len(self._text())
@@ -49,13 +49,13 @@ class TextStream:
         return str(self._backend.decode(self._tokens, skip_special_tokens=False))
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is still in parts."""
+        """Return the text that `token` completes; empty while a character is incomplete."""
         if token in self._skipped:
             return ""
         self._tokens.append(token)
         try:
             text: str | None = self._stream.step(self._backend, token)
-        except Exception:  # tokenizers has no other: among broken byte tokens, later ones change earlier text
+        except Exception:  # tokenizers raises it if later byte tokens change the text of earlier ones
             return self.flush()
         if text is None:
             self._held += 1
@@ -65,17 +65,17 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """At the end: what was held back, a character that no token completed."""
+        """Return the buffered text at the end of the answer: an incomplete character."""
         rest = self._text()[self._shown :]
         self._begin(after=self._tokens[-1:])
         return rest
 
 
 class Tokenizer:
-    """One model's tokenizer, and the templates that came with it."""
+    """Tokenizer and chat templates of one model."""
 
     def __init__(self, tokenizer: Any, spec: ModelSpec, eos_ids: Sequence[int] = ()) -> None:
-        """`tokenizer` is a fast one of transformers; `eos_ids` come before its own and the spec's."""
+        """Wrap a fast tokenizer of transformers. `eos_ids` precede those of the spec and the tokenizer."""
         self._tokenizer = tokenizer
         self._backend: Backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -87,26 +87,26 @@ class Tokenizer:
         own = tokenizer.eos_token_id
         ends = (*eos_ids, *spec.eos_ids, *(() if own is None else (own,)))
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end < spec.vocab))
-        """Ids that end an answer."""
+        """Token ids that end an answer."""
         self.bos_id: int | None = spec.bos_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.vocab_size = spec.vocab
-        """Ids that the model knows; the tokenizer may have text for fewer."""
+        """Number of token ids of the model; the tokenizer may define fewer."""
 
     @property
     def definition(self) -> str:
-        """All of the tokenizer beneath as JSON, as the library `tokenizers` writes it."""
+        """The tokenizer as JSON, as the library `tokenizers` serializes it."""
         return str(self._backend.to_str())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; special tokens in it are recognised."""
+        """Return the token ids of `text`. Recognizes special tokens in it."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def offsets(self, text: str) -> list[int]:
         """
-        For each of the ids that `encode` gives, the characters of `text` before it.
+        Return, for each id of `encode(text)`, the offset in `text` at which its token begins.
 
-        One that begins within a character has those before that character; one that was added before the
-        text has 0, one that was added after it the length of the text.
+        A token that begins within a character has the offset of that character. A token that was added before
+        the text has 0; one that was added after it has the length of the text.
         """
         encoding = self._backend.encode(text)
         starts: list[int] = []
@@ -123,9 +123,9 @@ class Tokenizer:
         self, skip_special_tokens: bool = True, but: frozenset[str] | None = frozenset()
     ) -> TextStream:
         """
-        For one answer: all that it pushes and flushes is `decode` of the whole.
+        Return the stream of one answer. Its pieces joined equal `decode` of all tokens.
 
-        Of the special tokens those with the texts `but` are shown all the same; None is all but the ends.
+        `but` lists special tokens to keep in the text; None keeps all except the end tokens.
         """
         if not skip_special_tokens:
             return TextStream(self._backend, ())
@@ -136,11 +136,11 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The tokens that stand in a text as one, special or not: its marks, by what they are."""
+        """Ids of the added tokens by their text, special or not."""
         return {text: number for number, text in self._added.items() if number < self.vocab_size}
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that `token` alone stands for; a character may need several tokens."""
+        """Return the bytes of one token; a character may need several tokens."""
         if token in self._added:
             return str(self._added[token]).encode()
         piece = self._backend.id_to_token(token)
@@ -156,12 +156,12 @@ class Tokenizer:
         return str(piece.replace(SPACE_MARK, " ")).encode()
 
     def token_text(self, token: int) -> str:
-        """`token_bytes` as text, a part of a character as U+FFFD."""
+        """Return `token_bytes` as text, with U+FFFD for a part of a character."""
         return self.token_bytes(token).decode(errors="replace")
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The model's own by name; most have one at most, which is called `default`."""
+        """The model's chat templates by name. Most models have at most one, named `default`."""
         template = self._tokenizer.chat_template
         if isinstance(template, dict):
             return dict(template)
@@ -169,28 +169,28 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own for conversations without tools, or None."""
+        """The model's chat template for conversations without tools, or None."""
         return self.chat_templates.get("default")
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The special tokens that have a name, as chat templates call them: `bos_token` and its like."""
+        """Named special tokens for chat templates, such as `bos_token`."""
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
 
     @property
     def response_template(self) -> dict[str, Any] | None:
-        """How `transformers` tells the parts of an answer, where the tokenizer's files say so."""
+        """The response template of `transformers`, if the tokenizer's files contain one."""
         response_template: dict[str, Any] | None = getattr(self._tokenizer, "response_template", None)
         return response_template
 
 
 def load_tokenizer(checkpoint: Checkpoint, spec: ModelSpec) -> Tokenizer:
-    """The checkpoint's tokenizer; a SetupError if it is missing, or has ids that the model has not."""
+    """Load the checkpoint's tokenizer. Raises SetupError if it is missing or does not fit the model."""
     tokenizer = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= spec.vocab:
         raise SetupError(
-            f"{checkpoint.path}: the tokenizer has ids up to {highest}, but the model only {spec.vocab} "
+            f"{checkpoint.path}: the tokenizer has ids up to {highest}, but the model has only {spec.vocab} "
             "embeddings. The tokenizer belongs to another model."
         )
     return Tokenizer(tokenizer, spec, _generation_ends(checkpoint))
@@ -208,8 +208,8 @@ def _of_folder(checkpoint: Checkpoint) -> Any:
         return AutoTokenizer.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=False, use_fast=True
         )
-    except Exception as error:  # damaged JSON, unknown classes: transformers and tokenizers raise all sorts
-        raise SetupError(f"{checkpoint.path}: the tokenizer cannot be read: {error}") from error
+    except Exception as error:  # transformers and tokenizers raise many types, e.g. for damaged JSON
+        raise SetupError(f"Cannot read the tokenizer of {checkpoint.path}: {error}") from error
 
 
 def _of_gguf(checkpoint: Checkpoint) -> Any:
@@ -231,23 +231,25 @@ def _of_gguf(checkpoint: Checkpoint) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except Exception as error:  # as for a folder
-        raise SetupError(f"{path}: the tokenizer cannot be read: {error}") from error
+    except Exception as error:  # transformers and tokenizers raise many types
+        raise SetupError(f"Cannot read the tokenizer of {path}: {error}") from error
 
 
 def _generation_ends(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """What a folder's generation_config.json ends an answer with."""
+    """Read the end tokens of the folder's generation_config.json."""
     path = checkpoint.path / "generation_config.json"
     if not path.is_file():
         return ()
     try:
         return token_ids(read_json(path).get("eos_token_id"))
     except (TypeError, ValueError) as error:
-        raise SetupError(f"{path}: eos_token_id is neither a number nor a list of them: {error}") from error
+        raise SetupError(
+            f"{path}: eos_token_id is neither a number nor a list of numbers: {error}"
+        ) from error
 
 
 def _kinds(decoder: Any) -> set[str]:
-    """The types of a decoder and of those that it is made of."""
+    """Return the types of a decoder and of its nested decoders."""
     if not isinstance(decoder, dict):
         return set()
     parts = [_kinds(part) for part in decoder.get("decoders", [])]
@@ -256,9 +258,7 @@ def _kinds(decoder: Any) -> set[str]:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """
-    Byte-level BPE's alphabet: a printable byte of Latin-1 is itself, the others follow from U+0100 on.
-    """
+    """Return the alphabet of byte-level BPE: printable Latin-1 as itself, other bytes from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

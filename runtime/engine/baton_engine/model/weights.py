@@ -1,13 +1,13 @@
 """
-The weights of a decoder (q, k and v fused, gate and up fused), and how they are made from named tensors.
+Weights of a decoder, built from the named tensors of a checkpoint; q, k and v, and gate and up are fused.
 
-A source names tensors as Hugging Face does, whatever its file does. Nothing is allocated before every name
-and shape has been checked.
+Sources use Hugging Face's tensor names for every file format. All names and shapes are validated before
+memory is allocated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.model.families import BY_ARCHITECTURE
+from baton_engine.model.family import TensorNames
 from baton_engine.model.progress import Progress
 from baton_engine.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Shapes: N hidden, H and K query and key heads, D head size, F intermediate."""
+    """Weights of one layer. N: hidden, H and K: query and key heads, D: head size, F: intermediate."""
 
     attention_norm: Tensor
     """[N]"""
     qkv: Tensor
-    """[(H + 2K) * D, N]: q, k, v stacked."""
+    """[(H + 2K) * D, N]: q, k and v stacked."""
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     """[D], Qwen3 only."""
@@ -46,7 +48,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A whole model."""
+    """Weights of a model."""
 
     embedding: Tensor
     """[V, N]"""
@@ -54,11 +56,11 @@ class Weights:
     final_norm: Tensor
     """[N]"""
     head: Tensor
-    """[V, N]; the embedding itself where they are tied."""
+    """[V, N]; the same tensor as `embedding` if they are tied."""
 
     @property
     def bytes(self) -> int:
-        """What all of them take, each counted once."""
+        """Size in bytes; a shared tensor counts once."""
         parts = [getattr(layer, part.name) for layer in self.layers for part in fields(layer)]
         tensors = [self.embedding, self.final_norm, self.head, *parts]
         sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
@@ -66,12 +68,10 @@ class Weights:
 
 
 PREFIX = "model."
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-HEAD = "lm_head.weight"
+"""Prefix that tensor names lack in a checkpoint without a head."""
 
 NAMED_AT_MOST = 5
-"""Tensors that an error lists by name; the rest are a number."""
+"""Maximum number of tensors that an error lists by name."""
 
 
 class TensorSource(Protocol):
@@ -79,7 +79,7 @@ class TensorSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The checkpoint's name in errors."""
         ...
 
     @property
@@ -88,12 +88,12 @@ class TensorSource(Protocol):
     def stored_bytes(self, tensor: str) -> int: ...
 
     def read(self, tensor: str) -> Tensor:
-        """The tensor in a float dtype, on the CPU. May be a view of a mapped file."""
+        """Return the tensor in a float dtype on the CPU. May be a view of a mapped file."""
         ...
 
 
 class Prefixed:
-    """The tensors of a decoder that was saved without its head, under the names that they have with it."""
+    """Tensors of a checkpoint without a head, renamed as in a checkpoint with one."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -108,28 +108,32 @@ class Prefixed:
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint of `spec`."""
+    """Return names and shapes of all tensors of a checkpoint of `spec`."""
+    names = BY_ARCHITECTURE[spec.architecture].tensors
     n, f, d = spec.hidden, spec.intermediate, spec.head_dim
     q, k = spec.heads * d, spec.kv_heads * d
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab, n), FINAL_NORM: (n,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{names.embedding}.weight": (spec.vocab, n),
+        f"{names.final_norm}.weight": (n,),
+    }
     if not spec.tied_embeddings:
-        shapes[HEAD] = (spec.vocab, n)
+        shapes[f"{names.head}.weight"] = (spec.vocab, n)
     matrices = {
-        "self_attn.q_proj": (q, n, spec.qkv_bias),
-        "self_attn.k_proj": (k, n, spec.qkv_bias),
-        "self_attn.v_proj": (k, n, spec.qkv_bias),
-        "self_attn.o_proj": (n, q, spec.output_bias),
-        "mlp.gate_proj": (f, n, spec.mlp_bias),
-        "mlp.up_proj": (f, n, spec.mlp_bias),
-        "mlp.down_proj": (n, f, spec.mlp_bias),
+        names.q: (q, n, spec.qkv_bias),
+        names.k: (k, n, spec.qkv_bias),
+        names.v: (k, n, spec.qkv_bias),
+        names.output: (n, q, spec.output_bias),
+        names.gate: (f, n, spec.mlp_bias),
+        names.up: (f, n, spec.mlp_bias),
+        names.down: (n, f, spec.mlp_bias),
     }
     for number in range(spec.layers):
-        layer = f"model.layers.{number}."
-        shapes[layer + "input_layernorm.weight"] = (n,)
-        shapes[layer + "post_attention_layernorm.weight"] = (n,)
+        layer = names.layer.format(number)
+        shapes[f"{layer}{names.attention_norm}.weight"] = (n,)
+        shapes[f"{layer}{names.mlp_norm}.weight"] = (n,)
         if spec.qk_norm:
-            shapes[layer + "self_attn.q_norm.weight"] = (d,)
-            shapes[layer + "self_attn.k_norm.weight"] = (d,)
+            shapes[f"{layer}{names.q_norm}.weight"] = (d,)
+            shapes[f"{layer}{names.k_norm}.weight"] = (d,)
         for name, (rows, columns, biased) in matrices.items():
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if biased:
@@ -138,35 +142,36 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check(source: TensorSource, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The expected shapes, if the source has just those; a SetupError that names the others."""
+    """Return the expected shapes. Raises SetupError if the source's tensors differ."""
     wanted, held = expected_shapes(spec), source.shapes
     if missing := [name for name in wanted if name not in held]:
         raise SetupError(
             f"{source.name}: {_listed(missing)} missing, of {len(wanted)} tensors that "
-            f"{spec.architecture} with {spec.layers} layers has. Is the download complete?"
+            f"{spec.architecture} with {spec.layers} layers requires. Download the checkpoint again."
         )
     if extra := [name for name in held if name not in wanted and not _is_harmless(name, spec)]:
         raise SetupError(
-            f"{source.name}: {_listed(extra)} unknown to {spec.architecture} as its configuration "
-            "describes it; the model would not compute what it was trained for."
+            f"{source.name}: {_listed(extra)} not part of {spec.architecture} with this configuration. The "
+            "results would be wrong. Use a checkpoint of this architecture."
         )
     for name, shape in wanted.items():
         if held[name] != shape:
             raise SetupError(
                 f"{source.name}: tensor {name} has shape {list(held[name])}, "
-                f"but the configuration says {list(shape)}."
+                f"but the configuration requires {list(shape)}."
             )
     return wanted
 
 
 def build(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: Progress) -> Weights:
-    """All weights in `dtype`, each read once."""
+    """Build all weights in `dtype`, reading each tensor once. Raises SetupError."""
     source = Prefixed(source) if spec.headless else source
+    names = BY_ARCHITECTURE[spec.architecture].tensors
     shapes = check(source, spec)
     progress.start(f"Loading {source.name}", sum(source.stored_bytes(name) for name in shapes))
 
     def stacked(names: Sequence[str]) -> Tensor:
-        """The tensors one below the other, in memory of our own."""
+        """Return the tensors stacked along the first dimension, in newly allocated memory."""
         rows = [shapes[name][0] for name in names]
         whole = torch.empty((sum(rows), *shapes[names[0]][1:]), dtype=dtype)
         start = 0
@@ -176,43 +181,50 @@ def build(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: P
             progress.advance(source.stored_bytes(name))
         return whole
 
-    def layer(number: int) -> LayerWeights:
-        prefix = f"model.layers.{number}."
-
-        def one(*names: str) -> Tensor:
-            return stacked([prefix + name for name in names])
-
-        qkv = [f"self_attn.{x}_proj" for x in "qkv"]
-        gate_up = ["mlp.gate_proj", "mlp.up_proj"]
-        return LayerWeights(
-            attention_norm=one("input_layernorm.weight"),
-            qkv=one(*(f"{name}.weight" for name in qkv)),
-            qkv_bias=one(*(f"{name}.bias" for name in qkv)) if spec.qkv_bias else None,
-            q_norm=one("self_attn.q_norm.weight") if spec.qk_norm else None,
-            k_norm=one("self_attn.k_norm.weight") if spec.qk_norm else None,
-            output=one("self_attn.o_proj.weight"),
-            output_bias=one("self_attn.o_proj.bias") if spec.output_bias else None,
-            mlp_norm=one("post_attention_layernorm.weight"),
-            gate_up=one(*(f"{name}.weight" for name in gate_up)),
-            gate_up_bias=one(*(f"{name}.bias" for name in gate_up)) if spec.mlp_bias else None,
-            down=one("mlp.down_proj.weight"),
-            down_bias=one("mlp.down_proj.bias") if spec.mlp_bias else None,
-        )
-
-    embedding = stacked([EMBEDDING])
+    embedding = stacked([f"{names.embedding}.weight"])
     weights = Weights(
         embedding=embedding,
-        layers=tuple(layer(number) for number in range(spec.layers)),
-        final_norm=stacked([FINAL_NORM]),
-        head=embedding if spec.tied_embeddings else stacked([HEAD]),
+        layers=tuple(_layer(spec, names, number, stacked) for number in range(spec.layers)),
+        final_norm=stacked([f"{names.final_norm}.weight"]),
+        head=embedding if spec.tied_embeddings else stacked([f"{names.head}.weight"]),
     )
     progress.done()
     return weights
 
 
+def _layer(
+    spec: ModelSpec, names: TensorNames, number: int, stacked: Callable[[Sequence[str]], Tensor]
+) -> LayerWeights:
+    """Build the weights of one layer. `stacked` reads and stacks tensors by name."""
+    prefix = names.layer.format(number)
+
+    def matrix(*parts: str) -> Tensor:
+        return stacked([f"{prefix}{part}.weight" for part in parts])
+
+    def bias(present: bool, *parts: str) -> Tensor | None:
+        return stacked([f"{prefix}{part}.bias" for part in parts]) if present else None
+
+    return LayerWeights(
+        attention_norm=matrix(names.attention_norm),
+        qkv=matrix(names.q, names.k, names.v),
+        qkv_bias=bias(spec.qkv_bias, names.q, names.k, names.v),
+        q_norm=matrix(names.q_norm) if spec.qk_norm else None,
+        k_norm=matrix(names.k_norm) if spec.qk_norm else None,
+        output=matrix(names.output),
+        output_bias=bias(spec.output_bias, names.output),
+        mlp_norm=matrix(names.mlp_norm),
+        gate_up=matrix(names.gate, names.up),
+        gate_up_bias=bias(spec.mlp_bias, names.gate, names.up),
+        down=matrix(names.down),
+        down_bias=bias(spec.mlp_bias, names.down),
+    )
+
+
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    """Older checkpoints store the rotation's frequencies, and some a copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tied_embeddings)
+    """Return whether `name` is redundant: rotary frequencies, or a copy of a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or (
+        name == f"{BY_ARCHITECTURE[spec.architecture].tensors.head}.weight" and spec.tied_embeddings
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """
-The operations of a decoder, as an interface.
+Interface of the operations of a decoder.
 
-The decoder is written once against `Ops`. `plain` computes them with torch (the reference, and what a CUDA
-device runs); `cpu` uses prepacked weights.
+The decoder uses `Ops` only. `plain` implements them with torch, as reference and for CUDA devices. `cpu` uses
+prepacked weights.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from baton_engine.kv.cache import KVCache
 
 
 class Linear(Protocol):
-    """One weight, laid out as its `Ops` wants it."""
+    """One weight in the layout of its `Ops`."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out], in x's dtype."""
+        """Compute [T, in] -> [T, out], in x's dtype."""
         ...
 
 
 class Ops(Protocol):
     """
-    What a decoder layer is made of. T tokens, H query heads, K key heads, D head size.
+    Operations of a decoder layer. T: tokens, H: query heads, K: key heads, D: head size.
 
-    Inputs are not modified unless a docstring says so; results may share memory with nothing.
+    Inputs are not modified unless stated otherwise. Results do not share memory with other tensors.
     """
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Lay out a [out, in] weight for this device. The caller drops its own copy afterwards."""
+        """Convert a [out, in] weight to the layout of this device. The caller then releases its copy."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """[..., N] normalised over N in fp32, times weight."""
+        """Normalize [..., N] over N in fp32, and multiply by `weight`."""
         ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual); may overwrite both inputs."""
+        """Return (rms_norm(x + residual), x + residual). May overwrite both inputs."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2N] -> [T, N]: silu of the first half times the second."""
+        """Compute [T, 2N] -> [T, N]: silu of the first half times the second half."""
         ...
 
     def rope_and_store(
@@ -60,16 +60,19 @@ class Ops(Protocol):
         batch: Batch,
     ) -> Tensor:
         """
-        Split qkv [T, (H + 2K) * D]; norm the heads if asked; rotate q and k by cos and sin
-        [T, D / 2] fp32 (the half-split rotation of Hugging Face); write k and v to the cache at
-        `batch.slots`. Returns q [T, H, D].
+        Split qkv [T, (H + 2K) * D] and write k and v to the cache at `batch.slots`.
+
+        Normalizes the heads if `q_norm` and `k_norm` are set. Rotates q and k by cos and sin [T, D / 2] fp32,
+        in Hugging Face's order of halves. Returns q [T, H, D].
         """
         ...
 
     def attention(self, q: Tensor, cache: KVCache, layer: int, batch: Batch, window: int | None) -> Tensor:
         """
-        Causal attention of each row over its own cached context, its new tokens included, scaled by
-        D ** -0.5. [T, H, D] -> [T, H * D]. With `window`, a position sees itself and the
-        window - 1 tokens before it.
+        Compute causal attention [T, H, D] -> [T, H * D] of each row over its cached context, scaled by D **
+        -0.5.
+
+        The context includes the new tokens. With `window`, a position attends to itself and to the window - 1
+        tokens before it.
         """
         ...

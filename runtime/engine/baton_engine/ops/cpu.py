@@ -1,13 +1,13 @@
 """
-The decoder's operations on a CPU with torch alone: plain operations over prepacked weights.
+The decoder's operations on a CPU with torch only: plain operations with prepacked weights.
 
-A bfloat16 weight is laid out once, in the order in which oneDNN streams it. This makes a product with a few
-rows up to twice as fast as `F.linear`, which lays it out at every call. The native kernels
-(`baton_engine.model.native`) are faster still; this module serves where they cannot be built.
+bfloat16 weights are converted to oneDNN's layout once. A product with a few rows is up to twice as fast as
+`F.linear`, which converts them in each call. The native kernels (`baton_engine.model.native_decoder`) are
+faster; this module is used if they cannot be built.
 
-bfloat16 is the preferred dtype where the processor multiplies it natively: it halves the memory to stream and
-doubles the arithmetic. With AVX2 or AVX-512 alone, the native kernels widen it on the way, which still halves
-the memory to stream. torch emulates it there, so float32 is faster.
+bfloat16 is the preferred dtype if the processor supports it: it halves the memory traffic and doubles the
+arithmetic throughput. With AVX2 or AVX-512 only, the native kernels convert it to float32, which still halves
+the memory traffic. torch emulates bfloat16 on such processors, so float32 is faster there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton_engine.ops.plain import PlainLinear, PlainOps
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A bfloat16 weight in oneDNN's own layout."""
+    """A bfloat16 weight in oneDNN's layout."""
 
     weight: Tensor
     bias: Tensor | None
@@ -36,7 +36,7 @@ class PackedLinear:
 
 
 class CpuOps(PlainOps):
-    """`PlainOps` with prepacked weights, where the processor and the build of torch allow it."""
+    """`PlainOps` with prepacked weights if the processor and the build of torch support them."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__(spec)
@@ -53,14 +53,14 @@ class CpuOps(PlainOps):
 
 
 def computes_bfloat16(capabilities: Mapping[str, object]) -> bool:
-    """Whether the processor has bfloat16 products of its own (AVX-512 BF16, AMX, or Arm's BF16)."""
+    """Return whether the processor has bfloat16 products (AVX-512 BF16, AMX, or Arm's BF16)."""
     return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def preferred_dtype(capabilities: Mapping[str, object], native: bool) -> torch.dtype:
-    """Return what `dtype=auto` means on a processor with these capabilities.
+def preferred_dtype(capabilities: Mapping[str, object], has_kernels: bool) -> torch.dtype:
+    """Return the dtype of `--dtype auto` on a processor with these capabilities.
 
-    `native` says whether the native kernels compute the model there.
+    `has_kernels` states whether the native kernels are available.
     """
-    widens = native and bool(capabilities.get("avx2"))
+    widens = has_kernels and bool(capabilities.get("avx2"))
     return torch.bfloat16 if widens or computes_bfloat16(capabilities) else torch.float32

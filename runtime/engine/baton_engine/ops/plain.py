@@ -1,8 +1,8 @@
 """
-The decoder's operations in plain torch: the oracle of every faster way, and what a CUDA device runs.
+The decoder's operations in plain torch: the reference of faster implementations, and used on CUDA devices.
 
-Attention gathers a row's blocks into one piece and hands it to torch's own kernels. Rows of one token
-are gathered together where their lengths are alike; longer rows are computed one by one.
+Attention gathers the blocks of a row and calls torch's kernels. Rows of one token with similar lengths are
+computed together; longer rows one by one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Linear
 
 PADDING_LIMIT = 2
-"""Rows are gathered together while padding makes them at most this many times as large."""
+"""Maximum ratio of padded to actual size of rows that are computed together."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """A weight as it came."""
+    """A weight in torch's layout."""
 
     weight: Tensor
     bias: Tensor | None
@@ -36,26 +36,26 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows with equally many new tokens, attended in one call. R rows, L tokens each, B blocks."""
+    """Rows with the same number of new tokens. R: rows, L: new tokens per row, B: blocks."""
 
     tokens: Tensor | slice
-    """Which of the batch's tokens."""
+    """The rows' tokens in the batch."""
     rows: int
     blocks: Tensor
     """[R * B] block ids."""
     context: int
-    """Keys that are used of the B blocks' slots."""
+    """Number of keys to use of the B blocks' slots."""
     mask: Tensor | None
-    """[R, 1, L, context] or [1, 1, L, context], True where a key is seen; None if all are, or by `causal`."""
+    """[R, 1, L, context] or [1, 1, L, context], True for visible keys. None: all, or those of `causal`."""
     causal: bool
     unused: Tensor | None = None
-    """[R, slots] True where a row's last block holds nothing of its own; None if no key is padding."""
+    """[R, slots] True for unused slots of a row's last block. None: no padding."""
     last: Tensor | None = None
-    """[R] which of the row's B blocks that is. Those after it are block 0, which nobody writes."""
+    """[R] index of the row's last block. The blocks after it are block 0, which is never written."""
 
 
 class PlainOps:
-    """`Ops` in plain torch, on any device and in any float dtype."""
+    """Implementation of `Ops` in plain torch, for any device and float dtype."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -111,7 +111,7 @@ class PlainOps:
             # [R * B, 2, K, slot, D] -> [2, R, K, B * slot, D]
             held = kv.index_select(0, part.blocks).view(part.rows, -1, *kv.shape[1:])
             if part.unused is not None and part.last is not None:
-                # What another request left there may be NaN, and a weight of 0 times NaN is NaN.
+                # Values of an earlier request may be NaN, and 0 times NaN is NaN.
                 row = torch.arange(part.rows, device=held.device)
                 unused = part.unused[:, None, None, :, None]
                 held[row, part.last] = held[row, part.last].masked_fill(unused, 0)
@@ -124,7 +124,7 @@ class PlainOps:
         return result.flatten(1)
 
     def _parts(self, batch: Batch, window: int | None) -> list[RowGroup]:
-        """How `batch` is cut up: the same for all layers with that window, so worked out once."""
+        """Return the row groups of `batch`, cached for all layers with the same window."""
         if self._planned is not batch:
             self._planned, self._plans = batch, {}
         if window not in self._plans:
@@ -133,7 +133,7 @@ class PlainOps:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [T, heads, D] by [T, D / 2], first half against second, in fp32."""
+    """Rotate the halves of [T, heads, D] by [T, D / 2] in fp32."""
     first, second = x.to(torch.float32).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -151,7 +151,7 @@ def _plan(batch: Batch, window: int | None) -> list[RowGroup]:
 
 
 def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> RowGroup:
-    """Rows of one token each, padded to the longest context."""
+    """Group rows of one token each, padded to the longest context."""
     device = batch.device
     contexts = [batch.contexts[r] for r in rows]
     longest = max(contexts)
@@ -177,7 +177,7 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> Row
 
 
 def _row(batch: Batch, r: int, window: int | None) -> RowGroup:
-    """One row; keys that lie before the window of all its tokens are not gathered."""
+    """Return the group of one row, without keys before the windows of all its tokens."""
     row, size = batch.rows[r], batch.block_size
     first = 0 if window is None else max(0, row.start - window + 1) // size
     context = row.context - first * size

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, token masks and reproducible sampling."""
+"""Selection of tokens from logits: penalties, token masks and reproducible sampling."""

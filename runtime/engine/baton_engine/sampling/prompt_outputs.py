@@ -1,9 +1,9 @@
 """
-Outputs about a prompt itself: one vector for all of it, or a logprob for each token.
+Outputs of a prompt itself: one vector, or a logprob for each token.
 
-A reading gets the final hidden states chunk by chunk as they are computed and reduces them at once, so
-that no more is kept than one vector, or a few numbers per token. It keeps what it has read through a
-retraction: positions that were read may come from the prefix cache then, later ones must be computed.
+A prompt output receives the final hidden states chunk by chunk and reduces them immediately. It stores one
+vector, or a few numbers per token. Its state survives a retraction: the prefix cache may then provide the
+positions that were processed, and later positions must be computed.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from baton_engine.requests import Pooling, PromptLogprobs, Request, Vector
 from baton_engine.sampling.sampler import ALTERNATIVES
 
 ROWS = 64
-"""Tokens whose logits are there at once: 40 MB for a vocabulary of 150,000."""
+"""Number of tokens whose logits are computed at once: 40 MB for a vocabulary of 150,000."""
 
 Project = Callable[[Tensor], Tensor]
-"""The model's head: states [S, N] to logits [S, V]."""
+"""The model's head: converts states [S, N] to logits [S, V]."""
 
 
 class PromptOutput(Protocol):
-    """One prompt's; only its engine's thread uses it."""
+    """Output of one prompt. Used on the engine's thread only."""
 
     next_position: int
-    """The first position whose state is still to be read; rises with `update`."""
+    """First position whose state is needed. Increases with `update`."""
     end: int
-    """Positions from here on are not read."""
+    """First position whose state is not needed."""
 
     def update(self, states: Tensor, project: Project) -> None:
-        """The states of the positions from `next_position` on, as many as there are."""
+        """Process the states of the positions from `next_position` on."""
         ...
 
     @property
     def result(self) -> Vector | PromptLogprobs | None:
-        """Once all is read; None if there are numbers in it that are not finite."""
+        """The output after all updates. None if it contains numbers that are not finite."""
         ...
 
 
 def prompt_output_of(request: Request) -> PromptOutput | None:
-    """None for a request that is only interested in what follows its prompt."""
+    """Create the prompt output of a request; None if it does not request one."""
     if request.pooling is not None:
         return _Pooled(request.pooling, len(request.prompt))
     if request.sampling.prompt_logprobs is not None:
@@ -53,7 +53,7 @@ def prompt_output_of(request: Request) -> PromptOutput | None:
 
 
 class _Pooled:
-    """The mean of the states from a position on: the first one, or the last."""
+    """Mean of all states, or the last state."""
 
     def __init__(self, pooling: Pooling, length: int) -> None:
         self.next_position = length - 1 if pooling is Pooling.LAST else 0
@@ -62,7 +62,7 @@ class _Pooled:
         self._sum: Tensor | None = None
 
     def update(self, states: Tensor, project: Project) -> None:
-        total = states.sum(0, dtype=torch.float64)  # or it would depend on how the prompt was cut
+        total = states.sum(0, dtype=torch.float64)  # float64 makes the result independent of chunks
         self._sum = total if self._sum is None else self._sum + total
         self.next_position += len(states)
 
@@ -74,7 +74,7 @@ class _Pooled:
 
 
 class _Logprobs:
-    """Of every token but the first, the logprob that the tokens before it gave it."""
+    """Logprobs of all prompt tokens except the first."""
 
     def __init__(self, prompt: tuple[int, ...], alternatives: int) -> None:
         self.next_position = 0
@@ -91,7 +91,7 @@ class _Logprobs:
             chosen = values.gather(
                 1, self._tokens[start + 1 : self.next_position + 1].to(values.device)[:, None]
             )
-            # As the sampler does it, so that ties come out the same at any number.
+            # As in the sampler, so that ties have the same order for any number.
             count = min(ALTERNATIVES, values.shape[1]) if self._alternatives else 0
             top, ids = values.topk(count)
             part = PromptLogprobs(
@@ -116,7 +116,7 @@ class _Logprobs:
 
 
 def _nothing(alternatives: int) -> PromptLogprobs:
-    """Of a prompt of one token."""
+    """Return the result of a prompt with one token."""
     return PromptLogprobs(
         logprobs=np.empty(0, dtype=np.float32),
         ranks=np.empty(0, dtype=np.int64),

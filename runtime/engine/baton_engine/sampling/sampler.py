@@ -1,16 +1,16 @@
 """
-Logits to tokens: one uniform number per token, looked up in the cumulated probabilities.
+Selection of tokens from logits, by inverse transform sampling with one uniform number per token.
 
-The vocabulary is never sorted in the usual case. It is read by blocks: the highest logit is looked for in
-the block with the highest maximum, a number's place in the block where the cumulated sums pass it. Top-k,
-top-p and min-p all come down to the least weight that is kept, and the 64th highest block maximum bounds
-the few likely tokens among which that least one is nearly always found.
+The vocabulary is processed in blocks and usually not sorted. The highest logit is searched in the block with
+the highest maximum. A uniform number is searched in the block where the cumulative sums exceed it. Top-k,
+top-p and min-p each determine a least weight to keep. The 64th highest block maximum limits the search for it
+to a few likely tokens in nearly all cases.
 
-A row's token depends on its own logits, parameters and position alone, never on its neighbours.
+The token of a row depends only on its logits, parameters and position, not on other rows.
 
-The order of what is applied: the mask of tokens that may be drawn, repetition penalty, frequency and presence
-penalty, logit bias, suppressed stop ids, temperature, min-p, top-k, top-p over what those two left. Tokens
-as likely as the least one kept are kept too. Logprobs are of the logits as the model gave them.
+Order of the steps: token mask, repetition penalty, frequency and presence penalty, logit bias, suppressed
+stop ids, temperature, min-p, top-k, and top-p of the remaining tokens. Tokens with the same weight as the
+least kept one are kept too. Logprobs are those of the model's unmodified logits.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from baton_engine.sampling import token_masks
 from baton_engine.sampling.state import SamplingState, Seen, uniform
 
 BLOCK = 128
-"""Tokens whose maximum or sum is taken together: a pass over blocks costs a fifth of torch's argmax."""
+"""Number of tokens per block. A pass over blocks costs a fifth of torch's argmax."""
 
 CANDIDATES = (64, 512)
-"""Likely tokens, at least, among which the least one kept is looked for, before all are."""
+"""Minimum numbers of likely tokens in which the least kept one is searched, before all tokens are."""
 
 TINY = np.finfo(np.float32).smallest_subnormal
-"""The least positive weight: tokens without any are never kept."""
+"""The smallest positive weight. Tokens with weight 0 are never kept."""
 
 ALTERNATIVES = 20
-"""Logprobs are always picked from this many, so that ties come out the same at any number."""
+"""Number of alternatives from which logprobs are selected, so that ties have the same order for any
+number."""
 
 
 def sample(
     logits: Tensor, states: Sequence[SamplingState], masks: Sequence[NDArray[np.int32] | None] = ()
 ) -> list[TokenChoice | None]:
     """
-    One token for each row of `logits` [S, V] fp32, which may be overwritten.
+    Sample one token for each row of `logits` [S, V] fp32, which may be overwritten.
 
-    `masks` has a bit for each token that the row may draw, and None for a row that may draw all. None
-    for a row that has no most likely token: NaN or infinity among its logits, or nothing allowed.
+    `masks` has a bit for each allowed token, or None for a row without a mask. Returns None for a row with
+    NaN or infinity in its logits, or without an allowed token.
     """
     masked = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
     if all(state.plain for state in states):
@@ -75,9 +76,9 @@ def sample(
 
 
 def _most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """The first token with the highest logit of each row, and whether that logit is a finite number."""
+    """Return the first token with the highest logit of each row, and whether this logit is finite."""
     rows, vocab = logits.shape
-    if vocab % BLOCK:  # a copy to fill up the last block would cost as much
+    if vocab % BLOCK:  # padding the last block would cost as much
         tokens = logits.argmax(-1, keepdim=True)
     else:
         blocks = logits.view(rows, -1, BLOCK)
@@ -89,20 +90,20 @@ def _most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
 
 
 def _adjust(row: Tensor, state: SamplingState) -> None:
-    """Penalties, bias and suppressed ids of one row, in place."""
+    """Apply penalties, bias and suppressed ids to one row, in place."""
     params = state.params
     if state.seen is not None:
-        _penalise(row, state, state.seen)
+        _penalize(row, state, state.seen)
     if params.logit_bias:
         ids = [token for token, _ in params.logit_bias]
         bias = [value for _, value in params.logit_bias]
         row.index_add_(0, _ids(ids, row), torch.tensor(bias, dtype=row.dtype, device=row.device))
     if state.suppresses and state.drawn < params.min_tokens and params.stop_ids:
-        stops = [token for token in params.stop_ids if token < len(row)]  # a tokenizer may know more
+        stops = [token for token in params.stop_ids if token < len(row)]  # the tokenizer may have more ids
         row[_ids(stops, row)] = float("-inf")
 
 
-def _penalise(row: Tensor, state: SamplingState, seen: Seen) -> None:
+def _penalize(row: Tensor, state: SamplingState, seen: Seen) -> None:
     params = state.params
     ids = torch.from_numpy(seen.ids).to(row.device)
     counts = torch.from_numpy(seen.counts).to(row.device)
@@ -119,9 +120,9 @@ def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, peaks: Tensor, states: Sequence[SamplingState]) -> list[int]:
-    """A token by chance for each row, whose highest logit is given; overwrites the logits."""
+    """Sample a token for each row. `peaks` are the highest logits. Overwrites the logits."""
     temperatures = torch.tensor([state.params.temperature for state in states], device=logits.device)
-    # Probabilities but for a factor that nothing needs. In place: temporaries of this size are slow.
+    # Unnormalized probabilities. In place, because temporaries of this size are slow.
     weights = _blocks(logits.sub_(peaks[:, None]).div_(temperatures[:, None]).exp_())
     sums = weights.sum(-1).cpu().numpy().astype(np.float64)
     numbers = np.array([uniform(state.params.seed, state.position) for state in states])
@@ -146,7 +147,7 @@ def _select(values: Tensor, rows: list[int]) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """[S, V] as [S, C, BLOCK], the last block filled up with zeros."""
+    """Reshape [S, V] to [S, C, BLOCK], with zeros at the end of the last block."""
     rows, vocab = values.shape
     if vocab % BLOCK:
         values = torch.nn.functional.pad(values, (0, BLOCK - vocab % BLOCK))
@@ -154,12 +155,12 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def _from_all(blocks: Tensor, sums: NDArray[np.float64], numbers: NDArray[np.float64]) -> list[int]:
-    """Tokens of rows that leave none out, by inverse cumulated weight in vocabulary order."""
+    """Sample tokens of rows without truncation, in vocabulary order."""
     ends = sums.cumsum(1)
     every = np.arange(len(sums))
     target = _below(numbers * ends[:, -1], ends[:, -1])
     block = (ends <= target[:, None]).sum(1)
-    # What is left of the number is stretched over the block, whose sum above was rounded differently.
+    # The remainder is scaled to the block, because its sum above was rounded differently.
     left = (target - ends[every, block] + sums[every, block]) / sums[every, block]
     inside = blocks[torch.from_numpy(every), torch.from_numpy(block)].cpu().numpy()
     ends = inside.cumsum(1, dtype=np.float64)
@@ -169,22 +170,22 @@ def _from_all(blocks: Tensor, sums: NDArray[np.float64], numbers: NDArray[np.flo
 
 
 def _below(target: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`target`, but less than `end`, which rounding may have made it: a token with weight is found."""
+    """Limit `target` to values below `end`, which rounding may exceed, so that a token is always found."""
     return np.minimum(target, np.nextafter(end, 0.0))
 
 
 class _Likely:
-    """The likely tokens of one row [C, BLOCK], of which only the blocks that have some are read."""
+    """The likely tokens of one row [C, BLOCK]. Reads only blocks that contain such tokens."""
 
     def __init__(self, values: NDArray[np.float32], maxima: NDArray[np.float32]) -> None:
         self._values = values
         self._maxima = maxima
         self.size = values.size
-        """Tokens, and what fills up the last block."""
+        """Number of tokens, including the padding of the last block."""
         self.peak = maxima.max()
 
     def above(self, bound: np.float32) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens of at least this weight, which is positive, in vocabulary order, with their weights."""
+        """Return tokens with at least this weight (> 0) in vocabulary order, and their weights."""
         blocks = np.flatnonzero(self._maxima >= bound)
         values = self._values[blocks]
         row, column = np.nonzero(values >= bound)
@@ -192,9 +193,9 @@ class _Likely:
 
     def bounds(self) -> Iterator[np.float32]:
         """
-        Ever lower weights, the last one below all tokens.
+        Yield decreasing weights; the last one is below all tokens.
 
-        As many tokens as there are block maxima at or above a bound are at or above it themselves.
+        At least as many tokens as block maxima reach a bound.
         """
         for count in CANDIDATES:
             if count < len(self._maxima):
@@ -205,9 +206,9 @@ class _Likely:
 
 
 def _least_kept(likely: _Likely, total: np.float64, params: SamplingParams) -> np.float32:
-    """The least weight that min-p, top-k and top-p keep; always positive."""
+    """Return the least weight that min-p, top-k and top-p keep; always positive."""
     floor = max(likely.peak * np.float32(params.min_p), TINY)
-    # The mass of which top-p takes its share is known before all tokens are seen, if nothing else cuts it.
+    # Without min-p and top-k, the total mass of top-p is known in advance.
     uncut = not params.min_p and not 0 < params.top_k < likely.size
     least = likely.peak
     for bound in likely.bounds():
@@ -228,14 +229,14 @@ def _least_kept(likely: _Likely, total: np.float64, params: SamplingParams) -> n
 
 
 def _from_kept(likely: _Likely, least: np.float32, number: np.float64) -> int:
-    """The token by inverse cumulated weight over those of at least `least`, in vocabulary order."""
+    """Sample a token from those with at least the weight `least`, in vocabulary order."""
     tokens, weights = likely.above(least)
     ends = weights.cumsum(dtype=np.float64)
     return int(tokens[ends.searchsorted(_below(number * ends[-1], ends[-1]), side="right")])
 
 
 class _Logprobs:
-    """The logprobs of the rows that want them, taken before anything is changed."""
+    """Logprobs of the rows that request them, computed before logits are modified."""
 
     def __init__(self, logits: Tensor, states: Sequence[SamplingState]) -> None:
         self._states = states

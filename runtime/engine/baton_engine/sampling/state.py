@@ -1,10 +1,10 @@
 """
-Sampling state of one sequence, and the random numbers of its draws.
+Sampling state of one sequence, and its random numbers.
 
-The state is updated token by token, so that a draw never scans the sequence; a retracted sequence keeps it.
+The state is updated token by token, so that sampling never scans the sequence. A retracted sequence keeps it.
 
-Random numbers are a function of seed and position instead of a generator that advances: a sequence gets the
-same tokens alone, in a batch, after a retraction, or on another worker, and no state is handed over.
+Random numbers are a function of seed and position, not the output of a stateful generator. A sequence
+therefore gets the same tokens in any batch, after a retraction, and on another worker.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from baton_engine.requests import GrammarMatcher
 from baton_engine.sampling.token_masks import TokenMask
 
 GREEDY_BELOW = 1e-5
-"""A lower temperature would overflow; the most likely token has all the mass by then."""
+"""Lower temperatures would overflow, and the most likely token has all the mass."""
 
 
 class SamplingState:
-    """One request's side of the sampler."""
+    """The sampler's state of one request."""
 
     __slots__ = (
         "adjusted",
@@ -41,34 +41,35 @@ class SamplingState:
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], matcher: GrammarMatcher | None = None
     ) -> None:
-        """Raises as `TokenMask.push` if what was drawn before is not what may be."""
+        """Create the state after `prompt`. Raises as `TokenMask.push` for tokens of a resumed answer."""
         self.params = params
         self.token_mask = TokenMask.of(params, matcher)
-        """Which tokens may be drawn at all; None for a request that says nothing about it."""
+        """Mask of the allowed tokens; None if the request does not restrict tokens."""
         given = prompt[: len(prompt) - params.drawn]
         self.position = len(given)
-        """Position in the sequence of the next token: what its random number is drawn for."""
+        """Position of the next token in the sequence, the input of its random number."""
         self.drawn = 0
         self.greedy = params.temperature < GREEDY_BELOW or params.top_p <= 0.0 or params.top_k == 1
         self.truncated = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        """Whether some tokens are out of the question for being unlikely."""
-        penalised = (
+        """Whether unlikely tokens are excluded."""
+        penalized = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
         self.suppresses = params.min_tokens > 0 and self.token_mask is None
-        """Whether stop ids have to be kept from being drawn at first; the token mask does it themselves."""
-        self.adjusted = penalised or bool(params.logit_bias) or self.suppresses
-        """Whether logits are changed before anything else."""
+        """Whether the sampler suppresses stop ids before the minimum length. A token mask does it
+        otherwise."""
+        self.adjusted = penalized or bool(params.logit_bias) or self.suppresses
+        """Whether logits are modified before the selection."""
         self.plain = self.greedy and not self.adjusted and params.logprobs is None
-        """Whether the token is the one with the highest logit, and nothing else is asked for."""
-        self.seen = Seen(given if params.repetition_penalty != 1.0 else ()) if penalised else None
+        """Whether the result is the token with the highest unmodified logit, without logprobs."""
+        self.seen = Seen(given if params.repetition_penalty != 1.0 else ()) if penalized else None
         for token in prompt[len(given) :]:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """The token was drawn, here or by the worker that computed the prompt. Raises as `TokenMask.push`."""
+        """Add a token sampled by this worker or by the prefill worker. Raises as `TokenMask.push`."""
         self.position += 1
         self.drawn += 1
         if self.seen is not None:
@@ -78,7 +79,7 @@ class SamplingState:
 
 
 class Seen:
-    """The distinct tokens that penalties concern, each with its count in the output."""
+    """The distinct tokens to penalize, with their counts in the output."""
 
     __slots__ = ("_counts", "_ids", "_index")
 
@@ -112,17 +113,17 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def uniform(seed: int, position: int) -> float:
     """
-    A number in [0, 1) with 53 random bits.
+    Return a number in [0, 1) with 53 random bits.
 
     >>> uniform(1, 2) == uniform(1, 2) != uniform(2, 1)
     True
     """
-    # The seed is mixed before the position is added, or neighbouring seeds would share their numbers.
+    # The seed is mixed before the position is added. Otherwise adjacent seeds would share numbers.
     return (_mix(_mix(seed + _GOLDEN) + position * _GOLDEN) >> 11) * 2.0**-53
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finaliser: every bit of the input moves every bit of the result."""
+    """Apply SplitMix64's finalizer: every bit of the input affects every bit of the result."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

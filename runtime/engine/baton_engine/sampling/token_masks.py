@@ -1,12 +1,12 @@
 """
-Which tokens a request may generate next: one bit for each token, and what applies the bits to logits.
+Masks of the tokens that a request may generate next: one bit per token, and their application to logits.
 
 A `TokenMask` combines a request's grammar matcher, allowed ids, bad words and minimum length. The grammar is
 mandatory. The others are preferences: one that would leave no token, such as a minimum length after the
 answer is complete, is ignored for that token.
 
-A `MaskFiller` fills the masks of a batch on threads of its own while the model computes. Grammar matchers
-release the interpreter's lock meanwhile. A mask that cannot be filled ends its own request only.
+A `MaskFiller` fills the masks of a batch on separate threads during the forward pass. Grammar matchers
+release the interpreter lock. A mask that cannot be filled ends only its own request.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from baton_engine.requests import GrammarMatcher
 log = logging.getLogger(__name__)
 
 WORD = 32
-"""Tokens whose bits share a word."""
+"""Number of tokens per word."""
 
 THREADS_LIMIT = 4
 ROWS_PER_THREAD = 8
-"""Fewer rows do not justify another thread."""
+"""Minimum number of rows per thread."""
 
 Mask = NDArray[np.int32] | BatonError | None
-"""Of one batch row: a bit for each allowed token, the reason why there is no mask, or None for no limit."""
+"""Mask of one batch row: a bit for each allowed token, the error of its computation, or None for no limit."""
 
 
 class TokenMask:
@@ -50,11 +50,11 @@ class TokenMask:
         self._preferences: _Preferences | None = None
         longest = max(map(len, params.bad_words), default=1)
         self._recent: tuple[int, ...] = (-1,) * (longest - 1)
-        """The last tokens, as many as the longest bad word has before its last one."""
+        """The last tokens, for comparison with bad words."""
 
     @classmethod
     def of(cls, params: SamplingParams, matcher: GrammarMatcher | None) -> TokenMask | None:
-        """None for a request that allows all tokens, except stop ids before its minimum length."""
+        """Create the mask of a request; None if it restricts at most stop ids before its minimum length."""
         if matcher is None and not params.allowed_ids and not params.bad_words:
             return None
         return cls(params, matcher)
@@ -73,9 +73,9 @@ class TokenMask:
 
     def fill(self, mask: NDArray[np.int32], vocab: int) -> bool:
         """
-        Set the bit of every allowed token, of at least one; False if all are allowed.
+        Set the bits of the allowed tokens, at least one. Returns False if all tokens are allowed.
 
-        Raises a BatonError if the grammar allows none.
+        Raises a BatonError if the grammar does not allow any token.
         """
         bits = mask.view(np.uint32)
         narrowed = self._matcher is not None and self._matcher.fill(mask)
@@ -83,7 +83,7 @@ class TokenMask:
             _trim(bits, vocab)
             if not bits.any():
                 raise InvalidRequest(
-                    "The answer cannot go on: no token of this model continues it as its constraint wants.",
+                    "The answer cannot continue: its constraint allows no token of this model.",
                     code=INVALID_VALUE,
                 )
         for preferred in self._preferred(vocab):
@@ -115,7 +115,7 @@ class TokenMask:
 
 
 class _Preferences:
-    """The masks that are the same for every token. Created where masks are filled."""
+    """Masks that do not depend on the position. Created on a filler thread."""
 
     __slots__ = ("allowed", "early", "late")
 
@@ -123,14 +123,14 @@ class _Preferences:
         self.allowed = _bits(params.allowed_ids, vocab) if params.allowed_ids else None
         endless = [end for end in ends if end not in params.stop_ids]
         self.late = ~_bits(endless, vocab) if endless else None
-        """Without ends that would complete the answer and not stop it, as `ignore_eos` requires."""
+        """Excludes ends that would complete the answer without stopping it, for `ignore_eos`."""
         early = {*ends, *params.stop_ids}
         self.early = ~_bits(early, vocab) if early else None
-        """Before the minimum length."""
+        """Mask before the minimum length."""
 
 
 class MaskFiller:
-    """One per engine; used by its thread alone. Each `begin` is followed by `PendingMasks.wait`."""
+    """Fills the masks of an engine. Used on its thread; each `begin` requires a `PendingMasks.wait`."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -171,14 +171,14 @@ class PendingMasks:
         self._parts = parts
 
     def wait(self) -> list[Mask]:
-        """One for each row; valid until the next `begin`."""
+        """Return the masks by row, valid until the next `begin`."""
         for part in self._parts:
             part.result()
         return self._masks
 
 
-# A byte of the mask is looked up as eight numbers, 0 or minus infinity, which are added to the logits. This
-# costs the same however many bits are set, and a quarter of unpacking the bits and copying under a mask.
+# A table maps each byte of the mask to eight numbers, 0 or minus infinity, which are added to the logits. The
+# cost does not depend on the number of bits, and is a quarter of that of unpacked bits and a masked copy.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 ADDENDS: NDArray[np.float32] = np.where(_BITS == 1, np.float32(0.0), np.float32(-np.inf)).astype(np.float32)
 """[256, 8]"""
@@ -195,10 +195,10 @@ def apply(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> Non
 
 
 def apply_on_cpu(logits: NDArray[np.float32], masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
-    space = np.empty((masks[0][1].nbytes, 8), dtype=np.float32)  # one for all rows
+    space = np.empty((masks[0][1].nbytes, 8), dtype=np.float32)  # shared by all rows
     vocab = logits.shape[1]
     for row, mask in masks:
-        np.take(ADDENDS, mask.view(np.uint8), axis=0, out=space, mode="clip")  # other modes copy once more
+        np.take(ADDENDS, mask.view(np.uint8), axis=0, out=space, mode="clip")  # other modes copy again
         np.add(logits[row], space.reshape(-1)[:vocab], out=logits[row])
 
 
@@ -211,13 +211,13 @@ def apply_on_device(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]
 
 
 def mask_words(vocab: int) -> int:
-    """Words of a mask over `vocab` tokens."""
+    """Return the number of words of a mask over `vocab` tokens."""
     return -(-vocab // WORD)
 
 
 def _bits(tokens: Iterable[int], vocab: int) -> NDArray[np.uint32]:
     bits = np.zeros(mask_words(vocab) * WORD, dtype=np.uint8)
-    bits[[token for token in tokens if token < vocab]] = 1  # a tokenizer may know more tokens than the model
+    bits[[token for token in tokens if token < vocab]] = 1  # the tokenizer may have more ids than the model
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 

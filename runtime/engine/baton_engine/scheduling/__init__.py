@@ -1,1 +1,1 @@
-"""Which sequences take part in the next forward pass, and with how many tokens."""
+"""Scheduling: the sequences of the next forward pass, and their numbers of tokens."""

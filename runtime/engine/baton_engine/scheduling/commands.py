@@ -32,7 +32,7 @@ class CommandQueue:
             self._wake.notify()
 
     def take(self, *, wait: bool) -> list[Command] | None:
-        """All commands, at least one if `wait`; None once the queue is closed."""
+        """Return all commands, at least one if `wait`; None after the queue was closed."""
         with self._wake:
             while wait and not self._commands and not self._closed:
                 self._wake.wait()

@@ -1,7 +1,7 @@
 """
-Limits of one engine, and the check whether a request fits them at all.
+Limits of one engine, and the check whether a request can ever be served.
 
-The check reads the request and the engine's sizes only, so it can be made before the request is queued.
+The check depends only on the request and the engine's sizes, so it runs before the request is queued.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from baton_engine.requests import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """All of them are decided at start; see `baton_engine.settings` for what they mean to a user."""
+    """Limits that are fixed at startup. `baton_engine.settings` documents them for users."""
 
     max_model_len: int
-    """Most tokens of one sequence, prompt and output together."""
+    """Maximum tokens of a sequence, prompt and output together."""
     chunk_tokens: int = 512
-    """Most tokens of one pass. Rows that generate always take part; prompts share what they leave."""
+    """Maximum tokens of a pass. Generating sequences always take part; prompts share the rest."""
     mixed_chunk_tokens: int = 0
-    """Most prompt tokens of a pass in which other requests generate; 0 is no bound of its own."""
+    """Maximum prompt tokens of a pass with generating sequences. 0 disables this limit."""
     max_running: int = 64
-    """Most requests in the batch, those whose prompt is being fetched included."""
+    """Maximum requests in the batch, including those whose prompt is being fetched."""
     max_queued: int = 4096
-    """Requests that may wait; one more is refused."""
+    """Maximum queued requests. Further requests are rejected."""
     local_prefill_tokens: int = 64
-    """A prompt with no more than this many missing tokens is computed here even if it could be fetched."""
+    """Prompts with at most this many missing tokens are computed locally instead of being fetched."""
     quarantine_limit: float = 0.25
-    """Share of the blocks that may be quarantined before the process has to be restarted."""
+    """Fraction of quarantined blocks above which the process must be restarted."""
 
     def prompt_tokens(self, generating: int) -> int:
-        """What a pass has for prompts beside `generating` requests with one token each; may be negative."""
+        """Return the tokens of a pass for prompts, besides `generating` sequences; may be negative."""
         left = self.chunk_tokens - generating
         return min(left, self.mixed_chunk_tokens) if generating and self.mixed_chunk_tokens else left
 
 
 def check(request: Request, *, vocab: int, max_model_len: int, blocks: int, block_size: int) -> None:
     """
-    Raise InvalidRequest, ContextTooLong or PromptTooLarge for what no waiting would make fit.
+    Raise InvalidRequest, ContextTooLong or PromptTooLarge for a request that can never be served.
 
-    Ids beyond the vocabulary are looked for here, since they would break the pass of everybody in it.
+    Rejects ids outside the vocabulary, because they would break the pass for all its requests.
     """
     length = len(request.prompt)
     if not length:
@@ -50,11 +50,11 @@ def check(request: Request, *, vocab: int, max_model_len: int, blocks: int, bloc
     if length + generated > max_model_len:
         raise ContextTooLong(length, generated, max_model_len, param="prompt")
     if max(request.prompt) >= vocab or min(request.prompt) < 0:
-        raise InvalidRequest(f"The prompt has token ids outside of 0 to {vocab - 1}.", param="prompt")
+        raise InvalidRequest(f"The prompt has token ids outside 0 to {vocab - 1}.", param="prompt")
     for token, _ in request.sampling.logit_bias:
         if not 0 <= token < vocab:
             raise InvalidRequest(
-                f"logit_bias names token {token}, outside of 0 to {vocab - 1}.", param="logit_bias"
+                f"Invalid 'logit_bias': token id {token} is outside 0 to {vocab - 1}.", param="logit_bias"
             )
     needed = -(-length // block_size)
     if needed > blocks:

@@ -1,11 +1,11 @@
 """
-Decides which sequences take part in the next forward pass, and with how many tokens.
+The scheduler: selects the sequences of the next forward pass, and their numbers of tokens.
 
 A sequence has pending tokens: its prompt first, then one at a time. Every generating sequence takes part in
 every pass. Prompts share the remaining tokens of the pass: running ones first, then the queue in order of
 arrival. A sequence is admitted when blocks for all its tokens are available, so a prompt never stops half
 way. If a generating sequence needs a block and none is left, the sequence with the least output is retracted
-to the front of the queue. It keeps its tokens; its KV is computed again.
+and becomes the first one of the queue. It keeps its tokens; its KV is computed again.
 
 Patient sequences, such as batch lines, come after all others. They skip most passes that compute prompts of
 others, which makes these passes shorter. A generating patient sequence is retracted for one that is not
@@ -26,7 +26,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.sequence import Sequence, Stage
 
 YIELDS = 8
-"""Maximum consecutive passes that patient sequences skip, since they hold blocks meanwhile."""
+"""Maximum number of consecutive passes that patient sequences skip, because they occupy blocks."""
 
 
 @dataclass(slots=True)
@@ -34,18 +34,18 @@ class StepPlan:
     """The decision of `Scheduler.plan`. The scheduler has already applied the lists after `prefills`."""
 
     decodes: list[Sequence] = field(default_factory=list)
-    """Each computes the one token it has pending."""
+    """Sequences that compute their single pending token."""
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Each computes this many of its pending tokens."""
+    """Sequences with prompt tokens, and their numbers of tokens in this pass."""
     admitted: list[Sequence] = field(default_factory=list)
-    """Newly in the batch. Their cached prefix counts as computed."""
+    """Sequences that were added to the batch. Their cached prefix counts as computed."""
     fetches: list[Sequence] = field(default_factory=list)
-    """Sequences whose `fetch` is to be started."""
+    """Sequences whose `fetch` must be started."""
     retracted: list[Sequence] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
-    """To be ended: they fill all blocks."""
+    """Sequences to end, because they occupy all blocks."""
     starved: list[Sequence] = field(default_factory=list)
-    """To be ended: they cannot be admitted, and no other sequence holds blocks."""
+    """Sequences to end, because they cannot be admitted although no other sequence has blocks."""
 
     @property
     def changed(self) -> bool:
@@ -61,7 +61,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.kv_events = kv_events
-        """Receives each block that becomes known; the pool reports those that are dropped."""
+        """Receives published blocks; the pool reports evicted ones."""
         self.limits = limits
         self.block_size = block_size
         self.waiting: deque[Sequence] = deque()
@@ -69,16 +69,16 @@ class Scheduler:
         self.fetching: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self._refused: tuple[Sequence, int, int, int, int] | None = None
-        """The head of the queue and the figures at which it did not fit: no need to look again."""
+        """The first queued sequence and the state in which it did not fit, to avoid repeated checks."""
         self._yielded = 0
-        """Passes in a row that patient requests stayed out of."""
+        """Number of consecutive passes that patient sequences skipped."""
 
     def add(self, sequence: Sequence) -> None:
         place = len(self.waiting) if sequence.request.patient else self._first_patient()
         self.waiting.insert(place, sequence)
 
     def plan(self) -> StepPlan:
-        """Decide the next pass and take the blocks it needs."""
+        """Plan the next pass and allocate its blocks."""
         plan = StepPlan()
         self._plan_decodes(plan)
         shared = self._yielded == YIELDS
@@ -95,7 +95,7 @@ class Scheduler:
         return plan
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
-        """Count `tokens` more computed tokens: whole blocks become known."""
+        """Count `tokens` computed tokens, and publish complete blocks."""
         request = sequence.request
         request.computed += tokens
         size, events = self.block_size, self.kv_events
@@ -107,9 +107,9 @@ class Scheduler:
 
     def fetched(self, sequence: Sequence, arrived: int, unsafe: frozenset[int]) -> bool:
         """
-        A fetch has ended with its first `arrived` blocks whole; `unsafe` ones may still be written.
+        End a fetch whose first `arrived` blocks are complete. A peer may still write `unsafe` blocks.
 
-        True if the whole prompt is there. The caller says where the job goes next.
+        Returns whether the whole prompt has arrived. The caller then calls `join`, `requeue` or `end`.
         """
         fetch = sequence.fetch
         assert fetch is not None and sequence.stage is Stage.FETCHING
@@ -134,7 +134,7 @@ class Scheduler:
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """To the front of its queue, to be computed here; what the prefix cache still has is not lost."""
+        """Put a sequence first in its queue, for local prefill. Its published blocks stay cached."""
         self.pool.release(sequence.drop_blocks())
         sequence.fetchable = False
         sequence.stage = Stage.WAITING
@@ -142,10 +142,10 @@ class Scheduler:
 
     def end(self, sequence: Sequence, *, hold: bool = True) -> None:
         """
-        Take a job out. Its known blocks stay cached.
+        Remove a sequence. Its published blocks stay cached.
 
-        Blocks of a fetch stay pinned, and the job in `fetching`, until `fetched`. Exported blocks, which
-        a peer may be reading, are held until this is called again with `hold` off.
+        A fetching sequence stays in `fetching` with pinned blocks until `fetched`. Exported blocks, which a
+        peer may read, stay pinned until a second call without `hold`.
         """
         exported = sequence.request.export is not None
         match sequence.stage:
@@ -162,7 +162,7 @@ class Scheduler:
                     return
             case Stage.HELD:
                 del self.held[sequence.request.id]
-            case Stage.ENDED:  # just fetched
+            case Stage.ENDED:  # after `fetched`
                 pass
         if exported:
             self.pool.unpin(sequence.request.blocks)
@@ -171,7 +171,7 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         decodes = [sequence for sequence in self.running if sequence.decoding]
-        growing = [sequence for sequence in decodes if sequence.request.computed == sequence.room]
+        growing = [sequence for sequence in decodes if sequence.request.computed == sequence.capacity]
         if growing:
             if len(growing) > self.pool.available:
                 stuck = self._free_blocks(plan, growing)
@@ -190,20 +190,20 @@ class Scheduler:
         plan.decodes = decodes
 
     def _free_blocks(self, plan: StepPlan, growing: list[Sequence]) -> Sequence | None:
-        """Retract until every job that grows can; the one that cannot, alone as it is, is returned."""
+        """Retract sequences until all growing ones get a block. Returns a last one without a block."""
         while len(growing) > self.pool.available:
             victims = [sequence for sequence in self.running if sequence.retractable]
             if len(victims) == 1:
-                (alone,) = victims
+                (last,) = victims
                 if len(self.running) == 1 and not self.fetching and not self.held:
-                    plan.outgrown.append(alone)
-                return alone  # with others about to let go of blocks, it waits
+                    plan.outgrown.append(last)
+                return last  # waits if other sequences will release blocks
             victim = self._retract_one(plan, victims)
             growing = [sequence for sequence in growing if sequence is not victim]
         return None
 
     def _make_way(self, plan: StepPlan) -> bool:
-        """Retract a patient job for one that is not; False if there is none."""
+        """Retract a patient sequence in favor of another one. Returns False if no patient one is running."""
         victims = [sequence for sequence in self.running if sequence.request.patient and sequence.retractable]
         if not victims:
             return False
@@ -212,7 +212,7 @@ class Scheduler:
         return True
 
     def _retract_one(self, plan: StepPlan, victims: abc.Sequence[Sequence]) -> Sequence:
-        """Of `victims`, a patient one if there is one, and the one that loses the least."""
+        """Retract the sequence of `victims` with the least loss, preferably a patient one."""
         victim = min(victims, key=_loss)
         self.running.remove(victim)
         self.requeue(victim)
@@ -220,17 +220,17 @@ class Scheduler:
         return victim
 
     def _first_patient(self) -> int:
-        """Where in the queue the patient ones begin."""
+        """Return the queue position of the first patient sequence."""
         if not self.waiting or not self.waiting[-1].request.patient:
             return len(self.waiting)
         return next(place for place, sequence in enumerate(self.waiting) if sequence.request.patient)
 
     def _prompt_tokens(self, decodes: abc.Sequence[Sequence]) -> int:
-        """What a pass with these has for prompts: a block at least, or they might be kept out for good."""
+        """Return the tokens of a pass for prompts: at least a block, so that prompts do not starve."""
         return max(self.limits.prompt_tokens(len(decodes)), self.block_size)
 
     def _plan_prompts(self, plan: StepPlan, budget: int, *, patient: bool) -> int:
-        """Share the pass's tokens, those under way first; gives what is left of them."""
+        """Plan prompt tokens, running sequences first. Returns the remaining budget."""
         return self._admit(plan, self._plan_prefills(plan, budget, patient), patient)
 
     def _plan_prefills(self, plan: StepPlan, budget: int, patient: bool) -> int:
@@ -253,7 +253,7 @@ class Scheduler:
             if full and (patient or not self._make_way(plan)):
                 return budget
             request = sequence.request
-            # One block for each that runs, or it would be retracted for a newcomer's sake.
+            # Reserve a block per running sequence, so that admission does not cause retractions.
             reserve = len(self.running) + len(self.fetching)
             state = (sequence, self.pool.available, len(self.running), len(self.fetching), len(self.held))
             if state == self._refused:
@@ -317,6 +317,6 @@ class Scheduler:
 
 
 def _loss(sequence: Sequence) -> tuple[bool, int, int]:
-    """What is lost if it is retracted, for comparison: somebody's patience before work."""
+    """Return a sort key of the loss by a retraction: patient sequences first, then the least output."""
     request = sequence.request
     return not request.patient, len(request.output), -len(request.prompt)

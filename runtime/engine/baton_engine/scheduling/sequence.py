@@ -1,8 +1,8 @@
 """
-A request while the engine has it: where it stands, its chain of block hashes, its row of the block table.
+The engine's state of a request: its stage, its chain of block hashes, and its row of the block table.
 
-`Request` is what callers agree on; a `Sequence` adds what only the engine's thread needs. All that grows with
-the context is kept up to date step by step, so that a decode step costs the same at any length.
+`Request` is the interface to callers; `Sequence` adds the state of the engine's thread. State that grows with
+the context is updated incrementally, so that the cost of a decode step does not depend on the length.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from baton_engine.sampling.state import SamplingState
 
 
 class Stage(enum.Enum):
-    """Where a job stands; it is in that one of the scheduler's collections."""
+    """Stage of a sequence, which corresponds to the scheduler's collection that contains it."""
 
     WAITING = "waiting"
     FETCHING = "fetching"
-    """Its prompt's KV is being brought from elsewhere; its blocks are pinned."""
+    """The prompt's KV is being transferred; the blocks are pinned."""
     RUNNING = "running"
     HELD = "held"
-    """It has ended; its exported blocks are pinned until they are released."""
+    """The sequence has ended; its exported blocks are pinned until they are released."""
     ENDED = "ended"
-    """In no collection."""
+    """The sequence is in no collection."""
 
 
 class Sequence:
-    """One request and what the engine knows about it. Made on any thread, since hashing takes a while."""
+    """One request in the engine. Created on any thread, because hashing is slow."""
 
     __slots__ = (
         "admissions",
@@ -41,6 +41,7 @@ class Sequence:
         "arrived_at",
         "block_size",
         "cancelled",
+        "capacity",
         "fetch",
         "fetchable",
         "hashes",
@@ -48,7 +49,6 @@ class Sequence:
         "prompt_output",
         "published",
         "request",
-        "room",
         "root",
         "sampling_state",
         "stage",
@@ -61,77 +61,77 @@ class Sequence:
         self.root = root_hash(request.salt)
         hashes = request.hashes
         self.hashes = block_hashes(request.prompt, block_size, self.root) if hashes is None else list(hashes)
-        """Of all full blocks whose tokens are known."""
+        """Hashes of all full blocks whose tokens are known."""
         request.tail = self.hashes[-1] if self.hashes else b""
         self.published = 0
-        """Leading blocks that the prefix cache knows, or knows others for."""
+        """Number of leading blocks that are published, or have published duplicates."""
         self.table: NDArray[np.int32] = np.zeros(table_blocks, dtype=np.int32)
-        """The request's block ids, with room for all that it can grow to."""
-        self.room = 0
-        """Tokens that its blocks can hold."""
+        """Block ids of the request, with space for its maximum length."""
+        self.capacity = 0
+        """Number of tokens that its blocks can store."""
         self.stage = Stage.WAITING
         self.admissions = 0
         self.arrived_at = 0.0
         self.admitted_at = 0.0
-        """For the first time; both by the engine's clock."""
+        """Time of the first admission; both times are by the engine's clock."""
         self.local_tokens = 0
-        """Prompt tokens that this worker's prefix cache had when it was admitted for the first time."""
+        """Prompt tokens in this worker's prefix cache at the first admission."""
         self.prompt_output = prompt_output_of(request)
-        """What is still to be reported about its prompt."""
+        """Pending output of the prompt, if requested."""
         self.fetchable = request.remote is not None and self.prompt_output is None
         self.fetch: Fetch | None = None
         self.cancelled = False
-        """Aborted while fetching: it has been reported, and only its blocks are waited for."""
+        """Aborted during the fetch: the end is reported, and the blocks are released after the fetch."""
         self.sampling_state = SamplingState(request.sampling, request.prompt, request.matcher)
 
     @property
     def readmitted(self) -> bool:
-        """Whether it came back after a retraction or a failed fetch, of which nothing counts twice."""
+        """Whether the sequence was admitted again after a retraction or a failed fetch."""
         return self.admissions > 1
 
     @property
     def decoding(self) -> bool:
-        """Whether all but the token drawn last is computed: it goes into every pass."""
+        """Whether only the last sampled token is pending. Such sequences take part in every pass."""
         request = self.request
         return bool(request.output) and request.pending == 1
 
     @property
     def cacheable(self) -> int:
         """
-        Leading tokens that the prefix cache may stand in for.
+        Number of leading tokens that the prefix cache may replace.
 
-        The last token is computed in any case, since its result is what is wanted; so is what a reading
-        has not seen.
+        The last token must be computed, because its logits are needed, and so must positions that the prompt
+        output has not processed.
         """
         last = self.request.length - 1
         return last if self.prompt_output is None else min(last, self.prompt_output.next_position)
 
     @property
     def retractable(self) -> bool:
-        """Blocks that were announced to a peer cannot be taken back."""
+        """Whether the sequence can be retracted. Blocks that were announced to a peer cannot."""
         return self.request.export is None
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def grow(self, blocks: abc.Sequence[int]) -> None:
-        """Append blocks that the pool gave."""
+        """Append allocated blocks."""
         held = self.request.blocks
         self.table[len(held) : len(held) + len(blocks)] = blocks
         held.extend(blocks)
-        self.room = len(held) * self.block_size
+        self.capacity = len(held) * self.block_size
 
     def drop_blocks(self) -> list[int]:
-        """Forget all blocks, and with them what was computed; the caller gives them back to the pool."""
+        """Remove and return all blocks, and reset the computed tokens. The caller releases the blocks."""
         blocks = self.request.blocks
         self.request.blocks = []
         self.request.computed = 0
         self.published = 0
-        self.room = 0
+        self.capacity = 0
         return blocks
 
     def tokens(self, start: int, stop: int) -> abc.Sequence[int]:
-        """Tokens of prompt + output; copies no more than is asked for."""
+        """Return tokens `start` to `stop` of prompt and output."""
         request = self.request
         length = len(request.prompt)
         if stop <= length:
@@ -141,7 +141,7 @@ class Sequence:
         return [*request.prompt[start:], *request.output[: stop - length]]
 
     def block_hash(self, index: int) -> bytes:
-        """The chain hash of a full block, hashing what was generated since the last call."""
+        """Return the chain hash of a full block. Hashes new blocks if necessary."""
         size = self.block_size
         while len(self.hashes) <= index:
             start = len(self.hashes) * size
@@ -149,5 +149,5 @@ class Sequence:
         return self.hashes[index]
 
     def parent(self, index: int) -> bytes:
-        """The chain hash before block `index`."""
+        """Return the chain hash before block `index`."""
         return self.hashes[index - 1] if index else self.root

@@ -1,13 +1,13 @@
 """
-Moves KV blocks from a prefill worker's cache into a decode worker's: the interface.
+Interface of the transfer of KV blocks from a prefill worker's cache to a decode worker's cache.
 
-The decode worker pulls. The process whose memory is written owns the transfer handle, so its own state proves
-that writing has ended, and a prefill worker that dies leaves no unnoticed half-written block.
+The decode worker reads. The process whose memory is written owns the transfer handle, so it knows when
+writing has ended, and a crashed prefill worker cannot leave partially written blocks unnoticed.
 
 Measurements of NIXL over UCX shaped the interface. Releasing a transfer does not cancel it: bytes arrived for
 another 0.2 s. NIXL has no deadline, and a transfer may stay in progress forever if the peer hangs. A transfer
-over shared memory completes inside the call that posts it. Therefore one thread owns the agent, the caller
-has a deadline of its own, and destination blocks of an unfinished read are quarantined.
+over shared memory completes inside the call that posts it. Therefore one thread owns the agent, callers use
+their own deadlines, and destination blocks of an unfinished read are quarantined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton_api.messages import PoolLayout
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A prefill worker whose blocks can be read, as `Transfer.connect` gave it."""
+    """A connected prefill worker, the result of `Transfer.connect`."""
 
     name: str
     """Unique for each start of the peer's process."""
@@ -32,31 +32,30 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """One finished read."""
+    """A completed read."""
 
     bytes: int
     seconds: float
     transport: str
-    """Such as `nixl/ucx shm`, `nixl/ucx tcp`, `loopback`."""
+    """For example `nixl/ucx shm`, `nixl/ucx tcp` or `loopback`."""
 
 
 class Pull(Protocol):
-    """One read under way."""
+    """One read in progress."""
 
     def settled(self) -> asyncio.Future[Pulled]:
         """
-        Done when no byte of the destination can change any more: with the figures, or with
-        TransferFailed. It may take for ever if the peer hangs; whoever waits has a deadline of
-        their own, and until it is done the destination blocks must not be given to anybody.
+        Return a future that is done when no byte of the destination can change any more.
 
-        Each call gives a future of its own, so a waiter that is cancelled or timed out cancels
-        nothing but its waiting: ask again.
+        Its result is a `Pulled` or TransferFailed. If the peer hangs, it never completes, so use a deadline.
+        Do not reuse the destination blocks before it is done. Each call returns a separate future; cancelling
+        it does not affect the read.
         """
         ...
 
 
 class Transfer(Protocol):
-    """One worker's means of reading other workers' blocks and of letting its own be read."""
+    """Reads blocks of other workers, and gives them access to the blocks of this worker."""
 
     @property
     def name(self) -> str:
@@ -65,37 +64,36 @@ class Transfer(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to read this worker's blocks. A capability: for authorised peers only."""
+        """The data that a peer needs to read this worker's blocks. Send it to authorized peers only."""
         ...
 
     @property
     def pool(self) -> PoolLayout: ...
 
     async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
-        """Make a peer's blocks readable. Raises TransferFailed."""
+        """Connect to a peer. `epoch` identifies the start of its process. Raises TransferFailed."""
         ...
 
     def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Pull:
         """
-        Begin to copy the peer's blocks `remote` over the local blocks `local`, pairwise.
+        Start to copy the peer's blocks `remote` to the local blocks `local`, pairwise.
 
-        Called on the event loop; returns at once. What the peer got wrong comes out of `settled`.
+        Call it on the event loop. It does not block; `settled` reports errors of the peer.
         """
         ...
 
     def serve(self) -> AbstractContextManager[None]:
         """
-        Hold it while peers may connect to this worker or read its blocks: from `Welcome` until
-        the last announced block is done with. Any number may be held at a time; each costs nothing
-        but the first, about 4 % of a core.
+        Return a context during which peers can connect to this worker and read its blocks.
 
-        A peer's first read, and every read over TCP, goes on only while this side looks at its
-        sockets; with nobody holding it, such reads wait, they do not fail.
+        Hold it from `Welcome` until all announced blocks are released. Contexts may overlap; the first one
+        costs about 4 % of a core. A peer's first read and every read over TCP make progress only within a
+        context, and wait otherwise.
         """
         ...
 
     async def disconnect(self, peer: Peer) -> None:
-        """Forget the peer. Reads under way settle by themselves, with an error if it is dead."""
+        """Disconnect a peer. Reads in progress end by themselves, with an error if the peer is dead."""
         ...
 
     async def close(self) -> None: ...

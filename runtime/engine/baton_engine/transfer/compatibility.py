@@ -1,8 +1,8 @@
 """
-Whether two workers may share KV blocks: everything that decides the bytes of a block, as one digest.
+Compatibility of the KV blocks of two workers: a digest of everything that determines the bytes of a block.
 
-Two workers compare digests before anything else passes between them. A digest says only yes or no, so
-the labels it was made of travel with it, and a refusal can name what differs and both values of it.
+Two workers compare digests before they exchange other data. The labels of the digest are sent with it, so
+that an error can name the differences with both values.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ LAYOUT = "block, layer, key/value, kv head, slot, dim"
 """The order of `KVCache.kv`'s dimensions."""
 
 SAMPLES = 16
-"""Places in each tensor that the digest of the weights looks at."""
+"""Number of samples of each tensor in the digest of the weights."""
 
 SAMPLE_BYTES = 64
 
 BYTES_DO_NOT_DEPEND_ON = frozenset({"context", "eos_ids", "bos_id", "tied_embeddings", "headless"})
-"""Fields of a spec that may differ between two workers whose blocks are the same."""
+"""Fields of a spec that do not affect the bytes of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What decides the bytes of a worker's KV blocks."""
+    """Everything that determines the bytes of a worker's KV blocks."""
 
     labels: Mapping[str, str]
-    """Readable names and values; equal labels make equal digests."""
+    """Readable names and values. Equal labels have equal digests."""
 
     @classmethod
     def of(
         cls, spec: ModelSpec, dtype: torch.dtype, weights: str, block_size: int = BLOCK_SIZE
     ) -> Compatibility:
-        """`dtype` is that of weights and KV cache; `weights` is `weights_digest` of the checkpoint."""
+        """Create it from the model. `dtype` is of weights and KV cache; `weights` is `weights_digest`."""
         model = {
             field.name.replace("_", " "): str(getattr(spec, field.name))
             for field in fields(spec)
@@ -63,7 +63,7 @@ class Compatibility:
 
     @property
     def digest(self) -> str:
-        """32 hex digits, equal on all machines for equal labels."""
+        """32 hexadecimal digits, equal on all machines for equal labels."""
         hasher = hashlib.sha256(b"baton-compatibility")
         for name, value in sorted(self.labels.items()):
             for text in (name.encode(), value.encode()):
@@ -72,7 +72,7 @@ class Compatibility:
 
     def differences(self, theirs: Mapping[str, str]) -> str:
         """
-        What differs, with both values, for a refusal.
+        Return the differing labels with both values, for an error message.
 
         >>> Compatibility({"dtype": "float32"}).differences({"dtype": "bfloat16"})
         'dtype is float32 here and bfloat16 there'
@@ -88,16 +88,16 @@ class Compatibility:
 def compatibility_digest(
     spec: ModelSpec, dtype: torch.dtype, weights: str, block_size: int = BLOCK_SIZE
 ) -> str:
-    """The digest alone, for those who report it and compare nothing."""
+    """Return only the digest."""
     return Compatibility.of(spec, dtype, weights, block_size).digest
 
 
 def weights_digest(weights: Weights) -> str:
     """
-    A cheap name for the content of `weights`: places, shapes, types and some bytes of each tensor.
+    Return a fast digest of `weights`: names, shapes, types and some bytes of each tensor.
 
-    It tells checkpoints apart; it does not prove that every byte is equal. To be taken before an
-    `Ops` lays the weights out in its own way.
+    It distinguishes checkpoints, but does not prove that all bytes are equal. Call it before an `Ops` changes
+    the layout of the weights.
     """
     hasher = hashlib.sha256(b"baton-weights")
     for place, tensor in _tensors(weights):

@@ -1,10 +1,10 @@
 """
-One control connection between a decode and a prefill worker, as both roles use it.
+The control connection between a decode worker and a prefill worker, for both roles.
 
-Frames go out in order and come in whole; what the network does wrong comes out as `TransferFailed`
-and nothing else. A peer that hangs does not close its socket, so both sides talk at least once per
-tick and a peer that is silent for some ticks is dead. Silence is counted in our own ticks, not by the
-clock: a worker that was itself stopped for a minute must not believe that its peers were.
+Messages are sent in order and received whole. Every network error becomes `TransferFailed`. A peer that hangs
+does not close its socket, so both sides send at least one message per tick, and a peer without messages for
+several ticks is dead. Ticks are counted instead of clock time, because a worker that was stopped for a minute
+must not consider its peers dead.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from baton_api.errors import TransferFailed
 from baton_api.messages import AnyMessage, Ping, Pong
 
 PIECE_BYTES = 256 * 1024
-"""Most bytes taken from the socket at a time; each piece of a long frame counts as a sign of life."""
+"""Maximum bytes per read from the socket. Each piece of a long frame counts as activity."""
 
 BACKLOG_BYTES = 4 * messages.FRAME_LIMIT
-"""Bytes that may wait for a peer that does not read; one more and the connection is cut."""
+"""Maximum bytes that are buffered for a slow peer. Beyond it the connection is aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The deadlines of a control connection. Tests make them short."""
+    """Deadlines of a control connection. Tests shorten them."""
 
     tick_s: float = 1.0
-    """A ping is sent after a tick in which nothing else was."""
+    """Interval after which a ping is sent if no other message was."""
     silent_ticks: int = 5
-    """Ticks without a byte from the peer after which it is dead."""
+    """Number of ticks without data after which a peer is dead."""
     connect_s: float = 1.0
     handshake_s: float = 5.0
-    """From the connection to the end of Hello and Welcome."""
+    """Maximum time from the connection to the end of Hello and Welcome."""
     close_s: float = 1.0
-    """For the last frames to leave when the connection is closed."""
+    """Maximum time for sending the last frames when the connection is closed."""
 
 
 class ControlConnection:
@@ -66,12 +66,12 @@ class ControlConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def start_heartbeat(self) -> None:
-        """From now on the peer is to be heard in every few ticks. Call after the handshake."""
+        """Start to send pings and to require messages of the peer. Call it after the handshake."""
         self._heart = asyncio.create_task(self._beat())
 
     def send(self, message: AnyMessage) -> None:
         """
-        Queue one message; on a connection that has ended it is dropped, as the network might have.
+        Queue one message. It is dropped if the connection has ended.
 
         Raises TransferFailed if the message is too large for a frame.
         """
@@ -82,10 +82,10 @@ class ControlConnection:
         self._spoke = True
         backlog = self._writer.transport.get_write_buffer_size()
         if backlog > BACKLOG_BYTES:
-            self._cut(f"it has not read {backlog} bytes that wait for it")
+            self._abort(f"it has not read {backlog} buffered bytes")
 
     async def receive(self) -> AnyMessage:
-        """The next message that is not a Ping; those are answered here. Raises TransferFailed at the end."""
+        """Return the next message, and answer pings. Raises TransferFailed at the end of the connection."""
         while True:
             message = messages.decode(await self.receive_frame(messages.FRAME_LIMIT))
             if not isinstance(message, Ping):
@@ -93,19 +93,19 @@ class ControlConnection:
             self.send(self._pong(message.number))
 
     async def receive_frame(self, limit: int) -> bytes:
-        """The body of the next frame, of at most `limit` bytes. Raises TransferFailed."""
+        """Return the body of the next frame, at most `limit` bytes. Raises TransferFailed."""
         length = messages.frame_length(await self._read(messages.LENGTH_BYTES))
         if length > limit:
-            raise TransferFailed(f"A frame of {length} bytes is over the limit of {limit}.")
+            raise TransferFailed(f"A frame of {length} bytes exceeds the limit of {limit}.")
         return await self._read(length)
 
     async def messages(self) -> AsyncIterator[AnyMessage]:
-        """All messages until the connection ends, which it does by raising TransferFailed."""
+        """Yield all messages. Raises TransferFailed at the end of the connection."""
         while True:
             yield await self.receive()
 
     async def close(self) -> None:
-        """Let what is queued go out, for a short while, and end the connection."""
+        """Send queued messages, for at most `close_s`, and close the connection."""
         if self._heart is not None:
             self._heart.cancel()
         self._writer.close()
@@ -141,9 +141,9 @@ class ControlConnection:
                 number += 1
                 self.send(Ping(number=number))
             self._heard = self._spoke = False
-        self._cut(f"nothing was heard of it for {self._pace.silent_ticks * self._pace.tick_s:g} s")
+        self._abort(f"no data was received for {self._pace.silent_ticks * self._pace.tick_s:g} s")
 
-    def _cut(self, cause: str) -> None:
+    def _abort(self, cause: str) -> None:
         self._cause = cause
         self._writer.transport.abort()
 
@@ -154,21 +154,21 @@ async def dial(
     pong: Callable[[int], Pong] = lambda number: Pong(number=number),
     tls: ssl.SSLContext | None = None,
 ) -> ControlConnection:
-    """A connection to `host:port`. Raises TransferFailed."""
+    """Connect to `host:port`. Raises TransferFailed."""
     host, port = split_address(address)
     try:
         async with asyncio.timeout(pace.connect_s):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     except TimeoutError as error:
         raise TransferFailed(f"{address} did not answer within {pace.connect_s:g} s.") from error
-    except (OSError, UnicodeError) as error:  # the latter for a name that DNS cannot carry
-        raise TransferFailed(f"{address} cannot be reached: {error}.") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that is invalid in DNS
+        raise TransferFailed(f"Cannot connect to {address}: {error}.") from error
     return ControlConnection(reader, writer, pace, pong)
 
 
 def split_address(address: str) -> tuple[str, int]:
     """
-    Host and port of `host:port`; raises TransferFailed if it is none.
+    Split `host:port`. Raises TransferFailed if it is invalid.
 
     >>> split_address("[::1]:7000")
     ('::1', 7000)
@@ -176,17 +176,17 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
     if not host or not 0 < number < 65536:
-        raise TransferFailed(f"{address[:200]!r} is not an address of the form host:port.")
+        raise TransferFailed(f"Invalid address: {address[:200]!r}. Expected host:port.")
     return host.removeprefix("[").removesuffix("]"), number
 
 
 def join_address(host: str, port: int) -> str:
-    """`host:port`, with brackets where the host has colons of its own."""
+    """Return `host:port`, with brackets around a host that contains colons."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _name(writer: asyncio.StreamWriter) -> str:
-    with contextlib.suppress(TypeError, ValueError):  # a socket that is gone already has no name
+    with contextlib.suppress(TypeError, ValueError):  # a closed socket has no peer name
         host, port = writer.get_extra_info("peername")[:2]
         return join_address(host, port)
     return "an unknown peer"

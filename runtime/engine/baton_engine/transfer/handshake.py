@@ -1,9 +1,8 @@
 """
-The handshake on a control connection: both workers, and whether their KV blocks are compatible.
+The handshake of a control connection: identities, and the compatibility of KV blocks.
 
-Protocol version and digest are compared before anything else is read or told. In particular the
-transfer agent's metadata, with which a peer can read and write this worker's memory, is only in the
-Welcome that follows.
+Protocol version and digest are compared before other data is read or sent. The metadata of the transfer
+agent, which gives a peer access to this worker's memory, is sent later, in Welcome.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.control import ControlConnection, Pace
 
 HELLO_LIMIT = 64 * 1024
-"""Bytes of the first frame: nobody who is not known yet makes this worker buffer more."""
+"""Maximum bytes of the first frame, which limits the memory that unauthenticated peers can use."""
 
 REASON_LIMIT = 2000
-"""Characters of a peer's reason that are passed on."""
+"""Maximum characters of a peer's reason in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a worker says of itself in the first frame."""
+    """Identity of a worker in the first frame."""
 
     worker: str
-    """A name for the log, such as `decode-0`."""
+    """Name for the log, such as `decode-0`."""
     epoch: str
-    """Random, new at every start of the process."""
+    """Random id of this start of the process."""
     model: str
     compatibility: Compatibility
 
@@ -63,23 +62,23 @@ class Identity:
 
 
 def refusal(me: Identity, peer: Hello) -> str | None:
-    """Why blocks of `me` and `peer` cannot be mixed, naming both sides' values, or None if they can."""
+    """Return the reason why the blocks of `me` and `peer` are incompatible, with both values, or None."""
     if peer.protocol != PROTOCOL:
         return (
-            f"{me.worker} speaks version {PROTOCOL} of the control protocol and {peer.worker} version "
-            f"{peer.protocol}; run the same release of Baton on both."
+            f"{me.worker} uses version {PROTOCOL} of the control protocol and {peer.worker} version "
+            f"{peer.protocol}. Run the same release of Baton on both."
         )
     if peer.digest != me.compatibility.digest:
         return (
-            f"{me.worker} serves {me.model} and {peer.worker} serves {peer.model}, whose KV blocks cannot be "
-            f"mixed: {me.compatibility.differences(peer.labels)} (digests {me.compatibility.digest} and "
-            f"{peer.digest}). Start both with the same model, dtype and release."
+            f"{me.worker} serves {me.model} and {peer.worker} serves {peer.model}, whose KV blocks are "
+            f"incompatible: {me.compatibility.differences(peer.labels)} (digests {me.compatibility.digest} "
+            f"and {peer.digest}). Start both with the same model, dtype and release."
         )
     return None
 
 
 class _Greeting(msgspec.Struct, tag_field="type", tag="hello"):
-    """A Hello of any version: only what must never change is read."""
+    """A Hello of any version. It contains only the fields that never change."""
 
     protocol: int
     worker: str = "an unnamed worker"
@@ -93,27 +92,28 @@ async def accept(
     pace: Pace,
 ) -> Hello:
     """
-    The prefill side: read Hello, answer Welcome. `admit` may name a further reason to refuse.
+    Perform the prefill side: read Hello, send Welcome. `admit` may return a further reason to reject the
+    peer.
 
-    Raises IncompatiblePeer after a Refuse was sent, TransferFailed for everything else.
+    Raises IncompatiblePeer after sending Refuse, and TransferFailed for other errors.
     """
     try:
         async with asyncio.timeout(pace.handshake_s):
             body = await connection.receive_frame(HELLO_LIMIT)
     except TimeoutError as error:
-        raise TransferFailed(f"{connection.peer} said nothing for {pace.handshake_s:g} s.") from error
+        raise TransferFailed(f"{connection.peer} sent no Hello within {pace.handshake_s:g} s.") from error
     hello = _read_hello(body)
     reason = refusal(me, hello) or admit(hello)
     if reason is not None:
         connection.send(Refuse(reason=reason))
-        raise IncompatiblePeer(f"Refused {hello.worker[:200]} at {connection.peer}: {reason}")
+        raise IncompatiblePeer(f"Rejected {hello.worker[:200]} at {connection.peer}: {reason}")
     connection.send(welcome())
     connection.start_heartbeat()
     return hello
 
 
 async def introduce(connection: ControlConnection, me: Identity, hello: Hello, pace: Pace) -> Welcome:
-    """The decode side: send Hello, read Welcome. Raises IncompatiblePeer or TransferFailed."""
+    """Perform the decode side: send Hello, read Welcome. Raises IncompatiblePeer or TransferFailed."""
     connection.send(hello)
     try:
         async with asyncio.timeout(pace.handshake_s):
@@ -124,14 +124,14 @@ async def introduce(connection: ControlConnection, me: Identity, hello: Hello, p
         ) from error
     match answer:
         case Refuse(reason=reason):
-            raise IncompatiblePeer(f"{connection.peer} refused this worker: {reason[:REASON_LIMIT]}")
+            raise IncompatiblePeer(f"{connection.peer} rejected this worker: {reason[:REASON_LIMIT]}")
         case Welcome() if answer.protocol == PROTOCOL and answer.digest == me.compatibility.digest:
             connection.start_heartbeat()
             return answer
         case Welcome():
             raise IncompatiblePeer(
-                f"{connection.peer} welcomed this worker with protocol {answer.protocol} and digest "
-                f"{answer.digest[:64]}, but here they are {PROTOCOL} and {me.compatibility.digest}."
+                f"{connection.peer} sent Welcome with protocol {answer.protocol} and digest "
+                f"{answer.digest[:64]}, but this worker has {PROTOCOL} and {me.compatibility.digest}."
             )
         case _:
             raise TransferFailed(f"{connection.peer} answered Hello with {type(answer).__name__}.")
@@ -147,7 +147,7 @@ def _read_hello(body: bytes) -> Hello:
             greeting = None
         if greeting is None or greeting.protocol == PROTOCOL:
             raise
-        # Another version's Hello may have other fields; say so instead of "not a message".
+        # The Hello of another version may have other fields. Report the version instead of a decoding error.
         return Hello(protocol=greeting.protocol, worker=greeting.worker, epoch="", model="", digest="")
     if not isinstance(message, Hello):
         raise TransferFailed(f"The first message was {type(message).__name__}, not Hello.")

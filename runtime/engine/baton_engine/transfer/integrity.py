@@ -1,10 +1,10 @@
 """
 Integrity of transfers: checksums of blocks, and sealed metadata of peers.
 
-xxh3-64 runs faster than memory is read, over the block's own bytes without a copy. It detects accidents, not
-forgery. NIXL parses metadata in C++ and has hung on mutated bytes, so metadata travels with a version, a
-checksum, and the settings that both ends must share: truncated, mixed or foreign metadata never
-reaches NIXL. The control connection decides whom to trust.
+xxh3-64 is faster than memory and reads the block's bytes without a copy. It detects accidental damage, not
+forgery. NIXL parses metadata in C++ and has hung on modified bytes. Metadata therefore contains a version, a
+checksum, and the settings that both ends must share, so that damaged or foreign metadata never reaches NIXL.
+The control connection authenticates peers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from baton_engine.kv.cache import KVCache
 
 
 def block_checksum(cache: KVCache, block: int) -> int:
-    """xxh3-64 of the bytes of `block`. Big blocks are hashed with the GIL released."""
+    """Return xxh3-64 of the bytes of `block`. Releases the interpreter lock for large blocks."""
     return block_checksums(cache, (block,))[0]
 
 
 def block_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
-    """xxh3-64 of each of `blocks`; from a GPU they come over in one copy."""
+    """Return xxh3-64 of each of `blocks`. Blocks of a GPU are copied together."""
     if cache.kv.device.type == "cpu":
         pool = cache.kv.view(torch.uint8).numpy().reshape(cache.blocks, -1)
         return [xxhash.xxh3_64_intdigest(pool[block].data) for block in blocks]
@@ -36,36 +36,36 @@ def block_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
 MAGIC = b"baton-nixl-1\n"
 CHECKSUM_BYTES = 16
 LIMIT = 1024 * 1024
-"""Bytes. One agent has about 500, and some hundreds more for each device."""
+"""Maximum bytes. An agent has about 500, and several hundred more per device."""
 
 
 def seal(metadata: bytes, wire: str, place: str) -> bytes:
-    """`metadata` as it is sent."""
+    """Add version, checksum and shared settings to `metadata`."""
     body = f"{wire}\n{place}\n".encode() + metadata
     return MAGIC + xxhash.xxh3_128_digest(body) + body
 
 
 def unseal(sealed: bytes, wire: str) -> tuple[bytes, str]:
     """
-    What was sealed, and its place.
+    Return the metadata and the place of the peer.
 
-    Raises TransferFailed if it is not whole, IncompatiblePeer for another `wire`.
+    Raises TransferFailed for damaged metadata, IncompatiblePeer for another `wire`.
     """
     if len(sealed) > LIMIT:
-        raise TransferFailed(f"The peer's metadata of {len(sealed)} bytes is over the limit of {LIMIT}.")
+        raise TransferFailed(f"The peer's metadata of {len(sealed)} bytes exceeds the limit of {LIMIT}.")
     if not sealed.startswith(MAGIC):
         raise TransferFailed(
-            "The peer's metadata is not of this version: start both workers with --transfer nixl."
+            "The peer's metadata is of another version or transfer. Start both workers with --transfer nixl."
         )
     begin = len(MAGIC) + CHECKSUM_BYTES
     body = sealed[begin:]
     parts = body.split(b"\n", 2)
     if xxhash.xxh3_128_digest(body) != sealed[len(MAGIC) : begin] or len(parts) < 3:
-        raise TransferFailed("The peer's metadata was damaged on its way.")
+        raise TransferFailed("The peer's metadata was damaged in transit.")
     theirs, place, metadata = parts
     if theirs != wire.encode():
         raise IncompatiblePeer(
-            f"The peer runs UCX with {theirs.decode(errors='replace')} and this worker with {wire}: "
-            "set them alike on all workers, or nowhere."
+            f"The peer runs UCX with {theirs.decode(errors='replace')} and this worker with {wire}. Set the "
+            "same values on all workers, or remove them."
         )
     return metadata, place.decode(errors="replace")

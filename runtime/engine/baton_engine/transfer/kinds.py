@@ -1,4 +1,4 @@
-"""Creates the transfer that the setting `transfer` names."""
+"""Creation of the transfer that the setting `transfer` selects."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ async def create_transfer(kind: str, cache: KVCache, worker: str) -> Transfer:
         case "loopback":
             return LoopbackTransfer(cache, worker)
         case _:
-            raise ValueError(f"no transfer is called {kind!r}")
+            raise ValueError(f"unknown transfer {kind!r}")

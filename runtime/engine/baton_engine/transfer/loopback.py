@@ -1,10 +1,9 @@
 """
-Workers of one process read each other's blocks by plain copies.
+Transfer between workers of one process by plain copies, for tests and for several workers in one process.
 
-For tests and for several workers in one process; a peer of another process is not found. The workers
-find each other through `_workers`, the module's one piece of state: it is keyed by a random token made
-at each start, which is also the metadata, so knowing a token is what gives access and no two tests meet
-by accident. A worker that closes, or that nobody holds any more, is gone from it.
+The module-level registry `_workers` maps a random token to each worker. The token is the worker's metadata,
+so only its holders have access, and tests do not interfere. Closed and deleted workers are removed from the
+registry. Peers in other processes are not supported.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _workers: WeakValueDictionary[bytes, LoopbackTransfer] = WeakValueDictionary()
 
 
 class LoopbackTransfer:
-    """One worker of several in this process. Its copies run on a thread of its own, one at a time."""
+    """The transfer of one worker. Copies run one at a time on a separate thread."""
 
     def __init__(self, cache: KVCache, worker: str) -> None:
         self._cache = cache
@@ -57,12 +56,14 @@ class LoopbackTransfer:
         worker = _workers.get(metadata)
         if worker is None:
             raise TransferFailed(
-                "No worker of this process has that metadata: loopback moves blocks within one process "
-                "only. Start both workers with --transfer nixl."
+                "No worker of this process has this metadata: --transfer loopback supports only workers in "
+                "one process. Start both workers with --transfer nixl."
             )
         check_pool(self.pool, pool)
         if pool != worker.pool:
-            raise TransferFailed(f"The blocks of {worker._agent} lie elsewhere than the peer says.")
+            raise TransferFailed(
+                f"The pool of {worker._agent} differs from the pool that the peer announced."
+            )
         self._peers[worker._agent] = metadata
         return Peer(worker._agent, pool)
 

@@ -1,13 +1,13 @@
 """
-NIXL, as far as Baton speaks it. No other module imports it.
+The transfer over NIXL. No other module imports NIXL.
 
-Its own progress thread stays off, as it takes a whole core, and so does its listening thread, which
-would hand out metadata to whoever asks. The agent belongs to one `BlockReader`'s thread.
+NIXL's progress thread is disabled, because it uses a whole core. Its listening thread is disabled, because it
+would send metadata to any client. The agent belongs to the thread of one `BlockReader`.
 
-Known of NIXL 1.5.1 with its UCX 1.23: when a reader dies in the middle of a READ over TCP, the process it
-was reading from purges its unsent answers through fields of them that nobody set. With the agent on the
-main thread, on memory used before, that crashed it every time; on a thread of its own, with an
-arena of its own, never in 60 kills. Over shared memory and RDMA the process that is read from takes no part.
+Known defect of NIXL 1.5.1 with UCX 1.23: if a reader dies during a READ over TCP, the other process purges
+its unsent replies with uninitialized fields. An agent on the main thread, with recycled memory, crashed every
+time. An agent on a separate thread with its own arena did not crash in 60 attempts. Reads over shared memory
+and RDMA do not involve the other process.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from baton_engine.transfer.reads import Settlement, check_pool, check_read, slic
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 4 * 1024 * 1024
-"""Of one post. Over shared memory it holds the thread for about 1 ms."""
+"""Size of one slice. Over shared memory it blocks the thread for about 1 ms."""
 
 CLOSE_GRACE_S = 2.0
-"""How long `close` waits for reads under way. After it the thread, the agent and the pool stay as they
-are until the peer answers or the process ends: letting go of them would not stop the writing."""
+"""Maximum time that `close` waits for reads. After it, thread, agent and pool stay alive until the peer
+replies or the process ends, because releasing them would not stop writes."""
 
 SELF_TEST_BYTES = 1024 * 1024
 
 TEARDOWN_STEPS = 50
-"""Calls in which UCX lets go of a connection that failed, 3 us each."""
+"""Number of calls in which UCX tears down a failed connection, 3 us each."""
 
 WAY_OUT = "Check UCX_TLS and UCX_NET_DEVICES, or use --transfer loopback if all workers are in one process."
 
 
 class NixlTransfer:
-    """One worker's agent and the thread that owns it. Made by `create`, used on the event loop."""
+    """The agent of one worker and its thread. Created by `create`, used on the event loop."""
 
     def __init__(self, cache: KVCache, worker: str) -> None:
         cuda = cache.kv.device.type == "cuda"
@@ -128,17 +128,19 @@ class NixlTransfer:
     async def close(self) -> None:
         self._reader.stop()
         if not await asyncio.to_thread(self._reader.join, CLOSE_GRACE_S):
-            log.warning("A peer that does not answer is still being read; the KV pool stays registered.")
+            log.warning(
+                "A read from an unresponsive peer is still in progress. The KV pool stays registered."
+            )
 
 
 class NixlAgent:
-    """`reader.Agent` over NIXL and UCX. Only its reader's thread calls it."""
+    """Implementation of `reader.Agent` with NIXL and UCX. Used on the reader's thread only."""
 
     def __init__(self, name: str, cache: KVCache, pool: PoolLayout) -> None:
         self.wire = ""
         self.place = ""
         self._name = name
-        self._cache = cache  # keeps the memory alive as long as anything may write to it
+        self._cache = cache  # keeps the memory alive while peers may write to it
         self._pool = pool
         self._agent: Any = None
         self._errors: tuple[type[Exception], ...] = ()
@@ -147,7 +149,7 @@ class NixlAgent:
         self._rdma = False
 
     def open(self) -> bytes:
-        """Start UCX and register the pool; the metadata for peers. Raises SetupError."""
+        """Start UCX, register the pool, and return the metadata for peers. Raises SetupError."""
         size = self._pool.blocks * self._pool.block_bytes
         with ucx.environment():
             nixl_agent, nixl_agent_config, self._errors = _load()
@@ -163,7 +165,7 @@ class NixlAgent:
             except self._errors as error:
                 tls = os.environ.get("UCX_TLS", "all")
                 raise SetupError(
-                    f"UCX cannot start (UCX_TLS={tls}) or register {size} bytes: {error}. {WAY_OUT}"
+                    f"UCX cannot start (UCX_TLS={tls}) or cannot register {size} bytes: {error}. {WAY_OUT}"
                 ) from error
             self.wire = ucx.wire()
             self.place = ucx.place()
@@ -184,12 +186,12 @@ class NixlAgent:
             raise AgentError(str(error)) from error
 
     def _prepare(self, agent: str, pool: PoolLayout) -> Any:
-        """One descriptor per block, as one row: (address, bytes, device, distance, count)."""
+        """Create one descriptor per block, from one row: (address, bytes, device, distance, count)."""
         row = (pool.address, pool.block_bytes, pool.device, pool.block_bytes, pool.blocks)
         return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), pool.memory, ["UCX"])
 
     def make(self, theirs: Any, remote: Sequence[int], local: Sequence[int]) -> Any:
-        # NIXL joins neighbouring blocks into one descriptor by itself.
+        # NIXL merges adjacent blocks into one descriptor.
         try:
             return self._agent.make_prepped_xfer(
                 "READ",
@@ -220,7 +222,7 @@ class NixlAgent:
         self._tidy(handle.release)
 
     def remove(self, peer: str, blocks: Any) -> None:
-        # UCX tears down a connection that failed step by step; an agent that goes before aborts the process.
+        # UCX tears down a failed connection step by step. Removing the agent earlier aborts the process.
         for _ in range(TEARDOWN_STEPS):
             self.progress()
         if blocks is not None:
@@ -242,20 +244,20 @@ class NixlAgent:
         self._agent = self._blocks = self._registered = None
 
     def _tidy(self, step: Callable[[], object]) -> None:
-        """Letting go of something that is of no more use: a failure is worth a line, and no more."""
+        """Release an unused resource. A failure is only logged."""
         try:
             step()
         except self._errors as error:
-            log.warning("NIXL did not let go of something: %s", error)
+            log.warning("NIXL failed to release a resource: %s", error)
 
 
 def is_installed() -> bool:
-    """Whether the library is there at all."""
+    """Return whether the library is installed."""
     return importlib.util.find_spec("nixl") is not None
 
 
 def try_out() -> str:
-    """Start UCX as a worker does, register some memory and let go: what there is. Raises SetupError."""
+    """Start UCX as a worker does, register memory, and return a description. Raises SetupError."""
     memory = np.zeros(SELF_TEST_BYTES, dtype=np.uint8)
     with ucx.environment():
         nixl_agent, nixl_agent_config, errors = _load()
@@ -274,18 +276,18 @@ def try_out() -> str:
 
 
 def _load() -> tuple[Any, Any, tuple[type[Exception], ...]]:
-    """NIXL's agent, its configuration and its errors, without what importing it does to logging."""
+    """Import NIXL without its changes of the logging configuration. Returns agent, configuration, errors."""
     raise_exceptions = logging.raiseExceptions
     try:
         from nixl import _bindings, nixl_agent, nixl_agent_config
     except ImportError as error:
         raise SetupError(
-            f"The NIXL library cannot be loaded ({error}). Install it with pip install 'baton[nixl]', "
-            "or use --transfer loopback if all workers are in one process."
+            f"Cannot load the NIXL library ({error}). Install it with pip install 'baton[nixl]', or use "
+            "--transfer loopback if all workers are in one process."
         ) from error
     finally:
         logging.raiseExceptions = raise_exceptions
-    chatter = logging.getLogger("nixl")  # it writes a line on each agent to stdout
+    chatter = logging.getLogger("nixl")  # writes a line for each agent to stdout
     chatter.handlers.clear()
     chatter.propagate = True
     chatter.setLevel(logging.WARNING)

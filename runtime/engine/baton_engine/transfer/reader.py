@@ -1,14 +1,13 @@
 """
-The thread that owns a transfer agent and carries out every read.
+The thread that owns a transfer agent and performs all reads.
 
-An agent is not for several threads, and nothing of it moves unless somebody calls into it. So everything
-else hands this thread commands. It sleeps on its queue while nothing is under way, and looks at the agent
-again after 50 us to 1 ms while a read is, or while a peer may be reading from here (`serve`).
+An agent is not thread-safe and makes progress only in calls, so other threads send commands to this thread.
+It waits on its queue while idle. During a read, or while peers may read from this worker (`serve`), it polls
+the agent every 50 us to 1 ms.
 
-A read is over when each of its slices has left the state "in progress", and not before: a slice that was
-given up or released goes on writing. For the same reason a peer is removed only after its last read. One
-that was let go but lives stays known, for it may come back: NIXL leaks a socket for every living peer that
-is removed.
+A read ends when all its slices have left the state "in progress", because an abandoned or released slice
+continues to write. For the same reason, a peer is removed only after its last read. A disconnected peer that
+is alive stays registered, because NIXL leaks a socket for every living peer that is removed.
 """
 
 from __future__ import annotations
@@ -34,48 +33,48 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 WINDOW = 4
-"""Slices of one read under way at a time, so that a network always has the next one to work on."""
+"""Maximum number of concurrent slices of a read, so that the network is always busy."""
 
 LEAST_PAUSE_S = 50e-6
 MOST_PAUSE_S = 1e-3
 
 KNOWN_LIMIT = 64
-"""Peers that nobody uses and that are remembered nevertheless; the oldest goes first."""
+"""Maximum number of unused peers that stay registered. The oldest one is removed first."""
 
 SAMPLES = 5
-"""Further reads of one block by which a near peer's transport is told, before its first read is over. The
-first over a connection that is still being set up can go the wrong way."""
+"""Number of additional single-block reads that determine the transport of a near peer before its first read
+ends. The first read over a new connection can use another transport."""
 
 BUSY_S = 20e-6
-"""A look at the agent that took more CPU than this, per thing looked at, has moved something: look again
-soon. An idle one takes 3 to 10 us."""
+"""CPU seconds per polled item that indicate progress, so that the agent is polled again soon. Idle polling
+takes 3 to 10 us."""
 
 
 class AgentError(Exception):
-    """The agent refused, or what it did failed."""
+    """A call of the agent, or its operation, failed."""
 
 
 class Agent(Protocol):
-    """What a reader needs of NIXL. Every method may raise AgentError but the last five."""
+    """Interface to NIXL. All methods except the last five may raise AgentError."""
 
     def add(self, metadata: bytes) -> str:
-        """Make a peer known, again if it is; its name."""
+        """Register a peer, which may be registered already. Returns its name."""
         ...
 
     def prepare(self, peer: str, pool: PoolLayout) -> Any:
-        """The peer's blocks, in a form that `make` takes."""
+        """Prepare the peer's blocks for `make`."""
         ...
 
     def make(self, theirs: Any, remote: Sequence[int], local: Sequence[int]) -> Any:
-        """A read that has not begun."""
+        """Create a read without starting it."""
         ...
 
     def post(self, handle: Any) -> bool:
-        """Begin it; whether it is done already."""
+        """Start a read. Returns whether it is complete."""
         ...
 
     def done(self, handle: Any) -> bool:
-        """Whether it is done; an error says that it failed and has left "in progress" too."""
+        """Return whether a read is complete. After AgentError the read has left "in progress" too."""
         ...
 
     def release(self, handle: Any) -> None: ...
@@ -83,11 +82,11 @@ class Agent(Protocol):
     def remove(self, peer: str, blocks: Any) -> None: ...
 
     def progress(self) -> None:
-        """Answer peers that are reading from here."""
+        """Answer peers that read from this worker."""
         ...
 
     def transport(self, pool: PoolLayout, copied: bool) -> str:
-        """By what a peer with `pool` is read, given whether it is near and done where it is posted."""
+        """Return the transport of reads from `pool`. `copied`: reads complete in the posting call."""
         ...
 
     def close(self) -> None: ...
@@ -95,14 +94,14 @@ class Agent(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Read:
-    """One pull, from its first slice to the moment when nothing of it can write any more."""
+    """One read, from its first slice until no slice can write any more."""
 
     peer: str
     bytes: int
     end: Settlement
     waiting: deque[tuple[list[int], list[int]]]
     sample: tuple[list[int], list[int]]
-    """One block of it, read again to see by which transport a new peer is read."""
+    """One block that is read again to determine the transport."""
     posted: list[Any] = field(default_factory=list)
     begun: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
@@ -111,32 +110,32 @@ class Read:
 
 @dataclass(slots=True)
 class _Remote:
-    """A peer as the agent knows it."""
+    """A registered peer."""
 
     name: str
     epoch: str
     pool: PoolLayout
     blocks: Any
     uses: int = 1
-    """Connections that were not let go."""
+    """Number of open connections."""
     dead: bool = False
     near: bool = False
-    """UCX may copy straight from its memory."""
+    """Whether UCX can copy directly from the peer's memory."""
     wired: bool = False
-    """A slice has come through. Those posted before tell nothing of the transport."""
+    """Whether a slice was completed. Earlier posts do not indicate the transport."""
     posts: int = 0
     inline: int = 0
-    """Of `posts`, those that were done when the call returned."""
+    """Number of posts that were complete when the call returned."""
     samples: int = 0
 
     @property
     def copied(self) -> bool:
-        """Most reads, not each: one over TCP can by chance be answered within the call."""
+        """Whether most reads complete within the call. Single reads over TCP can do so by chance."""
         return self.near and 2 * self.inline > self.posts
 
 
 class BlockReader:
-    """`post`, `call`, `stop` and `join` are for other threads; the rest is what they have called on this."""
+    """Owner of an agent. Other threads use `post`, `call`, `stop` and `join`; the rest runs on its thread."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -153,7 +152,7 @@ class BlockReader:
         self._commands.put(command)
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """What `function` returns or raises on the thread."""
+        """Run `function` on the thread and return its result."""
         answer: Future[Result] = Future()
         answer.set_running_or_notify_cancel()
 
@@ -167,32 +166,32 @@ class BlockReader:
         return await asyncio.wrap_future(answer)
 
     def stop(self) -> None:
-        """Post nothing more; end when the last read is over."""
+        """Start no further slices, and stop the thread after the last read."""
         self.post(self._stop)
 
     def join(self, seconds: float) -> bool:
-        """Whether the thread ended in time."""
+        """Wait for the thread. Returns whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def connect(self, metadata: bytes, pool: PoolLayout, epoch: str, near: bool) -> str:
-        """The peer's name. Raises TransferFailed."""
-        self._agent.progress()  # peers that ended meanwhile give back their sockets
+        """Connect to a peer and return its name. Raises TransferFailed."""
+        self._agent.progress()  # releases the sockets of closed peers
         try:
             name = self._agent.add(metadata)
         except AgentError as error:
-            raise TransferFailed(f"The peer cannot be reached: {error}.") from error
+            raise TransferFailed(f"Cannot connect to the peer: {error}.") from error
         existing = self._remotes.get(name)
         if existing is None:
             try:
                 blocks = self._agent.prepare(name, pool)
             except AgentError as error:
                 self._agent.remove(name, None)
-                raise TransferFailed(f"The pool that {name} announced cannot be read: {error}.") from error
+                raise TransferFailed(f"Cannot read the pool that {name} announced: {error}.") from error
             self._forget_oldest()
             self._remotes[name] = _Remote(name, epoch, pool, blocks, near=near)
         elif existing.dead or (existing.epoch, existing.pool) != (epoch, pool):
-            raise TransferFailed(f"The peer {name} is known as one that failed or was another start.")
+            raise TransferFailed(f"The peer {name} has failed before, or is from an earlier start.")
         else:
             existing.uses += 1
         return name
@@ -218,16 +217,16 @@ class BlockReader:
         while self._reads or not self._stopping:
             self._take_commands()
             try:
-                self._look()
+                self._poll()
             except Exception:
-                log.exception("The transfer thread met an error that it does not know.")
+                log.exception("Unexpected error in the transfer thread.")
                 self._pause = MOST_PAUSE_S
         for remote in list(self._remotes.values()):
             self._forget(remote)
         self._agent.close()
 
     def _take_commands(self) -> None:
-        """Wait for one if nothing is under way, for the pause if something is; then run all there are."""
+        """Run all queued commands. Waits for the first one, during reads for at most the pause."""
         wait = self._pause if self._reads or self._serving else None
         try:
             self._commands.get(timeout=wait)()
@@ -236,8 +235,8 @@ class BlockReader:
         except queue.Empty:
             return
 
-    def _look(self) -> None:
-        """Move on whatever can move, and decide when to look again."""
+    def _poll(self) -> None:
+        """Advance all reads, and determine the pause until the next poll."""
         begin = time.thread_time()
         looked = 1
         moved = False
@@ -254,7 +253,7 @@ class BlockReader:
             self._pause = min(max(2 * self._pause, LEAST_PAUSE_S), MOST_PAUSE_S)
 
     def _advance(self, read: Read, remote: _Remote) -> bool:
-        """Take what is over, post what may be posted; whether anything was over."""
+        """Process completed slices and post further ones. Returns whether any slice was completed."""
         before = len(read.posted)
         read.posted = [handle for handle in read.posted if not self._left(handle, read, remote)]
         moved = len(read.posted) < before
@@ -263,13 +262,13 @@ class BlockReader:
         while read.waiting and len(read.posted) < WINDOW:
             if self._post(read.waiting.popleft(), read, remote):
                 moved = True
-                break  # it was copied within the call: the others' turn
+                break  # copied within the call; continue with other reads
         if not read.posted and not read.waiting:
             self._finish(read, remote)
         return moved
 
     def _left(self, handle: Any, read: Read, remote: _Remote) -> bool:
-        """Whether the slice has left "in progress", with or without success."""
+        """Return whether the slice has left "in progress", with or without success."""
         try:
             if not self._agent.done(handle):
                 return False
@@ -280,7 +279,7 @@ class BlockReader:
         return True
 
     def _post(self, piece: tuple[list[int], list[int]], read: Read, remote: _Remote) -> bool:
-        """Whether the read of `piece` was over when the call returned."""
+        """Post the read of `piece`. Returns whether it was complete when the call returned."""
         try:
             handle = self._agent.make(remote.blocks, *piece)
         except AgentError as error:
@@ -303,7 +302,7 @@ class BlockReader:
         return inline
 
     def _give_up(self, read: Read, remote: _Remote, reason: str) -> None:
-        """Post nothing more to the peer. What is under way leaves "in progress" by itself, with an error."""
+        """Post no further slices to the peer. Slices in progress end by themselves, with an error."""
         read.error = read.error or f"Reading from {remote.name} failed: {reason}."
         read.waiting.clear()
         remote.dead = True
@@ -316,7 +315,7 @@ class BlockReader:
             return
         self._reads.remove(read)
         if remote.dead and all(other.peer != remote.name for other in self._reads):
-            self._forget(remote)  # before the end is told, so that whoever hears it can connect anew
+            self._forget(remote)  # before the result is set, so that the caller can connect again
         if read.error:
             read.end.fail(TransferFailed(read.error))
         else:

@@ -1,8 +1,9 @@
 """
-UCX, the library under NIXL: its settings in the environment, and the transports that it chose.
+UCX, the library under NIXL: its environment variables, and the transports that it selects.
 
-UCX reads its environment when it is loaded and when an agent is made. What is set here is set only where
-the user has set nothing, and only while the agent is made, so that child processes inherit nothing.
+UCX reads the environment when it is loaded and when an agent is created. This module sets variables only if
+the user has not set them, and only during the creation of the agent, so that child processes do not inherit
+them.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SEGMENTS: Mapping[str, str] = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-"""A READ over TCP is answered in segments, and with 8 KiB, UCX's default, it is much slower: see
-benchmarks/LOG.md. Two ends that differ here break the connection, or the process: hence `wire`."""
+"""Segment sizes of reads over TCP. UCX's default of 8 KiB is much slower, see benchmarks/LOG.md. Different
+values at both ends break the connection or the process, so `wire` compares them."""
 
 DEFAULTS: Mapping[str, str] = {
-    "UCX_LOG_FILE": "stderr",  # its default is stdout, where a command's own output goes
-    "UCX_RCACHE_MAX_UNRELEASED": "1024",  # bounds the registrations that are kept of freed memory
+    "UCX_LOG_FILE": "stderr",  # the default is stdout, which has the command's output
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",  # limits cached registrations of freed memory
     **SEGMENTS,
 }
 
 COPYING = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
-"""Values of UCX_TLS that allow copies from process to process."""
+"""Values of UCX_TLS that allow copies between processes."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 @contextmanager
 def environment() -> Iterator[None]:
-    """Holds `DEFAULTS` in the process's environment, save what the user has set."""
+    """Set `DEFAULTS` in the environment during the context, except for variables that the user has set."""
     added = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -41,21 +42,21 @@ def environment() -> Iterator[None]:
 
 
 def wire() -> str:
-    """The settings that both ends of a connection must share, as they stand inside `environment`."""
+    """Return the settings that both ends of a connection must share. Call it within `environment`."""
     return " ".join(f"{name}={os.environ.get(name, '')}" for name in SEGMENTS)
 
 
 def has_rdma() -> bool:
-    """Whether this machine has a device over which UCX could speak RDMA."""
+    """Return whether this machine has an RDMA device."""
     return INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
 
 
 def place() -> str:
     """
-    Names what two processes must share for UCX to copy straight from one's memory into the other's.
+    Return an id of the machine and namespaces, which processes must share for direct memory copies by UCX.
 
-    Empty if UCX_TLS leaves no transport that does. This is a condition and no proof: the kernel may still
-    forbid one process to read another (ptrace scope, seccomp).
+    Empty if UCX_TLS excludes such copies. The condition is necessary but not sufficient: the kernel may
+    forbid access to another process (ptrace scope, seccomp).
     """
     allowed = os.environ.get("UCX_TLS", "all").split(",")
     if not allowed[0].startswith("^") and not COPYING.intersection(allowed):
@@ -66,12 +67,12 @@ def place() -> str:
 
 def transport(memory: str, copied: bool, rdma: bool) -> str:
     """
-    The name of the means by which UCX reads from a peer, as far as it shows, for NIXL does not tell.
+    Return the transport of reads from a peer, as far as it can be observed, because NIXL does not report it.
 
-    `copied` says that both ends are in one `place`, and that reads are done when the call that posts them
-    returns: that is a copy from process to process (`shm`: the kernel's process_vm_readv). Other reads
-    went over a network. Where there is no RDMA device, that is TCP; where there is one, `network` is all
-    that is known. Of a GPU's memory nothing is said, as copies between GPUs are asynchronous too.
+    `copied` means that both ends have the same `place` and reads complete in the posting call: the kernel
+    copies between processes (`shm`, process_vm_readv). Other reads use a network: TCP without an RDMA device,
+    otherwise an unknown one (`network`). For GPU memory the transport is unknown, because copies between GPUs
+    are asynchronous too.
     """
     if memory == "VRAM":
         return "nixl/ucx"

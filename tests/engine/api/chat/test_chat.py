@@ -10,7 +10,7 @@ from baton_api.errors import ModelNotFound
 from tests.engine.api.api import CONTEXT, END, LETTERS, MODEL, TOKENIZER, USER, Api, open_api
 
 
-async def test_an_answer_has_every_field_that_the_api_requires(api: Api) -> None:
+async def test_chat_answer_has_every_field_of_the_api(api: Api) -> None:
     api.model.script = "Hello."
     response = await api.chat(max_tokens=50)
     assert response.status_code == 200
@@ -50,7 +50,7 @@ async def test_an_answer_has_every_field_that_the_api_requires(api: Api) -> None
     }
 
 
-async def test_the_sdk_reads_the_answer(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_chat_answer_is_read_by_the_sdk(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "Grüße 🎉"
     answer = await sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
     assert answer.choices[0].message.content == "Grüße 🎉"
@@ -58,7 +58,7 @@ async def test_the_sdk_reads_the_answer(api: Api, sdk: openai.AsyncOpenAI) -> No
     assert answer.usage is not None and answer.usage.completion_tokens == len("Grüße 🎉".encode()) + 1
 
 
-async def test_an_answer_without_a_limit_ends_with_the_context(api: Api) -> None:
+async def test_chat_without_max_tokens_ends_with_the_context(api: Api) -> None:
     body = (await api.chat(max_tokens=None, ignore_eos=True)).json()
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["total_tokens"] == CONTEXT
@@ -70,7 +70,7 @@ async def test_max_completion_tokens_wins_over_max_tokens(api: Api) -> None:
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-async def test_the_second_time_the_prompt_is_cached(api: Api) -> None:
+async def test_chat_repeated_prompt_is_cached(api: Api) -> None:
     messages = [{"role": "user", "content": "x" * 100}]
     first = (await api.chat(messages=messages, temperature=0)).json()
     second = (await api.chat(messages=messages, temperature=0)).json()
@@ -89,7 +89,7 @@ async def test_equal_seeds_give_equal_answers_and_others_do_not(api: Api) -> Non
     assert await text(seed=-1) == await text(seed=-1)
 
 
-async def test_each_of_n_choices_has_a_stream_of_its_own_and_the_first_is_that_of_n_1(api: Api) -> None:
+async def test_chat_n_choices_differ_and_first_equals_n_1(api: Api) -> None:
     many = (await api.chat(n=4, seed=5, max_tokens=16, ignore_eos=True)).json()
     again = (await api.chat(n=4, seed=5, max_tokens=16, ignore_eos=True)).json()
     one = (await api.chat(seed=5, max_tokens=16, ignore_eos=True)).json()
@@ -108,18 +108,18 @@ async def test_n_greedy_choices_are_equal(api: Api) -> None:
     assert body["choices"][0]["message"] == body["choices"][1]["message"]
 
 
-async def test_the_other_choices_find_the_prompt_of_the_first_in_the_cache(api: Api) -> None:
+async def test_chat_n_choices_share_the_cached_prompt(api: Api) -> None:
     await api.chat(n=8, messages=[{"role": "user", "content": "y" * 200}], max_tokens=2)
     assert await api.metric('baton_worker_prompt_tokens_total{source="cached"}') >= 7 * 200
 
 
 @pytest.mark.parametrize("body", [{"top_p": 0}, {"temperature": 1e-9}, {"top_k": 1}], ids=str)
-async def test_what_leaves_no_choice_is_greedy(api: Api, body: dict[str, float]) -> None:
+async def test_chat_sampling_without_alternatives_is_greedy(api: Api, body: dict[str, float]) -> None:
     greedy = (await api.chat(temperature=0)).json()["choices"]
     assert (await api.chat(**body)).json()["choices"] == greedy
 
 
-async def test_logprobs_come_with_every_token_and_their_bytes_are_the_text(api: Api) -> None:
+async def test_chat_logprobs_cover_every_token_and_spell_the_text(api: Api) -> None:
     body = (await api.chat(logprobs=True, top_logprobs=3, temperature=0)).json()
     (choice,) = body["choices"]
     content = choice["logprobs"]["content"]
@@ -135,7 +135,7 @@ async def test_logprobs_come_with_every_token_and_their_bytes_are_the_text(api: 
         assert -9999.0 <= entry["logprob"] <= 0
 
 
-async def test_a_logit_bias_decides_the_token(api: Api) -> None:
+async def test_chat_logit_bias_decides_the_token(api: Api) -> None:
     body = (await api.chat(logit_bias={str(LETTERS[3]): 100}, max_tokens=4, ignore_eos=True)).json()
     assert body["choices"][0]["message"]["content"] == "dddd"
 
@@ -159,14 +159,14 @@ async def test_text_parts_and_developer_messages_reach_the_template(api: Api) ->
     assert body["choices"][0]["token_ids"] == [END]
 
 
-async def test_a_final_message_can_be_continued(api: Api) -> None:
+async def test_chat_final_assistant_message_is_continued(api: Api) -> None:
     messages = [*USER, {"role": "assistant", "content": "Once upon"}]
     body = (await api.chat(messages=messages, continue_final_message=True, return_token_ids=True)).json()
     prompt = TOKENIZER.decode(body["prompt_token_ids"], skip_special_tokens=False)
     assert prompt == "<|user|>Hi<|end|><|assistant|>Once upon"
 
 
-async def test_template_variables_reach_the_template_and_unknown_ones_do_no_harm(api: Api) -> None:
+async def test_chat_template_variables_reach_the_template(api: Api) -> None:
     body = (
         await api.chat(chat_template_kwargs={"mood": "!", "enable_thinking": True}, return_token_ids=True)
     ).json()
@@ -206,11 +206,11 @@ async def test_models_are_listed_and_found_with_their_slash(api: Api, sdk: opena
     assert (caught.value.code, caught.value.param) == (ModelNotFound.code, "model")
 
 
-async def test_a_remote_prefill_is_made_from_the_routers_headers() -> None:
-    asked: list[tuple[str, str, str]] = []
+async def test_chat_router_headers_start_a_remote_prefill() -> None:
+    requested: list[tuple[str, str, str]] = []
 
     def remote(address: str, ticket: str, request_id: str) -> None:
-        asked.append((address, ticket, request_id))
+        requested.append((address, ticket, request_id))
 
     async with open_api(remote=remote) as api:
         headers = {
@@ -221,4 +221,4 @@ async def test_a_remote_prefill_is_made_from_the_routers_headers() -> None:
         body = {"model": MODEL, "messages": USER, "max_tokens": 1, "n": 2}
         assert (await api.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
         await api.chat()
-    assert asked == [("10.0.0.1:7000", "v1.x", "r-1")]
+    assert requested == [("10.0.0.1:7000", "v1.x", "r-1")]

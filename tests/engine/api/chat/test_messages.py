@@ -1,4 +1,4 @@
-"""What becomes of a conversation before a template sees it; what is refused stands in test_validation."""
+"""A conversation's form before it reaches a template; rejected ones are in test_validation."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ TALKS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", TALKS)
-def test_a_conversation_comes_to_one_form(name: str) -> None:
+def test_read_messages_variants_have_one_form(name: str) -> None:
     given, expected = TALKS[name]
     assert read_messages(Fields({"messages": given})) == expected
 
 
-def test_what_was_sent_is_left_as_it_was() -> None:
+def test_read_messages_leaves_its_input_unchanged() -> None:
     talk = [called('{"a": 1}'), {"role": "tool", "tool_call_id": "call_1", "content": "7"}]
     before = repr(talk)
     read_messages(Fields({"messages": talk}))

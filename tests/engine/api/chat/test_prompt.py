@@ -1,4 +1,4 @@
-"""Which prompt a request for chat comes to: templates, variables, token ids, and what goes on."""
+"""The prompt of a chat request: templates, variables, token ids, and continued messages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ async def prompt(api: Api, **body: Any) -> str:
     return TOKENIZER.decode(response.json()["tokens"], skip_special_tokens=False)
 
 
-async def test_the_servers_template_and_variables_hold_until_a_request_says_otherwise(trusting: Api) -> None:
+async def test_prompt_request_overrides_server_template_variables(trusting: Api) -> None:
     assert await prompt(trusting) == "Hi!glad<|assistant|>"
     assert await prompt(trusting, chat_template_kwargs={"mood": "sad"}) == "Hi!sad<|assistant|>"
     assert await prompt(trusting, documents=[{"text": "Once."}]) == "Hi!gladOnce.<|assistant|>"
 
 
-async def test_a_trusted_request_brings_its_template_itself_or_among_the_variables(trusting: Api) -> None:
+async def test_prompt_trusted_request_brings_its_own_template(trusting: Api) -> None:
     source = "{{ mood }}: {{ messages|length }}<|assistant|>"
     assert await prompt(trusting, chat_template=source) == "glad: 1<|assistant|>"
     kwargs = {"chat_template": source, "mood": "sad"}
@@ -45,14 +45,14 @@ async def test_a_trusted_request_brings_its_template_itself_or_among_the_variabl
 
 
 @pytest.mark.parametrize("template", [ENDLESS, "{{ messages.__class__ }}{{ 1 // 0 }}", "{% if %}"])
-async def test_a_template_that_fails_costs_its_request_alone(trusting: Api, template: str) -> None:
+async def test_prompt_failing_template_fails_only_its_request(trusting: Api, template: str) -> None:
     response = await trusting.chat(chat_template=template)
     assert_error(response, 400, None, "chat_template")
     assert len(response.json()["error"]["message"]) < 400
     assert (await trusting.chat()).status_code == 200
 
 
-async def test_others_bring_none(api: Api) -> None:
+async def test_prompt_untrusted_request_brings_no_template(api: Api) -> None:
     source = "{{ messages|length }}"
     for body, param in (
         ({"chat_template": source}, "chat_template"),
@@ -63,7 +63,7 @@ async def test_others_bring_none(api: Api) -> None:
         assert "--trust-request-chat-template" in response.text
 
 
-async def test_a_template_of_the_server_that_never_ends_is_the_requests_end_alone() -> None:
+async def test_prompt_endless_server_template_fails_only_its_request() -> None:
     async with open_api(settings=WorkerSettings(chat_template=ENDLESS)) as api:
         assert_error(await api.chat(), 400, None, "messages")
         assert (await api.complete()).status_code == 200
@@ -80,7 +80,7 @@ async def test_token_ids_take_the_place_of_messages(api: Api, name: str) -> None
     assert given["choices"] == rendered["choices"]
 
 
-async def test_a_message_that_goes_on_is_shown_before_its_answer_on_demand(api: Api) -> None:
+async def test_prompt_echo_shows_continued_message_before_the_answer(api: Api) -> None:
     api.model.script = "Once upon a time"
     talk = [*USER, {"role": "assistant", "content": "Once upon"}]
     fields = {"messages": talk, "continue_final_message": True, "echo": True, "max_tokens": 50}
@@ -93,19 +93,19 @@ async def test_a_message_that_goes_on_is_shown_before_its_answer_on_demand(api: 
     assert (await api.chat(echo=True)).status_code == 200
 
 
-async def test_a_message_of_parts_goes_on_after_its_last_part(api: Api) -> None:
+async def test_prompt_continued_message_of_parts_ends_with_last_part(api: Api) -> None:
     parts = [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}]
     talk = [*USER, {"role": "assistant", "content": parts}]
     text = await prompt(api, messages=talk, continue_final_message=True)
     assert text.endswith("<|assistant|>Once\nupon")
 
 
-async def test_the_model_need_not_be_prompted(api: Api) -> None:
+async def test_prompt_without_generation_prompt_ends_with_the_message(api: Api) -> None:
     assert await prompt(api, add_generation_prompt=False) == "<|user|>Hi<|end|>"
     assert await prompt(api) == "<|user|>Hi<|end|><|assistant|>"
 
 
-async def test_the_expected_answer_and_unknown_wishes_change_nothing(api: Api) -> None:
+async def test_chat_prediction_and_ignored_fields_change_nothing(api: Api) -> None:
     fields = {
         "prediction": {"type": "content", "content": "Hi"}, "modalities": ["text"], "store": True,
         "service_tier": "priority", "verbosity": "low", "user": "u", "prompt_cache_key": "k",

@@ -62,7 +62,7 @@ async def test_thoughts_stand_beside_the_answer_under_both_names(api: Api) -> No
     assert body["usage"]["completion_tokens"] == len(SCRIPT) + 1
 
 
-async def test_thoughts_are_streamed_before_the_answer_and_no_part_of_a_mark_is(api: Api) -> None:
+async def test_reasoning_streams_before_the_answer_without_its_marks(api: Api) -> None:
     whole = (await chat(api)).json()
     options = {"include_usage": True}
     response = await chat(api, stream=True, stream_options=options)
@@ -113,15 +113,15 @@ async def test_thoughts_may_come_at_their_end_or_not_at_all(api: Api) -> None:
 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"])
-async def test_an_effort_is_told_to_the_template(api: Api, effort: str) -> None:
+async def test_reasoning_effort_reaches_the_template(api: Api, effort: str) -> None:
     body = (await chat(api, reasoning_effort=effort, return_token_ids=True)).json()
     prompt = TOKENIZER.decode(body["prompt_token_ids"], skip_special_tokens=False)
-    told = "max" if effort == "ultra" else effort
-    assert f"<|user|>{told}{effort != 'none'}<|assistant|>" in prompt
+    passed = "max" if effort == "ultra" else effort
+    assert f"<|user|>{passed}{effort != 'none'}<|assistant|>" in prompt
     assert ("<think></think>" in prompt) == (effort == "none")
 
 
-async def test_variables_of_the_request_win_over_effort_and_effort_over_the_servers() -> None:
+async def test_reasoning_request_variables_override_effort_and_server() -> None:
     settings = WorkerSettings(
         default_chat_template_kwargs={"enable_thinking": False, "reasoning_effort": "low"}
     )
@@ -140,7 +140,7 @@ async def test_variables_of_the_request_win_over_effort_and_effort_over_the_serv
         )
 
 
-async def test_a_thought_that_is_cut_is_a_thought(api: Api) -> None:
+async def test_reasoning_cut_by_max_tokens_stays_reasoning(api: Api) -> None:
     body = (await api.chat(max_tokens=12)).json()
     message = body["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("", "Is i")
@@ -148,7 +148,7 @@ async def test_a_thought_that_is_cut_is_a_thought(api: Api) -> None:
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_stop_string_ends_a_thought_too(api: Api) -> None:
+async def test_reasoning_stop_string_ends_a_thought(api: Api) -> None:
     body = (await chat(api, stop="4?")).json()
     assert body["choices"][0]["message"]["reasoning_content"] == "Is it"
     assert body["choices"][0]["matched_stop"] == "4?"
@@ -159,7 +159,7 @@ async def test_a_stop_string_ends_a_thought_too(api: Api) -> None:
     }  # fmt: skip
 
 
-async def test_a_constraint_holds_from_the_end_of_the_thought_on(api: Api) -> None:
+async def test_reasoning_constraint_applies_after_the_thought(api: Api) -> None:
     body = (await chat(api, regex="yes|no", temperature=1, seed=3)).json()
     message = body["choices"][0]["message"]
     assert message["content"] in ("yes", "no")
@@ -171,7 +171,7 @@ async def test_a_constraint_holds_from_the_end_of_the_thought_on(api: Api) -> No
         assert (message["reasoning_content"], message["content"] in ("yes", "no")) == (THOUGHT.strip(), True)
 
 
-async def test_a_budget_ends_the_thought() -> None:
+async def test_reasoning_budget_ends_the_thought() -> None:
     settings = WorkerSettings(reasoning_parser="deepseek-r1")
     async with open_api(tokenizer=thinking_tokenizer(), settings=settings) as api:
         api.model.script = "so" * 100
@@ -184,7 +184,7 @@ async def test_a_budget_ends_the_thought() -> None:
         assert without["choices"][0]["message"]["content"] == ""
 
 
-async def test_logprobs_are_told_of_every_token_though_text_is_held_back(api: Api) -> None:
+async def test_reasoning_logprobs_cover_every_token(api: Api) -> None:
     fields = {"logprobs": True, "top_logprobs": 1, "temperature": 0}
     whole = (await chat(api, **fields)).json()["choices"][0]["logprobs"]["content"]
     assert bytes(byte for entry in whole for byte in entry["bytes"]).decode() == f"{SCRIPT}<|end|>"
@@ -193,14 +193,14 @@ async def test_logprobs_are_told_of_every_token_though_text_is_held_back(api: Ap
     assert [entry for part in parts if part for entry in part["content"]] == whole
 
 
-async def test_each_choice_thinks_for_itself(api: Api) -> None:
+async def test_reasoning_each_choice_has_its_own_thought(api: Api) -> None:
     body = (await chat(api, n=3)).json()
     assert {choice["message"]["reasoning_content"] for choice in body["choices"]} == {THOUGHT.strip()}
     one = (await chat(api)).json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3 * one
 
 
-async def test_without_a_parser_thoughts_are_text_and_a_budget_is_refused() -> None:
+async def test_reasoning_without_parser_is_text_and_rejects_a_budget() -> None:
     async with open_api(tokenizer=thinking_tokenizer()) as api:
         api.model.script = SCRIPT
         body = (await chat(api)).json()
@@ -211,7 +211,7 @@ async def test_without_a_parser_thoughts_are_text_and_a_budget_is_refused() -> N
         )
 
 
-def test_marks_that_are_special_tokens_are_seen_but_the_end_is_not() -> None:
+def test_stream_keeps_special_token_marks_but_not_the_end() -> None:
     tokens = TOKENIZER.encode("a<|user|>b<|system|>c<|end|>")
 
     def text(marks: frozenset[str] | None) -> str:
@@ -223,7 +223,7 @@ def test_marks_that_are_special_tokens_are_seen_but_the_end_is_not() -> None:
     assert text(None) == "a<|user|>b<|system|>c"
 
 
-async def test_a_parser_that_there_is_not_stops_the_start() -> None:
+async def test_reasoning_unknown_parser_fails_the_start() -> None:
     with pytest.raises(SetupError, match="reasoning-parser"):
         async with open_api(settings=WorkerSettings(reasoning_parser="wisdom")):
             pass

@@ -69,7 +69,7 @@ WANTS: dict[str, Any] = {
     "llama3_1": {"null": "", "objects": True},
     "gemma3": {"null": "", "objects": True},
 }
-"""What each of the real templates wants in place of null, and whether arguments are to be objects."""
+"""The value that each real template needs in place of null, and whether arguments are objects."""
 
 CANNOT = {
     ("gemma3", "a call and its result"), ("gemma3", "a call, its result, and on"),
@@ -94,7 +94,7 @@ def conversation(messages: list[dict[str, Any]], **fields: Any) -> TemplateInput
 
 @pytest.mark.parametrize("talk", TALKS)
 @pytest.mark.parametrize("name", WANTS)
-def test_a_real_template_renders_as_transformers_renders_it(name: str, talk: str) -> None:
+def test_template_real_model_renders_as_transformers(name: str, talk: str) -> None:
     theirs = tokenizer(name)
     messages, fields = TALKS[talk]
     ours = conversation(messages, **fields)
@@ -120,7 +120,7 @@ def test_a_real_template_renders_as_transformers_renders_it(name: str, talk: str
         "continue_final_message": ours.continued,
         **ours.variables,
     }
-    if any(message["content"] is None for message in adapted):  # which `apply_chat_template` would leave out
+    if any(message["content"] is None for message in adapted):  # `apply_chat_template` would omit it
         (expected,), _ = render_jinja_template(
             [adapted], chat_template=theirs.chat_template, **options, **theirs.special_tokens_map
         )
@@ -129,14 +129,14 @@ def test_a_real_template_renders_as_transformers_renders_it(name: str, talk: str
     assert rendered() == expected
 
 
-def test_a_call_and_its_result_are_in_the_prompt() -> None:
+def test_template_tool_call_and_result_are_in_the_prompt() -> None:
     for name in ("qwen3", "deepseek_v3"):
         theirs = tokenizer(name)
         prompt = render(theirs.chat_template, conversation([USER, CALL, RESULT]), theirs.special_tokens_map)
         assert "look_up" in prompt and '{"city": "Oslo ☃"}' in prompt and "-7 °C" in prompt
 
 
-def test_a_model_without_a_template_says_what_to_do() -> None:
+def test_template_missing_names_the_flag() -> None:
     with pytest.raises(InvalidRequest, match="--chat-template"):
         Templates({}, {}).render(conversation([USER]))
 
@@ -174,12 +174,12 @@ DIALECTS: dict[str, tuple[str, list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_a_template_gets_what_it_takes(name: str) -> None:
+def test_template_dialect_gets_messages_in_its_form(name: str) -> None:
     source, messages, expected = DIALECTS[name]
     assert render(source, conversation(messages), {}) == expected
 
 
-def test_a_template_that_wants_short_ids_gets_them_and_results_still_match() -> None:
+def test_template_short_call_ids_match_their_results() -> None:
     prompt = render(SHORT, conversation([USER, CALL, RESULT]), {})
     call, _, _ = prompt.removeprefix(USER["content"]).partition("=")
     assert len(call) == 9 and call.isalnum()
@@ -188,7 +188,7 @@ def test_a_template_that_wants_short_ids_gets_them_and_results_still_match() -> 
     assert render(SHORT, conversation(own), {}).startswith("abcdefghi=")
 
 
-def test_a_dialect_without_calls_is_the_common_one() -> None:
+def test_dialect_without_calls_is_the_default() -> None:
     assert dialect.learn(sandbox.read(CARELESS), ()) == Dialect()
 
 
@@ -220,7 +220,7 @@ RUNAWAY: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", RUNAWAY)
-def test_a_template_without_end_ends(name: str) -> None:
+def test_template_endless_is_stopped(name: str) -> None:
     before = time.process_time()
     with pytest.raises(TemplateError):
         sandbox.read(RUNAWAY[name]).run({})
@@ -245,7 +245,7 @@ HOSTILE: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_reaches_nothing_else_and_its_error_is_short(name: str) -> None:
+def test_template_hostile_is_confined_with_a_short_error(name: str) -> None:
     with pytest.raises(TemplateError) as caught:
         sandbox.read(HOSTILE[name]).run({"messages": []})
     assert 0 < len(str(caught.value)) <= 220
@@ -253,7 +253,7 @@ def test_a_template_reaches_nothing_else_and_its_error_is_short(name: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_of_a_request_renders_in_its_own_process_as_it_would_here() -> None:
+def test_render_apart_equals_render_in_process() -> None:
     talk = conversation([USER, CALL, RESULT], variables={"mood": "glad ☃"})
     source = SHORT + "{{ mood }}{{ bos_token }}"
     assert render_apart(source, talk, {"bos_token": "<s>"}) == render(source, talk, {"bos_token": "<s>"})
@@ -269,7 +269,7 @@ def test_a_template_of_a_request_renders_in_its_own_process_as_it_would_here() -
     ],
     ids=["replace", "join"],
 )
-def test_what_a_single_call_would_take_is_bounded_by_the_process(source: str) -> None:
+def test_render_apart_memory_and_output_are_bounded(source: str) -> None:
     with pytest.raises(TemplateError, match=r"memory|longer"):
         render_apart(source, conversation([USER]), {})
 
@@ -281,7 +281,7 @@ def test_tools_get_the_template_that_the_model_has_for_them() -> None:
     assert Templates({"default": "plain"}, {}).render(conversation([USER], tools=[TOOL])) == "plain"
 
 
-def test_a_person_chooses_the_template_by_its_text_or_its_file(tmp_path: Path) -> None:
+def test_templates_of_text_or_file_is_chosen(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("from a file: {{ messages[0].content }}{{ eos_token }}", encoding="utf-8")
     tokenizer = make_tokenizer()
@@ -292,6 +292,6 @@ def test_a_person_chooses_the_template_by_its_text_or_its_file(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("chosen", ["/no/such/file.jinja", "{% if %}"])
-def test_a_chosen_template_that_is_none_stops_the_start(chosen: str) -> None:
+def test_templates_of_invalid_template_fails_the_start(chosen: str) -> None:
     with pytest.raises(SetupError, match="--chat-template"):
         templates_of(make_tokenizer(), chosen)

@@ -45,7 +45,7 @@ async def streamed(api: Api, **body: Any) -> list[dict[str, Any]]:
 
 
 def put_together(choices: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The calls of a stream, as the SDK adds them up: what comes twice is there twice."""
+    """Return the calls of a stream, added up as the SDK does: repeated text is kept twice."""
     calls: dict[int, dict[str, Any]] = {}
     for choice in choices:
         for delta in choice["delta"].get("tool_calls", ()):
@@ -57,7 +57,7 @@ def put_together(choices: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return calls
 
 
-async def test_a_call_stands_in_the_message_in_place_of_words(api: Api) -> None:
+async def test_tools_call_replaces_the_content(api: Api) -> None:
     body = (await chat(api)).json()
     (choice,) = body["choices"]
     (call,) = choice["message"]["tool_calls"]
@@ -72,7 +72,7 @@ async def test_a_call_stands_in_the_message_in_place_of_words(api: Api) -> None:
     assert body["usage"]["completion_tokens"] == len(TOKENIZER.encode(written())) + 1
 
 
-async def test_a_streamed_call_has_its_id_and_name_once_and_no_text(api: Api) -> None:
+async def test_tools_streamed_call_has_id_and_name_once(api: Api) -> None:
     opening, *rest, end = await streamed(api)
     assert opening["delta"] == {"role": "assistant", "content": None}
     assert (end["delta"], end["finish_reason"]) == ({}, "tool_calls")
@@ -119,12 +119,12 @@ async def test_without_parallel_calls_there_is_one_at_most(api: Api) -> None:
     assert [call["function"]["name"] for call in body["choices"][0]["message"]["tool_calls"]] == ["weather"]
 
 
-async def test_nothing_is_called_where_nothing_may_be(api: Api) -> None:
+async def test_tools_choice_none_gives_text(api: Api) -> None:
     body = (await chat(api, tool_choice="none")).json()["choices"][0]
     assert (body["message"]["content"], body["finish_reason"]) == (written(), "stop")
 
 
-async def test_a_call_that_the_limit_cuts_keeps_what_it_has(api: Api) -> None:
+async def test_tools_call_cut_by_limit_keeps_its_arguments(api: Api) -> None:
     body = (await api.chat(max_tokens=58, tools=[WEATHER])).json()["choices"][0]
     assert body["finish_reason"] == "length"
     arguments = body["message"]["tool_calls"][0]["function"]["arguments"]
@@ -140,8 +140,8 @@ async def test_a_call_that_the_limit_cuts_keeps_what_it_has(api: Api) -> None:
     ids=["required", "named"],
 )
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_model_that_would_talk_is_made_to_call(choice: Any, names: set[str], seed: int) -> None:
-    async with open_api() as api:  # whose model writes letters by chance
+async def test_tools_required_choice_forces_a_call(choice: Any, names: set[str], seed: int) -> None:
+    async with open_api() as api:  # its model writes random letters
         response = await chat(api, tool_choice=choice, seed=seed, parallel_tool_calls=False)
     body = response.json()["choices"][0]
     assert body["finish_reason"] == "tool_calls" and body["message"]["content"] is None
@@ -152,7 +152,7 @@ async def test_a_model_that_would_talk_is_made_to_call(choice: Any, names: set[s
             assert arguments["city"] in ("Oslo", "Rome")
 
 
-async def test_a_forced_call_may_be_thought_about_first(api: Api) -> None:
+async def test_tools_forced_call_may_follow_a_thought(api: Api) -> None:
     api.model.script = f"<think>Where?</think>{written()}"
     body = (await chat(api, tool_choice="required", temperature=0)).json()["choices"][0]
     assert body["finish_reason"] == "tool_calls"
@@ -160,17 +160,17 @@ async def test_a_forced_call_may_be_thought_about_first(api: Api) -> None:
     assert body["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
 
 
-async def test_an_answer_has_the_form_of_a_schema_or_is_a_call_but_not_both_at_once(api: Api) -> None:
+async def test_tools_answer_is_a_call_or_fits_the_schema(api: Api) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
     called = (await chat(api, response_format=form)).json()["choices"][0]
     assert called["finish_reason"] == "tool_calls"
     api.model.script = ARGUMENTS
-    said = (await chat(api, response_format=form)).json()["choices"][0]
-    assert json.loads(said["message"]["content"]) == {"city": "Oslo"}
+    answered = (await chat(api, response_format=form)).json()["choices"][0]
+    assert json.loads(answered["message"]["content"]) == {"city": "Oslo"}
     assert_error(await chat(api, response_format=form, tool_choice="required"), 400, None, "tool_choice")
 
 
-async def test_a_call_and_its_result_go_back_to_the_model(api: Api) -> None:
+async def test_tools_call_and_result_reach_the_next_prompt(api: Api) -> None:
     first = (await chat(api)).json()["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "-7"}
     api.model.script = "It is cold."
@@ -179,7 +179,7 @@ async def test_a_call_and_its_result_go_back_to_the_model(api: Api) -> None:
     assert "-7" in TOKENIZER.decode(body["prompt_token_ids"])
 
 
-async def test_the_sdks_stream_helper_doubles_nothing(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_tools_sdk_stream_helper_repeats_nothing(api: Api, sdk: openai.AsyncOpenAI) -> None:
     async with sdk.chat.completions.stream(
         model=MODEL,
         messages=[{"role": "user", "content": "Hi"}],
@@ -207,7 +207,7 @@ async def test_custom_tools_are_called_with_text(api: Api) -> None:
     assert "".join(delta["custom"].get("input", "") for delta in deltas) == "ls\n-l"
 
 
-async def test_functions_as_they_once_were_are_answered_as_they_once_were(api: Api) -> None:
+async def test_tools_legacy_functions_get_a_function_call(api: Api) -> None:
     functions = [{"name": "weather", "parameters": CITY}]
     body = (await api.chat(functions=functions, max_tokens=200)).json()["choices"][0]
     assert body["finish_reason"] == "function_call"
@@ -225,15 +225,15 @@ async def test_functions_as_they_once_were_are_answered_as_they_once_were(api: A
     assert (await api.chat(functions=functions, messages=talk)).status_code == 200
 
 
-async def test_logprobs_are_told_of_every_token_of_a_call(api: Api) -> None:
+async def test_tools_logprobs_cover_every_token_of_a_call(api: Api) -> None:
     fields: dict[str, Any] = {"logprobs": True, "temperature": 0}
     whole = (await chat(api, **fields)).json()["choices"][0]["logprobs"]["content"]
     assert bytes(byte for entry in whole for byte in entry["bytes"]).decode() == f"{written()}<|end|>"
-    told = [choice["logprobs"] for choice in await streamed(api, **fields)]
-    assert [entry for part in told if part for entry in part["content"]] == whole
+    logprobs_of_chunks = [choice["logprobs"] for choice in await streamed(api, **fields)]
+    assert [entry for part in logprobs_of_chunks if part for entry in part["content"]] == whole
 
 
-async def test_a_template_without_tools_has_them_told_in_words() -> None:
+async def test_tools_template_without_tools_gets_them_as_text() -> None:
     tokenizer = make_tokenizer()
     tokenizer._tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
@@ -252,7 +252,7 @@ async def test_a_template_without_tools_has_them_told_in_words() -> None:
         assert written("time", "{}") in prompt and "noon" in prompt
 
 
-async def test_a_parser_is_chosen_by_its_name() -> None:
+async def test_tools_parser_is_chosen_by_name() -> None:
     async with open_api(settings=WorkerSettings(tool_call_parser="pythonic")) as api:
         api.model.script = '[weather(city="Oslo")]'
         (call,) = (await chat(api)).json()["choices"][0]["message"]["tool_calls"]

@@ -1,4 +1,4 @@
-"""Thoughts told from answers: by marks, by channels, by description; the same however the text is cut."""
+"""Separate thoughts from answers, by marks, channels or description, however the text is cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from baton_engine.api.parsing.reasoning.formats import Described, Harmony, Marke
 from baton_engine.api.parsing.reasoning.reader import ReasoningReader
 from baton_engine.api.parsing.reasoning.visibility import Showing
 from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
-from baton_engine.model.config import SERVED
+from baton_engine.model.families import BY_ARCHITECTURE
 
 QWEN3 = FAMILIES["qwen3"]
 TOOLBOX = Toolbox(tools=(Tool(name="look_up"),))
@@ -49,16 +49,18 @@ RESPONSE_TEMPLATE = {
 
 def read(reader: Reader, pieces: Iterable[str]) -> list[Part]:
     parts = [part for piece in pieces for part in reader.push(piece)]
-    told = merged([*parts, *reader.flush()])
-    return [ToolCall(part.index, "id", part.name) if isinstance(part, ToolCall) else part for part in told]
+    parts_read = merged([*parts, *reader.flush()])
+    return [
+        ToolCall(part.index, "id", part.name) if isinstance(part, ToolCall) else part for part in parts_read
+    ]
 
 
 def cuts(text: str) -> Iterable[list[str]]:
     """Every cut in two, all single characters, and some by chance."""
     chance = random.Random(len(text))
-    places = [[place] for place in range(1, len(text))] + [list(range(1, len(text)))]
-    places += [sorted(chance.sample(range(len(text) + 1), min(3, len(text)))) for _ in range(30)]
-    for cut in places:
+    cut_lists = [[place] for place in range(1, len(text))] + [list(range(1, len(text)))]
+    cut_lists += [sorted(chance.sample(range(len(text) + 1), min(3, len(text)))) for _ in range(30)]
+    for cut in cut_lists:
         yield [text[start:end] for start, end in itertools.pairwise([0, *cut, len(text)])]
 
 
@@ -101,13 +103,13 @@ def test_marks_tell_the_thought_from_the_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
-def test_every_family_tells_thought_from_answer_however_the_text_is_cut(
+def test_reasoning_reader_families_split_thought_from_answer(
     family: families.ReasoningFamily,
 ) -> None:
     text = f"{family.start} some {family.start[:-1]} thought {family.end[:-1]}{family.end}\n an answer"
     state = PromptState.OPEN if family.implied else PromptState.FREE
-    told = assert_same_in_pieces(lambda: ReasoningReader(family, PlainReader(), state), text)
-    assert told == [
+    parts = assert_same_in_pieces(lambda: ReasoningReader(family, PlainReader(), state), text)
+    assert parts == [
         Thought(f"some {family.start[:-1]} thought {family.end[:-1]}"),
         AnswerText("an answer"),
     ]
@@ -117,7 +119,7 @@ def test_every_family_tells_thought_from_answer_however_the_text_is_cut(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_text_is_told_otherwise_in_pieces(seed: int) -> None:
+def test_reasoning_reader_random_text_is_the_same_in_pieces(seed: int) -> None:
     chance = random.Random(seed)
     scraps = ["<think>", "</think>", "<", "</", "think", ">", " ", "\n", "a", "b "]
     text = "".join(chance.choices(scraps, k=12))
@@ -127,18 +129,18 @@ def test_no_text_is_told_otherwise_in_pieces(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_thoughts_that_are_not_wanted_apart_stay_in_the_text_with_their_marks(name: str) -> None:
+def test_reasoning_reader_not_apart_keeps_thoughts_in_the_text(name: str) -> None:
     state, text, _ = MARKED[name]
-    told = read(ReasoningReader(QWEN3, PlainReader(), state, apart=False), [text])
-    assert told == ([AnswerText(text)] if text else [])
+    parts = read(ReasoningReader(QWEN3, PlainReader(), state, apart=False), [text])
+    assert parts == ([AnswerText(text)] if text else [])
 
 
-def test_the_white_space_of_an_exact_answer_is_its_own() -> None:
+def test_reasoning_reader_exact_keeps_white_space() -> None:
     reader = ReasoningReader(QWEN3, PlainReader(), PromptState.OPEN, exact=True)
     assert read(reader, ["Hm. \n</think>\n 7 "]) == [Thought("Hm."), AnswerText("\n 7 ")]
 
 
-def test_a_thought_lasts_until_its_mark() -> None:
+def test_reasoning_reader_thinking_lasts_until_the_mark() -> None:
     reader = ReasoningReader(QWEN3, PlainReader(), PromptState.FREE)
     seen = []
     for piece in ("\n", "<think>", "Hm", "</th", "ink>", "\n", "Yes"):
@@ -147,15 +149,22 @@ def test_a_thought_lasts_until_its_mark() -> None:
     assert seen == [False, True, True, True, False, False, False]
 
 
-def test_a_thought_may_come_all_at_once_or_not_at_all() -> None:
+def test_reasoning_reader_thought_whole_or_left_out() -> None:
     pieces = ["<think>a", "b ", "c</think>", "d", "e"]
 
-    def told(left_out: bool) -> list[list[Part]]:
+    def parts_by_piece(left_out: bool) -> list[list[Part]]:
         reader = Showing(ReasoningReader(QWEN3, PlainReader(), PromptState.FREE), left_out=left_out)
         return [list(reader.push(piece)) for piece in pieces] + [list(reader.flush())]
 
-    assert told(left_out=False) == [[], [], [], [Thought("ab c"), AnswerText("d")], [AnswerText("e")], []]
-    assert told(left_out=True) == [[], [], [], [AnswerText("d")], [AnswerText("e")], []]
+    assert parts_by_piece(left_out=False) == [
+        [],
+        [],
+        [],
+        [Thought("ab c"), AnswerText("d")],
+        [AnswerText("e")],
+        [],
+    ]
+    assert parts_by_piece(left_out=True) == [[], [], [], [AnswerText("d")], [AnswerText("e")], []]
     cut = Showing(ReasoningReader(QWEN3, PlainReader(), PromptState.OPEN), left_out=False)
     assert read(cut, ["only ", "thought"]) == [Thought("only thought")]
     assert cut.thinking
@@ -178,12 +187,12 @@ PROMPTS: dict[str, tuple[str, str, str | None, PromptState]] = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_the_end_of_the_prompt_tells_where_the_answer_begins(name: str) -> None:
+def test_family_state_follows_the_end_of_the_prompt(name: str) -> None:
     family, prompt, continued, expected = PROMPTS[name]
     assert FAMILIES[family].state(prompt, continued) is expected
 
 
-def test_a_constraint_waits_for_the_end_of_the_thought() -> None:
+def test_format_thinking_marks_delay_the_constraint() -> None:
     form = Marked(QWEN3)
     assert form.thinking(Opening(prompt="<|assistant|>\n")) == ("<think>", "</think>")
     assert form.thinking(Opening(prompt="<|assistant|>\n<think>\n")) == ("", "</think>")
@@ -243,7 +252,7 @@ DESCRIBED: dict[str, tuple[str, str, list[Part]]] = {
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_the_tokenizers_own_description_tells_the_parts(name: str) -> None:
+def test_described_format_splits_the_parts(name: str) -> None:
     prompt, text, expected = DESCRIBED[name]
     opening = Opening(prompt=f"<|user|>Hi<|assistant|>{prompt}", toolbox=TOOLBOX)
     form = Described(RESPONSE_TEMPLATE)
@@ -267,7 +276,7 @@ CHOSEN: dict[str, tuple[str, list[str], dict[str, Any] | None, str | None]] = {
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_the_parser_is_chosen_by_name_or_by_the_template(name: str) -> None:
+def test_format_of_is_chosen_by_name_or_template(name: str) -> None:
     chosen, templates, description, expected = CHOSEN[name]
     form = formats.format_of(chosen, templates, description)
     assert (form.name if form is not None else None) == expected
@@ -278,10 +287,10 @@ def test_the_parser_is_chosen_by_name_or_by_the_template(name: str) -> None:
     [
         ("wisdom", None, "wisdom.*qwen3"),
         ("transformers", None, "response_template"),
-        ("transformers", {"fields": {}}, "cannot be used"),
+        ("transformers", {"fields": {}}, "Invalid response_template"),
     ],
 )
-def test_a_parser_that_there_is_not_stops_the_start(
+def test_format_of_unknown_parser_fails_the_start(
     chosen: str, description: dict[str, Any] | None, words: str
 ) -> None:
     with pytest.raises(SetupError, match=words):
@@ -296,4 +305,4 @@ def test_reasoning_families_are_those_of_models_served() -> None:
     }  # fmt: skip
     planned = {"glm45", "kimi_k2", "deepseek-v3", "granite"}
     assert set(FAMILIES) == set(architectures) | planned
-    assert set(architectures.values()) <= set(SERVED)
+    assert set(architectures.values()) <= set(BY_ARCHITECTURE)

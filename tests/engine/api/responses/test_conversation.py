@@ -1,4 +1,4 @@
-"""Items become the messages of chat, and what is wrong with one is said of its place in the input."""
+"""Items become chat messages; an error in an item names its place in the input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def said(text: str) -> dict[str, Any]:
+def assistant(text: str) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     return {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": content}
 
@@ -61,7 +61,7 @@ STORIES: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
         [{"role": "assistant", "content": [TEXT]}],
     ),
     "a turn with thoughts, words and calls": (
-        [user("Hi"), THOUGHT, said("Hello"), call(0), call(1)],
+        [user("Hi"), THOUGHT, assistant("Hello"), call(0), call(1)],
         [
             user("Hi"),
             {
@@ -95,18 +95,18 @@ STORIES: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
         ],
     ),
     "two messages of the assistant": (
-        [said("Hello"), said("Hello")],
+        [assistant("Hello"), assistant("Hello")],
         [{"role": "assistant", "content": [TEXT]}] * 2,
     ),
     "words after a call": (
-        [call(0), said("Hello")],
+        [call(0), assistant("Hello")],
         [
             {"role": "assistant", "content": "", "tool_calls": [as_call(0)]},
             {"role": "assistant", "content": [TEXT]},
         ],
     ),
     "a summary where there is no thought": (
-        [THOUGHT | {"content": None}, said("Hello")],
+        [THOUGHT | {"content": None}, assistant("Hello")],
         [{"role": "assistant", "reasoning_content": "short", "content": [TEXT]}],
     ),
     "a call that was cut": (
@@ -128,8 +128,8 @@ def test_instructions_come_first() -> None:
     assert conversation.sources == ["instructions", "input[0]"]
 
 
-def test_each_message_knows_the_item_that_it_began_with() -> None:
-    conversation = read([user("Hi"), said("Ho"), user("Hi"), THOUGHT, call(0), call(1)], 2, None)
+def test_conversation_messages_name_their_source_items() -> None:
+    conversation = read([user("Hi"), assistant("Ho"), user("Hi"), THOUGHT, call(0), call(1)], 2, None)
     assert conversation.sources == ["previous_response_id", "previous_response_id", "input[0]", "input[1]"]
 
 
@@ -177,7 +177,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize(("item", "param", "code"), WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_with_an_item_is_said_of_its_place(item: Any, param: str, code: str) -> None:
+def test_conversation_invalid_item_names_its_place(item: Any, param: str, code: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         read([user("earlier"), user("Hi"), item], 1, "Be brief.")
     assert (error.value.param, error.value.code) == (param, code)

@@ -45,20 +45,20 @@ def written(
     return output.items, typed_events(stream + events.take())
 
 
-def told(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def summaries(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Of each item its type, what it says, and its status."""
     short: list[tuple[str, ...]] = []
-    said: tuple[str, ...]
+    summary: tuple[str, ...]
     for item in items:
         match item["type"]:
             case "message" | "reasoning":
                 (content,) = item["content"]
-                said = (content["text"],)
+                summary = (content["text"],)
             case "function_call":
-                said = (item["call_id"], item["name"], item["arguments"])
+                summary = (item["call_id"], item["name"], item["arguments"])
             case _:
-                said = (item["call_id"], item["name"], item["input"])
-        short.append((item["type"], *said, item["status"]))
+                summary = (item["call_id"], item["name"], item["input"])
+        short.append((item["type"], *summary, item["status"]))
     return short
 
 
@@ -129,13 +129,15 @@ STORIES: dict[str, tuple[list[Part], list[tuple[str, ...]], list[str]]] = {
 
 
 @pytest.mark.parametrize(("parts", "items", "order"), STORIES.values(), ids=STORIES.keys())
-def test_a_story(parts: list[Part], items: list[tuple[str, ...]], order: list[str]) -> None:
-    made, events = written(parts)
-    assert told(made) == items
+def test_response_items_case_gives_items_and_events(
+    parts: list[Part], items: list[tuple[str, ...]], order: list[str]
+) -> None:
+    output_items, events = written(parts)
+    assert summaries(output_items) == items
     assert kinds(events) == order
 
 
-def test_what_is_cut_is_incomplete_and_what_was_before_it_is_not() -> None:
+def test_response_items_cut_item_is_incomplete() -> None:
     items, events = written([Thought("Hm"), AnswerText("Ye")], "incomplete")
     assert [item["status"] for item in items] == ["completed", "incomplete"]
     assert [event["item"]["status"] for event in events if event["type"].endswith("item.done")] == [
@@ -146,7 +148,7 @@ def test_what_is_cut_is_incomplete_and_what_was_before_it_is_not() -> None:
 
 def test_thought_that_is_cut_gets_no_message() -> None:
     items, _ = written([Thought("Hm")], "incomplete")
-    assert told(items) == [("reasoning", "Hm", "incomplete")]
+    assert summaries(items) == [("reasoning", "Hm", "incomplete")]
 
 
 def test_items_have_ids_of_their_own_which_their_events_name() -> None:
@@ -160,17 +162,17 @@ def test_items_have_ids_of_their_own_which_their_events_name() -> None:
             assert event["item"]["status"] == "in_progress"
 
 
-def test_a_response_that_is_not_streamed_writes_no_events() -> None:
+def test_response_items_not_streamed_writes_no_events() -> None:
     events = Events(wanted=False)
     output = ResponseItems(events, frozenset(), None)
     output.push([AnswerText("Hello")])
     output.close("completed")
-    assert told(output.items) == [("message", "Hello", "completed")]
+    assert summaries(output.items) == [("message", "Hello", "completed")]
     assert events.take() == b""
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_however_the_parts_come_the_events_add_up_to_the_same_items(seed: int) -> None:
+def test_response_items_random_parts_events_add_up_to_items(seed: int) -> None:
     rng = random.Random(seed)
     parts: list[Part] = []
     calls = itertools.count()
@@ -186,7 +188,7 @@ def test_however_the_parts_come_the_events_add_up_to_the_same_items(seed: int) -
                 parts += [ToolCall(number, f"c{number}", rng.choice(["f", "shell"])), Arguments(number, text)]
     items, _ = written(parts)
     split, events = written([piece for part in parts for piece in pieces(part, rng)])
-    assert told(split) == told(items)
+    assert summaries(split) == summaries(items)
     deltas: dict[int, str] = {}
     for event in events:
         kind = event["type"]
@@ -194,7 +196,7 @@ def test_however_the_parts_come_the_events_add_up_to_the_same_items(seed: int) -
             deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
         elif kind == "response.output_item.done":
             assert event["item"] == split[event["output_index"]]
-            *_, text, _ = told([event["item"]])[0]
+            *_, text, _ = summaries([event["item"]])[0]
             assert deltas.get(event["output_index"], "") == text
 
 

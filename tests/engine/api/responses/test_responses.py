@@ -20,7 +20,7 @@ NAMES = (
     "id", "object", "created_at", "status", "error", "incomplete_details", "instructions", "model", "output",
     "parallel_tool_calls", "tools", "tool_choice", "temperature", "top_p", "metadata", "usage",
 )  # fmt: skip
-"""What every response object has."""
+"""Fields of every response object."""
 
 BROKEN = {"model": MODEL, "input": "Hi", "stream": True}
 
@@ -31,7 +31,7 @@ async def respond(api: Api, **body: Any) -> httpx.Response:
     )
 
 
-async def test_a_response_has_every_field_of_openai(api: Api) -> None:
+async def test_response_has_every_field_of_openai(api: Api) -> None:
     api.model.script = "Hello"
     answer = await respond(api, max_output_tokens=16)
     assert answer.status_code == 200
@@ -53,7 +53,7 @@ async def test_a_response_has_every_field_of_openai(api: Api) -> None:
     assert (response.error, response.incomplete_details, response.previous_response_id) == (None, None, None)
 
 
-async def test_a_second_one_finds_the_prompt_in_the_cache(api: Api) -> None:
+async def test_response_repeated_prompt_is_cached(api: Api) -> None:
     api.model.script = "Hello"
     first, second = [(await respond(api, input="x" * 40)).json()["usage"] for _ in range(2)]
     assert first["input_tokens_details"]["cached_tokens"] == 0
@@ -61,7 +61,7 @@ async def test_a_second_one_finds_the_prompt_in_the_cache(api: Api) -> None:
     assert first["input_tokens"] == second["input_tokens"]
 
 
-async def test_the_prompt_is_that_of_the_same_chat(api: Api) -> None:
+async def test_response_prompt_equals_the_chat_prompt(api: Api) -> None:
     chat = await api.chat(
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
         temperature=0,
@@ -71,7 +71,7 @@ async def test_the_prompt_is_that_of_the_same_chat(api: Api) -> None:
     assert whole_response(response.json()).output_text == chat.json()["choices"][0]["message"]["content"]
 
 
-async def test_what_the_limit_cuts_is_incomplete(api: Api) -> None:
+async def test_response_cut_by_limit_is_incomplete(api: Api) -> None:
     response = whole_response((await respond(api, max_output_tokens=3)).json())
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
@@ -83,13 +83,13 @@ async def test_what_the_limit_cuts_is_incomplete(api: Api) -> None:
     assert message.status == "incomplete"
 
 
-async def test_an_answer_of_nothing_is_an_empty_message(api: Api) -> None:
+async def test_response_empty_answer_is_an_empty_message(api: Api) -> None:
     api.model.script = ""
     response = whole_response((await respond(api)).json())
     assert (response.status, response.output_text, len(response.output)) == ("completed", "", 1)
 
 
-async def test_the_object_repeats_the_request(api: Api) -> None:
+async def test_response_object_repeats_the_request(api: Api) -> None:
     given = {
         "instructions": "Be brief.",
         "max_output_tokens": 5,
@@ -125,7 +125,7 @@ async def test_null_is_the_same_as_absent(api: Api) -> None:
     assert answer.json()["store"] is True
 
 
-async def test_a_stream_tells_the_same_in_openais_order(api: Api) -> None:
+async def test_response_stream_equals_whole_in_openais_order(api: Api) -> None:
     body = {"temperature": 0, "store": False}
     whole = whole_response((await respond(api, **body)).json())
     answer = await respond(api, **body, stream=True)
@@ -154,7 +154,7 @@ async def test_a_stream_tells_the_same_in_openais_order(api: Api) -> None:
     assert "[DONE]" not in answer.text
 
 
-async def test_the_sdk_creates_and_streams(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_response_sdk_creates_and_streams(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "日本 🎉"
     whole = await sdk.responses.create(model=MODEL, input="Hi")
     assert whole.output_text == "日本 🎉"
@@ -181,7 +181,7 @@ async def test_logprobs_are_those_of_the_words(api: Api) -> None:
     assert [entry["token"] for entry in joined] == [entry.token for entry in text.logprobs]
 
 
-async def test_a_token_that_ends_the_answer_is_none_of_its_words(api: Api) -> None:
+async def test_response_logprobs_omit_the_end_token(api: Api) -> None:
     api.model.script = "Hello"
     body = (await respond(api, include=["message.output_text.logprobs"])).json()
     (content,) = body["output"][0]["content"]
@@ -196,7 +196,7 @@ async def test_extensions_of_chat_pass(api: Api) -> None:
     assert (await respond(api, ignore_eos=True)).json()["usage"]["output_tokens"] == 8
 
 
-async def test_a_long_conversation_is_cut_where_the_request_allows_it(api: Api) -> None:
+async def test_response_truncation_auto_cuts_a_long_conversation(api: Api) -> None:
     api.model.script = "Hello"
     talk = [{"role": "user" if turn % 2 == 0 else "assistant", "content": "x" * 50} for turn in range(21)]
     refused = await respond(api, input=talk)
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("body", "param"), REFUSED.values(), ids=REFUSED.keys())
-async def test_what_is_refused_names_its_own_field(
+async def test_response_invalid_field_is_named(
     api: Api, body: dict[str, Any], param: str | None, stream: bool
 ) -> None:
     answer = await respond(api, **body, stream=stream)
@@ -303,12 +303,12 @@ async def test_whatever_a_body_says_the_answer_is_one_or_a_refusal(api: Api, see
             assert (await api.http.get(f"/v1/responses/{id}/input_items")).status_code in (200, 404)
 
 
-async def test_an_unknown_model_is_not_found(api: Api) -> None:
+async def test_response_unknown_model_is_a_404(api: Api) -> None:
     answer = await respond(api, model="nope")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, ModelNotFound.code)
 
 
-async def test_a_stream_that_breaks_says_so_and_is_cut(api: Api, server: HttpServer) -> None:
+async def test_response_stream_failure_sends_failed_and_cuts(api: Api, server: HttpServer) -> None:
     api.model.script = "abc"
     api.model.fail_on = LETTERS[1]
     received = b""
@@ -323,7 +323,7 @@ async def test_a_stream_that_breaks_says_so_and_is_cut(api: Api, server: HttpSer
     assert last["response"]["error"] == {"code": "server_error", "message": InternalError().message}
 
 
-async def test_the_sdk_raises_for_a_stream_that_breaks(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_response_stream_failure_raises_in_the_sdk(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "abc"
     api.model.fail_on = LETTERS[1]
     seen = []
@@ -333,7 +333,7 @@ async def test_the_sdk_raises_for_a_stream_that_breaks(api: Api, sdk: openai.Asy
     assert seen[-1] == "response.failed"
 
 
-async def test_a_stream_that_somebody_ends_has_failed_and_ends_cleanly(api: Api, server: HttpServer) -> None:
+async def test_response_stream_abort_sends_failed_and_ends_cleanly(api: Api, server: HttpServer) -> None:
     body = BROKEN | {"ignore_eos": True, "rid": "mine"}
     async with (
         httpx.AsyncClient(base_url=f"http://{server.address}") as client,

@@ -22,7 +22,7 @@ async def respond(api: Api, **body: Any) -> httpx.Response:
     return await api.http.post("/v1/responses", json=given)
 
 
-async def test_the_next_turn_goes_on_with_all_that_was_said(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_store_next_turn_continues_the_conversation(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "Hello"
     first = await sdk.responses.create(model=MODEL, input="Hi")
     second = await sdk.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
@@ -62,7 +62,7 @@ async def test_instructions_hold_for_their_own_turn_alone(api: Api) -> None:
     assert second["instructions"] is None
 
 
-async def test_a_streamed_response_is_kept_when_its_last_event_is_out(api: Api) -> None:
+async def test_store_streamed_response_is_kept_after_its_last_event(api: Api) -> None:
     api.model.script = "Hello"
     events = typed_events((await respond(api, stream=True)).text)
     id = events[0]["response"]["id"]
@@ -70,36 +70,36 @@ async def test_a_streamed_response_is_kept_when_its_last_event_is_out(api: Api) 
     assert (await respond(api, previous_response_id=id)).status_code == 200
 
 
-async def test_the_sdk_retrieves_and_deletes(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_store_sdk_retrieves_and_deletes(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "Hello"
-    made = await sdk.responses.create(model=MODEL, input="Hi", metadata={"a": "b"})
-    found = await sdk.responses.retrieve(made.id)
-    assert found.to_dict() == made.to_dict()
-    await sdk.responses.delete(made.id)
+    created = await sdk.responses.create(model=MODEL, input="Hi", metadata={"a": "b"})
+    retrieved = await sdk.responses.retrieve(created.id)
+    assert retrieved.to_dict() == created.to_dict()
+    await sdk.responses.delete(created.id)
     with pytest.raises(openai.NotFoundError) as error:
-        await sdk.responses.retrieve(made.id)
+        await sdk.responses.retrieve(created.id)
     assert error.value.param == "id"
     with pytest.raises(openai.NotFoundError):
-        await sdk.responses.delete(made.id)
+        await sdk.responses.delete(created.id)
     with pytest.raises(openai.NotFoundError):
-        await sdk.responses.input_items.list(made.id)
+        await sdk.responses.input_items.list(created.id)
 
 
-async def test_a_deletion_is_confirmed(api: Api) -> None:
+async def test_store_deletion_is_confirmed(api: Api) -> None:
     id = (await respond(api)).json()["id"]
     gone = await api.http.delete(f"/v1/responses/{id}")
     assert gone.json() == {"id": id, "object": "response", "deleted": True}
 
 
-async def test_nothing_can_be_cancelled(api: Api, sdk: openai.AsyncOpenAI) -> None:
-    made = await sdk.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
+async def test_store_cancel_is_rejected(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    created = await sdk.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
-        await sdk.responses.cancel(made.id)
+        await sdk.responses.cancel(created.id)
     with pytest.raises(openai.NotFoundError):
         await sdk.responses.cancel("resp_none")
 
 
-async def test_a_previous_response_that_is_not_kept_is_a_400(api: Api) -> None:
+async def test_store_unknown_previous_response_is_a_400(api: Api) -> None:
     kept = (await respond(api, store=False)).json()
     assert kept["store"] is False
     for id in ("resp_none", kept["id"]):
@@ -110,35 +110,35 @@ async def test_a_previous_response_that_is_not_kept_is_a_400(api: Api) -> None:
             assert (error["param"], error["code"]) == ("previous_response_id", PREVIOUS_RESPONSE_NOT_FOUND)
 
 
-async def test_a_request_may_continue_one_and_not_be_kept(api: Api) -> None:
+async def test_store_continuation_may_be_unstored(api: Api) -> None:
     first = (await respond(api)).json()
     second = (await respond(api, previous_response_id=first["id"], store=False)).json()
     assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
     assert (await api.http.get(f"/v1/responses/{second['id']}")).status_code == 404
 
 
-async def test_a_response_may_be_continued_more_than_once(api: Api) -> None:
+async def test_store_response_may_be_continued_twice(api: Api) -> None:
     api.model.script = "Hello"
     first = (await respond(api)).json()
-    turns = [(await respond(api, previous_response_id=first["id"])).json() for _ in range(2)]
-    assert turns[0]["id"] != turns[1]["id"]
-    assert turns[0]["usage"]["input_tokens"] == turns[1]["usage"]["input_tokens"]
+    continuations = [(await respond(api, previous_response_id=first["id"])).json() for _ in range(2)]
+    assert continuations[0]["id"] != continuations[1]["id"]
+    assert continuations[0]["usage"]["input_tokens"] == continuations[1]["usage"]["input_tokens"]
 
 
-async def test_what_is_wrong_with_new_input_is_said_of_its_own_place(api: Api) -> None:
+async def test_store_invalid_new_input_names_its_place(api: Api) -> None:
     first = (await respond(api)).json()
     wrong = [{"role": "user", "content": "Hi"}, {"role": "wizard", "content": "Hi"}]
     answer = await respond(api, previous_response_id=first["id"], input=wrong)
     assert answer.json()["error"]["param"] == "input[1].role"
 
 
-async def test_a_stream_cannot_be_seen_again(api: Api) -> None:
+async def test_store_stream_replay_is_rejected(api: Api) -> None:
     id = (await respond(api)).json()["id"]
     answer = await api.http.get(f"/v1/responses/{id}", params={"stream": "true"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
 
 
-async def test_each_key_sees_its_own_responses_alone() -> None:
+async def test_store_key_sees_only_its_own_responses() -> None:
     keys = Keys((KeyDigest.of("one"), KeyDigest.of("two")))
     async with open_api(keys=keys) as api, HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server:
         url = f"http://{server.address}/v1"
@@ -158,7 +158,7 @@ async def test_each_key_sees_its_own_responses_alone() -> None:
             )
 
 
-async def test_no_more_are_kept_than_the_settings_say() -> None:
+async def test_store_keeps_at_most_the_configured_number() -> None:
     async with open_api(settings=WorkerSettings(responses_kept=1)) as api:
         first, second = [(await respond(api)).json()["id"] for _ in range(2)]
         assert (await api.http.get(f"/v1/responses/{first}")).status_code == 404

@@ -38,33 +38,33 @@ async def stream_of(api: Api, **body: Any) -> list[dict[str, Any]]:
     return typed_events(answer.text)
 
 
-async def test_a_call_is_an_item_and_its_output_goes_back(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_response_tools_call_is_an_item_and_takes_output(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = CALL
-    asked = await sdk.responses.create(model=MODEL, input="Weather in Paris?", tools=[WEATHER])
-    (call,) = asked.output
+    first = await sdk.responses.create(model=MODEL, input="Weather in Paris?", tools=[WEATHER])
+    (call,) = first.output
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
     assert call.status == "completed"
     assert call.call_id
-    assert asked.output_text == ""
-    assert asked.tools[0].to_dict() == WEATHER | {"strict": None}
+    assert first.output_text == ""
+    assert first.tools[0].to_dict() == WEATHER | {"strict": None}
     api.model.script = "Sunny."
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     answer = await sdk.responses.create(
-        model=MODEL, input=[output], previous_response_id=asked.id, tools=[WEATHER]
+        model=MODEL, input=[output], previous_response_id=first.id, tools=[WEATHER]
     )
     assert answer.output_text == "Sunny."
-    alone = await sdk.responses.create(
+    without_store = await sdk.responses.create(
         model=MODEL,
         input=[{"role": "user", "content": "Weather in Paris?"}, call.to_dict(), output],  # type: ignore[list-item]
         tools=[WEATHER],
     )
-    assert alone.usage is not None
+    assert without_store.usage is not None
     assert answer.usage is not None
-    assert alone.usage.input_tokens == answer.usage.input_tokens
+    assert without_store.usage.input_tokens == answer.usage.input_tokens
 
 
-async def test_a_streamed_call_grows_by_its_arguments(api: Api) -> None:
+async def test_response_tools_streamed_call_grows_by_arguments(api: Api) -> None:
     api.model.script = CALL
     events = await stream_of(api, tools=[WEATHER])
     assert kinds(events) == [
@@ -82,7 +82,7 @@ async def test_a_streamed_call_grows_by_its_arguments(api: Api) -> None:
     assert done["name"] == "weather"
 
 
-async def test_the_sdk_helper_parses_a_call(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_response_tools_sdk_parses_a_call(api: Api, sdk: openai.AsyncOpenAI) -> None:
     class Weather(pydantic.BaseModel):
         city: str
 
@@ -96,16 +96,16 @@ async def test_the_sdk_helper_parses_a_call(api: Api, sdk: openai.AsyncOpenAI) -
     assert json.loads(call.arguments) == {"city": "Paris"}
 
 
-async def test_a_custom_tool_is_called_with_text(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_response_tools_custom_tool_gets_text(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = SHELL_CALL
-    made = await sdk.responses.create(model=MODEL, input="List.", tools=[SHELL])
-    (call,) = made.output
+    response = await sdk.responses.create(model=MODEL, input="List.", tools=[SHELL])
+    (call,) = response.output
     assert call.type == "custom_tool_call"
     assert (call.name, call.input) == ("shell", "ls -l")
     output: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "a b"}
     api.model.script = "Two."
     answer = await sdk.responses.create(
-        model=MODEL, input=[output], previous_response_id=made.id, tools=[SHELL]
+        model=MODEL, input=[output], previous_response_id=response.id, tools=[SHELL]
     )
     assert answer.output_text == "Two."
     api.model.script = SHELL_CALL
@@ -125,7 +125,7 @@ CHOICES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
-async def test_a_choice_forces_the_call(choice: Any) -> None:
+async def test_response_tools_choice_forces_the_call(choice: Any) -> None:
     async with open_api(settings=WorkerSettings(tool_call_parser="hermes")) as api:
         api.model.script = "I would rather talk."
         body = {"model": MODEL, "input": "Weather?", "tools": [WEATHER], "max_output_tokens": 60}
@@ -154,26 +154,26 @@ async def test_a_choice_forces_the_call(choice: Any) -> None:
     ],
     ids=str,
 )
-async def test_what_is_wrong_with_tools_is_said_of_their_place(
+async def test_response_tools_invalid_field_names_its_place(
     api: Api, body: dict[str, Any], param: str | None
 ) -> None:
     answer = await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | body)
     assert answer.status_code == 400
-    found = answer.json()["error"]["param"]
-    assert found == param if param else found.startswith("tools[0].format")
+    named = answer.json()["error"]["param"]
+    assert named == param if param else named.startswith("tools[0].format")
 
 
 async def test_thoughts_are_an_item_before_the_message(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "<think>\nHm, so.\n</think>\n\nYes."
-    made = await sdk.responses.create(model=MODEL, input="Well?")
-    thought, message = made.output
+    response = await sdk.responses.create(model=MODEL, input="Well?")
+    thought, message = response.output
     assert thought.type == "reasoning"
     assert message.type == "message"
     assert thought.content is not None
     assert [part.text for part in thought.content] == ["Hm, so."]
-    assert made.output_text == "Yes."
-    assert made.usage is not None
-    assert 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
+    assert response.output_text == "Yes."
+    assert response.usage is not None
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
     events = await stream_of(api)
     assert kinds(events)[2:8] == [
         "output_item.added",
@@ -183,17 +183,17 @@ async def test_thoughts_are_an_item_before_the_message(api: Api, sdk: openai.Asy
         "content_part.done",
         "output_item.done",
     ]
-    said = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
-    assert "".join(said) == "Yes."
-    again = await sdk.responses.create(model=MODEL, input="And?", previous_response_id=made.id)
+    text_deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(text_deltas) == "Yes."
+    again = await sdk.responses.create(model=MODEL, input="And?", previous_response_id=response.id)
     assert again.status == "completed"
 
 
-async def test_logprobs_of_thoughts_are_not_told(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_response_logprobs_of_thoughts_are_omitted(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = "<think>\nHm, so.\n</think>\n\nYes."
     include: Any = {"include": ["message.output_text.logprobs"]}
-    made = await sdk.responses.create(model=MODEL, input="Well?", **include)
-    message = made.output[1].to_dict()
+    response = await sdk.responses.create(model=MODEL, input="Well?", **include)
+    message = response.output[1].to_dict()
     events = await stream_of(api, **include)
     streamed = [
         entry for event in events if event["type"].endswith("delta") for entry in event.get("logprobs", ())
@@ -207,13 +207,13 @@ class Person(pydantic.BaseModel):
     age: int
 
 
-async def test_the_sdk_parses_what_a_schema_forces(api: Api, sdk: openai.AsyncOpenAI) -> None:
+async def test_response_format_sdk_parses_the_schema(api: Api, sdk: openai.AsyncOpenAI) -> None:
     api.model.script = '{"name": "Ada", "age": 36}'
-    made = await sdk.responses.parse(model=MODEL, input="Who?", text_format=Person)
-    assert made.output_parsed == Person(name="Ada", age=36)
-    assert made.text is not None
-    assert made.text.format is not None
-    assert made.text.format.type == "json_schema"
+    response = await sdk.responses.parse(model=MODEL, input="Who?", text_format=Person)
+    assert response.output_parsed == Person(name="Ada", age=36)
+    assert response.text is not None
+    assert response.text.format is not None
+    assert response.text.format.type == "json_schema"
     async with sdk.responses.stream(model=MODEL, input="Who?", text_format=Person) as stream:
         assert (await stream.get_final_response()).output_parsed == Person(name="Ada", age=36)
 
@@ -221,7 +221,7 @@ async def test_the_sdk_parses_what_a_schema_forces(api: Api, sdk: openai.AsyncOp
 @pytest.mark.parametrize(
     "form", [{"type": "json_object"}, {"type": "json_schema", "name": "x", "schema": {}}]
 )
-async def test_a_format_of_json_holds(api: Api, form: dict[str, Any]) -> None:
+async def test_response_format_json_is_kept(api: Api, form: dict[str, Any]) -> None:
     api.model.script = '{"a": [1, 2]}'
     body = {"model": MODEL, "input": "Hi", "text": {"format": form}}
     answer = (await api.http.post("/v1/responses", json=body)).json()
@@ -242,15 +242,13 @@ async def test_a_format_of_json_holds(api: Api, form: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-async def test_what_is_wrong_with_a_format_is_said_of_its_place(
-    api: Api, body: dict[str, Any], param: str
-) -> None:
+async def test_response_format_invalid_names_its_place(api: Api, body: dict[str, Any], param: str) -> None:
     answer = await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(param)
 
 
-async def test_the_server_goes_on_after_a_format_that_cannot_be(api: Api) -> None:
+async def test_response_format_impossible_leaves_the_server_serving(api: Api) -> None:
     await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi", "regex": "("})
     api.model.script = "Hello"
     answer = await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"})

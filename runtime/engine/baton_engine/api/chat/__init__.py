@@ -1,1 +1,1 @@
-"""`POST /v1/chat/completions`: messages in, the assistant's next message out."""
+"""`POST /v1/chat/completions`: the assistant's next message of a conversation."""

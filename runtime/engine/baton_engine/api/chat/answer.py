@@ -1,9 +1,9 @@
 """
-How chat completions and their chunks are written: a message per choice, or what each piece adds to it.
+Response format of chat completions: a message per choice, or chunks with its additions.
 
-A choice's stream begins with its role, once; then come thoughts, words and calls as they are known, in the
-order in which they were written; its last chunk says why it ended. The tokens of a piece are told with the
-first chunk that it leads to, though some of its text may be held back and follow with a later one.
+The stream of a choice begins with its role. Chunks with reasoning, text and calls follow in the model's
+order. The last chunk has the finish reason. The first chunk of a piece contains all tokens of the piece,
+although some of its text may be buffered and follow in a later chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK = "chat.completion.chunk"
 
 
 class ChoiceStream:
-    """What the stream of one choice has said."""
+    """State of the stream of one choice."""
 
     def __init__(self, toolbox: Toolbox | None) -> None:
         self._calls = None if toolbox is None else CallDeltas(toolbox)
@@ -56,17 +56,17 @@ class ChatShape:
     name: Name
     prompt: Sequence[int]
     prompt_alternatives: int | None
-    """Of each token of the prompt, if it is to be told of."""
+    """Alternatives of each prompt token in `prompt_logprobs`. None: no `prompt_logprobs`."""
     prompt_ids: Sequence[int] | None
-    """If the request wants token ids."""
+    """The prompt's token ids, if the response contains token ids."""
     metadata: Mapping[str, str] | None
     toolbox: Toolbox | None = None
     echo: str = ""
-    """Text that stands before each answer: the message that it goes on with."""
+    """Text before each answer: the message that the answer continues."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _streams: dict[int, ChoiceStream] = field(default_factory=dict)
-    """Of each choice whose first chunk was written."""
+    """The streams of the choices whose first chunk was written, by index."""
 
     def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
         index = choice.index
@@ -114,7 +114,7 @@ class ChatShape:
         return body
 
     def _opening(self) -> list[dict[str, Any]]:
-        """No content yet, and perhaps none at all where there may be calls in its place."""
+        """Return the deltas of the first chunks. Content is null if calls may replace it."""
         offered = self.toolbox is not None and bool(self.toolbox.callable)
         opening = [{"role": "assistant", "content": None if offered else ""}]
         return [*opening, {"content": self.echo}] if self.echo else opening
@@ -164,12 +164,12 @@ class ChatShape:
 
 
 def _thought(text: str | None) -> dict[str, Any]:
-    """By the names that clients of SGLang and of vLLM read."""
+    """Return reasoning under the names of SGLang and vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def message_calls(parts: Iterable[Part], toolbox: Toolbox) -> dict[str, Any]:
-    """What the calls in `parts` add to a message: `tool_calls` or `function_call`, or nothing."""
+    """Return the `tool_calls` or `function_call` of a message; empty if `parts` contain no calls."""
     calls: dict[int, tuple[ToolCall, list[str]]] = {}
     for part in parts:
         if isinstance(part, ToolCall):
@@ -190,14 +190,14 @@ def message_calls(parts: Iterable[Part], toolbox: Toolbox) -> dict[str, Any]:
 
 
 class CallDeltas:
-    """The deltas of one choice's calls: index always, id, type and name once, then pieces of arguments."""
+    """Deltas of the calls of one choice: id, type and name once, then pieces of arguments."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
         self._custom: set[int] = set()
 
     def delta(self, part: ToolCall | Arguments) -> dict[str, Any]:
-        """What `part` adds to a chunk's `delta`."""
+        """Return the members of `part` in a chunk's `delta`."""
         if self._toolbox.legacy:
             named = (
                 {"name": part.name, "arguments": ""}
@@ -218,7 +218,7 @@ class CallDeltas:
 
 
 def finish_reason(toolbox: Toolbox) -> str:
-    """Of an answer with calls that the model ended itself."""
+    """Return the finish reason of an answer that ends with calls."""
     return "function_call" if toolbox.legacy else "tool_calls"
 
 

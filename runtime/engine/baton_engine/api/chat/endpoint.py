@@ -1,10 +1,9 @@
 """
-`POST /v1/chat/completions`: a conversation in, the assistant's next message out.
+`POST /v1/chat/completions`: reads a request and combines prompt, parameters, readers and constraint.
 
-The chat template makes the prompt of messages and tools. The text that follows it is read in two steps:
-thoughts are told from the answer as the model family marks them, and calls from words as it writes them.
-What the answer must be, a call or of some form, holds from the end of the thoughts on. Stop strings do not
-know of parts: they are looked for in the whole text, thoughts included, as in SGLang and vLLM.
+The chat template renders messages and tools. The reasoning format separates reasoning from the generated
+text, and the tool family separates calls from the rest. Constraints of the answer (a call or a format) apply
+after the reasoning. Stop strings apply to the whole text, including reasoning, as in SGLang and vLLM.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from baton_engine.api.chat.format import ChatFormat
 from baton_engine.api.chat.prompt import ChatPrompt, read_prompt
 from baton_engine.api.fields import Fields
 from baton_engine.api.logprobs import token_name
-from baton_engine.api.parameters import not_served
+from baton_engine.api.parameters import unsupported
 from baton_engine.api.parsing.parts import Reader
 from baton_engine.api.parsing.reasoning.formats import Opening
 from baton_engine.api.parsing.reasoning.visibility import ReasoningOptions, Showing, read_options
-from baton_engine.api.parsing.tools.request import refuse_beside
+from baton_engine.api.parsing.tools.request import reject_forced_call
 from baton_engine.api.served import Served
 from baton_engine.api.work import Work, fit, read_max_tokens
 
-NOT_SERVED = ("audio", "web_search_options")
+UNSUPPORTED = ("audio", "web_search_options")
 TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
 
 def prepare(fields: Fields, served: Served) -> Work:
-    """Check, render and tokenise. Takes a while for long conversations: not for the event loop."""
+    """Validate, render and tokenize. Blocks for long conversations, so do not call it on the event loop."""
     chat_prompt = read_prompt(fields, served)
     common = parameters.parse(fields, _alternatives(fields), served.vocabulary, served.defaults)
     _check_the_rest(fields)
@@ -50,7 +49,7 @@ def prepare(fields: Fields, served: Served) -> Work:
     )
     parameters.check_min_tokens(common, prompt.max_tokens)
     if common.sampling.constraint is not None:
-        refuse_beside(chat_prompt.toolbox, structured_output.constrained_by(fields) or "response_format")
+        reject_forced_call(chat_prompt.toolbox, structured_output.constrained_by(fields) or "response_format")
     opening = Opening(
         prompt=chat_prompt.text,
         continued=chat_prompt.last if chat_prompt.continued else None,
@@ -58,7 +57,7 @@ def prepare(fields: Fields, served: Served) -> Work:
         apart=options.apart,
         exact=common.sampling.constraint is not None,
     )
-    sampling = _formed(common.sampling, opening, options, served)
+    sampling = _constrained(common.sampling, opening, options, served)
     shape = ChatShape(
         tokenizer=served.tokenizer,
         model=served.name,
@@ -84,21 +83,20 @@ def prepare(fields: Fields, served: Served) -> Work:
 
 
 def prompt_tokens(fields: Fields, served: Served) -> tuple[int, ...]:
-    """The prompt that `prepare` would make of this conversation, however long it is: for /tokenize."""
+    """Return the prompt of a conversation for /tokenize, even if it exceeds the context."""
     return read_prompt(fields, served).tokens
 
 
-def _formed(
+def _constrained(
     sampling: SamplingParams, opening: Opening, options: ReasoningOptions, served: Served
 ) -> SamplingParams:
-    """With what the tools demand of the answer, and with what may come before it."""
+    """Add the constraint of the tools, and the reasoning before the constrained answer."""
     chat = served.chat
     constraint = chat.tools.constraint(opening.toolbox, chat.tokens, sampling.constraint)
     marks = None if chat.reasoning is None else chat.reasoning.thinking(opening)
     if chat.reasoning is None and options.budget is not None:
         raise InvalidRequest(
-            "'thinking_token_budget' needs to know how the model marks its thoughts: start the worker with "
-            "--reasoning-parser.",
+            "'thinking_token_budget' requires a reasoning parser. Start the worker with --reasoning-parser.",
             param="thinking_token_budget",
             code=UNSUPPORTED_PARAMETER,
         )
@@ -112,7 +110,7 @@ def _formed(
 def _reader(
     chat: ChatFormat, opening: Opening, options: ReasoningOptions, held: bool
 ) -> Callable[[], Reader]:
-    """Makes what tells the parts of one choice; `held` are thoughts until all of one is there."""
+    """Return a function that creates the reader of one choice. `held` buffers reasoning until its end."""
 
     def reader() -> Reader:
         calls = chat.tools.reader(opening.toolbox)
@@ -127,7 +125,7 @@ def _reader(
 
 
 def _marks(chat: ChatFormat, chat_prompt: ChatPrompt) -> frozenset[str] | None:
-    """The special tokens by which parts are told."""
+    """Return the special tokens that the readers need."""
     calls = (
         chat.tools.keeps
         if chat_prompt.toolbox is not None and chat_prompt.toolbox.callable
@@ -150,11 +148,11 @@ def _alternatives(fields: Fields) -> int | None:
 
 
 def _check_the_rest(fields: Fields) -> None:
-    """Fields that are known and change nothing here, or that are not served."""
-    parameters.refuse_not_served(fields, NOT_SERVED)
+    """Validate fields without effect, and reject unsupported ones."""
+    parameters.reject_unsupported(fields, UNSUPPORTED)
     for modality in fields.array("modalities", 8) or ():
         if modality != "text":
-            raise not_served("modalities")
+            raise unsupported("modalities")
     fields.boolean("store")
     fields.choice("service_tier", TIERS)
     fields.choice("verbosity", ("low", "medium", "high"))
@@ -166,7 +164,7 @@ def _check_the_rest(fields: Fields) -> None:
 
 
 def _check_prediction(fields: Fields) -> None:
-    """What the answer is expected to be would make it quicker elsewhere."""
+    """Validate `prediction`, which has no effect."""
     prediction = fields.mapping("prediction")
     if prediction is None:
         return
@@ -186,6 +184,6 @@ def _check_metadata(fields: Fields) -> None:
     for key in metadata:
         if len(key) > limits.METADATA_KEY.most:
             most = limits.METADATA_KEY.most
-            fields.wrong_value("metadata", f"a key has at most {most} characters, not {len(key)}")
+            fields.wrong_value("metadata", f"Expected keys of at most {most} characters, but got {len(key)}")
         inner.require(key)
         inner.text(key, limits.METADATA_VALUE.most)

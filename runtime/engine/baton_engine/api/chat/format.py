@@ -1,4 +1,4 @@
-"""How one model chats: its templates, how it marks thoughts, how it writes calls. Settled at the start."""
+"""Chat format of a model: its templates, and its formats of reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from baton_engine.settings import WorkerSettings
 class ChatFormat:
     templates: Templates
     reasoning: ReasoningFormat | None
-    """None if thoughts stay in the text."""
+    """None if reasoning stays in the text."""
     tools: ToolFamily
     tokens: Mapping[str, int]
-    """The tokens that grammars write as ids, by their text."""
+    """Ids of the tokens that grammars match as one, by their text."""
 
-    def tells_tools(self, toolbox: Toolbox | None) -> bool:
-        """Whether tools have to be told in words, since the template would leave them out without a word."""
+    def describes_tools(self, toolbox: Toolbox | None) -> bool:
+        """Return whether messages must describe the tools, because the template would ignore them."""
         return self.tools is families.GENERIC and not self.templates.knows_tools(toolbox is not None)
 
 
 def chat_format_of(tokenizer: Tokenizer, settings: WorkerSettings) -> ChatFormat:
     """
-    What the settings say, and the chat template where they leave it open.
+    Determine the chat format from the settings and, where they are empty, from the chat template.
 
-    Raises SetupError for a template that is none and for parsers that there are not.
+    Raises SetupError for an invalid template or an unknown parser.
     """
     templates = templates_of(tokenizer, settings.chat_template)
     sources = list(templates.by_name.values())
-    spoken = next(filter(None, map(families.detect, sources)), "")
+    detected = next(filter(None, map(families.detect, sources)), "")
     return ChatFormat(
         templates=templates,
         reasoning=format_of(settings.reasoning_parser, sources, tokenizer.response_template),
-        tools=families.family(settings.tool_call_parser or spoken),
+        tools=families.family(settings.tool_call_parser or detected),
         tokens=tokenizer.added_tokens,
     )

@@ -1,9 +1,9 @@
 """
-A conversation as clients send it, checked, and in the one form that chat templates are given it in.
+Validation of a conversation, and its normalized form for chat templates.
 
-In that form a message has `role` and `content` (text, a list of texts, or None), and if it has them `name`,
-`reasoning_content`, `tool_call_id` and `tool_calls`, whose arguments are objects. Deprecated function calls
-have become tool calls. What a template wants otherwise is told by its `Dialect`.
+A normalized message has `role` and `content` (text, a list of texts, or None), and optionally `name`,
+`reasoning_content`, `tool_call_id` and `tool_calls` with arguments as objects. Deprecated function calls are
+converted to tool calls. A template's `Dialect` adapts messages further.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import msgspec
 from baton_api import limits
 from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.api.fields import Fields, shown, wrong_type
-from baton_engine.api.parameters import not_served
+from baton_engine.api.parameters import unsupported
 from baton_engine.api.parsing.tools.toolbox import INPUT
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 OTHER_PARTS = ("image_url", "input_image", "input_audio", "file", "input_file", "video_url", "audio_url")
 THOUGHTS = ("reasoning_content", "reasoning")
-"""What clients call the thoughts of an earlier answer."""
+"""Fields with the reasoning of an earlier answer."""
 
 Message = dict[str, Any]
 
 
 def read_messages(fields: Fields) -> list[Message]:
-    """The request's `messages`, at least one."""
+    """Read `messages`, at least one. Raises InvalidRequest."""
     fields.require("messages")
     items = fields.array("messages", limits.MESSAGES.most) or []
     if not items:
@@ -48,7 +48,7 @@ def read_messages(fields: Fields) -> list[Message]:
 
 
 class Called:
-    """The calls so far, for the results that follow them."""
+    """The calls so far, which later results refer to."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -59,15 +59,15 @@ class Called:
         self._names[self._last] = call["function"]["name"]
 
     def name(self, given: str) -> str | None:
-        """Of the function that the call with this id called."""
+        """Return the function name of the call with this id, or None."""
         return self._names.get(given)
 
     def fresh(self) -> str:
-        """An id for a call of the deprecated kind, which has none."""
+        """Return an id for a deprecated function call, which lacks an id."""
         return f"call_{len(self._names)}"
 
     def latest(self, name: str) -> str:
-        """The id of the last call, if it called this function; else a fresh one."""
+        """Return the id of the last call if it called this function, otherwise a new id."""
         return self._last if self.name(self._last) == name else self.fresh()
 
 
@@ -96,7 +96,7 @@ def _message(fields: Fields, called: Called) -> Message:
 
 def _assistant(fields: Fields, called: Called) -> Message:
     if fields.given("audio"):
-        raise not_served(fields.param("audio"))
+        raise unsupported(fields.param("audio"))
     message: Message = {"role": "assistant", "content": None}
     calls = _calls(fields) or _function_call(fields, called)
     if calls:
@@ -130,7 +130,7 @@ def _calls(fields: Fields) -> list[Message]:
 
 
 def _called(call: Fields) -> Message:
-    """A custom tool was called with text: the model knows it as a function of one parameter."""
+    """Read a call. The text of a custom tool becomes the parameter of a function."""
     kind = call.choice("type", ("function", "custom")) or "function"
     call.require(kind)
     function = Fields(call.mapping(kind) or {}, call.param(kind))
@@ -142,7 +142,7 @@ def _called(call: Fields) -> Message:
 
 
 def _arguments(function: Fields) -> dict[str, Any]:
-    """The JSON text of an object; some clients send the object itself, and nothing for no arguments."""
+    """Read arguments: JSON text of an object. Some clients send an object, or omit empty arguments."""
     given = function.get("arguments")
     if given is None or isinstance(given, dict):
         return given or {}
@@ -159,7 +159,7 @@ def _arguments(function: Fields) -> dict[str, Any]:
 
 
 def _function_call(fields: Fields, called: Called) -> list[Message]:
-    """The deprecated kind of call."""
+    """Read the deprecated `function_call`."""
     given = fields.mapping("function_call")
     if not given:
         return []
@@ -191,7 +191,7 @@ def _part(part: Any, path: str) -> str:
     fields = Fields(part, path)
     kind = fields.require("type")
     if kind in OTHER_PARTS:
-        fields.wrong_value("type", f"the model takes text only, not {kind}")
+        fields.wrong_value("type", f"the model supports text only, not {kind}")
     if kind not in (*TEXT_PARTS, "refusal"):
         fields.wrong_value("type", f"Expected 'text', but got {shown(kind)}")
     name = "refusal" if kind == "refusal" else "text"

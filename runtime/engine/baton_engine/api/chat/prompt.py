@@ -19,28 +19,28 @@ from baton_engine.api.prompts import read_ids
 from baton_engine.api.served import Served
 
 IDS = ("input_ids", "prompt_token_ids")
-"""What a prompt of token ids is called, which takes the place of messages."""
+"""Fields with a prompt of token ids, which replaces messages."""
 
 TAIL = 256
-"""Tokens at the end of such a prompt that are read as text, for what they leave open."""
+"""Number of tokens at the end of such a prompt that are decoded to detect open reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
     tokens: tuple[int, ...]
     text: str
-    """As it was rendered; of token ids, the end."""
+    """The rendered prompt; for token ids, its end."""
     toolbox: Toolbox | None
     last: str | None
-    """The text of the last message, if it is the assistant's."""
+    """Text of the last message, if it is the assistant's."""
     continued: bool
-    """Whether the answer goes on with that."""
+    """Whether the answer continues the last message."""
     param: str
-    """The field that it came from."""
+    """The field with the prompt, for errors."""
 
 
 def read_prompt(fields: Fields, served: Served) -> ChatPrompt:
-    """Takes a while for long conversations: not for the event loop. Raises InvalidRequest."""
+    """Validate and render. Blocks for long conversations, so do not call it on the event loop."""
     toolbox = read_tools(fields)
     name = next((name for name in IDS if fields.get(name) is not None), None)
     if name is not None:
@@ -48,13 +48,13 @@ def read_prompt(fields: Fields, served: Served) -> ChatPrompt:
     templates, settings = served.chat.templates, served.settings
     brought = read_template(fields, settings.trust_request_chat_template)
     if brought is None:
-        templates.source(toolbox is not None)  # there has to be one, whatever the messages
+        templates.source(toolbox is not None)  # a missing template is reported before invalid messages
     messages = read_messages(fields)
     last = _last(messages)
     continued = _continued(fields, last)
     tools = None if toolbox is None else toolbox.definitions
-    if brought is None and _speaks_of_tools(messages, toolbox) and served.chat.tells_tools(toolbox):
-        messages, tools = tell(messages, toolbox), None
+    if brought is None and _has_tools(messages, toolbox) and served.chat.describes_tools(toolbox):
+        messages, tools = describe_tools(messages, toolbox), None
     conversation = TemplateInput(
         messages=messages,
         tools=tools,
@@ -85,14 +85,14 @@ def _of_ids(fields: Fields, name: str, toolbox: Toolbox | None, served: Served) 
     return ChatPrompt(tokens=tokens, text=text, toolbox=toolbox, last=None, continued=False, param=name)
 
 
-def _speaks_of_tools(messages: Sequence[Message], toolbox: Toolbox | None) -> bool:
+def _has_tools(messages: Sequence[Message], toolbox: Toolbox | None) -> bool:
     return toolbox is not None or any(
         message["role"] == "tool" or message.get("tool_calls") for message in messages
     )
 
 
 def _last(messages: Sequence[Message]) -> str | None:
-    """The text of the last message, if it is the assistant's."""
+    """Return the text of the last message if it is the assistant's, otherwise None."""
     if messages[-1]["role"] != "assistant":
         return None
     content: str | list[str] | None = messages[-1]["content"]
@@ -105,7 +105,7 @@ def _continued(fields: Fields, last: str | None) -> bool:
         return False
     if fields.boolean("add_generation_prompt"):
         raise InvalidRequest(
-            "'continue_final_message' and 'add_generation_prompt' exclude one another.",
+            "'continue_final_message' and 'add_generation_prompt' cannot be combined. Remove one of them.",
             param="continue_final_message",
         )
     if last is None:
@@ -124,8 +124,12 @@ def _documents(fields: Fields) -> list[dict[str, Any]] | None:
 RESULT, RESULT_END = "<tool_response>", "</tool_response>"
 
 
-def tell(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | None) -> list[dict[str, Any]]:
-    """The same conversation in the roles and texts that every template knows; see `server.messages`."""
+def describe_tools(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | None) -> list[dict[str, Any]]:
+    """
+    Rewrite tools, calls and results as text in messages, for templates that do not support tools.
+
+    A system message describes the tools, and user messages contain the results.
+    """
     rewritten: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":
@@ -140,7 +144,7 @@ def tell(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | None) -> list
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
             rewritten.append(kept | {"content": "\n".join([*([text_part] if text_part else []), *calls])})
         elif message["role"] == "user" and rewritten and rewritten[-1].get("results"):
-            results = rewritten.pop()["content"]  # many templates want roles to alternate
+            results = rewritten.pop()["content"]  # many templates require alternating roles
             rewritten.append(dict(message) | {"content": f"{results}\n{_text(message['content'])}"})
         else:
             rewritten.append(dict(message))

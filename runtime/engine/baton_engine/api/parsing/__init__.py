@@ -1,1 +1,1 @@
-"""From generated text to messages: reasoning, tool calls, and what is shown of them."""
+"""Conversion of generated text to messages: reasoning, text and tool calls."""

@@ -1,9 +1,8 @@
 """
 Parts of an answer: reasoning, text, and tool calls.
 
-A `Reader` gets one choice's text as it comes and tells its parts as early as they are certain. It is a
-state machine over text alone, so that the whole text at once and its single characters give the same
-parts, joined.
+A `Reader` receives the text of one choice in pieces and emits parts as early as possible. It is a state
+machine over characters: the joined parts do not depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """A piece of what is said to the user."""
+    """A piece of the text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The beginning of a call: its arguments follow."""
+    """The start of a call. `Arguments` follow."""
 
     index: int
-    """0 for the choice's first call."""
+    """Index of the call within the choice, from 0."""
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the arguments of the call with this index: of JSON text, or of a custom tool's input."""
+    """A piece of a call's arguments: JSON text, or the input of a custom tool."""
 
     index: int
     text: str
@@ -50,17 +49,17 @@ Part = Thought | AnswerText | ToolCall | Arguments
 
 
 class Reader(Protocol):
-    """One choice's text in, its parts out; text that may turn out to be a marker is held back."""
+    """Converts the text of one choice into parts. Buffers text that may be the start of a marker."""
 
     def push(self, text: str) -> Sequence[Part]: ...
 
     def flush(self) -> Sequence[Part]:
-        """The answer is over: what was held back. A call that is cut in the middle keeps what it has."""
+        """Return the buffered parts at the end of the answer. A truncated call keeps its arguments so far."""
         ...
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours that continue one another as one."""
+    """Join adjacent parts of the same type and call."""
     whole: list[Part] = []
     for _, run in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
         first, *others = run
@@ -71,7 +70,7 @@ def merged(parts: Sequence[Part]) -> list[Part]:
 
 
 class PlainReader:
-    """All is said to the user."""
+    """Emits all text as text for the user."""
 
     def push(self, text: str) -> Sequence[Part]:
         return (AnswerText(text),) if text else ()

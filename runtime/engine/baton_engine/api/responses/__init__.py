@@ -1,7 +1,7 @@
 """
-`/v1/responses`: chat by another name, with items in place of messages and a memory.
+`/v1/responses`: chat with items instead of messages, and with stored conversations.
 
-A request is written as one for chat and checked and rendered by chat; what is here is the translation
-both ways, the stream of typed events, and what is kept for later requests. In a cluster it is the router
-that keeps it.
+A request is translated to a chat request, which the chat endpoint validates and renders. This package
+contains the translation in both directions, the stream of typed events, and the storage of responses. Behind
+a router, the router stores responses.
 """

@@ -1,8 +1,8 @@
 """
-A list of items as the messages that chat takes.
+Translation of input items to chat messages.
 
-What the model did in one turn comes as several items (thoughts, words, calls) and is one message in chat.
-Each message remembers the item that it began with, so that what chat has against it can be said of that.
+One turn of the model consists of several items (reasoning, text, calls) and becomes one message. Each message
+records the path of its first item, so that errors of chat refer to the item.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from baton_engine.api.fields import Fields, shown, wrong_type
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""The kinds of parts that are text, and the field that has it."""
+"""Types of text parts, and the member with the text."""
 
 
 @dataclass(slots=True)
 class ChatMessages:
-    """Messages, and for each the `param` of its item."""
+    """Messages, and the path of the first item of each."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class ChatMessages:
         self.sources.append(source)
 
     def assistant(self, source: str, *unlike: str) -> dict[str, Any]:
-        """The assistant's message that goes on; a new one after others, or if it has one of `unlike`."""
+        """Return the assistant's last message, or a new one if it has one of `unlike` or another role."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in unlike):
             last = {"role": "assistant", "content": ""}
@@ -41,7 +41,7 @@ class ChatMessages:
 
 
 def read(items: Sequence[object], earlier: int, instructions: str | None) -> ChatMessages:
-    """The first `earlier` items come from earlier responses. Raises InvalidRequest."""
+    """Translate items; the first `earlier` ones are of earlier responses. Raises InvalidRequest."""
     conversation = ChatMessages()
     if instructions is not None:
         conversation.add({"role": "system", "content": instructions}, "instructions")
@@ -63,7 +63,7 @@ def _add(conversation: ChatMessages, item: Fields, path: str) -> None:
                 message = conversation.assistant(path, "content", "tool_calls", "reasoning_content")
                 message["reasoning_content"] = thought
         case "function_call" | "custom_tool_call" if item.get("status") == "incomplete":
-            pass  # it was cut, and never made
+            pass  # a truncated call was never executed
         case "function_call":
             call = {"name": _text(item, "name"), "arguments": _text(item, "arguments")}
             _add_call(conversation, {"type": "function", "function": call}, item, path)
@@ -78,7 +78,7 @@ def _add(conversation: ChatMessages, item: Fields, path: str) -> None:
             }
             conversation.add(result, path)
         case _:
-            item.wrong_value("type", f"items of type {shown(kind)} are not served")
+            item.wrong_value("type", f"items of type {shown(kind)} are not supported")
 
 
 def _add_message(conversation: ChatMessages, item: Fields, path: str) -> None:
@@ -97,7 +97,7 @@ def _add_call(conversation: ChatMessages, call: dict[str, Any], item: Fields, pa
 
 
 def _thought(item: Fields) -> str:
-    """The thoughts themselves, or their summary where there is no more."""
+    """Return the text of a reasoning item, or its summary if the text is missing."""
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         texts = []
         for position, part in enumerate(item.array(name, limits.PARTS.most) or ()):
@@ -112,7 +112,7 @@ def _thought(item: Fields) -> str:
 
 
 def _content_parts(item: Fields, name: str) -> str | list[dict[str, Any]]:
-    """Text, or parts as chat takes them; parts that are no text are left for chat to refuse."""
+    """Read content: text, or a list of text parts. Raises InvalidRequest for other parts."""
     content = item.require(name)
     if isinstance(content, str):
         return content
@@ -133,7 +133,7 @@ def _part(part: object, path: str) -> dict[str, Any]:
     fields.require("type")
     kind = fields.text("type")
     if kind not in TEXTS:
-        fields.wrong_value("type", f"the model takes text only, not {shown(kind)}")
+        fields.wrong_value("type", f"the model supports text only, not {shown(kind)}")
     return {"type": "text", "text": _text(fields, TEXTS[kind])}
 
 

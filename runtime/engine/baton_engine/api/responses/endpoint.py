@@ -29,29 +29,29 @@ _STATE = headers.STATE.encode()
 
 
 def routes(served: Served) -> list[Route]:
-    """All of them, around one store."""
+    """Return the routes, with a common store."""
     settings = served.settings
     store = ResponseStore(
         StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
     )
     create = Create(served, store)
 
-    def whose(request: Request) -> bytes:
+    def owner_of(request: Request) -> bytes:
         return owner(request.headers.get("authorization", "").encode("latin-1"), served.keys.required)
 
     async def retrieve(request: Request) -> Response:
         id = request.path_params["id"]
-        return _json(response_store.retrieve(store, whose(request), id, request.query_params))
+        return _json(response_store.retrieve(store, owner_of(request), id, request.query_params))
 
     async def delete(request: Request) -> Response:
-        return _json(response_store.delete(store, whose(request), request.path_params["id"]))
+        return _json(response_store.delete(store, owner_of(request), request.path_params["id"]))
 
     async def input_items(request: Request) -> Response:
         id = request.path_params["id"]
-        return _json(response_store.input_items(store, whose(request), id, request.query_params))
+        return _json(response_store.input_items(store, owner_of(request), id, request.query_params))
 
     async def cancel(request: Request) -> Response:
-        response_store.cancel(store, whose(request), request.path_params["id"])
+        response_store.cancel(store, owner_of(request), request.path_params["id"])
 
     return [
         Route("/v1/responses", create, methods=["POST"]),
@@ -86,7 +86,7 @@ def _json(body: bytes) -> Response:
 
 
 def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
-    """Takes a while for long conversations: not for the event loop."""
+    """Translate and prepare a request. Blocks for long conversations, so do not call it on the event loop."""
     given = _input(fields)
     recalled = memory.recall(fields.text("previous_response_id"), given)
     if not recalled.items:
@@ -129,7 +129,7 @@ def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
 
 
 def _input(fields: Fields) -> list[Any]:
-    """The request's own items."""
+    """Read the items of the request's input."""
     if fields.get("previous_response_id") is None:
         fields.require("input")
     value = fields.get("input")
@@ -143,7 +143,7 @@ def _input(fields: Fields) -> list[Any]:
 
 
 def _chat(response_request: ResponseRequest, served: Served, start: int) -> Work:
-    """As chat reads it, without the messages before `start` that are not the instructions."""
+    """Prepare the chat request with the instructions and the messages from `start` on."""
     talk = response_request.conversation
     head = talk.messages[: talk.sources[:1] == ["instructions"]]
     messages = [*head, *talk.messages[max(start, len(head)) :]]
@@ -152,7 +152,7 @@ def _chat(response_request: ResponseRequest, served: Served, start: int) -> Work
 
 
 def _fitted(response_request: ResponseRequest, served: Served) -> Work:
-    """With as much of the conversation's end as the context takes: it begins with a message of the user."""
+    """Prepare the chat request with the longest end of the conversation that fits and begins with a user."""
     roles = [message["role"] for message in response_request.conversation.messages]
     starts = [0, *(position for position, role in enumerate(roles) if role == "user" and position)]
     works: dict[int, Work] = {}
@@ -166,6 +166,6 @@ def _fitted(response_request: ResponseRequest, served: Served) -> Work:
             return False
         return True
 
-    # All of it fits as a rule; else as much as does, found in a few tries.
-    found = 0 if fits(starts[0]) else bisect.bisect_left(starts, True, lo=1, key=fits)
-    return works[starts[min(found, len(starts) - 1)]]
+    # The whole conversation usually fits; otherwise a binary search needs few attempts.
+    first = 0 if fits(starts[0]) else bisect.bisect_left(starts, True, lo=1, key=fits)
+    return works[starts[min(first, len(starts) - 1)]]

@@ -1,11 +1,10 @@
 """
-Parts of an answer as output items, and the typed, numbered events of their stream.
+Output items of a response, and the typed, numbered events of their stream.
 
 One item is open at a time: reasoning, a message, or a call. The next item closes it. Clients rely on the
-order of an item's events: the item is added, its content is added, grows and is done, then the item is done.
-White space between items belongs to none of them. Logprobs are those of the message's tokens only: each token
-has its offset in the whole text, and each piece of a message is found there.
-See https://developers.openai.com/api/docs/guides/streaming-responses
+order of an item's events: item added, content added, deltas, content done, item done. White space between
+items is dropped. Logprobs cover the tokens of messages only. They are located by the offsets of tokens in the
+whole text. See https://developers.openai.com/api/docs/guides/streaming-responses
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from baton_engine.requests import FinishReason
 class ItemKind:
     type: str
     event: str
-    """Its text grows by `{event}.delta` and ends with `{event}.done`."""
+    """Prefix of the events of its text: `{event}.delta` and `{event}.done`."""
     name: str
-    """What the text is called in the item, or in its content, and in the last of these events."""
+    """Member with the text, in the item or its content part, and in `{event}.done`."""
     content: str = ""
-    """The type of the content part that has the text; empty where the item has it itself."""
+    """Type of the content part with the text; empty if the item itself contains the text."""
 
 
 REASONING = ItemKind("reasoning", "response.reasoning_text", "text", "reasoning_text")
@@ -51,7 +50,7 @@ CUSTOM_CALL = ItemKind("custom_tool_call", "response.custom_tool_call_input", "i
 
 @dataclass(slots=True)
 class Growing:
-    """The item that is open."""
+    """The open item."""
 
     kind: ItemKind
     index: int
@@ -60,7 +59,7 @@ class Growing:
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     place: dict[str, Any] = field(init=False)
-    """What the events of its text say of where they belong."""
+    """Members of its events that identify the item."""
 
     def __post_init__(self) -> None:
         self.place = {"item_id": self.id, "output_index": self.index}
@@ -72,7 +71,7 @@ class Growing:
         return part | {"annotations": [], "logprobs": logprobs} if self.kind is MESSAGE else part
 
     def item(self, status: str) -> dict[str, Any]:
-        """As it stands: without its text while it is in progress."""
+        """Return the item, without its text while it is in progress."""
         text = "" if status == "in_progress" else "".join(self.texts)
         item: dict[str, Any] = {"id": self.id, "type": self.kind.type, "status": status}
         if self.call is not None:
@@ -87,21 +86,21 @@ class ResponseItems:
     """The items of one response."""
 
     def __init__(self, events: Events, custom: frozenset[str], logprobs: MessageLogprobs | None) -> None:
-        """`custom` are the names of the tools that take text."""
+        """`custom` contains the names of the custom tools."""
         self.items: list[dict[str, Any]] = []
-        """Those that are done."""
+        """The completed items."""
         self._events = events
         self._custom = custom
         self._logprobs = logprobs
         self._open: Growing | None = None
         self._blank = ""
-        """White space of which it is not known yet whether a message begins with it."""
+        """White space that may be the start of a message."""
 
     def push(self, parts: Sequence[Part]) -> None:
         for part in parts:
             match part:
                 case AnswerText(text):
-                    self._say(text)
+                    self._add_text(text)
                 case Thought(text):
                     if self._logprobs is not None:
                         self._logprobs.skip(text)
@@ -113,13 +112,13 @@ class ResponseItems:
                     self._grow(self._open, text)
 
     def close(self, status: str) -> None:
-        """The answer is over: what is open ends with this status. Of nothing at all a message is made."""
+        """End the answer: close the open item with this status. An empty answer becomes a message."""
         if self._open is None and not self.items:
             blank = self._blank
             self._grow(self._of(MESSAGE), blank)
         self._end(status)
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._open is None or self._open.kind is not MESSAGE:
             text = self._blank + text
             if not text.strip():
@@ -128,7 +127,7 @@ class ResponseItems:
         self._grow(self._of(MESSAGE), text)
 
     def _of(self, kind: ItemKind) -> Growing:
-        """The open item, if it is of this kind, or a new one."""
+        """Return the open item if it is of this kind, otherwise a new item."""
         if self._open is not None and self._open.kind is kind:
             return self._open
         return self._begin(kind)
@@ -178,7 +177,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Events:
-    """Collects the events of one response until they are taken; a response that is not streamed has none."""
+    """Buffer of the events of one response. Ignores events of a response that is not streamed."""
 
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
@@ -191,38 +190,38 @@ class Events:
             self._waiting.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
 
     def take(self) -> bytes:
-        """All that were added since the last time, as bytes of the stream."""
+        """Return and remove the buffered events, as bytes of the stream."""
         taken = b"".join(self._waiting)
         self._waiting.clear()
         return taken
 
 
 class MessageLogprobs:
-    """Of one answer. The tokens of a piece are taken in before its parts are asked about."""
+    """Logprobs of the messages of one answer. Add the tokens of a piece before reading its parts."""
 
     def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
         self._tokenizer = tokenizer
         self._alternatives = alternatives
         self._text = ""
         self._read = 0
-        """Characters of the text that are accounted for."""
+        """Number of characters of the text that were read."""
         self._tokens: deque[tuple[int, TokenChoice]] = deque()
-        """Those that are not, with their places."""
+        """Tokens that were not read, with their offsets."""
 
-    def saw(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
         self._text += piece.text
         self._tokens.extend(zip(piece.offsets, piece.tokens, strict=True))
 
     def skip(self, thought: str) -> None:
-        """This much was thought and not said."""
+        """Skip the tokens of reasoning."""
         at = self._text.find(thought, self._read)
         if at >= 0:
             self._read = at + len(thought)
 
-    def of(self, words: str) -> list[dict[str, Any]]:
-        """The entries of the tokens that these words are made of."""
-        start = max(self._text.find(words, self._read), self._read)
-        end = self._read = start + len(words)
+    def of(self, text: str) -> list[dict[str, Any]]:
+        """Return the entries of the tokens of `text`, the next text of a message."""
+        start = max(self._text.find(text, self._read), self._read)
+        end = self._read = start + len(text)
         tokens: list[TokenChoice] = []
         while self._tokens and self._tokens[0][0] < end:
             place, token = self._tokens.popleft()
@@ -238,16 +237,16 @@ def response_id() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class ResponseShape:
-    """One response; `n` does not exist here."""
+    """One response. It has one choice."""
 
     model: str
     echo: dict[str, Any]
-    """What it repeats of the request."""
+    """Members of the request that the response repeats."""
     events_of: Events
     output: ResponseItems
     logprobs: MessageLogprobs | None
     keep: Callable[[dict[str, Any]], None]
-    """Given the response once it is complete."""
+    """Called with the complete response."""
     id: str = field(default_factory=response_id)
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: bool = False
@@ -272,14 +271,14 @@ class ResponseShape:
         return self._complete(usage)
 
     def failure(self, error: BatonError) -> bytes:
-        """The last event of a stream that breaks, with the most general of OpenAI's codes for that."""
+        """Return the last event of a failed stream, with OpenAI's general error code."""
         error_body = {"code": "server_error", "message": error.message}
         self.events_of.add("response.failed", {"response": self._body("failed", error=error_body)})
         return self.events_of.take()
 
     def _take(self, piece: Piece, parts: Sequence[Part]) -> None:
         if self.logprobs is not None:
-            self.logprobs.saw(piece)
+            self.logprobs.add(piece)
         self.output.push(parts)
         self._finish = piece.finish
 

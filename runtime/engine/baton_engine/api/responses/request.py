@@ -1,9 +1,9 @@
 """
-A request for a response, translated to a request for chat.
+Translation of a responses request to a chat request.
 
-Members with the same name and meaning pass unchanged, extensions included; others are renamed. Members of
-chat that responses lack are rejected with the name to use instead, and chat's errors are reported under the
-request's own member names. Tools are flat here and nested in chat.
+Members with the same name and meaning pass unchanged, including extensions; others are renamed. Members of
+chat that responses lack are rejected with the name to use instead. Errors of chat are reported under the
+member names of the request. Tools are flat in responses and nested in chat.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from baton_api import limits
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.api.fields import Fields, shown, wrong_type
-from baton_engine.api.parameters import not_served
+from baton_engine.api.parameters import unsupported
 from baton_engine.api.responses import conversation
 from baton_engine.api.responses.conversation import ChatMessages
 
@@ -27,9 +27,9 @@ INCLUDABLE = (
     "web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url",
     "computer_call_output.output.image_url",
 )  # fmt: skip
-"""All but the first ask for what there is not: of tools that are not served, and of thoughts in cipher."""
+"""Valid values of `include`. All but the first refer to unsupported features and have no effect."""
 
-NOT_SERVED = ("background", "conversation", "prompt", "context_management", "moderation")
+UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
 MOVED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -41,14 +41,14 @@ MOVED = {
     "function_call": "tool_choice",
     "logprobs": "include",
 }
-"""Fields of chat, and what they are here."""
+"""Fields of chat, and the corresponding fields of responses."""
 
 OWN = frozenset({
-    *NOT_SERVED, *MOVED, "input", "instructions", "previous_response_id", "max_output_tokens", "text",
+    *UNSUPPORTED, *MOVED, "input", "instructions", "previous_response_id", "max_output_tokens", "text",
     "reasoning", "include", "tools", "tool_choice", "truncation", "max_tool_calls", "store", "top_logprobs",
     "n",
 })  # fmt: skip
-"""Fields that chat is not to see as they are."""
+"""Fields that are not passed to chat unchanged."""
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 SUMMARIES = ("auto", "concise", "detailed")
@@ -56,22 +56,22 @@ SUMMARIES = ("auto", "concise", "detailed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest:
-    """One request, read."""
+    """A translated request."""
 
     conversation: ChatMessages
     options: dict[str, Any]
-    """The fields of chat, but for the messages."""
+    """Fields of the chat request, except for the messages."""
     echo: dict[str, Any]
-    """What the response object repeats."""
+    """Members that the response repeats."""
     custom: frozenset[str]
-    """Names of the tools that take text and not arguments."""
+    """Names of the custom tools."""
     logprobs: bool
     truncate: bool
 
 
 def read(fields: Fields, items: Sequence[object], earlier: int) -> ResponseRequest:
-    """`items` are the whole conversation, the first `earlier` of them from earlier responses."""
-    _refuse(fields)
+    """Translate a request. `items` is the whole conversation; the first `earlier` items are of responses."""
+    _reject_fields(fields)
     include = _include(fields)
     top_logprobs = fields.integer("top_logprobs", *limits.TOP_LOGPROBS.range)
     fields.integer("max_tool_calls", *limits.MAX_TOOL_CALLS.range)
@@ -97,24 +97,10 @@ def read(fields: Fields, items: Sequence[object], earlier: int) -> ResponseReque
         options={name: value for name, value in options.items() if value is not None},
         echo={
             "instructions": instructions,
-            "max_output_tokens": fields.get("max_output_tokens"),
-            "max_tool_calls": fields.get("max_tool_calls"),
-            "metadata": fields.get("metadata") or {},
-            "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
-            "previous_response_id": fields.text("previous_response_id"),
-            "prompt_cache_key": fields.get("prompt_cache_key"),
-            "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-            "safety_identifier": fields.get("safety_identifier"),
-            "store": fields.boolean("store", True),
-            "text": {
-                "format": text.get("format") or {"type": "text"},
-                "verbosity": text.get("verbosity") or "medium",
-            },
             "tool_choice": choice,
             "tools": offered,
             "top_logprobs": top_logprobs or 0,
-            "truncation": fields.choice("truncation", ("auto", "disabled")) or "disabled",
-            "user": fields.get("user"),
+            **_echo(fields, text, reasoning),
         },
         custom=frozenset(tool["name"] for tool in offered if tool["type"] == "custom"),
         logprobs=LOGPROBS in include,
@@ -122,14 +108,35 @@ def read(fields: Fields, items: Sequence[object], earlier: int) -> ResponseReque
     )
 
 
-def _refuse(fields: Fields) -> None:
-    for name in NOT_SERVED:
+def _echo(fields: Fields, text: Fields, reasoning: Fields) -> dict[str, Any]:
+    """Return the fields that the response object repeats unchanged, or with their defaults."""
+    return {
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "max_tool_calls": fields.get("max_tool_calls"),
+        "metadata": fields.get("metadata") or {},
+        "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
+        "previous_response_id": fields.text("previous_response_id"),
+        "prompt_cache_key": fields.get("prompt_cache_key"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "safety_identifier": fields.get("safety_identifier"),
+        "store": fields.boolean("store", True),
+        "text": {
+            "format": text.get("format") or {"type": "text"},
+            "verbosity": text.get("verbosity") or "medium",
+        },
+        "truncation": fields.choice("truncation", ("auto", "disabled")) or "disabled",
+        "user": fields.get("user"),
+    }
+
+
+def _reject_fields(fields: Fields) -> None:
+    for name in UNSUPPORTED:
         if fields.given(name):
-            raise not_served(name)
+            raise unsupported(name)
     for name, here in MOVED.items():
         if fields.get(name) is not None:
             raise InvalidRequest(
-                f"Unsupported parameter: '{name}'. Responses have {here!r} in its place.",
+                f"Unsupported parameter: '{name}'. Use {here!r} instead.",
                 param=name,
                 code=UNSUPPORTED_PARAMETER,
             )
@@ -142,12 +149,12 @@ def _include(fields: Fields) -> frozenset[str]:
         if not isinstance(name, str):
             raise wrong_type(param, "a string", name)
         if name not in INCLUDABLE:
-            Fields({param: name}).wrong_value(param, f"there is no {shown(name)} to include")
+            Fields({param: name}).wrong_value(param, f"{shown(name)} cannot be included")
     return frozenset(wanted)
 
 
 def _format(text: Fields) -> dict[str, Any] | None:
-    """Chat has the particulars of a schema one level deeper."""
+    """Translate `text.format`. In chat, a schema is nested one level deeper."""
     given = text.mapping("format")
     if given is None:
         return None
@@ -177,7 +184,7 @@ _MESSAGE = re.compile(r"^messages\[(\d+)\]")
 
 @contextlib.contextmanager
 def renamed(sources: Sequence[str]) -> Iterator[None]:
-    """Raise every InvalidRequest with the name of a field of responses; `sources[i]` made message i."""
+    """Rename the fields in InvalidRequest to those of responses. `sources[i]` is the path of message i."""
     try:
         yield
     except InvalidRequest as error:
@@ -189,7 +196,7 @@ def renamed(sources: Sequence[str]) -> Iterator[None]:
 
 
 def here(param: str, sources: Sequence[str]) -> str:
-    """The field of responses that stands for chat's `param`."""
+    """Return the field of responses that corresponds to chat's `param`."""
     if (message := _MESSAGE.match(param)) and int(message[1]) < len(sources):
         return sources[int(message[1])]
     for pattern, name in _NAMES:
@@ -203,7 +210,7 @@ OF_CUSTOM = ("name", "description", "format")
 
 
 def read_tools(fields: Fields) -> list[dict[str, Any]]:
-    """The tools as a response object shows them. Raises InvalidRequest for those that others would run."""
+    """Return the tools in the format of responses. Raises InvalidRequest for built-in tools of OpenAI."""
     return [
         _tool(tool, f"tools[{position}]")
         for position, tool in enumerate(fields.array("tools", limits.TOOLS.most) or ())
@@ -218,7 +225,7 @@ def _tool(tool: object, path: str) -> dict[str, Any]:
     kind = fields.text("type")
     if kind not in ("function", "custom"):
         raise InvalidRequest(
-            f"Tools of type {shown(kind)} are not served here: only 'function' and 'custom' are.",
+            f"Tools of type {shown(kind)} are not supported. Supported types: 'function' and 'custom'.",
             param="tools",
             code=UNSUPPORTED_PARAMETER,
         )
@@ -243,7 +250,7 @@ def for_chat(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_choice(fields: Fields) -> str | dict[str, Any]:
-    """`tool_choice` as a response object shows it."""
+    """Return `tool_choice` in the format of responses."""
     value = fields.get("tool_choice")
     if value is None:
         return "auto"

@@ -1,8 +1,8 @@
 """
-Where a response's conversation comes from, and where it goes.
+Storage of conversations for `previous_response_id`.
 
-A worker of its own keeps responses itself. Behind a router it keeps none: the next request may come to
-another worker, so the router keeps them, and gives each request its whole conversation.
+A standalone worker stores responses itself. Behind a router, the next request may reach another worker. The
+router therefore stores responses, and sends the whole conversation with each request.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Response = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """What a request is answered from."""
+    """The conversation of a request."""
 
     items: Sequence[object]
-    """The whole conversation, oldest first."""
+    """The whole conversation, oldest item first."""
     earlier: int
-    """How many of them come from earlier responses."""
+    """Number of items from earlier responses."""
     keep: Callable[[Response], None]
-    """To be called with the response if it is to be kept."""
+    """Stores the response."""
 
 
 class ConversationMemory(Protocol):
-    """Belongs to one request."""
+    """Access of one request to stored conversations."""
 
     def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:
-        """`given` are the items of the request's input. Raises PreviousResponseNotFound."""
+        """Return the conversation that ends with `given`. Raises PreviousResponseNotFound."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """Keeps responses here."""
+    """Stores responses in this worker."""
 
     store: ResponseStore
     owner: bytes
@@ -59,7 +59,7 @@ class OwnMemory:
 
 @dataclass(frozen=True, slots=True)
 class RoutersMemory:
-    """The router keeps them, and has put `earlier` items before the input."""
+    """The router stores responses, and has put `earlier` items before the input."""
 
     earlier: int
 
@@ -68,4 +68,4 @@ class RoutersMemory:
 
 
 def forget(response: Response) -> None:
-    """Keep nothing."""
+    """Do not store the response."""

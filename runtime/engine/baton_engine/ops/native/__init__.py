@@ -1,6 +1,6 @@
 """
-Kernels in C for the processor at hand, and how they come to be.
+Native kernels in C, and their compilation.
 
-The sources travel with the package and are compiled at first use for exactly this processor
-(`library`); who runs them is `baton_engine.model.native`.
+The package contains the sources. `library` compiles them at first use for exactly this processor, and
+`baton_engine.model.native_decoder` calls them.
 """

@@ -1,22 +1,22 @@
 /*
- * Causal attention of some query rows over the cache's blocks, without gathering them.
+ * Causal attention of query rows over the blocks of the cache, without gathering them (online softmax).
  *
- * Keys and values are taken 64 at a time, at multiples of 64 from the sequence's beginning, and packed into
- * panels, so that scores and weighted sums are both `multiply`. Softmax runs along with a running largest
- * score. What a row must not see weighs exactly 0 in every step, so a row's result depends on its own
- * position and context alone, neither on the rows beside it nor on how the prompt was cut into chunks.
+ * Keys and values are processed in groups of 64, aligned to multiples of 64 from the start of the sequence, and
+ * packed into panels, so that `multiply` computes both scores and weighted sums. The softmax keeps a running maximum
+ * of the scores. Masked keys have weight exactly 0 in every group. A row's result therefore depends on its own
+ * position and context only, not on the other rows or on the chunks of the prompt.
  */
 #ifndef BATON_ATTENTION_H
 #define BATON_ATTENTION_H
 
 #include "linear.h"
 
-#define KEYS 64               /* keys taken at a time */
+#define KEYS 64               /* keys of one group */
 #define MOST_HEAD_DIM 256
-#define MOST_QUERIES 96       /* query rows of one call: tokens times the heads of a group */
-#define HIDDEN_SCORE -1e30f   /* below every score, above minus infinity: differences stay finite */
+#define MOST_QUERIES 96       /* query rows of one call: tokens times query heads per key head */
+#define HIDDEN_SCORE -1e30f   /* below every score, but finite, so that differences are finite */
 
-/* Where one row's keys and values of one layer and head stand. */
+/* Location of one row's keys and values, for one layer and head. */
 struct context {
     const char *keys;         /* of block 0 */
     const char *values;
@@ -24,7 +24,7 @@ struct context {
     const int32_t *blocks;
 };
 
-/* One thread's scratch memory: 240 KB, more than a small thread's stack has to spare. */
+/* Scratch memory of one thread: 240 KB, too large for a small thread's stack. */
 struct scratch {
     _Alignas(64) uint32_t keys[KEYS / PANEL][MOST_HEAD_DIM * PANEL];
     uint32_t values[MOST_HEAD_DIM / PANEL][KEYS * PANEL];
@@ -36,7 +36,7 @@ struct scratch {
 
 static const _Alignas(64) uint32_t no_slot[MOST_HEAD_DIM];
 
-/* Asks for keys and values that will be packed soon: blocks lie apart, so the processor cannot guess them. */
+/* Prefetches keys and values that will be packed next; the hardware prefetcher cannot predict scattered blocks. */
 INLINE void fetch_ahead(const struct context *context, size_t first, size_t end) {
     if (end > first + LANES) end = first + LANES;
     while (first < end) {
@@ -52,8 +52,8 @@ INLINE void fetch_ahead(const struct context *context, size_t first, size_t end)
 }
 
 /*
- * Packs the keys and values of positions `first` to `end`, 64 at most. Up to a multiple of PANEL, places beyond
- * `end` hold zeros; what is in those after it is hidden.
+ * Packs the keys and values of positions `first` to `end`, at most 64. Positions beyond `end` are zero up to a
+ * multiple of PANEL, and undefined after it; they are masked.
  */
 INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t end, size_t dim,
                       const int kind) {
@@ -103,8 +103,8 @@ INLINE void pack_keys(struct scratch *scratch, const struct context *context, si
 }
 
 /*
- * Turns one row of scores into weights 2 ** (scale * (score - best)); brings its running sums to the new best.
- * Keys from `seen_from` to `seen_to` of the 64 are visible.
+ * Converts one row of scores to weights 2 ** (scale * (score - best)), and rescales its running sums to the new
+ * maximum `best`. Of the 64 keys, those from `seen_from` to `seen_to` are visible.
  */
 INLINE void soften(float *scores, uint32_t *weights, float scale, int seen_from, int seen_to, float *best, float *total,
                    float *sums, size_t sums_length, const int kind) {
@@ -122,7 +122,7 @@ INLINE void soften(float *scores, uint32_t *weights, float scale, int seen_from,
     for (int i = 1; i < KEYS / LANES; i++) top = larger(top, score[i]);
     float before = *best, now = largest(top);
     if (now > before) {
-        /* Only a row that has seen nothing has HIDDEN_SCORE, and then the sums are 0. */
+        /* A maximum of HIDDEN_SCORE means that no key was visible yet; the sums are then 0. */
         float shrink = exp2s(splat((before - now) * scale))[0];
         *best = now;
         *total *= shrink;
@@ -140,19 +140,19 @@ INLINE void soften(float *scores, uint32_t *weights, float scale, int seen_from,
 }
 
 /*
- * Query rows of tokens at positions `position` on, `group` rows a token, against one head's keys.
- * `queries` is [tokens * group][query_lanes]; result row i goes to results + offsets by `write`.
+ * Query rows of `tokens` consecutive tokens from `position` on, with `group` rows per token, for one key head.
+ * `queries` is [tokens * group][query_lanes].
  */
 struct span {
     const uint32_t *queries;
     size_t query_lanes;
     size_t tokens, group;
-    size_t position;  /* of the first token */
-    size_t window;    /* keys a token sees, itself included; 0 for all */
+    size_t position;  /* position of the first token */
+    size_t window;    /* visible keys per token, including itself; 0: all */
     size_t dim;
 };
 
-/* Leaves the weighted sums of span's rows, divided by their totals, in scratch->sums [rows][padded dim]. */
+/* Writes the weighted means of the values, for each row of `span`, to scratch->sums [rows][padded dim]. */
 INLINE void attend(struct scratch *scratch, const struct context *context, const struct span *span, const int kind) {
     const size_t rows = span->tokens * span->group, padded = round_up(span->dim, PANEL);
     const float scale = LOG2_E / __builtin_sqrtf((float)span->dim);

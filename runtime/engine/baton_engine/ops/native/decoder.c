@@ -1,30 +1,30 @@
 /*
- * A whole forward pass of a Llama-like decoder in one call.
+ * The forward pass of a Llama-like decoder in one call.
  *
- * The pass is a sequence of phases over a pool of threads: for each layer norm, qkv, rotation, attention,
- * output, norm, gate and up, down. Activations between products are of the weights' kind, everything else,
- * the residual above all, is float32. Every number of a row is computed from that row alone and in an order
+ * The pass is a sequence of phases on a thread pool. Each layer has the phases norm, qkv, rotation, attention,
+ * output, norm, gate and up, down. Inputs of products have the kind (data type) of the weights; all other
+ * activations, such as the residual, are float32. A row's numbers are computed from that row only, in an order
  * that does not depend on the batch or on the number of threads.
  */
 #define _GNU_SOURCE
 
 #include "model.h"
 
-#define NORM_ROWS 4          /* rows of one chunk of a norm, of a rotation, of the embedding */
-#define ROWS_AT_ONCE (256 / TILE_ROWS * TILE_ROWS) /* rows of one chunk of a linear at most */
-#define CHUNKS_PER_THREAD 6  /* enough that no thread waits long for another's last one */
-#define RUNS_PER_THREAD 1    /* of equal length that would make up the panels that are left */
+#define NORM_ROWS 4          /* rows per chunk of a norm, of a rotation and of the embedding */
+#define ROWS_AT_ONCE (256 / TILE_ROWS * TILE_ROWS) /* maximum rows per chunk of a linear */
+#define CHUNKS_PER_THREAD 6  /* enough that threads finish a phase at about the same time */
+#define RUNS_PER_THREAD 1    /* a run has 1 / (threads * RUNS_PER_THREAD) of the remaining panels */
 
 enum step { NORM_BEFORE_ATTENTION, PROJECT, ROTATE, ATTEND, JOIN, NORM_BEFORE_MLP, GATE, CLOSE, STEPS };
 
-/* What becomes of a product. */
-enum fate { WRITE, ADD, GATED };
+/* How a product is stored: written, added to the result, or gated by SiLU. */
+enum store_mode { WRITE, ADD, GATED };
 
 struct product {
     const struct linear *weight;
     const char *rows;
     size_t row_bytes, count;
-    enum fate fate;
+    enum store_mode mode;
     void *result;
     size_t result_stride; /* items */
 };
@@ -62,7 +62,7 @@ INLINE char *cache_at(const struct model *model, size_t block, size_t layer, siz
     return (char *)model->pass->cache + index * (size_t)spec->head_dim * item_bytes(kind);
 }
 
-/* Norms and rotates one head into `to`, which has room for whole vectors. */
+/* Normalizes and rotates one head into `to`, which is padded to whole vectors. */
 INLINE void rotate_head(float *restrict from, float *restrict to, const float *norm, float epsilon,
                         const float *restrict cosines, const float *restrict sines, size_t dim) {
     if (norm) {
@@ -78,7 +78,7 @@ INLINE void rotate_head(float *restrict from, float *restrict to, const float *n
     }
 }
 
-/* Rotates a token's queries and keys; writes keys and values to the cache. */
+/* Rotates a token's queries and keys, and writes keys and values to the cache. */
 INLINE void rotate(struct model *model, size_t layer_index, size_t token, const int kind) {
     const struct spec *spec = &model->spec;
     const struct layer *layer = model->layers + layer_index;
@@ -101,7 +101,7 @@ INLINE void rotate(struct model *model, size_t layer_index, size_t token, const 
         rotate_head(qkv + (heads + head) * dim, rotated, layer->k_norm, epsilon, cosines, sines, dim);
         for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(rotated + i), kind);
         memcpy(cache_at(model, block, layer_index, 0, head, slot, kind), packed, bytes);
-        /* Reads up to LANES beyond the value: the rows of qkv are padded. */
+        /* Reads up to LANES numbers beyond the value; the rows of qkv are padded. */
         for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(qkv + (heads + kv_heads + head) * dim + i), kind);
         memcpy(cache_at(model, block, layer_index, 1, head, slot, kind), packed, bytes);
     }
@@ -109,7 +109,7 @@ INLINE void rotate(struct model *model, size_t layer_index, size_t token, const 
 
 static int is_last(const struct model *model, size_t layer) { return layer + 1 == (size_t)model->spec.layers; }
 
-/* The last position in offsets [0, count] whose value is not above `value`. */
+/* Returns the last index in offsets [0, count] whose value is at most `value`. */
 INLINE size_t find(const int64_t *offsets, size_t count, int64_t value) {
     size_t low = 0, high = count;
     while (high - low > 1) {
@@ -121,8 +121,8 @@ INLINE size_t find(const int64_t *offsets, size_t count, int64_t value) {
 }
 
 /*
- * Attention chunks: key heads, then tokens of rows, the last and longest first. In the last layer only
- * the tokens whose logits are wanted look back: nobody sees what the others would make of it.
+ * One chunk of attention. Chunks are ordered by key head, then by tokens, the last and longest first. The last
+ * layer computes attention only for tokens whose logits are needed, because no later layer reads the others.
  */
 INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, size_t thread, const int kind) {
     const struct spec *spec = &model->spec;
@@ -186,12 +186,12 @@ INLINE void finish_tile(const struct product *product, const float *tile, size_t
     floats right_bias = weight->bias ? load(weight->bias + from + LANES) : splat(0.0f);
     for (size_t i = 0; i < count; i++) {
         floats left = load(tile + i * PANEL) + left_bias, right = load(tile + i * PANEL + LANES) + right_bias;
-        if (product->fate == GATED) {
+        if (product->mode == GATED) {
             put(product->result, (row + i) * product->result_stride + panel * LANES, silu(left) * right, kind);
             continue;
         }
         float *to = (float *)product->result + (row + i) * product->result_stride + from;
-        if (product->fate == ADD) left += load(to), right += load(to + LANES);
+        if (product->mode == ADD) left += load(to), right += load(to + LANES);
         if (from + PANEL <= weight->outputs) {
             store(to, left), store(to + LANES, right);
         } else {
@@ -202,11 +202,11 @@ INLINE void finish_tile(const struct product *product, const float *tile, size_t
     }
 }
 
-/* How a product is cut: blocks of rows, and in each runs of panels. */
+/* Partition of a product: blocks of rows, and runs of panels in each block. */
 struct cut {
     size_t rows, row_blocks, panels;
-    size_t runs;   /* of a block of rows */
-    size_t shares; /* a run takes this part of the panels that are left: long runs first, short ones to end on */
+    size_t runs;   /* number of runs per block of rows */
+    size_t shares; /* a run has 1 / shares of the remaining panels, so that runs become shorter */
 };
 
 static size_t run_length(size_t left, size_t shares) { return (left + shares - 1) / shares; }
@@ -216,7 +216,7 @@ static struct cut cut_product(const struct model *model, const struct product *p
     struct cut cut = {.panels = panel_count(product->weight), .shares = threads == 1 ? 1 : RUNS_PER_THREAD * threads};
     cut.row_blocks = (product->count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     cut.rows = round_up((product->count + cut.row_blocks - 1) / cut.row_blocks, TILE_ROWS);
-    /* Many threads and few panels: shorter blocks of rows, down to two tiles. */
+    /* With many threads and few panels, blocks of rows are shorter, down to two tiles. */
     while (threads > 1 && cut.row_blocks * cut.panels < threads * CHUNKS_PER_THREAD && cut.rows > 2 * TILE_ROWS) {
         cut.rows = round_up(cut.rows / 2, TILE_ROWS);
         cut.row_blocks = (product->count + cut.rows - 1) / cut.rows;
@@ -247,12 +247,12 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
     tiles_end(&before);
 }
 
-/* After the attention of the last layer only the wanted tokens go on, in rows of their own. */
+/* After the attention of the last layer, only the wanted tokens are computed, in the rows of `chosen`. */
 static int among_chosen(const struct model *model, size_t layer, size_t step) {
     return is_last(model, layer) && step > ROTATE;
 }
 
-/* The product that a phase computes, if it is one. */
+/* Returns the product of a phase that computes one. */
 static struct product product_of(const struct model *model, size_t layer_index, size_t step) {
     const struct layer *layer = model->layers + layer_index;
     const int chosen = among_chosen(model, layer_index, step);
@@ -261,7 +261,7 @@ static struct product product_of(const struct model *model, size_t layer_index, 
         .rows = step == JOIN ? model->attended : step == CLOSE ? model->gated : model->normed,
         .row_bytes = (step == JOIN ? model->attended_stride : step == CLOSE ? model->gated_stride : model->normed_stride) * item,
         .count = (size_t)(chosen ? model->pass->wanted : model->pass->tokens),
-        .fate = step == PROJECT ? WRITE : step == GATE ? GATED : ADD,
+        .mode = step == PROJECT ? WRITE : step == GATE ? GATED : ADD,
         .result = chosen ? model->chosen : model->residual,
         .result_stride = model->residual_stride,
     };
@@ -280,16 +280,16 @@ static struct product product_of_head(const struct model *model) {
         .rows = model->final,
         .row_bytes = model->normed_stride * item_bytes((int)model->spec.kind),
         .count = (size_t)model->pass->wanted,
-        .fate = WRITE,
+        .mode = WRITE,
         .result = model->pass->logits,
         .result_stride = (size_t)model->spec.vocab,
     };
 }
 
-/* Phase 0 is the embedding; then STEPS for each layer; then the final norm and the head. */
+/* Phase 0 is the embedding, followed by STEPS phases per layer, the final norm and the head. */
 static size_t final_norm_phase(const struct model *model) { return 1 + (size_t)model->spec.layers * STEPS; }
 
-/* Where no logits are wanted, a pass ends when the last layer's keys and values are stored. */
+/* Without wanted logits, a pass ends when the last layer's keys and values are stored. */
 static size_t phase_count(const struct model *model) {
     const size_t norm = final_norm_phase(model);
     if (!model->pass->wanted) return norm - STEPS + ROTATE + 1;
@@ -320,7 +320,7 @@ static size_t chunks_in(void *self, size_t phase) {
     }
 }
 
-/* Norms rows `chunk` * NORM_ROWS on, `count` in all. */
+/* Normalizes the rows of one chunk: NORM_ROWS rows from `chunk` * NORM_ROWS on, below `count`. */
 INLINE void norm_rows(const struct model *model, const float *from, const float *weight, size_t count, size_t chunk,
                       char *to, const int kind) {
     for (size_t row = chunk * NORM_ROWS; row < count && row < (chunk + 1) * NORM_ROWS; row++)
@@ -328,7 +328,7 @@ INLINE void norm_rows(const struct model *model, const float *from, const float 
                  to + row * model->normed_stride * item_bytes(kind), kind);
 }
 
-/* The same rows as they are before they are rounded to the weights' kind. */
+/* The same rows before rounding to the weights' kind. */
 INLINE void show_rows(const struct model *model, size_t chunk) {
     const struct pass *pass = model->pass;
     const size_t wanted = (size_t)pass->wanted;
@@ -388,10 +388,10 @@ static int is_sound(const struct model *model, const struct pass *pass) {
 
 enum result { DONE, NO_MEMORY, OUT_OF_RANGE };
 
-/* Runs one pass; one at a time for a model. */
+/* Runs one pass. Calls for the same model must not overlap. */
 int baton_forward(struct model *model, const struct pass *pass) {
     if (!is_sound(model, pass)) return OUT_OF_RANGE;
-    if (!make_room(model, (size_t)pass->tokens, (size_t)pass->wanted, (size_t)pass->rows)) return NO_MEMORY;
+    if (!reserve_activations(model, (size_t)pass->tokens, (size_t)pass->wanted, (size_t)pass->rows)) return NO_MEMORY;
     model->pass = pass;
     model->query_chunks[0] = 0;
     for (int64_t row = 0; row < pass->rows; row++) {
@@ -409,7 +409,7 @@ int baton_forward(struct model *model, const struct pass *pass) {
     return DONE;
 }
 
-/* The head alone: phase 0 rounds the states to the weights' kind, phase 1 multiplies. */
+/* The head only: phase 0 rounds the states to the weights' kind, phase 1 multiplies. */
 static size_t chunks_of_head(void *self, size_t phase) {
     const struct model *model = self;
     return phase ? chunks_of_product(model, product_of_head(model)) : ((size_t)model->pass->wanted + NORM_ROWS - 1) / NORM_ROWS;
@@ -434,9 +434,9 @@ static void run_head(void *self, size_t phase, size_t chunk, size_t thread) {
     }
 }
 
-/* Logits of `wanted` states, which an earlier pass has shown; nothing else of the pass is looked at. */
+/* Computes logits of the `wanted` states of an earlier pass; other fields of `pass` are ignored. */
 int baton_project(struct model *model, const struct pass *pass) {
-    if (!make_room(model, 0, (size_t)pass->wanted, 0)) return NO_MEMORY;
+    if (!reserve_activations(model, 0, (size_t)pass->wanted, 0)) return NO_MEMORY;
     model->pass = pass;
     struct job job = {.self = model, .phases = 2, .chunks = chunks_of_head, .run = run_head};
     pool_run(model->pool, &job);
@@ -444,7 +444,7 @@ int baton_project(struct model *model, const struct pass *pass) {
     return DONE;
 }
 
-/* Whole numbers from -8 to 7: sums of their products are exact in any order. */
+/* Integers from -8 to 7: sums of their products are exact in any order. */
 static bfloat16 small_number(int seed) {
     float value = (float)(seed % 16 - 8);
     uint32_t bits;
@@ -452,7 +452,7 @@ static bfloat16 small_number(int seed) {
     return (bfloat16)(bits >> 16);
 }
 
-/* Whether products come out right here: tried once in a process of its own, before anybody trusts the library. */
+/* Self-test: returns whether products are exact on this machine. Runs in a separate process before first use. */
 int baton_sound(void) {
     enum { ROWS = 2 * TILE_ROWS, UNITS = 2 * LANES, NUMBERS = 2 * UNITS };
     static _Alignas(64) bfloat16 rows[ROWS][NUMBERS], weights[PANEL][NUMBERS];

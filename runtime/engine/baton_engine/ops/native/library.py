@@ -1,16 +1,16 @@
 """
-The native library of kernels: compiled on first use for this processor, and kept in the user's cache.
+The native library of kernels: compiled on first use for this processor, and stored in the user's cache.
 
 Any C compiler works: `$CC`, the system's, or the clang in the `ziglang` wheel (`pip install
 'baton[kernels]'`). The file's name is a digest of sources, compiler and processor, so a change of any of them
 creates another file, and processes that start together write the same one. Without a compiler, `Unavailable`
-says what to do, and torch serves instead.
+states what to install, and torch is used instead.
 
-A container image contains libraries for kinds of processors, so that nothing is compiled in a pod:
+Container images contain libraries for several kinds of processors, so that pods do not compile:
 
     python -m baton_engine.ops.native.library FOLDER    builds one library for each kind
 
-A worker loads the first one whose instructions its processor has, and whose self-test passes.
+A worker loads the first one whose instructions the processor supports, and whose self-test passes.
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ FLAGS = (
     "-std=gnu11",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    "-fno-sanitize=undefined",  # zig turns it on
-    "-Wno-psabi",  # every function that takes a vector is inlined
+    "-fno-sanitize=undefined",  # zig enables it by default
+    "-Wno-psabi",  # all functions with vector arguments are inlined
     "-shared",
     "-fPIC",
     "-pthread",
 )
 COMPILERS = ("cc", "gcc", "clang")
 CAUTIONS: tuple[tuple[str, ...], ...] = ((), ("-DBATON_NO_TILES",))
-"""Further flags, tried in turn until the library passes its own test: a machine may promise AMX in vain."""
+"""Additional flags, tried in order until the library passes its self-test. Some machines report AMX, but do
+not support it."""
 BUILD_SECONDS = 300.0
 
 
 class Unavailable(Exception):
-    """There is no native library here; the message says why and what would give one."""
+    """The native library is unavailable. The message contains the reason and the remedy."""
 
 
 def load(environment: Mapping[str, str]) -> ctypes.CDLL:
     """
-    The library, built if need be.
+    Load the library, and build it if necessary. Raises Unavailable.
 
-    Looks at BATON_KERNELS, BATON_BUNDLED, CC, PATH, BATON_CACHE, XDG_CACHE_HOME, HOME.
+    Reads BATON_KERNELS, BATON_BUNDLED, CC, PATH, BATON_CACHE, XDG_CACHE_HOME and HOME.
     """
     if environment.get("BATON_KERNELS", "").lower() in ("0", "off", "false"):
-        raise Unavailable("BATON_KERNELS turns them off")
+        raise Unavailable("BATON_KERNELS disables them")
     if sys.platform not in ("linux", "darwin"):
-        raise Unavailable(f"they are not made for {sys.platform}")
+        raise Unavailable(f"they do not support {sys.platform}")
     if (folder := bundled_folder(environment)) is not None:
         for path in bundled(folder, instructions()):
             if _is_sound(path):
@@ -75,7 +76,7 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
     compiler = find_compiler(environment)
     path = cache_folder(environment) / f"kernels-{_digest(compiler, environment)}.so"
     if not _trusted(path):
-        log.warning("%s can be changed by another user; building the kernels in a private folder", path)
+        log.warning("another user can modify %s; building the kernels in a private folder", path)
         with tempfile.TemporaryDirectory() as private:
             built = Path(private) / path.name
             _build(compiler, built, environment)
@@ -86,9 +87,9 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
 
 
 def _trusted(path: Path) -> bool:
-    """Return whether the library, if there is one, and the folder's owner are this process's user or root.
+    """Return whether this process's user or root owns the folder and, if it exists, the library.
 
-    A folder that is writable for all is accepted, because volumes of Kubernetes are.
+    A folder that is writable for all users is accepted, because volumes of Kubernetes are.
     """
     if path.parent.exists() and path.parent.stat().st_uid not in (os.getuid(), 0):
         return False
@@ -99,22 +100,22 @@ def _open(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise Unavailable(f"{path} cannot be loaded ({error}); delete it to build it anew") from error
+        raise Unavailable(f"cannot load {path} ({error}); delete it to build it again") from error
 
 
 def find_compiler(environment: Mapping[str, str]) -> list[str]:
-    """The command of a C compiler, without flags."""
+    """Return the command of a C compiler, without flags. Raises Unavailable."""
     named = shlex.split(environment.get("CC", ""))
     if named:
         if shutil.which(named[0], path=environment.get("PATH", "")) is None:
-            raise Unavailable(f"CC names {named[0]}, which is not to be found")
+            raise Unavailable(f"CC is {named[0]}, which does not exist")
         return named
     for name in COMPILERS:
         if bundled := shutil.which(name, path=environment.get("PATH", "")):
             return [bundled]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "cc"]
-    raise Unavailable("there is no C compiler: install gcc or clang, or `pip install 'baton[kernels]'`")
+    raise Unavailable("no C compiler is installed: install gcc or clang, or `pip install 'baton[kernels]'`")
 
 
 def _digest(compiler: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -128,13 +129,13 @@ def _digest(compiler: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def instructions() -> frozenset[str]:
-    """What Linux says that the processor can; nothing where it says nothing."""
+    """Return the CPU flags that Linux reports; empty on other systems."""
     flags = next((line for line in _cpuinfo() if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())
 
 
 def _cpuinfo() -> list[str]:
-    """Of the first processor."""
+    """Return the lines of the first processor in /proc/cpuinfo."""
     try:
         return Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
@@ -142,7 +143,7 @@ def _cpuinfo() -> list[str]:
 
 
 def _processor() -> str:
-    """What the compiler's `native` depends on."""
+    """Return a description of the processor, which determines the result of `-march=native`."""
     lines = _cpuinfo()
     if not lines:
         return platform.processor() + platform.machine()
@@ -158,28 +159,28 @@ def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) 
             for caution in CAUTIONS:
                 compile_to(built, compiler, (*FLAGS, *caution), environment)
                 if _is_sound(built):
-                    built.chmod(0o755)  # whatever the umask is: `owned` refuses what a group can write
-                    os.replace(built, path)  # at once: nobody ever sees half a file
+                    built.chmod(0o755)  # independent of the umask: `owned` rejects group-writable files
+                    os.replace(built, path)  # atomic: other processes never read a partial file
                     return
     except OSError as error:
         raise Unavailable(
-            f"{path.parent} cannot be written ({error}); set BATON_CACHE to a folder that can"
+            f"cannot write to {path.parent} ({error}); set BATON_CACHE to a writable folder"
         ) from error
     raise Unavailable(
-        f"what `{shlex.join(compiler)}` makes of them computes wrong results here; try another CC"
+        f"kernels built by `{shlex.join(compiler)}` compute wrong results on this machine; try another CC"
     )
 
 
 def compile_to(
     path: Path, compiler: Sequence[str], flags: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """The library as `flags` make it. Raises Unavailable."""
+    """Compile the library with `flags`. Raises Unavailable."""
     source = Path(__file__).parent / SOURCES[0]
     _run([*compiler, *flags, str(source), "-o", str(path), "-lm"], environment)
 
 
 def _is_sound(built: Path) -> bool:
-    """Whether the library passes its own test, in a process that may die of an instruction it has not got."""
+    """Run the library's self-test in a separate process, because an unsupported instruction kills it."""
     test = "import ctypes, sys; sys.exit(not ctypes.CDLL(sys.argv[1]).baton_sound())"
     result = subprocess.run([sys.executable, "-c", test, str(built)], capture_output=True, check=False)
     return result.returncode == 0
@@ -208,13 +209,13 @@ class Target:
 
     name: str
     flags: tuple[str, ...]
-    """What tells a compiler of it."""
+    """Compiler flags."""
     instructions: frozenset[str]
-    """What Linux says of such a processor."""
+    """CPU flags that Linux reports for such a processor."""
 
     @property
     def file(self) -> str:
-        """Of its library: other sources have another name."""
+        """File name of the library. It contains a digest of the sources."""
         return f"kernels-{self.name}-{_sources()}.so"
 
 
@@ -228,11 +229,11 @@ TARGETS = (
     Target("avx512", ("-march=x86-64-v4",), V4),
     Target("avx2", ("-march=x86-64-v3",), V3),
 )
-"""The best first. Others are served by what is compiled for them, or by torch."""
+"""Kinds of processors, fastest first. Other processors compile the kernels or use torch."""
 
 
 def bundled(folder: Path, instructions: frozenset[str]) -> Iterator[Path]:
-    """The libraries in `folder` that a processor with these instructions promises to run, the best first."""
+    """Yield the libraries in `folder` that a processor with these instructions supports, fastest first."""
     for target in TARGETS:
         path = folder / target.file
         if target.instructions <= instructions and path.is_file():
@@ -246,7 +247,7 @@ def build(folder: Path, targets: Sequence[Target] = TARGETS) -> None:
     compiler = find_compiler(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     for target in targets:
-        # zig reads a hyphen as "without"
+        # zig interprets a hyphen as "without"
         fields = [f.replace("x86-64-", "x86_64_") if "ziglang" in compiler else f for f in target.flags]
         flags = (*fields, *(flag for flag in FLAGS if flag != NATIVE_FLAG))
         compile_to(folder / target.file, compiler, flags, os.environ)

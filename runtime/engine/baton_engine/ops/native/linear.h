@@ -1,10 +1,10 @@
 /*
- * Products of a few rows with a packed matrix: the one kernel that linears and attention are made of.
+ * Products of a few rows with a packed matrix: the kernel of linears and attention.
  *
- * A matrix [n, k] is packed into panels of two vectors of outputs; a panel is [units][PANEL] lanes, where a unit is one k
- * of float32 or two of bfloat16. So a panel is one stream of memory, read once, while the rows' numbers are
- * broadcast. Each output is summed along k in the same order however many rows there are: a row's result
- * does not depend on the rows beside it.
+ * A matrix [n, k] is packed into panels of PANEL outputs (two vectors). A panel is [units][PANEL] lanes, where a unit
+ * is one k of float32 or two of bfloat16. A panel is thus one sequential stream of memory, read once, while the rows'
+ * numbers are broadcast. Each output is summed along k in the same order for any number of rows, so that a row's
+ * result does not depend on the other rows.
  */
 #ifndef BATON_LINEAR_H
 #define BATON_LINEAR_H
@@ -14,7 +14,7 @@
 
 #define PANEL (2 * LANES)
 
-/* Rows that are multiplied at once: as many as the accumulators, two vectors each, find registers. */
+/* Rows per tile: limited by the registers for the accumulators, two vectors per row. */
 #if TILES
 #define TILE_ROWS 32
 #elif defined(__AVX512F__) || defined(__aarch64__)
@@ -23,7 +23,7 @@
 #define TILE_ROWS 6
 #endif
 
-/* result[row][PANEL] (+)= rows . panel, in lanes; `add` continues the sums that are in `result`. */
+/* result[row][PANEL] (+)= rows . panel, in lanes; `add` adds to the sums in `result`. */
 #define DEFINE_TILE(ROWS, KIND, NAME)                                                                      \
     static void NAME(const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,         \
                      float *result, size_t result_stride, int add) {                                       \
@@ -68,8 +68,8 @@ DEFINE_TILES(12)
     } while (0)
 
 /*
- * The product of `count` rows, at most TILE_ROWS, with one panel. Memory must be there for TILE_ROWS rows and
- * results: with AMX all are read and written, and what comes of those beyond `count` means nothing.
+ * Multiplies `count` rows, at most TILE_ROWS, with one panel. Rows and results need memory for TILE_ROWS rows: AMX
+ * reads and writes all of them. Results beyond `count` are undefined.
  */
 INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,
                      float *result, size_t result_stride, int add, const int kind) {
@@ -93,15 +93,15 @@ INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, cons
     }
 }
 
-/* Units of a panel for rows of `count` numbers; for bfloat16 rounded up with zeros to what AMX takes. */
+/* Returns the units of a panel for rows of `count` numbers; bfloat16 is padded with zeros to the tiles of AMX. */
 INLINE size_t units_of(int kind, size_t count) {
     return kind == BFLOAT16 ? round_up(lanes_of(kind, count), LANES) : count;
 }
 
-/* A packed weight. Places beyond n and k hold zeros. */
+/* A packed weight, padded with zeros beyond n and k. */
 struct linear {
     uint32_t *panels;
-    float *bias; /* padded to whole panels; null for none */
+    float *bias; /* padded to whole panels; NULL: no bias */
     size_t inputs, outputs, units;
 };
 
@@ -111,7 +111,7 @@ INLINE const uint32_t *panel_at(const struct linear *weight, size_t panel) {
     return weight->panels + panel * weight->units * PANEL;
 }
 
-/* Copies row `from` [inputs] into place `lane` of a panel. */
+/* Copies row `from` [inputs] to lane `lane` of a panel. */
 INLINE void pack_row(uint32_t *panel, size_t lane, const void *from, size_t inputs, const int kind) {
     if (kind == FLOAT32) {
         const uint32_t *row = from;

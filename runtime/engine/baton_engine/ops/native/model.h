@@ -1,8 +1,8 @@
 /*
- * A model as it lies in memory: packed weights in one arena of huge pages, and room for activations.
+ * Memory layout of a model: packed weights in one arena of huge pages, and buffers for activations.
  *
- * Rows of activations are padded to whole vectors with zeros that nobody overwrites, so the kernels need no
- * special case at a row's end.
+ * Rows of activations are padded with zeros to whole vectors, so that the kernels need no special case at the end
+ * of a row. The padding is never overwritten.
  */
 #ifndef BATON_MODEL_H
 #define BATON_MODEL_H
@@ -20,14 +20,14 @@
 
 #define HUGE_PAGE ((size_t)2 << 20)
 
-/* What the model is; the same order as in native.py. */
+/* Dimensions of the model; same order as in native_decoder.py. */
 struct spec {
     int64_t kind, threads, vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, tied;
-    int64_t nodes; /* NUMA nodes that the threads run on, one bit each; 0 where they are not known */
+    int64_t nodes; /* mask of the NUMA nodes of the threads; 0 if unknown */
     double epsilon;
 };
 
-/* One pass; the same order as in native.py. */
+/* Input and output of one pass; same order as in native_decoder.py. */
 struct pass {
     int64_t tokens, rows, wanted;      /* T, R, S */
     const int64_t *ids;                /* [T] */
@@ -37,44 +37,44 @@ struct pass {
     const int32_t *blocks;             /* [R, width] */
     int64_t width;
     const int64_t *wanted_at;          /* [S] */
-    const float *cosines, *sines;      /* [position, head_dim / 2], for every position of the pass */
+    const float *cosines, *sines;      /* [position, head_dim / 2], for all positions of the pass */
     void *cache;                       /* [block, layer, 2, kv_head, slot, dim] */
-    int64_t cache_slots, block_size;   /* cache_slots: blocks times slots of a block */
-    float *logits;                     /* [S, vocab], or NULL where the states alone are wanted */
+    int64_t cache_slots, block_size;   /* cache_slots: blocks * block_size */
+    float *logits;                     /* [S, vocab], or NULL if only the states are needed */
     float *states;                     /* [S, states_stride] after the final norm, or NULL */
-    int64_t states_stride;             /* hidden, in whole vectors */
+    int64_t states_stride;             /* hidden, padded to whole vectors */
 };
 
 struct layer {
     float *attention_norm, *mlp_norm, *q_norm, *k_norm;
     struct linear qkv, output, gate_up, down;
-    size_t window; /* 0 for none */
+    size_t window; /* visible keys per token; 0: all */
 };
 
 struct model {
     struct spec spec;
     struct pool *pool;
-    struct scratch *scratches; /* one for each thread of the pool */
+    struct scratch *scratches; /* one per thread of the pool */
     char *arena;
     size_t arena_bytes, arena_used;
     struct layer *layers;
     float *final_norm;
     struct linear head;
-    const void *embedding; /* [vocab, hidden] where it is not the head */
-    /* Activations, in rows of `stride` items, for `room` tokens and `wanted_room` rows of logits. */
-    size_t room, wanted_room;
+    const void *embedding; /* [vocab, hidden]; NULL if tied to the head */
+    /* Activations, in rows of `stride` items, for `token_capacity` tokens and `wanted_capacity` rows of logits. */
+    size_t token_capacity, wanted_capacity;
     size_t residual_stride, normed_stride, qkv_stride, query_lanes, attended_stride, gated_stride;
-    float *residual, *qkv, *chosen; /* chosen: the residual of the tokens whose logits are wanted */
+    float *residual, *qkv, *chosen; /* chosen: residual of the tokens whose logits are needed */
     char *normed, *queries, *attended, *gated, *final;
     const struct pass *pass;
-    size_t query_tokens;  /* of one chunk of attention */
-    int64_t *query_chunks; /* [rows + 1] chunks of attention before row r, for one key head */
-    size_t rows_room;
+    size_t query_tokens;  /* tokens per chunk of attention */
+    int64_t *query_chunks; /* [rows + 1] number of attention chunks before row r, per key head */
+    size_t row_capacity;
 };
 
 /* ---- Memory ---- */
 
-/* Rows lie an odd number of cache lines apart: rows a power of two apart would share cache sets. */
+/* The stride of rows is an odd number of cache lines: with a power of two, rows would share cache sets. */
 static size_t stride_of(int kind, size_t count) {
     size_t line = 64 / item_bytes(kind), lines = (round_up(count, PANEL) + line - 1) / line;
     return (lines | 1) * line;
@@ -109,8 +109,8 @@ static size_t weights_bytes(const struct spec *spec) {
 }
 
 /*
- * Deals the pages of `at` out over several NUMA nodes in turn. Without this, they all come from the node of the thread
- * that loads the weights, and threads of other nodes read through one link. A kernel that refuses leaves them there.
+ * Interleaves the pages of `at` over several NUMA nodes. Otherwise all pages are on the node of the thread that loads
+ * the weights, and threads of other nodes read through one link. If the kernel refuses, the pages stay there.
  */
 static void spread_over_nodes(void *at, size_t bytes, unsigned long nodes) {
 #if defined(SYS_mbind)
@@ -123,7 +123,7 @@ static void spread_over_nodes(void *at, size_t bytes, unsigned long nodes) {
 
 void baton_destroy(struct model *model);
 
-/* NULL if there is no memory for it. */
+/* Returns NULL if memory is exhausted. */
 struct model *baton_create(const struct spec *spec) {
     struct model *model = calloc(1, sizeof *model);
     if (!model) return NULL;
@@ -158,7 +158,7 @@ static void forget_activations(struct model *model) {
     model->residual = model->qkv = model->chosen = NULL;
     model->normed = model->queries = model->attended = model->gated = model->final = NULL;
     model->query_chunks = NULL;
-    model->room = model->wanted_room = model->rows_room = 0;
+    model->token_capacity = model->wanted_capacity = model->row_capacity = 0;
 }
 
 void baton_destroy(struct model *model) {
@@ -170,13 +170,13 @@ void baton_destroy(struct model *model) {
     free(model);
 }
 
-/* Makes room for a pass; 0 if there is no memory. What lies between the rows is zero and stays so. */
-static int make_room(struct model *model, size_t tokens, size_t wanted, size_t rows) {
-    if (tokens <= model->room && wanted <= model->wanted_room && rows <= model->rows_room) return 1;
+/* Allocates the activations of a pass; returns 0 if memory is exhausted. The padding of rows is zero. */
+static int reserve_activations(struct model *model, size_t tokens, size_t wanted, size_t rows) {
+    if (tokens <= model->token_capacity && wanted <= model->wanted_capacity && rows <= model->row_capacity) return 1;
     const size_t item = item_bytes((int)model->spec.kind);
-    tokens = round_up(tokens > model->room ? tokens : model->room, 64);
-    wanted = round_up(wanted > model->wanted_room ? wanted : model->wanted_room, 64);
-    rows = round_up(rows > model->rows_room ? rows : model->rows_room, 64);
+    tokens = round_up(tokens > model->token_capacity ? tokens : model->token_capacity, 64);
+    wanted = round_up(wanted > model->wanted_capacity ? wanted : model->wanted_capacity, 64);
+    rows = round_up(rows > model->row_capacity ? rows : model->row_capacity, 64);
     forget_activations(model);
     model->residual = zeros(tokens * model->residual_stride * 4);
     model->qkv = zeros(tokens * model->qkv_stride * 4);
@@ -192,7 +192,7 @@ static int make_room(struct model *model, size_t tokens, size_t wanted, size_t r
         forget_activations(model);
         return 0;
     }
-    model->room = tokens, model->wanted_room = wanted, model->rows_room = rows;
+    model->token_capacity = tokens, model->wanted_capacity = wanted, model->row_capacity = rows;
     return 1;
 }
 
@@ -206,7 +206,7 @@ static float *load_vector(struct model *model, const void *from, size_t count) {
     return vector;
 }
 
-/* Gate and up, stacked in `from`, are packed side by side: one tile holds a vector of each. */
+/* Packs gate and up, stacked in `from`, side by side: one tile has a vector of each. */
 static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
                        size_t inputs, int paired) {
     const int kind = (int)model->spec.kind;
@@ -227,7 +227,7 @@ static int load_linear(struct model *model, struct linear *weight, const void *f
     return 1;
 }
 
-/* Takes in one tensor [outputs, inputs], or [outputs] for a norm; copies it. 0 if it does not fit. */
+/* Copies one tensor [outputs, inputs], or [outputs] for a norm. Returns 0 if its shape does not match. */
 int baton_load(struct model *model, int64_t layer_index, int64_t where, const void *from, const void *bias,
                int64_t outputs_given, int64_t inputs_given) {
     struct layer *layer = model->layers + layer_index;

@@ -1,12 +1,12 @@
 /*
- * Threads that share the chunks of a step's phases, and sleep when there are none.
+ * A thread pool for the phases of a step; threads sleep between steps.
  *
- * A step is a sequence of phases; a phase is a number of chunks that may run in any order; a phase begins
- * when all chunks of the one before are done. Nobody leads: phase, number of chunks and next chunk are one
- * atomic word, whoever takes a ticket from it runs that chunk, and whoever finishes a phase's last chunk opens
- * the next phase. So a thread that the machine does not run holds nobody up, unless in mid-chunk, and the
- * caller alone can finish a step. Who waits spins for a bounded time, then sleeps. Within a step it never
- * yields: on a busy machine that gives a whole time slice away for a wait of microseconds.
+ * A step is a sequence of phases. A phase has a number of chunks, which run in any order, and begins when all chunks of
+ * the previous phase are done. There is no leading thread: one atomic word holds phase, number of chunks and next
+ * chunk. A thread takes a chunk by incrementing the word, and the thread that finishes the last chunk opens the next
+ * phase. A thread that the system does not schedule therefore delays the others only if it holds a chunk, and the
+ * caller can finish a step without other threads. Waiting threads spin for a bounded time, then sleep. Within a step
+ * they do not yield, because on a busy machine that costs a whole time slice for a wait of microseconds.
  */
 #ifndef BATON_POOL_H
 #define BATON_POOL_H
@@ -18,35 +18,35 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* The word: phase number in the upper 24 bits, then 20 bits of chunk count, 20 bits of the next chunk. */
+/* The word: 24 bits of phase number, then 20 bits of chunk count, then 20 bits of next chunk. */
 #define CHUNK_BITS 20
 
-/* A worker that waits within a step spins: waking a sleeper takes as long as many phases. */
+/* Threads that wait within a step spin, because waking a sleeping thread takes as long as many phases. */
 #define BUSY_SPIN_NANOSECONDS 500000
-/* Between steps it spins, and yields, for as long as the next one of a run of steps takes to come ... */
+/* Between consecutive steps they spin and yield for about the time until the next step ... */
 #define NEXT_STEP_NANOSECONDS 1000000
-/* ... and briefly if steps do not come in a run. */
+/* ... and only briefly if steps are not consecutive. */
 #define IDLE_SPIN_NANOSECONDS 50000
 
 struct job {
     void *self;
     size_t phases;
-    size_t (*chunks)(void *self, size_t phase); /* at least one, far less than 2 ** CHUNK_BITS */
-    void (*run)(void *self, size_t phase, size_t chunk, size_t thread); /* thread: 0 for the caller, then 1 on */
+    size_t (*chunks)(void *self, size_t phase); /* at least 1, far below 2 ** CHUNK_BITS */
+    void (*run)(void *self, size_t phase, size_t chunk, size_t thread); /* thread: 0 is the caller, others from 1 */
 };
 
 struct worker {
     struct pool *pool;
     pthread_t thread;
-    size_t number; /* 1 on; 0 is the caller */
+    size_t number; /* from 1; 0 is the caller */
 };
 
 struct pool {
-    int threads; /* the caller's included */
+    int threads; /* including the caller */
     struct worker *workers;
     const struct job *job;
-    size_t phase; /* of the job; changed only between phases */
-    int64_t ended; /* when the last job did */
+    size_t phase; /* phase of the job; changed only between phases */
+    int64_t ended; /* time at which the last job ended */
     _Atomic int64_t idle_spin;
     _Alignas(64) _Atomic uint64_t word;
     _Alignas(64) _Atomic uint32_t done;
@@ -75,7 +75,7 @@ static inline int64_t nanoseconds(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Publishes a new word; wakes sleepers if it brings work for them or ends the job. */
+/* Publishes a new word; wakes sleeping threads if it has work for them or ends the job. */
 static void announce(struct pool *pool, uint32_t count, int wake) {
     uint64_t phase = phase_of(atomic_load_explicit(&pool->word, memory_order_relaxed)) + 1;
     atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
@@ -87,7 +87,7 @@ static void announce(struct pool *pool, uint32_t count, int wake) {
     }
 }
 
-/* Opens the next phase; phases of a single chunk are run on the spot. */
+/* Opens the next phase; phases with a single chunk are run immediately by this thread. */
 static void advance(struct pool *pool, size_t thread) {
     const struct job *job = pool->job;
     for (; pool->phase < job->phases; pool->phase++) {
@@ -102,12 +102,12 @@ static void advance(struct pool *pool, size_t thread) {
     announce(pool, 0, 1);
 }
 
-/* Runs one chunk if there is one left in the open phase. */
+/* Runs one chunk if the open phase has one left. */
 static int take(struct pool *pool, size_t thread) {
     if (exhausted(atomic_load_explicit(&pool->word, memory_order_relaxed))) return 0;
     uint64_t ticket = atomic_fetch_add(&pool->word, 1);
     if (exhausted(ticket)) return 0;
-    /* A valid ticket keeps its phase open: job and phase stand still until this chunk is done. */
+    /* The phase stays open until this chunk is done, so job and phase cannot change. */
     pool->job->run(pool->job->self, pool->phase, next_of(ticket), thread);
     if (atomic_fetch_add(&pool->done, 1) + 1 == count_of(ticket)) {
         pool->phase++;
@@ -116,7 +116,7 @@ static int take(struct pool *pool, size_t thread) {
     return 1;
 }
 
-/* Returns when the phase is no longer that of `word`, or on stopping. */
+/* Returns when the phase is no longer that of `word`, or when the pool stops. */
 static void await_change(struct pool *pool, uint64_t word) {
     const uint64_t phase = phase_of(word);
     const uint32_t count = count_of(word);
@@ -149,7 +149,7 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* Runs all phases of `job`; one caller at a time. */
+/* Runs all phases of `job`. Calls must not overlap. */
 static void pool_run(struct pool *pool, const struct job *job) {
     int in_a_run = nanoseconds() - pool->ended < NEXT_STEP_NANOSECONDS;
     atomic_store_explicit(&pool->idle_spin, in_a_run ? NEXT_STEP_NANOSECONDS : IDLE_SPIN_NANOSECONDS, memory_order_relaxed);
@@ -172,7 +172,7 @@ static struct pool *pool_create(int threads) {
     pthread_cond_init(&pool->changed, NULL);
     pool->workers = calloc((size_t)threads, sizeof(struct worker));
     pool->threads = 1;
-    /* Fewer threads than asked for, where the system grants no more, only make it slower. */
+    /* If the system creates fewer threads than requested, the pool is slower but works. */
     while (pool->workers && pool->threads < threads) {
         struct worker *worker = &pool->workers[pool->threads - 1];
         worker->pool = pool, worker->number = (size_t)pool->threads;

@@ -1,8 +1,8 @@
 /*
- * bfloat16 products by AMX, where the processor has it: 32 rows by 32 outputs in four tile registers.
+ * bfloat16 products with AMX, if the processor supports it: 32 rows by 32 outputs in four tile registers.
  *
- * A panel's layout is just what the tiles want. They take 16 rows and 16 units at a time, whole: rows beyond
- * the last are read and computed, and never looked at; units beyond the last are zeros.
+ * The layout of a panel is that of the tiles. A tile has 16 rows and 16 units. Rows beyond the last one are read
+ * and computed, but their results are ignored; units beyond the last one are zeros.
  */
 #ifndef BATON_TILES_H
 #define BATON_TILES_H
@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #define TILE_SIDE 16
-#define LEAST_TILE_ROWS 5 /* fewer rows stream as fast without */
+#define LEAST_TILE_ROWS 5 /* with fewer rows, AMX is not faster */
 
 struct tile_shapes {
     uint8_t palette, start, reserved[14];
@@ -23,18 +23,18 @@ struct tile_shapes {
     uint8_t rows[16];
 };
 
-/* The compilers' intrinsics do not all say which memory they read: what was stored before is to be there. */
+/* Not all compilers' intrinsics declare the memory that they read, so earlier stores must be completed first. */
 #define STORED() __asm__ volatile("" ::: "memory")
 
-/* Whether the kernel lets this process use the tile registers; asked once. */
+/* Returns whether the kernel lets this process use the tile registers. The first answer is cached. */
 static int tiles_allowed(void) {
     enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };
-    static int answer; /* 0 until asked; the same whoever asks */
+    static int answer; /* 0: unknown; all threads get the same answer */
     if (!answer) answer = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0 ? 1 : -1;
     return answer > 0;
 }
 
-/* Other libraries shape the tiles too: what was there comes back with `tiles_end`. */
+/* Other libraries configure the tiles too; `tiles_end` restores the previous configuration. */
 INLINE void tiles_begin(struct tile_shapes *before) {
     if (!tiles_allowed()) return;
     struct tile_shapes shapes = {.palette = 1};

@@ -1,10 +1,9 @@
 /*
- * One register of lanes of 32 bits, whatever the processor.
+ * Vectors of 32-bit lanes, for any processor.
  *
- * A lane is one float, or a pair of bfloat16 numbers: the kernels are written once over lanes, and only
- * `dot` knows which it is. The compiler's vector extension carries them to any processor; where AVX-512
- * has an instruction that the extension cannot express, it is named here and nowhere else. A vector is as
- * wide as a register: gcc computes wider ones number by number.
+ * A lane is one float, or a pair of bfloat16 numbers. The kernels are written for lanes; only `dot` distinguishes the
+ * two. The compiler's vector extension supports all processors. Instructions of AVX-512 that the extension cannot
+ * express are used in this file only. A vector is as wide as a register, because gcc splits wider ones into scalars.
  */
 #ifndef BATON_VECTOR_H
 #define BATON_VECTOR_H
@@ -38,12 +37,12 @@ typedef uint16_t loose_halves __attribute__((vector_size(VECTOR_BYTES / 2), alig
 
 typedef uint16_t bfloat16;
 
-/* The two kinds of number that weights, activations and cache are made of. */
+/* The two data types of weights, activations and cache. */
 enum kind { FLOAT32 = 0, BFLOAT16 = 1 };
 
 INLINE size_t item_bytes(int kind) { return kind == BFLOAT16 ? 2 : 4; }
 
-/* Lanes that `count` numbers fill. */
+/* Returns the lanes of `count` numbers. */
 INLINE size_t lanes_of(int kind, size_t count) { return kind == BFLOAT16 ? (count + 1) / 2 : count; }
 
 INLINE size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
@@ -93,7 +92,7 @@ INLINE float widen(bfloat16 value) {
     return result;
 }
 
-/* One vector of floats to bfloat16, to nearest even. */
+/* Converts one vector of floats to bfloat16, rounding to nearest even. */
 INLINE halves narrow(floats value) {
 #if defined(__AVX512BF16__)
     return (halves)_mm512_cvtneps_pbh((__m512)value);
@@ -104,7 +103,7 @@ INLINE halves narrow(floats value) {
 #endif
 }
 
-/* Writes one vector of floats as numbers of `kind`. */
+/* Stores one vector of floats as numbers of `kind`. */
 INLINE void put(void *to, size_t index, floats value, const int kind) {
     if (kind == BFLOAT16)
         *(loose_halves *)((bfloat16 *)to + index) = narrow(value);
@@ -116,7 +115,7 @@ INLINE float get(const void *from, size_t index, const int kind) {
     return kind == BFLOAT16 ? widen(((const bfloat16 *)from)[index]) : ((const float *)from)[index];
 }
 
-/* total + weights . x, where x is one lane for all: a product, or two of bfloat16. */
+/* Returns total + weights . x, where x is broadcast: one product per lane, or two of bfloat16. */
 INLINE floats dot(floats total, words weights, uint32_t x, const int kind) {
     if (kind == FLOAT32) {
         float value;
@@ -141,7 +140,7 @@ INLINE floats dot(floats total, words weights, uint32_t x, const int kind) {
 #endif
 }
 
-/* 2 ** x to one unit in the last place or so, for x up to 126; exactly 0 below -125. */
+/* Returns 2 ** x with an error of about one unit in the last place, for x <= 126; exactly 0 below -125. */
 INLINE floats exp2s(floats x) {
     const float shift = 12582912.0f; /* 1.5 * 2**23: adding it leaves the nearest integer in the low bits */
     floats shifted = x + shift;
@@ -165,9 +164,7 @@ INLINE floats silu(floats x) {
     return x / (1.0f + exp2s(-exponent));
 }
 
-/*
- * Turns LANES rows of as many lanes into columns: lane i of rows[j] goes to to[i * stride + j].
- */
+/* Transposes LANES rows of LANES lanes: lane i of rows[j] is stored at to[i * stride + j]. */
 INLINE void transpose(const uint32_t *const rows[LANES], size_t offset, uint32_t *to, size_t stride) {
 #if defined(__AVX512F__)
     __m512i a[16], b[16];
@@ -185,7 +182,7 @@ INLINE void transpose(const uint32_t *const rows[LANES], size_t offset, uint32_t
         a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
         a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
     }
-    /* Now a[4 * g + c] holds, in its 128-bit quarter q, column 4 * q + c of rows 4 * g to 4 * g + 3. */
+    /* The 128-bit quarter q of a[4 * g + c] now has column 4 * q + c of rows 4 * g to 4 * g + 3. */
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
         __m512i even01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), odd01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
@@ -201,7 +198,7 @@ INLINE void transpose(const uint32_t *const rows[LANES], size_t offset, uint32_t
 #endif
 }
 
-/* Lanes (first[d], second[d]) of 2 * LANES bfloat16 numbers each, in order of d. */
+/* Interleaves 2 * LANES bfloat16 numbers: lane d is the pair (first[d], second[d]). */
 INLINE void interleave(const bfloat16 *first, const bfloat16 *second, uint32_t *to) {
 #if defined(__AVX512BW__)
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,

@@ -56,15 +56,15 @@ def named(*calls: str) -> list[tuple[str, str]]:
 
 
 def read(name: str, pieces: Iterable[str], toolbox: Toolbox = BOX) -> list[Part]:
-    """What the family's reader tells of a text that comes in `pieces`; neighbours of one kind joined."""
+    """Return the reader's parts of a text that comes in `pieces`; adjacent parts of one kind are joined."""
     numbers = itertools.count()
     reader = family(name).reader(toolbox, lambda: f"call_{next(numbers)}")
-    told: list[Part] = []
+    read_parts: list[Part] = []
     for piece in pieces:
-        told += reader.push(piece)
-    told += reader.flush()
+        read_parts += reader.push(piece)
+    read_parts += reader.flush()
     joined: list[Part] = []
-    for part in told:
+    for part in read_parts:
         last = joined[-1] if joined else None
         if isinstance(part, AnswerText) and isinstance(last, AnswerText):
             joined[-1] = AnswerText(last.text + part.text)

@@ -13,7 +13,7 @@ from tests.tokenizers import npm_tokenizer
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_has_its_name(name: str) -> None:
+def test_family_has_its_name(name: str) -> None:
     assert family(name).name == name
 
 
@@ -33,12 +33,12 @@ def test_names_of_other_servers_are_known(alias: str, name: str) -> None:
     assert family(alias).name == name
 
 
-def test_every_alias_is_of_a_family_and_none_hides_one() -> None:
+def test_family_aliases_name_families_and_hide_none() -> None:
     assert set(ALIASES.values()) <= set(FAMILIES)
     assert not ALIASES.keys() & FAMILIES.keys()
 
 
-def test_an_unknown_name_is_answered_with_all_that_are_known() -> None:
+def test_family_unknown_name_lists_all_names() -> None:
     with pytest.raises(SetupError, match=r"'kimi_k9'.*hermes.*pythonic"):
         family("kimi_k9")
 
@@ -61,7 +61,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_says_how_its_model_writes_calls(template: str) -> None:
+def test_detect_template_gives_its_family(template: str) -> None:
     assert detect(template) == TEMPLATES[template]
 
 
@@ -74,11 +74,11 @@ def test_templates_of_real_models_say_so(model: str, name: str) -> None:
     assert detect(settings["chat_template"]) == name
 
 
-def test_what_a_reader_looks_for_is_kept_in_the_text() -> None:
-    for known in FAMILIES.values():
-        marks = [mark for mark in known.layout.triggers if not mark.startswith("<function")]
-        assert set(marks) <= known.keeps
+def test_family_keeps_its_trigger_tokens_in_the_text() -> None:
+    for one in FAMILIES.values():
+        marks = [mark for mark in one.layout.triggers if not mark.startswith("<function")]
+        assert set(marks) <= one.keeps
 
 
-def test_the_generic_family_needs_no_tokens() -> None:
+def test_family_generic_is_hermes() -> None:
     assert GENERIC.name == "hermes"

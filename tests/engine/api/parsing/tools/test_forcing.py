@@ -1,4 +1,4 @@
-"""Whatever a model would like to say: what is forced is read back as calls whose arguments fit."""
+"""Forced calls: any model's output is read back as calls with arguments that fit."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def forced_text(name: str, toolbox: Toolbox, answer: Constraint | None = None, l
     return list(texts(TOKENIZER, GRAMMARS, constraint, lead, 6))
 
 
-def test_nothing_is_constrained_without_need() -> None:
+def test_constraint_is_unset_unless_needed() -> None:
     free = Toolbox(tools=(Tool(name="f", parameters=WEATHER), Tool(name="c", custom=True)))
     hermes, answer = family("hermes"), Constraint("regex", "a+")
     assert hermes.constraint(free, {}) is None
@@ -188,23 +188,23 @@ def test_nothing_is_constrained_without_need() -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "qwen3_coder"])
-def test_an_answer_fits_a_schema_or_is_a_call(name: str) -> None:
+def test_constraint_answer_fits_a_schema_or_is_a_call(name: str) -> None:
     schema = {"properties": {"x": {"const": 1}}, "required": ["x"], "additionalProperties": False}
     answer = Constraint("json_schema", json.dumps({"type": "object"} | schema))
     free = Toolbox(tools=(Tool(name="now"),))
-    said = 0
+    answers = 0
     for text in forced_text(name, free, answer):
         if not calls_of(read(name, [text], free)):
             assert json.loads(text) == {"x": 1}
-            said += 1
+            answers += 1
     beginning = family(name).layout.triggers[0] if name != "llama3" else '{"name'
     for text in forced_text(name, free, answer, beginning):
         assert calls_of(read(name, [text], free)), text
-    assert said
+    assert answers
 
 
 @pytest.mark.parametrize("kind", ["regex", "lark", "ebnf", "structural_tag"])
-def test_the_form_of_a_whole_text_is_that_of_its_calls_too(kind: str) -> None:
+def test_constraint_on_whole_text_covers_its_calls(kind: str) -> None:
     answer = Constraint(kind, "whatever")
     assert family("hermes").constraint(AUTO, {}, answer) is answer
 

@@ -1,4 +1,4 @@
-"""What each family's reader makes of an answer, and that it is the same however the text comes."""
+"""Each family's reader splits an answer into parts, the same however the text is cut."""
 
 from __future__ import annotations
 
@@ -382,14 +382,14 @@ IDS = [f"{case.family}-{case.title}" for case in CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_an_answer_is_words_and_calls(case: Case) -> None:
+def test_reader_splits_words_and_calls(case: Case) -> None:
     parts = read(case.family, [case.text])
     assert calls_of(parts) == case.calls
     assert words_of(parts) == case.words
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_it_is_the_same_however_the_text_is_split(case: Case) -> None:
+def test_reader_result_is_independent_of_cuts(case: Case) -> None:
     whole = read(case.family, [case.text])
     assert read(case.family, case.text) == whole
     for place in range(1, len(case.text)):
@@ -460,7 +460,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_text_raises_and_none_is_lost(name: str) -> None:
+def test_reader_random_text_raises_nothing_and_loses_nothing(name: str) -> None:
     chance = random.Random(name)
     for _ in range(400):
         text = "".join(chance.choices(PIECES, k=chance.randrange(1, 25)))
@@ -481,10 +481,10 @@ def _subsequence(part: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_text_without_marks_is_told_at_once(name: str) -> None:
+def test_reader_text_without_marks_is_passed_at_once(name: str) -> None:
     reader = family(name).reader(BOX)
-    told = [list(reader.push(piece)) for piece in ("Hello", ",", " you", "!")]
-    assert told == [[AnswerText("Hello")], [AnswerText(",")], [AnswerText(" you")], [AnswerText("!")]]
+    passed = [list(reader.push(piece)) for piece in ("Hello", ",", " you", "!")]
+    assert passed == [[AnswerText("Hello")], [AnswerText(",")], [AnswerText(" you")], [AnswerText("!")]]
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -496,14 +496,14 @@ def test_arguments_come_as_they_are_written() -> None:
     assert not reader.flush()
 
 
-def test_a_part_of_a_mark_is_held_back() -> None:
+def test_reader_part_of_a_mark_is_held_back() -> None:
     reader = family("hermes").reader(BOX)
     assert list(reader.push("a<tool")) == [AnswerText("a")]
     assert not reader.push("_cal")
     assert list(reader.push("ed>")) == [AnswerText("<tool_caled>")]
 
 
-def test_only_the_first_call_is_told_where_several_are_not_wanted() -> None:
+def test_reader_not_parallel_returns_only_the_first_call() -> None:
     weather = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     text = f'a <tool_call>{{"name": "now"}}</tool_call> b {weather} c'
     parts = read("hermes", [text], replace(BOX, parallel=False))
@@ -512,12 +512,12 @@ def test_only_the_first_call_is_told_where_several_are_not_wanted() -> None:
 
 
 @pytest.mark.parametrize("toolbox", [None, replace(BOX, choice="none")], ids=["without tools", "none"])
-def test_nothing_is_called_that_may_not_be(toolbox: Toolbox | None) -> None:
+def test_reader_calls_that_are_not_allowed_stay_text(toolbox: Toolbox | None) -> None:
     text = '<tool_call>{"name": "now"}</tool_call>\n'
     assert list(family("hermes").reader(toolbox).push(text)) == [AnswerText(text)]
 
 
-def test_each_call_has_an_id_of_its_own() -> None:
+def test_reader_calls_have_unique_ids() -> None:
     reader = family("hermes").reader(BOX)
     parts = [*reader.push('<tool_call>{"name": "now"}</tool_call>' * 20), *reader.flush()]
     ids = {part.id for part in parts if isinstance(part, ToolCall)}
@@ -556,7 +556,7 @@ def test_converted_arguments_are_json(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral_v11"])
 def test_long_answers_are_read_like_short_ones(name: str) -> None:
-    """Text that was read is let go of on the way."""
+    """The reader drops text once it is read."""
     long = "".join(random.Random(1).choices('ab{}[]"\\<\n', k=30_000))
     if name == "qwen3_coder":
         call = f"<function=weather>\n<parameter=city>\n{long}\n</parameter>\n</function>"

@@ -17,7 +17,7 @@ from baton_api.errors import (
     InvalidRequest,
 )
 from baton_engine.api.fields import Fields
-from baton_engine.api.parsing.tools.request import read_tools, refuse_beside
+from baton_engine.api.parsing.tools.request import read_tools, reject_forced_call
 from baton_engine.api.parsing.tools.toolbox import NO_PARAMETERS, TextGrammar, Toolbox
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -44,7 +44,7 @@ def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
 
 
-def test_a_function_has_a_name_a_description_and_parameters() -> None:
+def test_read_tools_function_has_name_description_parameters() -> None:
     toolbox = read(tools=[function("f", description="what it does", parameters=SCHEMA, strict=True)])
     assert toolbox.definitions == [
         {"type": "function", "function": {"name": "f", "description": "what it does", "parameters": SCHEMA}}
@@ -54,12 +54,12 @@ def test_a_function_has_a_name_a_description_and_parameters() -> None:
     assert toolbox.parallel
 
 
-def test_a_function_without_parameters_takes_none() -> None:
+def test_read_tools_function_without_parameters_takes_none() -> None:
     toolbox = read(tools=[F, function("g", parameters={})])
     assert [tool.parameters for tool in toolbox.tools] == [NO_PARAMETERS, NO_PARAMETERS]
 
 
-def test_a_custom_tool_is_told_as_a_function_with_one_string() -> None:
+def test_read_tools_custom_tool_is_a_function_with_one_string() -> None:
     regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
     toolbox = read(tools=[custom(), custom("d", format={"type": "text"}), custom("e", format=regex)])
     assert [tool.grammar for tool in toolbox.tools] == [None, None, TextGrammar("regex", "[0-9]+")]
@@ -85,7 +85,7 @@ def test_a_custom_tool_is_told_as_a_function_with_one_string() -> None:
         pytest.param({"tool_choice": None, "parallel_tool_calls": None}, "auto", {"f", "g"}, True, id="null"),
     ],
 )
-def test_a_choice_says_what_may_be_called(
+def test_read_tools_choice_sets_callable_tools(
     fields: dict[str, Any], choice: str, callable: set[str], parallel: bool
 ) -> None:
     toolbox = read(tools=[F, G], **fields)
@@ -93,7 +93,7 @@ def test_a_choice_says_what_may_be_called(
     assert len(toolbox.definitions) == 2
 
 
-def test_a_custom_tool_can_be_named() -> None:
+def test_read_tools_custom_tool_can_be_chosen() -> None:
     assert set(read(tools=[F, custom()], tool_choice=custom()).callable) == {"c"}
 
 
@@ -103,7 +103,7 @@ def test_a_custom_tool_can_be_named() -> None:
      {"function_call": "none"}, {"parallel_tool_calls": False}],
     ids=str,
 )  # fmt: skip
-def test_a_request_may_have_no_tools(fields: dict[str, Any]) -> None:
+def test_read_tools_without_tools_is_unset(fields: dict[str, Any]) -> None:
     assert read_tools(Fields(fields)) is None
 
 
@@ -187,20 +187,20 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "code"), BAD, ids=lambda value: str(value)[:70])
-def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, code: str | None) -> None:
+def test_read_tools_invalid_field_is_named(fields: dict[str, Any], param: str, code: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_tools(Fields(fields))
     assert (refused.value.param, refused.value.code) == (param, code)
     assert len(str(refused.value)) < 400
 
 
-def test_a_demanded_call_and_another_form_exclude_one_another() -> None:
+def test_read_tools_required_call_excludes_other_formats() -> None:
     for toolbox, param in (
         (read(tools=[F], tool_choice="required"), "tool_choice"),
         (read(functions=[{"name": "f"}], function_call={"name": "f"}), "function_call"),
     ):
         with pytest.raises(InvalidRequest, match="response_format") as refused:
-            refuse_beside(toolbox, "response_format")
+            reject_forced_call(toolbox, "response_format")
         assert refused.value.param == param
-    refuse_beside(read(tools=[F]), "response_format")
-    refuse_beside(None, "response_format")
+    reject_forced_call(read(tools=[F]), "response_format")
+    reject_forced_call(None, "response_format")

@@ -20,7 +20,7 @@ PARTS: list[Part] = [
 LEGACY = replace(BOX, legacy=True, parallel=False)
 
 
-def test_a_message_has_whole_calls_without_an_index() -> None:
+def test_message_calls_are_whole_without_an_index() -> None:
     assert message_calls(PARTS, BOX) == {
         "tool_calls": [
             {
@@ -34,7 +34,7 @@ def test_a_message_has_whole_calls_without_an_index() -> None:
     }
 
 
-def test_a_message_without_calls_has_nothing_of_them() -> None:
+def test_message_calls_without_calls_are_empty() -> None:
     assert message_calls([AnswerText("Hm.")], BOX) == {}
 
 
@@ -80,5 +80,5 @@ def test_functions_are_answered_with_one_function_call() -> None:
     ]
 
 
-def test_the_finish_reason_is_of_the_same_kind() -> None:
+def test_finish_reason_follows_the_call_style() -> None:
     assert (finish_reason(BOX), finish_reason(LEGACY)) == ("tool_calls", "function_call")

@@ -1,1 +1,1 @@
-"""Conversations to prompts, by a model's chat template: a program, which runs in bounds."""
+"""Rendering of conversations to prompts by chat templates, which are programs and run with limits."""

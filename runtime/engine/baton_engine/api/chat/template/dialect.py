@@ -1,9 +1,9 @@
 """
-How a template wants its messages: learnt by trying it, not by its name.
+The message format that a chat template expects, determined by test renderings.
 
-Templates differ in whether content may be a list of parts, whether the arguments of a call are an object or
-JSON text, what content a message with nothing but calls has, and how long the ids of calls are. Each of
-these is one short conversation that the template renders or fails to render.
+Templates differ in the format of content (text or a list of parts) and of arguments (an object or JSON text).
+They also differ in the content of messages with calls only, and in the length of call ids. For each point,
+the template renders a short conversation, and the result shows whether it supports the format.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from baton_engine.api.chat.template.sandbox import Exhausted, Program, TemplateE
 
 Message = Mapping[str, Any]
 
-CONTENT_TEXT = "what was said"
+CONTENT_TEXT = "a short text"
 USER = {"role": "user", "content": CONTENT_TEXT}
 CALL_ID = "call_0123456789abcdef"
 SHORT_ID = 9
-"""Characters of a call's id in the templates that want no others."""
+"""Characters of a call's id in templates that require short ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What one template takes."""
+    """Message format of one template."""
 
     texts: bool = True
-    """Content as a string."""
+    """Whether content may be a string."""
     parts: bool = False
-    """Content as a list of parts."""
+    """Whether content may be a list of parts."""
     developer: bool = False
-    """The role `developer`; it is `system` elsewhere."""
+    """Whether the role `developer` is supported; otherwise it becomes `system`."""
     objects: bool = True
-    """Arguments of a call as an object; else as JSON text."""
+    """Whether the arguments of a call are an object; otherwise JSON text."""
     silence: str | None = ""
-    """The content of a message that has nothing but calls."""
+    """Content of a message with calls only."""
     short_ids: bool = False
 
     def adapt(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as the template takes them: see `baton_engine.api.chat.messages` for what is given."""
+        """Convert the messages of `baton_engine.api.chat.messages` to the template's format."""
         return [self._message(message) for message in messages]
 
     def _message(self, message: Message) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Dialect:
         if "tool_call_id" in message:
             adapted["tool_call_id"] = self._id(message["tool_call_id"])
         if thought := message.get("reasoning_content"):
-            adapted["thinking"] = adapted["reasoning"] = thought  # the names of other templates
+            adapted["thinking"] = adapted["reasoning"] = thought  # names that other templates use
         return adapted
 
     def _content(self, content: str | Sequence[str] | None) -> Any:
@@ -85,7 +85,7 @@ class Dialect:
 
 @functools.lru_cache(maxsize=64)
 def learn(program: Program, specials: tuple[tuple[str, str], ...]) -> Dialect:
-    """The dialect of a template; `specials` are the tokenizer's special tokens by name. Raises Exhausted."""
+    """Determine the dialect of a template. `specials` are special tokens by name. Raises Exhausted."""
 
     def shows(messages: Sequence[Message], *texts: str) -> bool:
         return all(text in _rendered(program, messages, specials) for text in texts)
@@ -101,7 +101,7 @@ def learn(program: Program, specials: tuple[tuple[str, str], ...]) -> Dialect:
 
 
 def _learn_calls(dialect: Dialect, shows: Callable[..., bool]) -> Dialect:
-    """The first way, the most common one first, in which a call and its arguments are shown."""
+    """Return the first dialect, most common ones first, with which a call and its arguments are rendered."""
     for short_ids in (False, True):
         for objects in (True, False):
             for silence in ("", None):
@@ -142,6 +142,6 @@ def _rendered(program: Program, messages: Sequence[Message], specials: tuple[tup
     try:
         return program.run(variables)
     except Exhausted:
-        raise  # as all other tries would be, one after another
+        raise  # further renderings would exceed the limits as well
     except TemplateError:
         return ""

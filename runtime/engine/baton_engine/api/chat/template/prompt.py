@@ -1,8 +1,8 @@
 """
-One conversation as one prompt: the variables that a template gets, and the text that it returns.
+Rendering of one conversation: the variables of the template, and the prompt that it returns.
 
-To continue the last message, a marker is put at its end and the prompt is cut there, so the prompt ends
-inside the message whatever the template writes after one.
+To continue the last message, a marker is appended to it, and the prompt is cut at the marker. The prompt then
+ends within the message, independent of the text that the template adds after messages.
 
 `chat_template_kwargs` are passed on, except names with a meaning of their own. `reasoning_effort` becomes the
 variables that templates know: the effort, and whether to reason at all (`enable_thinking` or `thinking`).
@@ -20,31 +20,31 @@ from baton_engine.api.chat.template import dialect, sandbox
 from baton_engine.api.chat.template.sandbox import TemplateError
 from baton_engine.api.fields import Fields, shown
 
-MARK = "THE_MESSAGE_GOES_ON_HERE "
-"""With a space at its end, by which a template that strips messages is noticed."""
+MARK = "THE_MESSAGE_CONTINUES_HERE "
+"""The trailing space shows whether the template strips messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateInput:
-    """All that a template gets."""
+    """Input of a template."""
 
     messages: Sequence[Mapping[str, Any]]
-    """As `baton_engine.api.chat.messages` gives them."""
+    """Messages in the format of `baton_engine.api.chat.messages`."""
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     prompted: bool = True
-    """Whether the prompt ends with the beginning of the assistant's next message."""
+    """Whether the prompt ends with the start of the assistant's next message."""
     continued: bool = False
-    """Whether it ends within the last message."""
+    """Whether the prompt ends within the last message."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further ones, which have no names of those above."""
+    """Further variables of the template."""
 
 
 def render(source: str, conversation: TemplateInput, specials: Mapping[str, str]) -> str:
-    """The prompt that the template `source` makes. Raises TemplateError."""
+    """Render a conversation with the template `source`. Raises TemplateError."""
     program = sandbox.read(source)
-    learnt = dialect.learn(program, tuple(sorted(specials.items())))
-    messages = learnt.adapt(conversation.messages)
+    message_format = dialect.learn(program, tuple(sorted(specials.items())))
+    messages = message_format.adapt(conversation.messages)
     if conversation.continued:
         _mark(messages[-1])
     prompt = program.run(
@@ -67,13 +67,13 @@ def _mark(message: dict[str, Any]) -> None:
     elif isinstance(content, str):
         message["content"] = content + MARK
     else:
-        raise TemplateError("the last message has no content that could be continued")
+        raise TemplateError("the last message cannot be continued, because it has no content")
 
 
 def _cut(prompt: str) -> str:
     at = prompt.rfind(MARK.strip())
     if at < 0:
-        raise TemplateError("the last message is not in the prompt and cannot be continued")
+        raise TemplateError("the last message cannot be continued, because the prompt does not contain it")
     return prompt[:at] if prompt.startswith(MARK, at) else prompt[:at].rstrip()
 
 
@@ -84,13 +84,13 @@ RESERVED = frozenset({
     "self", "tokenize", "tokenizer", "add_generation_prompt", "continue_final_message", "raise_exception",
     "strftime_now", "namespace", "range", "dict", "cycler", "joiner", "lipsum", "caller", "varargs", "kwargs",
 })  # fmt: skip
-"""What a template gets from this server alone, special tokens aside."""
+"""Variables that requests cannot set, besides special tokens."""
 
 
 def read_variables(
     fields: Fields, defaults: Mapping[str, Any], specials: Mapping[str, str]
 ) -> dict[str, Any]:
-    """`defaults`, over them what the effort means, and over that what the request says itself."""
+    """Merge variables: `defaults`, then those of `reasoning_effort`, then the request's own."""
     given = dict(fields.mapping("chat_template_kwargs") or {})
     given.pop("chat_template", None)  # see `read_template`
     most = limits.TEMPLATE_KWARGS.most
@@ -108,7 +108,7 @@ def read_variables(
 
 
 def read_template(fields: Fields, trusted: bool) -> str | None:
-    """The template that the request brings, by itself or among the variables. Raises InvalidRequest."""
+    """Read the request's own template, a field or a variable. Raises InvalidRequest if it is not allowed."""
     inner = Fields(fields.mapping("chat_template_kwargs") or {}, fields.param("chat_template_kwargs"))
     for place in (fields, inner):
         source = place.text("chat_template")
@@ -116,8 +116,8 @@ def read_template(fields: Fields, trusted: bool) -> str | None:
             continue
         if not trusted:
             raise InvalidRequest(
-                f"'{place.param('chat_template')}' is not allowed: this server runs no such templates. "
-                "Start it with --trust-request-chat-template if those who send requests may be trusted.",
+                f"'{place.param('chat_template')}' is not allowed: templates of requests are disabled. "
+                "Start the worker with --trust-request-chat-template if its clients are trusted.",
                 param=place.param("chat_template"),
                 code=UNSUPPORTED_PARAMETER,
             )
@@ -126,7 +126,7 @@ def read_template(fields: Fields, trusted: bool) -> str | None:
 
 
 def _both(given: Mapping[str, Any]) -> dict[str, Any]:
-    """With both names of the switch, where it has one."""
+    """Set both names of the reasoning switch if one of them is set."""
     switches = [name for name in SWITCHES if given.get(name) is not None]
     if len(switches) != 1:
         return dict(given)

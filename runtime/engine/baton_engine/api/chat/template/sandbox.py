@@ -1,12 +1,11 @@
 """
-Where chat templates run: jinja's sandbox, set up as `transformers` does it, with a meter that runs out.
+The sandbox of chat templates: jinja's, configured as in `transformers`, with limits of steps, time and size.
 
-A template is a program. Every turn of a loop and every call of a macro is a step, steps and time are
-counted, and nothing that is joined, multiplied or written may outgrow the bound. So a runaway template ends
-with an error, a few seconds later at most. What a single call deep in Python's own library may cost is not
-metered: templates of people who are not trusted run in a process of their own besides, see `apart`.
+A template is a program. Each loop iteration and macro call is a step. Steps and time are limited, and so is
+the size of every string, list and number. A runaway template therefore fails after a few seconds. The cost of
+a single call of Python's library is not limited; `subprocess` runs untrusted templates in a separate process.
 
-This module imports little, so that such a process starts quickly.
+This module has few imports, so that such a process starts quickly.
 """
 
 from __future__ import annotations
@@ -32,41 +31,41 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MOST_STEPS = 200_000
-"""Of one rendering, a second or so. A conversation of 2,048 messages takes some ten thousand."""
+"""Maximum steps of a rendering, about a second. A conversation of 2,048 messages needs about 10,000."""
 MOST_SECONDS = 5.0
 MOST_CHARACTERS = 16 * 1024 * 1024
-"""Of the prompt, and of each text or list on the way: four times what a body may have."""
+"""Maximum length of the prompt and of each intermediate string or list: four times the maximum body."""
 MOST_DIGITS = 4096
-"""Binary digits of a number."""
+"""Maximum bits of an integer."""
 MOST_ARGUMENT = 100_000
-"""The greatest number that a method of a text or list is given, or one of these filters: a width, a count."""
+"""Maximum numeric argument of a method of strings or lists, or of a filter in `WIDENING`."""
 WIDENING = ("batch", "center", "format", "indent", "round", "slice", "tojson", "wordwrap")
 MOST_SOURCE = 1024 * 1024
-"""Characters of a template."""
+"""Maximum characters of a template."""
 
 CLOCK_STEPS = 64
-"""Steps from one look at the clock to the next."""
+"""Number of steps between two time checks."""
 METER = " meter"
-"""The variable with the meter of a rendering: no template can spell it."""
+"""Variable with the meter of a rendering. The space makes it inaccessible to templates."""
 
 _WIDE = re.compile(r"\d{6}|\*")
-"""A width in a format that makes a long text of a short one."""
+"""Matches large widths in format strings."""
 
 
 class TemplateError(ValueError):
-    """A template that cannot be read, or fails, or does not end. Its text is for the client."""
+    """A template is invalid, fails, or exceeds its limits. The message is for the client."""
 
 
 class Exhausted(TemplateError):
-    """It did not end within its bounds."""
+    """A template exceeded its limits."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """What one rendering may still use."""
+    """Remaining steps and time of one rendering."""
 
     deadline: float
-    """By `time.monotonic`."""
+    """Time of `time.monotonic`."""
     steps: int = MOST_STEPS
 
     def step(self) -> None:
@@ -78,9 +77,9 @@ class Meter:
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, by which templates mark what training is about. Here it does nothing."""
+    """The tag `{% generation %}`, which marks text for training. It has no effect here."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own way to declare it
+    tags = {"generation"}  # noqa: RUF012 - jinja2's declaration
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -88,7 +87,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of all templates; it keeps nothing of a rendering."""
+    """The environment of all templates. It keeps no state of renderings."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -103,10 +102,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
         self.globals["dict"] = _Dict()
         self.globals["namespace"] = _Namespace
-        del self.globals["lipsum"]  # text out of nothing
+        del self.globals["lipsum"]  # generates large texts
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """The syntax tree, with a step in the body of each loop and macro."""
+        """Parse a template, and add a step to the body of each loop and macro."""
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             if loop.test is not None:
@@ -122,7 +121,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._called("step", [nodes.ContextReference()])
 
     def _joined(self, tree: nodes.Template) -> nodes.Template:
-        """`a ~ b` is no operator that jinja2 lets one intercept, so that it becomes a call."""
+        """Replace `a ~ b` by a call, because jinja2 does not allow to intercept this operator."""
         for parent in list(tree.find_all(nodes.Node)):
             for name, value in list(parent.iter_fields()):
                 if isinstance(value, nodes.Concat):
@@ -137,7 +136,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._called("join", concat.nodes)
 
     def _called(self, method: str, arguments: list[nodes.Expr]) -> nodes.Expr:
-        """A call of a method of this class."""
+        """Return a call of a method of this class."""
         call = nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
         call.set_environment(self)
         return call
@@ -176,15 +175,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A template that was read."""
+    """A parsed template."""
 
     source: str
     template: jinja2.Template
     variables: frozenset[str]
-    """Names that it uses and does not define itself."""
+    """Names that the template uses without defining them."""
 
     def run(self, variables: Mapping[str, Any]) -> str:
-        """What it writes. Raises TemplateError."""
+        """Return the output of the template. Raises TemplateError."""
         written = 0
         chunks: list[str] = []
         meter = Meter(time.monotonic() + MOST_SECONDS)
@@ -205,7 +204,7 @@ class Program:
 
 @functools.lru_cache(maxsize=64)
 def read(source: str) -> Program:
-    """Raises TemplateError for what is no template."""
+    """Parse a template. Raises TemplateError if it is invalid."""
     if len(source) > MOST_SOURCE:
         raise TemplateError(f"it has more than {MOST_SOURCE} characters")
     try:
@@ -213,19 +212,19 @@ def read(source: str) -> Program:
         variables = jinja2.meta.find_undeclared_variables(SANDBOX.parse(source))
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"{_shown(error)} (line {error.lineno})") from error
-    except Exception as error:  # Python's compiler has limits of its own: depth, digits, names
+    except Exception as error:  # Python's compiler has further limits: depth, digits, names
         raise TemplateError(_shown(error)) from error
     return Program(source, template, frozenset(variables))
 
 
 def _shown(error: Exception) -> str:
-    """For the client: one short line."""
+    """Return an error's message as one short line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
 
 
 def _measured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments are within bounds."""
+    """Return a filter that validates its arguments."""
 
     @functools.wraps(function)
     def measured(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,19 +239,19 @@ def _measured(function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_arguments(args: Iterable[object], kwargs: Mapping[str, object]) -> None:
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, int) and value > MOST_ARGUMENT:
-            raise TemplateError(f"it calls something with a number over {MOST_ARGUMENT}")
+            raise TemplateError(f"it calls a function with a number over {MOST_ARGUMENT}")
 
 
 def _check_size(value: object) -> None:
     if isinstance(value, str | list | tuple) and len(value) > MOST_CHARACTERS:
-        raise TemplateError(f"it makes something longer than {MOST_CHARACTERS}")
+        raise TemplateError(f"it creates a value longer than {MOST_CHARACTERS}")
 
 
 def _check_product(left: object, right: object) -> None:
     for many, times in ((left, right), (right, left)):
         if isinstance(times, int):
             if isinstance(many, str | list | tuple) and len(many) * times > MOST_CHARACTERS:
-                raise TemplateError(f"it makes something longer than {MOST_CHARACTERS}")
+                raise TemplateError(f"it creates a value longer than {MOST_CHARACTERS}")
             if isinstance(many, int) and many.bit_length() + times.bit_length() > MOST_DIGITS:
                 raise TemplateError("it computes with too great numbers")
 
@@ -273,7 +272,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja2's own would escape what HTML needs escaped."""
+    """Serialize as JSON. Jinja2's filter would escape characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -286,7 +285,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Dict:
-    """`dict(...)`, without the class and what could be reached from there."""
+    """`dict(...)` without access to the class and its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -296,7 +295,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace(...)`, without names by which Python's own workings could be reached."""
+    """`namespace(...)` without names that give access to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args

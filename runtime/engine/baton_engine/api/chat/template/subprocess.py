@@ -1,10 +1,10 @@
 """
-Templates that come with requests run in a process of their own, which the system bounds.
+Rendering of the templates of requests in a separate process with limits of the operating system.
 
-What the sandbox meters is a template's own turns. One call into Python's library may cost any time and
-memory all the same, and only a process can be stopped in the middle of it. So whoever may bring templates
-gets a process for each: bounded in memory and processor time before it reads anything, killed when it is
-late, and with nothing open but its pipes. It takes a tenth of a second to start, which nobody else pays.
+The sandbox limits the steps of a template. A single call of Python's library can still need unlimited time
+and memory, and only a process can be stopped during such a call. Each rendering has its own process. It has
+limits of memory and processor time and a deadline, and only its pipes are open. Its start takes a tenth of a
+second; requests without templates do not need it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from baton_engine.api.chat.template.prompt import TemplateInput, render
 from baton_engine.api.chat.template.sandbox import MOST_CHARACTERS, TemplateError
 
 MOST_MEMORY = 512 * 1024 * 1024
-"""Bytes of address space, the interpreter included."""
+"""Maximum bytes of address space, including the interpreter."""
 MOST_PROCESSOR_S = 5
 DEADLINE_S = 10.0
-"""From start to answer: more than the processor time, for machines that are busy."""
+"""Maximum seconds of a rendering. Longer than the processor time, for busy machines."""
 MOST_AT_ONCE = 2
-"""Processes; who comes later waits."""
+"""Maximum number of processes. Further renderings wait."""
 
 _slots = threading.BoundedSemaphore(MOST_AT_ONCE)
 
 
 def render_apart(source: str, conversation: TemplateInput, specials: Mapping[str, str]) -> str:
-    """As `render`, in a new process. Blocks; raises TemplateError."""
+    """Render as `render` does, in a new process. Blocks. Raises TemplateError."""
     job = json.dumps({"source": source, "conversation": asdict(conversation), "specials": dict(specials)})
     with _slots:
         try:
@@ -42,14 +42,14 @@ def render_apart(source: str, conversation: TemplateInput, specials: Mapping[str
                 input=job.encode(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={},  # which may have keys in it
+                env={},  # the worker's environment may contain secrets
                 timeout=DEADLINE_S,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise TemplateError(f"it takes more than {DEADLINE_S:g} s") from error
     answer: dict[str, str] = {}
-    with contextlib.suppress(ValueError):  # cut off, as it is when the system has stopped the process
+    with contextlib.suppress(ValueError):  # the output is truncated if the system has stopped the process
         answer = json.loads(done.stdout)
     if "prompt" in answer:
         return answer["prompt"]
@@ -57,7 +57,7 @@ def render_apart(source: str, conversation: TemplateInput, specials: Mapping[str
 
 
 def main() -> None:
-    """One job in, one answer out; for `python -m`."""
+    """Read a job from stdin and write the result to stdout, for `python -m`."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_PROCESSOR_S, MOST_PROCESSOR_S))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

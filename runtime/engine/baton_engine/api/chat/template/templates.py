@@ -1,9 +1,8 @@
 """
-Which template a conversation gets: the worker's own, the one that the model has for tools, or the
-request's.
+Selection of the chat template: the setting `--chat-template`, the model's templates, or the request's.
 
-A worker's own template comes from whoever started it: with `--chat-template`, otherwise with the model. A
-request brings one only where `--trust-request-chat-template` says so, and it runs in a process of its own.
+A model may have a separate template for conversations with tools. Requests may contain a template only with
+`--trust-request-chat-template`; it runs in a separate process.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from baton_engine.model.tokenizer import Tokenizer
 
 DEFAULT = "default"
 FOR_TOOLS = "tool_use"
-"""What `transformers` calls a model's template for conversations with tools, where it has several."""
+"""Name of a model's template for conversations with tools, as in `transformers`."""
 
 LONGEST_PATH = 4096
-"""Characters up to which `--chat-template` may be the path of a file."""
+"""Maximum characters of a path in `--chat-template`. Longer values are templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """The templates of one worker; none at all for a model that was not made to chat."""
+    """The templates of one worker; empty for a model without chat template."""
 
     by_name: Mapping[str, str]
     specials: Mapping[str, str]
-    """The tokenizer's special tokens, which templates write: `bos_token` and its like."""
+    """The tokenizer's special tokens for templates, such as `bos_token`."""
 
     @property
     def default(self) -> str | None:
-        """The one for conversations without tools, or None."""
+        """The template for conversations without tools, or None."""
         return self.by_name.get(DEFAULT)
 
     def source(self, tools: bool) -> str:
-        """The template for a conversation with or without tools. Raises InvalidRequest if there is none."""
+        """Return the template for a conversation. Raises InvalidRequest if the model has no template."""
         chosen = self.by_name.get(FOR_TOOLS) if tools else None
         if chosen is None:
             chosen = self.default
@@ -54,14 +53,14 @@ class Templates:
         return chosen
 
     def knows_tools(self, tools: bool) -> bool:
-        """Whether the template for a conversation with or without tools writes them; one that fails may."""
+        """Return whether the template uses the variable `tools`. True for an invalid template."""
         try:
             return "tools" in sandbox.read(self.source(tools)).variables
         except TemplateError:
             return True
 
     def render(self, conversation: TemplateInput, brought: str | None = None) -> str:
-        """The prompt, by the template that the request brought, if it did. Raises InvalidRequest."""
+        """Render the prompt, with the request's template `brought` if it is set. Raises InvalidRequest."""
         try:
             if brought is not None:
                 return render_apart(brought, conversation, self.specials)
@@ -75,9 +74,9 @@ class Templates:
 
 def templates_of(tokenizer: Tokenizer, chosen: str = "") -> Templates:
     """
-    The model's own templates, or `chosen`: a template, or the path of a file with one.
+    Return the model's templates, or `chosen`: a template, or the path of a file with one.
 
-    Raises SetupError if that is neither; a template of the model that is none fails when it is used.
+    Raises SetupError if `chosen` is invalid. An invalid template of the model fails when it is used.
     """
     if not chosen:
         return Templates(tokenizer.chat_templates, tokenizer.special_tokens)
@@ -85,12 +84,12 @@ def templates_of(tokenizer: Tokenizer, chosen: str = "") -> Templates:
     try:
         sandbox.read(source)
     except TemplateError as error:
-        raise SetupError(f"--chat-template is no template: {error}.") from error
+        raise SetupError(f"Invalid --chat-template: {error}.") from error
     return Templates({DEFAULT: source}, tokenizer.special_tokens)
 
 
 def _source(chosen: str) -> str:
-    """Whatever has braces or lines is a template, not a path."""
+    """Return the text of a template. Text with braces or several lines is a template, other text a path."""
     if "{" in chosen or "\n" in chosen or len(chosen) > LONGEST_PATH:
         return chosen
     path = Path(chosen).expanduser()
@@ -98,6 +97,6 @@ def _source(chosen: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(
-            f"--chat-template {chosen!r} is neither a template, which has {{{{ and }}}} in it, nor a file "
-            f"that can be read: {error}"
+            f"Invalid --chat-template: {chosen!r} is neither a template with {{{{ and }}}} nor a readable "
+            f"file: {error}"
         ) from error

@@ -1,6 +1,7 @@
 """
-Reasoning before an answer: how each model family marks it, and how clients get it.
+Reasoning before an answer: its marks by model family, its readers, and its presentation to clients.
 
-`families` names the marks, `reader` tells thoughts from the answer, `harmony` and `described` do so for
-models that mark more than thoughts, and `wishes` reads what a request has to say about it.
+`families` defines the marks, and `formats` selects the format of a model. `reader` separates reasoning
+between two marks from the answer; `harmony` and `described` read formats with more structure. `visibility`
+reads the options of a request and applies them.
 """

@@ -1,10 +1,10 @@
 """
-Answers as the tokenizer's own files describe them: the response template of `transformers`.
+Answers in the format of a response template of `transformers`, which the tokenizer's files contain.
 
-Its parser tells regions of text as they come. Regions of thought are thoughts, the content is what is said
-to the user, and tool calls are calls once they are whole. White space at the ends of a thought, and before
-what is said after one, is left out, as the parser leaves it out of whole messages. A call that cannot be
-parsed, since it was cut or is no JSON, is said as it stands.
+The template's parser splits text into regions. Regions of reasoning become reasoning, the content becomes
+text, and complete tool calls become calls. As in the parser's own messages, white space around reasoning and
+at the start of the following text is removed. A call that cannot be parsed (truncated, or invalid JSON)
+becomes text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALLS = "tool_calls"
 
 
 class Parser(Protocol):
-    """What `transformers.utils.chat_parsing.ResponseParser` does."""
+    """Interface of `transformers.utils.chat_parsing.ResponseParser`."""
 
     initial_events: list[dict[str, Any]]
 
@@ -39,7 +39,7 @@ def parser(template: Mapping[str, Any], prompt: str, toolbox: Toolbox | None) ->
 
 
 def _lenient(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls that are no JSON become text instead of an error, which would cost what stands around them."""
+    """Allow calls with invalid JSON, so that an error does not discard the surrounding text."""
     fields: dict[str, Any] = dict(template.get("fields", {}))
     calls = fields.get(CALLS)
     if isinstance(calls, dict) and calls.get("content") == "json":
@@ -48,7 +48,7 @@ def _lenient(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DescribedReader:
-    """One choice's regions."""
+    """Reads the regions of one choice."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class DescribedReader:
         apart: bool = True,
         exact: bool = False,
     ) -> None:
-        """`inner` reads what is said to the user; not `apart`, thoughts are said to them too."""
+        """`inner` reads the text for the user, which includes the reasoning unless `apart` is set."""
         self._parser: Parser | None = parser
         self._inner = inner
         self._callable = {} if toolbox is None else toolbox.callable
@@ -70,10 +70,10 @@ class DescribedReader:
         self._exact = exact
         self._calls = 0
         self._unparsed = ""
-        """Text of the region that is open, if it may be a call."""
+        """Text of the open region, if it may be a call."""
         self._blank = ""
-        self._silent = True
-        """Whether nothing was thought, or said, since the region began."""
+        self._empty = True
+        """Whether the open region has had only white space so far."""
         self.thinking = thinking(parser)
 
     def push(self, text: str) -> Sequence[Part]:
@@ -81,7 +81,7 @@ class DescribedReader:
             return self._inner.push(text)
         try:
             events = self._parser.feed(text)
-        except Exception:  # whatever a call's text did to the parser's transforms, which are the file's own
+        except Exception:  # the template's transforms can raise any exception for a malformed call
             return self._give_up(text)
         return self._parts(events)
 
@@ -90,7 +90,7 @@ class DescribedReader:
         if self._parser is not None:
             try:
                 _, events = self._parser.finalize()
-            except Exception:  # as above
+            except Exception:  # the same transforms
                 parts += self._give_up("")
             else:
                 parts += self._parts(events)
@@ -109,7 +109,7 @@ class DescribedReader:
                 case "region_open":
                     self.thinking = field in THOUGHTS
                     self._unparsed = self._blank = ""
-                    self._silent = True
+                    self._empty = True
                 case "region_chunk":
                     parts += self._chunk(field, event["text"])
                 case "region_close":
@@ -131,13 +131,13 @@ class DescribedReader:
         return (Thought(text),) if thought else self._inner.push(text)
 
     def _trimmed(self, text: str) -> str:
-        """Without white space at the ends of the region, as far as they are known."""
+        """Remove white space at the start of the region, and buffer trailing white space."""
         text = self._blank + text
-        if self._silent:
+        if self._empty:
             text = text.lstrip()
         text_part = text.rstrip()
         self._blank = text[len(text_part) :]
-        self._silent = self._silent and not text_part
+        self._empty = self._empty and not text_part
         return text_part
 
     def _close(self, value: Any) -> Sequence[Part]:
@@ -157,7 +157,7 @@ class DescribedReader:
 
 
 def thinking(parser: Parser) -> bool:
-    """Whether the prompt ends within a thought; asked before the first text."""
+    """Return whether the prompt ends within reasoning. Call it before the first text."""
     events = parser.initial_events
     last = next((event for event in reversed(events) if event["type"] != "region_chunk"), None)
     return last is not None and last["type"] == "region_open" and last["field"] in THOUGHTS

@@ -1,9 +1,9 @@
 """
-How model families mark their thoughts.
+Marks of reasoning, by model family.
 
-Most write a start, think, write an end, and answer. What differs is the words, and who writes the start:
-the chat template, the model, or nobody. So a family is two words and one bit; the prompt's own end tells
-the rest.
+Most families write a start mark, the reasoning, an end mark and the answer. The families differ in the marks,
+and in whether the chat template or the model writes the start mark, or neither. The end of the prompt shows
+whether the template has written it.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton_api.errors import SetupError
+from baton_engine.model import families as models
 
 
 class PromptState(enum.Enum):
-    """Where an answer begins, as the prompt leaves it."""
+    """Position of the answer's start relative to the reasoning."""
 
-    OPEN = "within a thought"
-    FREE = "the model may think first, or not"
-    CLOSED = "after the thought, or where there is to be none"
+    OPEN = "within the reasoning"
+    FREE = "before optional reasoning"
+    CLOSED = "after the reasoning, or reasoning is disabled"
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:
-    """One way to mark thoughts."""
+    """One pair of marks."""
 
     name: str
     start: str
     end: str
     implied: bool = False
-    """Whether the answer begins within a thought though nobody wrote `start`."""
+    """Whether the answer begins within reasoning even if the prompt does not end with `start`."""
 
     def state(self, prompt: str, continued: str | None = None) -> PromptState:
         """
-        What the rendered prompt leaves open; `continued` is the message that it ends in the middle of.
+        Return the state at the end of a rendered prompt. `continued` is the partial message at its end.
 
-        Only the end of the prompt counts: what users write of thoughts is not the model's.
+        Only the end of the prompt is examined, because messages of users may contain marks.
         """
         if continued is not None:
-            # The message, and what the template may have put before it.
+            # The message, and marks that the template may have put before it.
             tail = prompt[-len(continued) - len(self.start) - len(self.end) - 16 :]
             started, ended = tail.rfind(self.start), tail.rfind(self.end)
             if started != ended:
@@ -61,9 +62,9 @@ def _tags(name: str, implied: bool = False) -> ReasoningFamily:
 
 
 THINK = ("qwen3", "glm45", "kimi_k2", "deepseek-v3", "nemotron")
-"""Families that write <think> themselves, or whose templates do, and that may leave it out."""
+"""Families with optional reasoning. The model or its template writes <think>."""
 ALWAYS = ("deepseek-r1", "qwen3-thinking")
-"""Families that think in any case, and do not always say where they begin."""
+"""Families that always reason, sometimes without a start mark."""
 
 FAMILIES: Mapping[str, ReasoningFamily] = {
     family.name: family
@@ -78,12 +79,12 @@ FAMILIES: Mapping[str, ReasoningFamily] = {
 HARMONY = "gpt-oss"
 DESCRIBED = "transformers"
 AUTO = "auto"
-"""The parsers that are no pair of marks, see `formats`."""
+"""Further parsers, which `formats` implements."""
 
 
 def canonical(name: str) -> str:
     """
-    The name as it stands here: underlines and dashes are alike, and so are upper and lower case.
+    Return the canonical form of a parser's name or alias. Ignores case, and treats `_` as `-`.
 
     >>> canonical("DeepSeek_R1"), canonical("openai_gptoss"), canonical("glm-4.5")
     ('deepseek-r1', 'gpt-oss', 'glm45')
@@ -91,27 +92,28 @@ def canonical(name: str) -> str:
     plain = name.strip().lower().replace("_", "-")
     canonical_names = {each.replace("_", "-"): each for each in (*FAMILIES, HARMONY, DESCRIBED, AUTO)}
     aliases = {
-        "openai-gptoss": HARMONY, "gptoss": HARMONY, "harmony": HARMONY, "glm-4.5": "glm45",
-        "magistral": "mistral", "deepseek-v3.1": "deepseek-v3",
+        "openai-gptoss": HARMONY, "gptoss": HARMONY, "harmony": HARMONY, "glm-4.5": "glm45", "deepseek-v3.1":
+        "deepseek-v3", **{alias: name for family in models.FAMILIES for alias, name in
+        family.reasoning_parser_aliases.items()},
     }  # fmt: skip
     return aliases.get(plain) or canonical_names.get(plain, plain)
 
 
 def named(name: str) -> ReasoningFamily:
-    """Raises SetupError for one that there is not."""
+    """Return the family with this name or alias. Raises SetupError if it is unknown."""
     family = FAMILIES.get(canonical(name))
     if family is None:
         names = ", ".join((*FAMILIES, HARMONY, DESCRIBED, AUTO))
-        raise SetupError(f"--reasoning-parser {name!r} is unknown; there are {names}.")
+        raise SetupError(f"Unknown --reasoning-parser: {name!r}. Supported: {names}.")
     return family
 
 
 def detect(template: str) -> str:
     """
-    The parser for models with this chat template, by the marks that it writes; empty if it writes none.
+    Return the parser for a chat template, by the marks in it; empty if it contains no known marks.
 
-    A template that only knows the end of thoughts (it takes them out of earlier answers) is that of a model
-    which thinks in any case.
+    A template with the end mark only (it removes reasoning from earlier answers) belongs to a model that
+    always reasons.
     """
     if "<|channel|>" in template and "analysis" in template:
         return HARMONY

@@ -1,8 +1,8 @@
 """
 Formats of reasoning in answers: a pair of marks, gpt-oss's channels, or the tokenizer's response template.
 
-A format makes the reader of one choice from what is known before the answer: how the prompt ends, which
-tools there are, and whether thoughts are wanted apart. `--reasoning-parser` chooses it.
+`--reasoning-parser` selects the format. A format creates the reader of a choice from the end of the prompt,
+the tools of the request, and whether reasoning is separate from the answer.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from baton_engine.api.parsing.tools.toolbox import Toolbox
 
 @runtime_checkable
 class Thinker(Protocol):
-    """A reader that knows which tokens are thoughts."""
+    """A reader that reports which tokens are reasoning."""
 
     @property
     def thinking(self) -> bool:
-        """Whether the text so far ends within a thought."""
+        """Whether the text so far ends within reasoning."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What is known of an answer before it."""
+    """Context of an answer before its first token."""
 
     prompt: str
-    """As it was rendered."""
+    """The rendered prompt."""
     continued: str | None = None
-    """The text of the message that it ends in the middle of."""
+    """The text of the partial message at the end of the prompt."""
     toolbox: Toolbox | None = None
     apart: bool = True
-    """Whether thoughts are wanted apart from the answer."""
+    """Whether reasoning is separate from the answer."""
     exact: bool = False
-    """Whether every character of the answer counts, as it does under a constraint."""
+    """Whether to keep all white space of the answer, as for constrained answers."""
 
 
 class ReasoningFormat(Protocol):
-    """One model's. Immutable; its readers belong to one choice each."""
+    """Format of one model. Immutable. Each reader serves one choice."""
 
     @property
     def name(self) -> str:
@@ -55,21 +55,25 @@ class ReasoningFormat(Protocol):
 
     @property
     def keeps(self) -> frozenset[str] | None:
-        """Texts of special tokens that a reader must see; None is all."""
+        """Special tokens that a reader needs in the text; None: all."""
         ...
 
     def reader(self, opening: Opening, inner: Reader) -> Reader:
-        """For one choice; `inner` reads what is not thought. It is a `Thinker`."""
+        """Return the reader of one choice, a `Thinker`. `inner` reads the text that is not reasoning."""
         ...
 
     def thinking(self, opening: Opening) -> tuple[str, str] | None:
-        """The marks before which a constraint does not hold, the first empty if it was written; or None."""
+        """
+        Return start and end mark of reasoning that precedes a constrained answer, or None.
+
+        The start mark is empty if the prompt already contains it.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A thought between two marks, and then the answer."""
+    """Reasoning between two marks, then the answer."""
 
     family: ReasoningFamily
 
@@ -115,7 +119,7 @@ class Harmony:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """As a response template says; it does not say where an answer could be constrained."""
+    """Format of a response template. Such a template does not specify where a constrained answer begins."""
 
     template: Mapping[str, Any]
 
@@ -136,10 +140,10 @@ def format_of(
     chosen: str, templates: Sequence[str], response_template: Mapping[str, Any] | None
 ) -> ReasoningFormat | None:
     """
-    The format that `--reasoning-parser` chooses; None if thoughts are to stay in the text.
+    Return the format that `--reasoning-parser` selects; None if reasoning stays in the text.
 
-    `auto` is the tokenizer's own description if it has one, else what the chat templates write, else none.
-    Raises SetupError for a name that is unknown, or a description that there is not.
+    `auto` uses the tokenizer's response template if it exists, then the marks in the chat templates. Raises
+    SetupError for an unknown name or a missing response template.
     """
     name = families.canonical(chosen)
     if name == families.AUTO:
@@ -159,11 +163,11 @@ def format_of(
 def _described(template: Mapping[str, Any] | None) -> Described:
     if template is None:
         raise SetupError(
-            "--reasoning-parser transformers needs a response_template in the model's tokenizer_config.json; "
-            "this model has none. Name a parser, or use auto."
+            "--reasoning-parser transformers requires a response_template in the model's "
+            "tokenizer_config.json, which is missing. Use auto or the name of a parser."
         )
     try:
         described.parser(template, "", None)
-    except Exception as error:  # transformers raises what it likes about a file that is wrong
-        raise SetupError(f"The tokenizer's response_template cannot be used: {error}") from error
+    except Exception as error:  # transformers raises many types for an invalid template
+        raise SetupError(f"Invalid response_template of the tokenizer: {error}") from error
     return Described(template)

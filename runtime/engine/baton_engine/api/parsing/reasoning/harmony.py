@@ -1,9 +1,9 @@
 """
-gpt-oss's wire format, harmony: an answer is several messages, each on a channel.
+Harmony, the response format of gpt-oss: an answer consists of messages, each on a channel.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
-The analysis is a thought, a message to a function is a call of it, and all else is said to the user. See
+The analysis is reasoning, a message to a function is a call, and other messages are text for the user. See
 https://github.com/openai/harmony, docs/format.md.
 """
 
@@ -18,20 +18,20 @@ from baton_engine.api.parsing.tools.toolbox import Toolbox
 
 MESSAGE = "<|message|>"
 STARTS = ("<|channel|>", "<|start|>", " to=", "to=")
-"""What a header begins with; an answer that begins otherwise has no messages."""
+"""Possible starts of a header. An answer with another start is plain text."""
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
-"""What ends the text of a message; the last two begin the next one."""
+"""Marks at the end of a message's text; the last two start the next message."""
 FINAL = "<|channel|>final<|message|>"
-"""What comes before the answer."""
+"""Header of the answer."""
 KEEPS = frozenset({MESSAGE, "<|constrain|>", *(mark for mark in (*STARTS, *ENDS) if mark.startswith("<"))})
-"""Special tokens that a reader must see."""
+"""Special tokens that the reader needs in the text."""
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([\w.-]+)")
 
 
 class HarmonyReader:
-    """One choice's messages."""
+    """Reads the messages of one choice."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class HarmonyReader:
         *,
         apart: bool = True,
     ) -> None:
-        """Not `apart`, the analysis is words. `inner` reads what is said to the user."""
+        """`inner` reads the text for the user. Without `apart`, the analysis is part of the text."""
         self._inner = inner
         self._callable = {} if toolbox is None else toolbox.callable
         self._parallel = toolbox is None or toolbox.parallel
         self._ids = ids
         self._apart = apart
         self._header = True
-        """Whether the text stands in the header of a message."""
+        """Whether the next character belongs to the header of a message."""
         self._begun = False
         self._calls = 0
-        self._tell: Callable[[str], Sequence[Part]] = self._say
+        self._emit: Callable[[str], Sequence[Part]] = self._emit_text
         self.thinking = False
         self._held = ""
 
@@ -67,13 +67,13 @@ class HarmonyReader:
         parts: Sequence[Part] = ()
         if not self._header:
             cut = max(beginning(held, mark) for mark in ENDS)
-            parts = self._tell(held[: len(held) - cut if cut > 1 else None])
+            parts = self._emit(held[: len(held) - cut if cut > 1 else None])
         elif not self._begun and not held.startswith("<|"):
-            parts = self._say(held)
+            parts = self._emit_text(held)
         return [*parts, *self._inner.flush()]
 
     def _read_header(self, parts: list[Part]) -> bool:
-        """Take a header if it is there; whether to go on."""
+        """Consume a header if it is complete. Returns whether to continue with the text."""
         if not self._begun and not any(_alike(self._held, start) for start in STARTS):
             self._begun, self._header = True, False
             return True
@@ -84,29 +84,29 @@ class HarmonyReader:
         channel, function = _CHANNEL.search(header), _FUNCTION.search(header)
         self.thinking = False
         if function is not None and function[1] in self._callable:
-            self._tell = self._call(function[1], parts)
+            self._emit = self._call(function[1], parts)
         elif channel is not None and channel[1] == "analysis":
             self.thinking = True
-            self._tell = _think if self._apart else _speak
+            self._emit = _reasoning if self._apart else _answer
         else:
-            self._tell = self._say
+            self._emit = self._emit_text
         return True
 
     def _read_text(self, parts: list[Part]) -> bool:
-        """Take the text of a message, as far as it is there; whether it has ended."""
+        """Consume the available text of a message. Returns whether the message has ended."""
         match = min(((place, mark) for mark in ENDS if (place := self._held.find(mark)) >= 0), default=None)
         if match is None:
             sure = len(self._held) - max(beginning(self._held, mark) for mark in ENDS)
-            parts += self._tell(self._held[:sure])
+            parts += self._emit(self._held[:sure])
             self._held = self._held[sure:]
             return False
         place, mark = match
-        parts += self._tell(self._held[:place])
+        parts += self._emit(self._held[:place])
         self._held = self._held[place if mark in STARTS else place + len(mark) :]
         self._header, self.thinking = True, False
         return True
 
-    def _say(self, text: str) -> Sequence[Part]:
+    def _emit_text(self, text: str) -> Sequence[Part]:
         return self._inner.push(text) if text else ()
 
     def _call(self, name: str, parts: list[Part]) -> Callable[[str], Sequence[Part]]:
@@ -117,14 +117,14 @@ class HarmonyReader:
         return lambda text: (Arguments(index, text),) if text else ()
 
 
-def _think(text: str) -> Sequence[Part]:
+def _reasoning(text: str) -> Sequence[Part]:
     return (Thought(text),) if text else ()
 
 
-def _speak(text: str) -> Sequence[Part]:
+def _answer(text: str) -> Sequence[Part]:
     return (AnswerText(text),) if text else ()
 
 
 def _alike(text: str, start: str) -> bool:
-    """Whether `text` begins with `start`, or may yet."""
+    """Return whether `text` begins with `start`, or could with more text."""
     return text.startswith(start) or start.startswith(text)

@@ -1,11 +1,11 @@
 """
-Tells a thought from the answer after it, in text that comes in pieces.
+Separation of reasoning from the answer after it, in text that arrives in pieces.
 
     undecided -> thinking -> between -> answering
 
-A thought has no white space at its ends, and the answer after it begins with its first character. What may
-be a mark, or white space before one, is held back; so no piece has a part of a mark in it, and the same
-text in other pieces gives the same parts. What comes after the thought is told by the reader within.
+White space around the reasoning and at the start of the answer is removed. The reader buffers text that may
+be part of a mark, and white space before it. The parts therefore do not depend on how the text was split. An
+inner reader reads the answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST = {
 
 
 class ReasoningReader:
-    """The thought of one choice, and then its answer."""
+    """Reads the reasoning of one choice, then its answer."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ReasoningReader:
         apart: bool = True,
         exact: bool = False,
     ) -> None:
-        """Not `apart`, thoughts are words, marks included. `exact` leaves the answer's white space alone."""
+        """Without `apart`, the text includes reasoning and marks. `exact` keeps the answer's white space."""
         self._start = family.start
         self._end = family.end
         self._inner = inner
@@ -51,12 +51,12 @@ class ReasoningReader:
         self._trims = apart and not exact
         self._phase = FIRST[state]
         self._started = self._begun = False
-        """Whether the start was seen, and whether the first character of the thought was."""
+        """Whether the start mark, and the first character of the reasoning, were read."""
         self._held = ""
 
     @property
     def thinking(self) -> bool:
-        """Whether the text so far ends within a thought."""
+        """Whether the text so far ends within reasoning."""
         return self._phase is ReadingPhase.THINKING
 
     def push(self, text: str) -> Sequence[Part]:
@@ -73,7 +73,7 @@ class ReasoningReader:
         return [*parts, *self._answer()]
 
     def flush(self) -> Sequence[Part]:
-        """The answer is over. The beginning of a mark, which a limit has cut, was not meant to be read."""
+        """Return the buffered parts at the end of the answer, without a truncated mark."""
         held, self._held = self._held, ""
         parts: list[Part] = []
         if not self._apart:
@@ -81,7 +81,7 @@ class ReasoningReader:
         elif self._phase is ReadingPhase.THINKING:
             cut = max(beginning(held, self._end), 0 if self._started else beginning(held, self._start))
             thought = held[: len(held) - cut if cut > 1 else None].rstrip()
-            self._tell(parts, thought if self._begun else thought.lstrip(), held)
+            self._emit(parts, thought if self._begun else thought.lstrip(), held)
         elif self._phase is ReadingPhase.UNDECIDED and beginning(held, self._start) <= 1:
             parts += self._inner.push(held)
         return [*parts, *self._inner.flush()]
@@ -106,7 +106,7 @@ class ReasoningReader:
         self._take(parts, self._held[:sure], sure)
 
     def _begin(self, parts: list[Part]) -> bool:
-        """Go past the start, which a model may write though the prompt has it, and white space."""
+        """Skip white space and the start mark, which a model may repeat after the prompt's."""
         written = self._held.lstrip()
         if not self._started:
             if self._start.startswith(written) and written != self._start:
@@ -134,11 +134,11 @@ class ReasoningReader:
         return self._inner.push(held)
 
     def _take(self, parts: list[Part], thought: str, length: int) -> None:
-        """Let go of `length` characters, which say `thought`."""
+        """Remove `length` characters from the buffer and emit their reasoning, `thought`."""
         written, self._held = self._held[:length], self._held[length:]
-        self._tell(parts, thought, written)
+        self._emit(parts, thought, written)
 
-    def _tell(self, parts: list[Part], thought: str, written: str) -> None:
+    def _emit(self, parts: list[Part], thought: str, written: str) -> None:
         if self._apart and thought:
             parts.append(Thought(thought))
         elif not self._apart and written:
@@ -147,7 +147,7 @@ class ReasoningReader:
 
 def beginning(text: str, mark: str) -> int:
     """
-    How many characters at the end of `text` are the beginning of `mark`, but not all of it.
+    Return how many characters at the end of `text` are a proper prefix of `mark`.
 
     >>> beginning("so.</th", "</think>"), beginning("a < b", "</think>")
     (4, 0)

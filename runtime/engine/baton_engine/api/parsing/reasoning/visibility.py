@@ -1,4 +1,4 @@
-"""A request's options for reasoning: separated from the answer, streamed, hidden, and how long."""
+"""Options of a request for reasoning: separate from the answer, streamed, hidden, and its maximum length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton_engine.api.parsing.reasoning.formats import Thinker
 
 
 class Showing:
-    """Another reader's parts, the thoughts among them in one piece, or left out."""
+    """Passes on the parts of another reader, with the reasoning joined into one part or omitted."""
 
     def __init__(self, inner: Reader, *, left_out: bool) -> None:
         self._inner = inner
@@ -49,13 +49,13 @@ class Showing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
     apart: bool
-    """SGLang's `separate_reasoning`: not in the answer's text."""
+    """SGLang's `separate_reasoning`: whether the answer's text excludes the reasoning."""
     streamed: bool
-    """SGLang's `stream_reasoning`: as they come, and not at their end all at once."""
+    """SGLang's `stream_reasoning`: whether reasoning is streamed, or sent in one piece at its end."""
     included: bool
-    """vLLM's `include_reasoning`: at all, if they are apart."""
+    """vLLM's `include_reasoning`: whether separate reasoning is part of the response."""
     budget: int | None
-    """vLLM's `thinking_token_budget`: most tokens of thought; None is any number."""
+    """vLLM's `thinking_token_budget`: maximum tokens of reasoning. None: no limit."""
 
 
 def read_options(fields: Fields) -> ReasoningOptions:

@@ -1,7 +1,7 @@
 """
-Tools: those of a request, the calls that a model writes, and their form in answers.
+Tools: the tools of a request, and the calls in a model's text.
 
-`request` reads tools and the choice among them into a `Toolbox`; `families` has one `ToolFamily` for each way
-in which models write calls: its reader turns an answer's text into words and calls, its grammar forces calls;
-`shown` writes calls into answers; `told` tells models of tools whose templates cannot.
+`request` reads tools and the tool choice into a `Toolbox`. `families` lists the formats of calls. Each format
+is a `ToolFamily`: its reader converts text to calls, and its grammar forces calls. `source` is the text of a
+reader, `arguments` and `tagged_arguments` read arguments, and `grammar` writes grammars.
 """

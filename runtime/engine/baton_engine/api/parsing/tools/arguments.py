@@ -1,9 +1,9 @@
 """
-Arguments of a call that is one JSON object, `{"name": "f", "arguments": {...}}`, passed on as they arrive.
+Arguments of calls in JSON, `{"name": "f", "arguments": {...}}`, passed on as they arrive.
 
-The model's text is not repaired: brackets and quotes only tell where the arguments end. The text of a custom
-tool is the one member of an object, or raw text between two marks if it must follow a grammar, because no
-grammar can see through JSON escapes.
+The reader does not repair the model's text. It uses brackets and quotes only to find the end of the
+arguments. The text of a custom tool is the single member of an object. If it must follow a grammar, it is raw
+text between two marks, because a grammar cannot match through JSON escapes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from baton_engine.api.parsing.tools.source import OpenCall, TextSource, Wait
 from baton_engine.api.parsing.tools.toolbox import INPUT, Tool
 
 RAW_START, RAW_END = f"<{INPUT}>\n", f"\n</{INPUT}>"
-"""Around the text of a custom tool that has to follow a grammar."""
+"""Marks around the text of a custom tool with a grammar."""
 
 STRING = re.compile(r'["\\]')
 SCALAR = re.compile(r"[^\s,;\]}<\[]*")
 HEX = re.compile("[0-9a-fA-F]*")
 SCALAR_LIMIT = 4096
-"""Characters of a value that is no string and has no brackets."""
+"""Maximum characters of a number, boolean or null."""
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def read_arguments(source: TextSource, call: OpenCall, tool: Tool, end: str = "") -> Wait[None]:
-    """The value ahead. It is over with its brackets, at an `end` outside of strings, or with the text."""
+    """Pass on the next value. It ends with its brackets, at `end` outside of strings, or with the text."""
     yield from source.space()
     if tool.custom and (yield from source.literal(RAW_START)):
         yield from source.pass_on(RAW_END, call.write)
@@ -39,7 +39,7 @@ def read_arguments(source: TextSource, call: OpenCall, tool: Tool, end: str = ""
         yield from rest_of_object(source)
         return
     ahead = yield from source.peek()
-    if ahead == '"':  # custom input alone, or JSON within JSON
+    if ahead == '"':  # the input of a custom tool, or JSON in a JSON string
         yield from source.take()
         yield from _decoded(source, call)
     elif ahead in ("{", "["):
@@ -50,7 +50,7 @@ def read_arguments(source: TextSource, call: OpenCall, tool: Tool, end: str = ""
 
 
 def read_string(source: TextSource, limit: int) -> Wait[str | None]:
-    """The JSON string ahead, decoded; None if there is none, or one of more than `limit` characters."""
+    """Consume and decode a JSON string. Returns None for another value or more than `limit` characters."""
     if not (yield from source.literal('"')):
         return None
     text, stop = '"', ""
@@ -68,7 +68,7 @@ def read_string(source: TextSource, limit: int) -> Wait[str | None]:
 
 
 def skip_value(source: TextSource, limit: int | None = None) -> Wait[bool]:
-    """Go past the JSON value ahead; False if it has more than `limit` characters."""
+    """Skip a JSON value. Returns False if it has more than `limit` characters."""
     yield from source.space()
     start = source.mark()
     if (yield from source.peek()) in ('"', "{", "["):
@@ -79,7 +79,7 @@ def skip_value(source: TextSource, limit: int | None = None) -> Wait[bool]:
 
 
 def rest_of_object(source: TextSource) -> Wait[None]:
-    """Up to the bracket that closes an object, behind a value of it."""
+    """Skip the remaining members of an object and its closing bracket."""
     yield from source.space()
     while (yield from source.literal(",")):
         yield from skip_value(source)
@@ -91,7 +91,7 @@ def rest_of_object(source: TextSource) -> Wait[None]:
 
 
 def _input_ahead(source: TextSource) -> Wait[bool]:
-    """Whether an object with a custom tool's input begins, which is then taken up to the text."""
+    """Consume the start of an object with a custom tool's input. Returns whether it was next."""
     mark = source.mark()
     for part in ("{", f'"{INPUT}"', ":", '"'):
         if not (yield from source.literal(part)):
@@ -130,7 +130,7 @@ def _verbatim(source: TextSource, call: OpenCall, end: str, limit: int | None = 
 
 
 def _quoted(source: TextSource, call: OpenCall, limit: int | None) -> Wait[None]:
-    """The rest of a string, as it is written."""
+    """Pass on the rest of a string without decoding it."""
     start = source.mark()
     while limit is None or source.mark() - start <= limit:
         if limit is None:
@@ -144,7 +144,7 @@ def _quoted(source: TextSource, call: OpenCall, limit: int | None) -> Wait[None]
 
 
 def _decoded(source: TextSource, call: OpenCall) -> Wait[None]:
-    """The rest of a string, as what it stands for."""
+    """Decode and pass on the rest of a string."""
     while True:
         source.trim()
         text, stop = yield from source.chunk(STRING)
@@ -168,7 +168,7 @@ def _escape(source: TextSource) -> Wait[str]:
         if 0xDC00 <= low < 0xE000:
             return chr(0x10000 + ((code - 0xD800) << 10) + low - 0xDC00)
         source.back(mark)
-    return SURROGATES.sub("\ufffd", chr(code))  # nobody could encode half a character
+    return SURROGATES.sub("\ufffd", chr(code))  # a lone surrogate cannot be encoded
 
 
 @cache
@@ -178,27 +178,27 @@ def _brackets(other: str) -> re.Pattern[str]:
 
 ARGUMENTS = ("arguments", "parameters")
 BESIDE = ("type", "id")
-"""Members that may stand beside name and arguments."""
+"""Further members that a call may have."""
 MEMBERS = 4
 NAME_LIMIT = 256
 EARLY_LIMIT = 1024
-"""Characters of arguments that stand before the name. Few: they are read again for each mark among them."""
+"""Maximum characters of arguments before the name. Low, because each mark in them causes another read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
     tool: Tool
     arguments: int | None
-    """Where they stand, if there are any."""
+    """Position of the arguments, or None if the call has no arguments."""
     closed: bool
-    """Whether the object is over, and its arguments lie behind."""
+    """Whether the whole object was read, including the arguments."""
 
 
 def read_named(source: TextSource, end: str = "") -> Wait[bool]:
     """
-    The call ahead, if there is one: an object that names a tool of the request.
+    Read a call: an object that names a tool of the request. `end` is the family's mark after a call.
 
-    If not, nothing is taken. `end` is what the family writes behind a call.
+    Returns False and consumes nothing if the next value is not a call.
     """
     mark = source.mark()
     head = yield from _read_head(source)
@@ -219,7 +219,7 @@ def read_named(source: TextSource, end: str = "") -> Wait[bool]:
 
 
 def _read_head(source: TextSource) -> Wait[_Head | None]:
-    """Up to the arguments, or to the end of an object that has them before the name, or not at all."""
+    """Read a call up to its arguments, or completely if the arguments precede the name or are missing."""
     tool, early = None, None
     if not (yield from source.literal("{")):
         return None

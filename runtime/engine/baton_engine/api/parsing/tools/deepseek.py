@@ -1,8 +1,8 @@
 """
-Calls between DeepSeek's own tokens: V3 and R1, with their distilled models, and V3.1.
+Tool calls between DeepSeek's special tokens: V3 and R1 with their distilled models, and V3.1.
 
-The older form says what kind of call it is and puts the arguments into a block of Markdown; the newer one
-has name and arguments alone.
+In the older format a call has a type and a Markdown block with the arguments; in the newer one only name and
+arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton_engine.model.tokenizer import SPACE_MARK
 
 
 def _token(words: str) -> str:
-    """A special token as DeepSeek writes them: between fullwidth bars, with visible spaces."""
+    """Return a special token in DeepSeek's notation: fullwidth bars and visible spaces."""
     return f"<\uff5c{words.replace(' ', SPACE_MARK)}\uff5c>"
 
 
@@ -25,7 +25,7 @@ CALL, CALL_END, SEPARATOR = _token("tool call begin"), _token("tool call end"), 
 FENCE, FENCE_END = "```json\n", "\n```"
 KIND = "function"
 HEAD_LIMIT = 256
-"""Characters of a call's kind or name."""
+"""Maximum characters of a call's type or name."""
 
 
 def read(source: TextSource) -> Reading:

@@ -1,8 +1,8 @@
 """
-The wire formats of tool calls by name: ours, those of SGLang and vLLM, and the one that a template speaks.
+Formats of tool calls by name and alias, and detection of the format that a chat template uses.
 
-Where neither a person nor the template says which it is, calls are written as `hermes` does: forced ones work
-with every model.
+If neither the setting nor the chat template specifies a format, calls use `hermes`: forced calls work with
+every model.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from baton_engine.api.parsing.tools.llama3 import LLAMA3
 from baton_engine.api.parsing.tools.mistral import MISTRAL, MISTRAL_V11
 from baton_engine.api.parsing.tools.pythonic import LLAMA4_PYTHONIC, PYTHONIC
 from baton_engine.api.parsing.tools.qwen3_coder import QWEN3_CODER
+from baton_engine.model import families as models
 
 FAMILIES: Mapping[str, ToolFamily] = {
-    match.name: match
-    for match in (
+    family.name: family
+    for family in (
         HERMES, QWEN3_CODER, LLAMA3, PYTHONIC, LLAMA4_PYTHONIC, MISTRAL, MISTRAL_V11, DEEPSEEK_V3,
         DEEPSEEK_V31,
     )
 }  # fmt: skip
 
 ALIASES: Mapping[str, str] = {
-    "qwen": "hermes", "qwen25": "hermes", "qwen2.5": "hermes", "qwen3": "hermes",
     "qwen3_xml": "qwen3_coder", "qwen3-coder": "qwen3_coder",
-    "llama3_json": "llama3", "llama4_json": "llama3", "llama": "llama3",
+    "llama3_json": "llama3", "llama4_json": "llama3",
     "llama4": "llama4_pythonic",
     "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseek-v3": "deepseek_v3",
+    **{alias: name for family in models.FAMILIES for alias, name in family.tool_parser_aliases.items()},
 }  # fmt: skip
-"""What other servers, and people, call them."""
+"""Names of SGLang and vLLM, and of model families."""
 
 GENERIC = HERMES
 
 
 def family(name: str) -> ToolFamily:
-    """The family of that name or alias; the generic one for an empty name. Raises SetupError."""
+    """Return the family with this name or alias; the generic one for an empty name. Raises SetupError."""
     if not name:
         return GENERIC
     match = FAMILIES.get(ALIASES.get(name, name))
     if match is None:
         names = ", ".join(sorted([*FAMILIES, *ALIASES]))
-        raise SetupError(f"There is no tool call parser {name[:60]!r}. Known are: {names}.")
+        raise SetupError(f"Unknown tool call parser: {name[:60]!r}. Supported: {names}.")
     return match
 
 
 def detect(chat_template: str) -> str:
-    """The name of the family in which `chat_template` lets a model write calls; empty if in none known."""
+    """Return the name of the family whose format `chat_template` uses; empty if it is unknown."""
     if "tools" not in chat_template and "tool_calls" not in chat_template:
         return ""
     if qwen3_coder.FUNCTION in chat_template and qwen3_coder.PARAMETER in chat_template:

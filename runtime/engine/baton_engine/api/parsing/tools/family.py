@@ -1,4 +1,4 @@
-"""One way in which models write calls: how it is read, and how it is forced."""
+"""A format of tool calls: its reader, and the grammar that forces calls."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from baton_engine.api.parsing.tools.toolbox import Toolbox
 
 
 def fresh_id() -> str:
-    """Of a call, unlike any other."""
+    """Return a new unique call id."""
     return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFamily:
-    """What is known of one wire format. Immutable; its readers belong to one choice each."""
+    """One format of tool calls. Immutable. Each reader serves one choice."""
 
     name: str
     keeps: frozenset[str]
-    """Texts of special tokens that a reader must see."""
+    """Special tokens that the reader needs in the text."""
     read: Callable[[TextSource], Reading]
     layout: Layout
 
     def reader(self, toolbox: Toolbox | None, ids: Callable[[], str] = fresh_id) -> Reader:
-        """For one choice; text that calls nothing of `toolbox` stays words."""
+        """Return the reader of one choice. Calls of tools outside `toolbox` stay text."""
         if toolbox is None or not toolbox.callable:
             return PlainReader()
         return CallReader(self.read, toolbox, ids)
@@ -39,11 +39,11 @@ class ToolFamily:
         self, toolbox: Toolbox | None, tokens: Mapping[str, int], answer: Constraint | None = None
     ) -> Constraint | None:
         """
-        What the text of an answer must be for its calls to be allowed ones; None if it may be anything.
+        Return the constraint that admits only allowed calls, or None if the text is unconstrained.
 
-        `tokens` are those that grammars write as ids, by their text. `answer` is what else the request wants:
-        a JSON schema is the form of an answer that calls nothing, whatever else is that of the whole text, in
-        which calls are where it has them. Raises InvalidRequest for a schema that this format cannot force.
+        `tokens` maps the text of special tokens to ids in grammars. `answer` is the constraint of the
+        request. A JSON schema applies to answers without calls; any other constraint applies to the whole
+        text. Raises InvalidRequest for a schema that this format cannot enforce.
         """
         if toolbox is None or not toolbox.callable:
             return answer

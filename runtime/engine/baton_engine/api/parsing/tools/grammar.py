@@ -1,9 +1,9 @@
 """
-Tool calls as a grammar in llguidance's Lark: at least one call, or free text in which every call is valid.
+Grammars of tool calls in llguidance's Lark: at least one call, or free text in which every call is valid.
 
-A layout describes how a family writes calls: marks, separators, and the form of one call. A mark that is one
-token of the model means that token, not its letters: free text cannot contain it. White space inside JSON is
-what `json.dumps` writes, as in the models' own templates.
+A layout describes how a family writes calls: marks, separators, and the format of one call. A mark that is a
+special token matches only that token, and free text cannot contain it. JSON has the white space of
+`json.dumps`, as in the models' templates.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton_engine.api.parsing.tools.arguments import RAW_END, RAW_START
 from baton_engine.api.parsing.tools.schemas import closed
 from baton_engine.api.parsing.tools.toolbox import TextGrammar, Tool, Toolbox
 
-if TYPE_CHECKING:
-    pass
-
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LENIENT = {"lenient": True, "coerce_one_of": True}
-"""For schemas that were not given as strict: what cannot be forced is left out."""
+"""Options for schemas that are not strict: llguidance ignores keywords that it cannot enforce."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 ANY_TEXT = "(?s:.*)"
@@ -31,9 +28,9 @@ ANY_TEXT = "(?s:.*)"
 
 def grammar(layout: Layout, toolbox: Toolbox, tokens: Mapping[str, int], answer: str | None = None) -> str:
     """
-    The texts that keep to the choice of `toolbox`.
+    Return the grammar of the texts that the tool choice of `toolbox` allows.
 
-    With `answer`, a JSON schema, what calls nothing is a value of that instead of free text.
+    With `answer`, a JSON schema, an answer without calls is a value of the schema instead of free text.
     """
     lark = Lark(tokens)
     trigger = layout.triggers[0] if layout.opening.startswith(layout.triggers) else ""
@@ -61,13 +58,13 @@ def grammar(layout: Layout, toolbox: Toolbox, tokens: Mapping[str, int], answer:
     many = "*" if several and layout.between is not None else "?"
     if trigger in tokens:
         return lark.text(f"({free} {block}){many} {free}")
-    # The mark is a part of the text before it, which would swallow its beginning otherwise.
+    # One lazy rule matches text and mark, because a separate rule of text would consume the mark's beginning.
     up_to = lark.lazy(f"{free} {json.dumps(trigger)}")
     return lark.text(f"({up_to} {lark.rule(rest)}){many} {free}")
 
 
 class Lark:
-    """A grammar that is being written."""
+    """Builder of a grammar."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
@@ -80,7 +77,7 @@ class Lark:
         return "\n".join([f"start: {start}", *self._lines]) + "\n"
 
     def literal(self, text: str | None) -> str:
-        """Exactly this text; the empty expression for none."""
+        """Return an expression for exactly this text; empty for None."""
         parts, position = [], 0
         text = text or ""
         for match in self._marks.finditer(text) if self._marks else ():
@@ -96,12 +93,12 @@ class Lark:
         return self._named("T", body)
 
     def json(self, schema: Mapping[str, Any], *, strict: bool = False) -> str:
-        """A value of `schema`, as JSON."""
+        """Return a rule for JSON values of `schema`."""
         options = JSON_OPTIONS if strict else JSON_OPTIONS | LENIENT
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
     def arguments(self, tool: Tool, checked: bool) -> str:
-        """All arguments as one value of JSON."""
+        """Return an expression for all arguments as one JSON value."""
         if tool.grammar is not None and tool.grammar.syntax == "lark":
             return joined(self.literal(RAW_START), self.input(tool.grammar), self.literal(RAW_END))
         if tool.custom or tool.strict:
@@ -109,13 +106,13 @@ class Lark:
         return self.json(closed(tool.schema) if checked else ANY_OBJECT)
 
     def input(self, grammar: TextGrammar) -> str:
-        """A custom tool's text."""
+        """Return an expression for the text of a custom tool."""
         if grammar.syntax == "regex":
             return self.terminal(regex(grammar.definition))
         return self.rule(f"%lark {{\n{grammar.definition}\n}}")
 
     def free(self, without: tuple[str, ...], beginning: str = "") -> str:
-        """Text in which none of `without` stands, and that does not begin with a character of `beginning`."""
+        """Return a terminal for text without any of `without` and with no first character in `beginning`."""
         body = f"/{ANY_TEXT}/"
         if beginning:
             body = rf"/\s*([^\s{re.escape(beginning)}]{ANY_TEXT})?/"
@@ -124,7 +121,7 @@ class Lark:
         return self.terminal(body)
 
     def lazy(self, body: str) -> str:
-        """The shortest text that `body` matches."""
+        """Return a rule for the shortest text that `body` matches."""
         return self._named("lazy", body, "[lazy]")
 
     def _named(self, kind: str, body: str, options: str = "") -> str:
@@ -153,17 +150,17 @@ def regex(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A text has blocks of calls; what leaves no choice is as the family's own template writes it."""
+    """Blocks of calls in a text, formatted as in the family's chat template."""
 
     triggers: tuple[str, ...] = ()
-    """What a reader takes for a beginning: none of it may stand in free text. The first begins `opening`."""
+    """Marks that start a block. Free text must not contain them. `opening` begins with the first one."""
     bare: str = ""
-    """Characters with which an answer that calls nothing may not begin: calls do, without a trigger."""
+    """Characters that start a call without a trigger. An answer without calls must not begin with them."""
     opening: str
     call: Callable[[Lark, Tool, bool], str]
-    """One call as an expression of the grammar; whether its arguments must fit the tool's schema."""
+    """Returns the expression of one call. The flag selects whether arguments must match the tool's schema."""
     separator: str | None = None
-    """Between the calls of a block; None if a block has one call."""
+    """Separator of the calls in a block. None: a block has one call."""
     closing: str
     between: str | None = None
-    """Between blocks; None if a text has one block."""
+    """Separator of blocks. None: a text has one block."""

@@ -1,7 +1,7 @@
 """
-`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, one block a call: Hermes, Qwen 2.5 and 3, SmolLM3.
+Tool calls as `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3 and SmolLM3.
 
-The template of Qwen3 puts the object on a line of its own and separates blocks by line breaks.
+The template of Qwen3 puts the object on its own line and separates blocks by line breaks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def read(source: TextSource) -> Reading:
             source.words(START)
             continue
         yield from source.behind_call("}")
-        while (yield from read_named(source, END)):  # some models put several into one block
+        while (yield from read_named(source, END)):  # some models put several calls into one block
             yield from source.behind_call("}")
         yield from source.literal(END)
 
 
 def object_call(lark: Lark, tool: Tool, checked: bool, arguments: str = "arguments") -> str:
-    """A call as an object of JSON."""
+    """Return the grammar of a call as a JSON object."""
     head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
     return f"{lark.literal(head)} {lark.arguments(tool, checked)} {lark.literal('}')}"
 

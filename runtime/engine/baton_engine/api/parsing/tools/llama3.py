@@ -1,8 +1,8 @@
 """
-`{"name": "f", "parameters": {...}}` as the whole answer: Llama 3.1, 3.2 and 3.3.
+Tool calls as `{"name": "f", "parameters": {...}}`: Llama 3.1, 3.2 and 3.3.
 
-`<|python_tag|>` may stand before it, and then anywhere. Several calls, which only some templates allow for,
-are separated by semicolons. An answer in JSON that names no tool is an answer.
+A call is the whole answer, or follows `<|python_tag|>` anywhere. Semicolons separate several calls, which
+only some templates support. JSON that does not name a tool is text.
 """
 
 from __future__ import annotations

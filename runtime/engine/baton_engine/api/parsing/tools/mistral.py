@@ -1,8 +1,8 @@
 """
-`[TOOL_CALLS]` and what follows it: Mistral's models.
+Tool calls after `[TOOL_CALLS]`: Mistral.
 
-Up to tokenizer version 7 that is one array, `[{"name": "f", "arguments": {...}}]`; from version 11 on it is
-`f[ARGS]{...}`, in some models with `[CALL_ID]` and an id between, and the mark stands before each call.
+Up to tokenizer version 7, one array follows the mark: `[{"name": "f", "arguments": {...}}]`. From version 11
+on, the mark precedes each call, `f[ARGS]{...}`. Some models write `[CALL_ID]` and an id before `[ARGS]`.
 """
 
 from __future__ import annotations

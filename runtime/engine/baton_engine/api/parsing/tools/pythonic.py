@@ -1,8 +1,8 @@
 """
-`[f(a=1, b="x"), g()]` as the whole answer: Llama 3.2 and 4, where a template asks for Python.
+Tool calls as a Python list, `[f(a=1, b="x"), g()]`: Llama 3.2 and 4 with templates that request Python.
 
-Llama 4 may put the list between two tokens of its own. Arguments are told value by value, as JSON; a value is
-a literal, not a program.
+Llama 4 may enclose the list in two special tokens. The reader emits arguments value by value, as JSON. Values
+are literals; no code is evaluated.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _read_keywords(source: TextSource, call: OpenCall, tool: Tool) -> Wait[None]
 
 
 def _read_value(source: TextSource) -> Wait[str]:
-    """The text up to the comma or the bracket behind it, which is not taken."""
+    """Return the text before the next comma or closing bracket, which stays in the source."""
     text, closers = "", ""
     while True:
         piece, stop = yield from source.chunk(VALUE)

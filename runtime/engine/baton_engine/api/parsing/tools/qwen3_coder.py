@@ -1,5 +1,5 @@
 """
-Tags instead of JSON, one for each parameter: Qwen3-Coder, and others that its template was taken over from.
+Tool calls with one tag per parameter: Qwen3-Coder, and models with the same template.
 
     <tool_call>
     <function=f>
@@ -9,7 +9,8 @@ Tags instead of JSON, one for each parameter: Qwen3-Coder, and others that its t
     </function>
     </tool_call>
 
-A parameter's type decides what its text means. Strings are told as they come, other values when whole.
+The type of a parameter determines how its text is parsed. Strings are emitted as they arrive, other values
+when they are complete.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _read_parameters(source: TextSource, call: OpenCall, tool: Tool) -> Wait[Non
 
 
 class _Line:
-    """Passes text on without the line break that may stand before its end."""
+    """Passes on text without a trailing line break."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._pass = write
@@ -135,7 +136,7 @@ def _call(lark: Lark, tool: Tool, checked: bool) -> str:
 
 
 def _value(lark: Lark, tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """A value with the tag that ends it."""
+    """Return the grammar of a value and its end tag."""
     end = lark.literal(VALUE_END)
     if isinstance(target := tagged_arguments.resolved(schema.get("$ref"), root), Mapping):
         return _value(lark, tool, target, root)
@@ -153,7 +154,7 @@ def _value(lark: Lark, tool: Tool, schema: Mapping[str, Any], root: Mapping[str,
 
 
 def _text(tool: Tool, schema: Mapping[str, Any]) -> str:
-    """A string as a terminal: what of its bounds can be said is said."""
+    """Return the terminal of a string, with those bounds that a terminal can express."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     body = rf"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY_TEXT}/"
     pattern = ANCHORED.fullmatch(schema.get("pattern", ""))

@@ -1,8 +1,8 @@
 """
-Tools as clients ask for them: `tools` and `tool_choice`, or `functions` and `function_call` as of old.
+Tools of a request: `tools` and `tool_choice`, or the deprecated `functions` and `function_call`.
 
-What is checked is what OpenAI's API promises: names, counts, the kind of each tool, and that a choice names
-something that is there. Whether a schema can be forced is found out when its grammar is compiled.
+Validates the rules of OpenAI's API: names, counts, the type of each tool, and that a choice names an existing
+tool. The compilation of the grammar determines whether a schema can be enforced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("function", "custom")
 
 
 def read_tools(fields: Fields) -> Toolbox | None:
-    """The request's tools; None if it has none. Raises InvalidRequest."""
+    """Return the tools of the request, or None. Raises InvalidRequest."""
     if fields.get("functions") is not None:
         return _functions(fields)
     if fields.get("function_call") not in (None, "none", "auto"):
@@ -42,12 +42,13 @@ def read_tools(fields: Fields) -> Toolbox | None:
     return _chosen(fields, Toolbox(tools=tools, parallel=parallel))
 
 
-def refuse_beside(toolbox: Toolbox | None, param: str) -> None:
-    """Raise InvalidRequest if the answer has to be a call, since `param` asks for another form of it."""
+def reject_forced_call(toolbox: Toolbox | None, param: str) -> None:
+    """Raise InvalidRequest if the answer must be a call. `param` requires another format of the answer."""
     if toolbox is not None and toolbox.forced:
         choice = "function_call" if toolbox.legacy else "tool_choice"
         raise InvalidRequest(
-            f"'{param}' and a '{choice}' that demands a call exclude one another.", param=choice
+            f"'{param}' cannot be combined with a '{choice}' that requires a call. Remove one of them.",
+            param=choice,
         )
 
 
@@ -130,9 +131,7 @@ def _check_parameters(fields: Fields, name: str, parameters: dict[str, Any]) -> 
         reason = f"schema must be a JSON Schema of 'type: \"object\"', got 'type: {json.dumps(kind)[:60]}'"
     size = len(json.dumps(parameters))
     if not reason and size > limits.TOOL_SCHEMA.most:
-        reason = (
-            f"it has {size} characters as JSON, more than the {limits.TOOL_SCHEMA.most} that there can be"
-        )
+        reason = f"it has {size} characters as JSON, the maximum is {limits.TOOL_SCHEMA.most}"
     if reason:
         raise InvalidRequest(
             f"Invalid schema for function '{name}': {reason}.",
@@ -151,7 +150,7 @@ def _check_names(tools: Iterable[Tool], path: str) -> None:
         if tool.name in seen:
             inner = "" if path == "functions" else ".custom" if tool.custom else ".function"
             raise InvalidRequest(
-                f"Invalid '{path}': there are several tools named {tool.name!r}.",
+                f"Invalid '{path}': several tools have the name {tool.name!r}.",
                 param=f"{path}[{position}]{inner}.name",
                 code=INVALID_VALUE,
             )
@@ -201,7 +200,7 @@ def _chosen(fields: Fields, toolbox: Toolbox) -> Toolbox:
 
 
 def _named(fields: Fields, toolbox: Toolbox) -> str:
-    """The tool that `{"type": kind, kind: {"name": ...}}` speaks of."""
+    """Return the name in `{"type": kind, kind: {"name": ...}}`. Raises InvalidRequest if it is unknown."""
     kind = fields.get("type")
     fields.require(kind)
     inner = Fields(fields.mapping(kind) or {}, fields.param(kind))
@@ -217,12 +216,14 @@ def _mode(choice: str) -> Any:
     return choice
 
 
-# --- As it once was ---
+# --- Deprecated functions ---
 
 
 def _functions(fields: Fields) -> Toolbox:
     if fields.given("tools"):
-        raise InvalidRequest("'functions' and 'tools' exclude one another.", param="functions")
+        raise InvalidRequest(
+            "'functions' and 'tools' cannot be combined. Remove one of them.", param="functions"
+        )
     items = fields.array("functions", limits.FUNCTIONS.most) or []
     if not items:
         raise InvalidRequest(

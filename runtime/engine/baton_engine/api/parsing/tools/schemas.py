@@ -1,4 +1,4 @@
-"""The JSON schema of a function's parameters: checked as far as everybody agrees on what one is."""
+"""Validation of the JSON schema of a function's parameters, as far as JSON Schema's drafts agree."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OTHERS = (
     "unevaluatedProperties",
     "additionalProperties",
 )
-"""Members with which a schema has more properties than those that it lists."""
+"""Members that can add properties to those that a schema lists."""
 
 
 def problem(schema: object, path: str = "") -> str:
-    """What is wrong with `schema`, and where; empty if it is one. Its depth is that of the request's body."""
+    """Return the first error of `schema` and its path; empty if it is valid. The body limits its depth."""
     if isinstance(schema, bool):
         return ""
     if not isinstance(schema, dict):
@@ -53,7 +53,7 @@ def problem(schema: object, path: str = "") -> str:
     for key in ONES:
         value = schema.get(key, True)
         if isinstance(value, list) and key == "items":
-            continue  # what newer drafts call prefixItems
+            continue  # older drafts use an array for `prefixItems`
         if reason := problem(value, f"{path}/{key}"):
             return reason
     return ""
@@ -61,9 +61,9 @@ def problem(schema: object, path: str = "") -> str:
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
-    `schema` without properties that it does not list, where it says nothing of them.
+    Set `additionalProperties` to false in a schema that does not specify it, recursively.
 
-    JSON Schema allows any others then; a model that is made to write an object would invent them.
+    JSON Schema would allow any additional properties, and a model under a grammar would invent them.
     """
     result = dict(schema)
     properties = result.get("properties")

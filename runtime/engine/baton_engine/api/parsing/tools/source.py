@@ -1,9 +1,9 @@
 """
-The text of an answer as a reading takes it: in order, as far as it has come.
+The text of an answer as input of a parser coroutine (`Reading`).
 
-A reading is a coroutine. It is written as if the whole text were there and yields wherever it is not, so
-that one character at a time and all at once take the same way through it. It decides by what stands ahead and
-never by where a piece happened to end. What it took and could not use it gives back with `back`.
+A reading is written as if the whole text were available, and yields whenever it needs more. Decisions depend
+on the text ahead, never on the boundaries of pieces, so every way of splitting the text has the same result.
+A reading returns unusable text with `back`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
-"""Yields until there is enough text."""
+"""A coroutine step that yields until enough text is available."""
 Reading = Wait[None]
-"""Goes through a whole answer."""
+"""A coroutine that parses a whole answer."""
 
 SPACE = " \t\r\n"
 TRIM = 4096
-"""Characters that were read before they are let go of."""
+"""Number of consumed characters that triggers their removal from the buffer."""
 
 
 class OpenCall:
-    """A call whose arguments are coming."""
+    """A call whose arguments are being read."""
 
     def __init__(self, parts: list[Part], index: int | None) -> None:
         self._parts = parts
         self._index = index
-        """None for a call that the request does not want to see."""
+        """None for a call that is suppressed because parallel calls are disabled."""
 
     def write(self, text: str) -> None:
         if not text or self._index is None:
             return
         if self._parts and isinstance(last := self._parts[-1], Arguments):
-            self._parts[-1] = Arguments(self._index, last.text + text)  # one event, not many
+            self._parts[-1] = Arguments(self._index, last.text + text)  # one event instead of several
         else:
             self._parts.append(Arguments(self._index, text))
 
 
 class TextSource:
-    """One choice's text, and the parts that it turned out to be."""
+    """The text of one choice, and the parts that were read from it."""
 
     def __init__(self, toolbox: Toolbox, ids: Callable[[], str]) -> None:
         self.parts: list[Part] = []
@@ -54,29 +54,29 @@ class TextSource:
         self._text = ""
         self._at = 0
         self._gone = 0
-        """Characters before `_text`, which were let go of."""
+        """Number of removed characters before `_text`."""
         self._calls = 0
         self._blank = ""
-        """White space behind what was said: told with what is said next, if that is ever."""
+        """Trailing white space of the emitted text, which is emitted together with the next text."""
         self._wrote = False
         self._parted = True
-        """Whether what stands before the last call is parted from what may follow it."""
+        """Whether white space separates the text before the last call from text after it."""
         self._behind_call = False
-        """Whether nothing was said since the last call."""
+        """Whether no text was emitted since the last call."""
 
     def feed(self, text: str) -> None:
         self._text += text
 
     def taken(self) -> list[Part]:
-        """What is certain since the last time."""
+        """Return and remove the completed parts."""
         taken = self.parts.copy()
         self.parts.clear()
         return taken
 
-    # --- What stands ahead ---
+    # --- Reading ahead ---
 
     def space(self) -> Wait[None]:
-        """Go past white space."""
+        """Skip white space."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in SPACE:
                 self._at += 1
@@ -85,20 +85,20 @@ class TextSource:
             yield
 
     def behind_call(self, marks: str = "") -> Wait[None]:
-        """Go past white space and characters of `marks`: what stands between calls, now and then too much."""
+        """Skip separators between calls: white space and characters of `marks`."""
         yield from self.space()
         while (ahead := (yield from self.peek())) and ahead in marks:
             self._at += 1
             yield from self.space()
 
     def peek(self) -> Wait[str]:
-        """The next character, which is not taken; empty at the end."""
+        """Return the next character without consuming it; empty at the end."""
         while self._at >= len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def literal(self, text: str) -> Wait[bool]:
-        """Whether `text` stands ahead, which is then taken."""
+        """Consume `text` if it is next. Returns whether it was."""
         while True:
             if self._text.startswith(text, self._at):
                 self._at += len(text)
@@ -108,7 +108,7 @@ class TextSource:
             yield
 
     def match(self, pattern: re.Pattern[str], limit: int) -> Wait[str]:
-        """What of `pattern`, a set of characters with a star, stands ahead, at most `limit` characters."""
+        """Consume at most `limit` characters of `pattern`, a character class with a star. Returns them."""
         while True:
             matched = pattern.match(self._text, self._at, self._at + limit)
             end = self._at if matched is None else matched.end()
@@ -119,9 +119,9 @@ class TextSource:
 
     def until(self, *stops: str, limit: int | None = None) -> Wait[tuple[str, str] | None]:
         """
-        The text before the first of `stops`, and which it is; both are taken.
+        Consume the text up to and including the first of `stops`. Returns the text and the stop.
 
-        None, and nothing is taken, if the text ends or `limit` characters pass without any.
+        Returns None and consumes nothing if the text ends, or has `limit` characters, without a stop.
         """
         start = self._at
         while True:
@@ -137,7 +137,7 @@ class TextSource:
             yield
 
     def chunk(self, stops: re.Pattern[str]) -> Wait[tuple[str, str]]:
-        """Some text that has none of the characters `stops`, and the one of them after it; both are taken."""
+        """Consume available text up to and including one of the characters `stops`. Returns both."""
         while self._at >= len(self._text) and not self.ended:
             yield
         matched = stops.search(self._text, self._at)
@@ -146,13 +146,13 @@ class TextSource:
         return self._text[start:end], matched[0] if matched else ""
 
     def take(self) -> Wait[str]:
-        """The next character; empty at the end."""
+        """Consume and return the next character; empty at the end."""
         character = yield from self.peek()
         self._at += len(character)
         return character
 
     def pass_on(self, stop: str, write: Callable[[str], None]) -> Wait[bool]:
-        """Write what stands before `stop` as it comes, and take both. False if the text ends without."""
+        """Pass text to `write` as it arrives and consume it up to `stop`. False if the text ends first."""
         while True:
             place = self._text.find(stop, self._at)
             end = (
@@ -173,34 +173,34 @@ class TextSource:
             yield
 
     def rest(self) -> str:
-        """All that has come, which is taken: once the text is over, all that there will be."""
+        """Consume and return all available text."""
         taken, self._at = self._text[self._at :], len(self._text)
         return taken
 
     def mark(self) -> int:
-        """Where the text stands, for `back`; good until `trim` passes it."""
+        """Return the current position for `back`. `trim` invalidates it."""
         return self._gone + self._at
 
     def back(self, mark: int) -> None:
         self._at = mark - self._gone
 
     def trim(self) -> None:
-        """Let go of what was taken: nobody goes back to it."""
+        """Remove consumed text from the buffer. Earlier positions become invalid."""
         if self._at > TRIM:
             self._text, self._gone, self._at = self._text[self._at :], self._gone + self._at, 0
 
-    # --- What it turned out to be ---
+    # --- Emitting parts ---
 
     def find(self, *marks: str) -> Wait[str]:
-        """Tell the words up to the first of `marks`, which is taken and returned; empty at the end."""
+        """Emit the text up to the first of `marks`. Consumes and returns the mark; empty at the end."""
         while True:
             matched = _first(self._text, marks, self._at)
             if matched is not None:
-                self._say(self._text[self._at : matched[0]])
+                self._emit(self._text[self._at : matched[0]])
                 self._at = matched[0] + len(matched[1])
                 return matched[1]
             end = len(self._text) if self.ended else _held(self._text, marks, self._at)
-            self._say(self._text[self._at : end])
+            self._emit(self._text[self._at : end])
             self._at = end
             if self.ended:
                 return ""
@@ -208,11 +208,11 @@ class TextSource:
             yield
 
     def words(self, text: str) -> None:
-        """A mark that begins no call after all."""
-        self._say(text)
+        """Emit a mark that does not begin a call."""
+        self._emit(text)
 
     def tool(self, name: str) -> Tool | None:
-        """The tool of that name, if it may be called."""
+        """Return the tool with this name, or None if the answer may not call it."""
         return self._toolbox.callable.get(name)
 
     def call(self, tool: Tool) -> OpenCall:
@@ -227,12 +227,12 @@ class TextSource:
         return OpenCall(self.parts, index)
 
     def finish(self) -> None:
-        """The answer is over: tell the white space at its end, if no call stands before it."""
+        """Emit trailing white space at the end of the answer unless a call precedes it."""
         if self._blank and not self._behind_call:
             self.parts.append(AnswerText(self._blank))
 
-    def _say(self, text: str) -> None:
-        """Tell `text`. White space next to a call belongs to its form, but for one between what is said."""
+    def _emit(self, text: str) -> None:
+        """Emit `text`. White space next to a call is dropped unless it separates two texts."""
         if self._behind_call:
             bare = text.lstrip(SPACE)
             if not self._parted:
@@ -247,7 +247,7 @@ class TextSource:
 
 
 class CallReader:
-    """A `Reader` by one family's reading."""
+    """Implementation of `Reader` with the reading of a family."""
 
     def __init__(
         self, read: Callable[[TextSource], Reading], toolbox: Toolbox, ids: Callable[[], str]
@@ -270,13 +270,13 @@ class CallReader:
 
 
 def _first(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
-    """Where the first of `marks` stands, and which it is."""
+    """Return position and mark of the first of `marks`, or None."""
     candidates = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
     return min(candidates, default=None)
 
 
 def _held(text: str, marks: Sequence[str], start: int) -> int:
-    """Where an end of `text` begins that may go on to be one of `marks`; its length if none may."""
+    """Return the position of a suffix of `text` that may become one of `marks`, or the text's length."""
     held = len(text)
     for mark in marks:
         place = text.find(mark[0], max(start, len(text) - len(mark) + 1))

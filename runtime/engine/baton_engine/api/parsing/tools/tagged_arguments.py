@@ -19,7 +19,7 @@ from baton_engine.api.parsing.tools.toolbox import Tool
 
 DEFINITIONS = ("$defs", "definitions")
 COMBINED = ("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "dependentRequired", "minProperties")
-"""What a list of parameters cannot say."""
+"""Schema members that a list of parameters cannot express."""
 
 
 def members(
@@ -30,10 +30,10 @@ def members(
     separator: str = "",
 ) -> str:
     """
-    The parameters in their order, with or without those that are not required; `one` writes name and value.
+    Return the grammar of the parameters in order, with optional ones. `one` writes a name and its value.
 
-    Where arguments are not checked, names are the tool's and values are any. Raises InvalidRequest for a
-    strict schema that says more than a list of parameters can.
+    Without `checked`, the names are the tool's and values are unrestricted. Raises InvalidRequest for a
+    strict schema that a list of parameters cannot express.
     """
     schema = root_of(tool)
     if checked and tool.strict:
@@ -44,7 +44,7 @@ def members(
     properties = {**properties, **{name: {} for name in required if name not in properties}}
     if not checked and not tool.custom:
         properties, required = {name: {} for name in properties}, []
-    # From the last to the first: what follows if nothing was written before, and if something was.
+    # From the last parameter to the first: the rest of the list if no parameter precedes it, and if one does.
     first = later = '""'
     for name, value in reversed(properties.items()):
         inner = dict(value) if isinstance(value, Mapping) else {}
@@ -56,7 +56,7 @@ def members(
 
 
 def root_of(tool: Tool) -> Mapping[str, Any]:
-    """The tool's schema, a reference at its root followed."""
+    """Return the tool's schema, with a reference at its root resolved."""
     schema = tool.schema
     target = resolved(schema["$ref"], schema) if "$ref" in schema else None
     if isinstance(target, Mapping):
@@ -65,23 +65,23 @@ def root_of(tool: Tool) -> Mapping[str, Any]:
 
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What references in a part of `schema` may mean."""
+    """Return the definitions to which references in a part of `schema` may refer."""
     return {key: schema[key] for key in DEFINITIONS if key in schema}
 
 
 def not_enforced(tool: Tool, reason: str) -> InvalidRequest:
     return InvalidRequest(
-        f"Invalid schema for function '{tool.name}': {reason}, which cannot be enforced in the form in which "
-        "this model writes calls.",
+        f"Invalid schema for function '{tool.name}': {reason}, which cannot be enforced in the tool call "
+        "format of this model.",
         param="tools",
         code=INVALID_FUNCTION_PARAMETERS,
     )
 
 
 DEPTH = 16
-"""References that are followed to find a type."""
+"""Maximum depth of references when a type is determined."""
 NESTING = 64
-"""Brackets within one another that are still understood."""
+"""Maximum nesting of brackets in a value."""
 OF_PYTHON: Mapping[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
     type(None): "null",
@@ -89,7 +89,7 @@ OF_PYTHON: Mapping[type, str] = {
 
 
 def literal(text: str) -> str:
-    """A literal of Python or JSON as JSON."""
+    """Convert a literal of Python or JSON to JSON; other text becomes a string."""
     text = text.strip()
     try:
         return dumped(_parsed(text))
@@ -98,7 +98,7 @@ def literal(text: str) -> str:
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """Text that stands for a value of one of `types`; any, if there are none."""
+    """Convert text to JSON, preferring a value of one of `types`. Empty `types` allow any."""
     if types == {"string"}:
         return dumped(text)
     try:
@@ -111,11 +111,11 @@ def typed(text: str, types: frozenset[str]) -> str:
 
 
 def dumped(value: Any) -> str:
-    """As JSON. Raises ValueError for what JSON has no form for."""
+    """Serialize as JSON. Raises ValueError if JSON cannot represent the value."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except UnicodeEncodeError:  # half a character: written as an escape, it can be sent
+    except UnicodeEncodeError:  # a lone surrogate can only be sent as an escape
         return json.dumps(value, allow_nan=False)
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -123,7 +123,7 @@ def dumped(value: Any) -> str:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = DEPTH) -> frozenset[str]:
-    """The types that a value of `schema` may have; none if it does not say."""
+    """Return the types that `schema` allows; empty if it does not specify any."""
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
     if "type" in schema:
@@ -141,7 +141,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = DEPTH) -> frozen
 
 
 def resolved(reference: object, root: Mapping[str, Any]) -> Any:
-    """What a reference into the same schema means; None if it means nothing."""
+    """Return the target of a reference within the same schema, or None."""
     place: Any = root
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
@@ -162,7 +162,7 @@ def _parsed(text: str) -> Any:
             value = ast.literal_eval(text)
         except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
             raise ValueError(str(error)) from error
-    dumped(value)  # neither is particular about numbers
+    dumped(value)  # both parsers accept numbers that JSON cannot represent
     return value
 
 

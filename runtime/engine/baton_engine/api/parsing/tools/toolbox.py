@@ -1,4 +1,4 @@
-"""The tools of one request, and which of them an answer may call, must call, or has to leave alone."""
+"""The tools of one request, and which of them the answer may or must call."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cached_property
 from typing import Any, Literal
 
 INPUT = "input"
-"""The one parameter of a custom tool, as its model knows it."""
+"""The single parameter of a custom tool, as the model sees it."""
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a function that gives none."""
+"""Schema of a function without `parameters`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextGrammar:
-    """What the input of a custom tool must be."""
+    """Grammar of a custom tool's input."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -24,26 +24,26 @@ class TextGrammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One function, or one custom tool, which is called with text instead of JSON."""
+    """A function, or a custom tool, whose input is text instead of JSON."""
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=lambda: NO_PARAMETERS)
     """A JSON schema of type object."""
     strict: bool = False
-    """Whether arguments have to fit the schema even where the model is free to call or not."""
+    """Whether arguments must match the schema even if the call is optional."""
     custom: bool = False
     grammar: TextGrammar | None = None
-    """Of a custom tool; None is any text."""
+    """Grammar of a custom tool's input. None: any text."""
 
     @property
     def exact(self) -> bool:
-        """Whether what it is called with must be of its form wherever it is called."""
+        """Whether the arguments must match the schema or grammar in every call."""
         return self.strict or self.grammar is not None
 
     @property
     def definition(self) -> dict[str, Any]:
-        """As chat templates take it; a custom tool is a function with one string."""
+        """The tool in the format of chat templates. A custom tool is a function with one string."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -51,7 +51,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments as the model writes them."""
+        """JSON schema of the arguments as the model writes them."""
         if not self.custom:
             return dict(self.parameters)
         text: dict[str, Any] = {"type": "string"}
@@ -69,38 +69,38 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True)
 class Toolbox:
-    """What a request says about tools."""
+    """The tools of a request and the tool choice."""
 
     tools: tuple[Tool, ...]
-    """At least one; names differ."""
+    """At least one, with distinct names."""
     choice: Literal["none", "auto", "required"] = "auto"
     allowed: frozenset[str] | None = None
-    """The names that may be called; None is all. With one name and `required`, it is a named choice."""
+    """Names of the tools that the answer may call. None: all. One name with `required` is a named choice."""
     parallel: bool = True
-    """Whether one answer may have several calls."""
+    """Whether one answer may contain several calls."""
     legacy: bool = False
-    """Whether the request speaks of `functions`, and is answered with `function_call`."""
+    """Whether the request uses `functions`, and the response `function_call`."""
 
     @property
     def forced(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the answer must be a call."""
         return self.choice == "required"
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """All tools as chat templates take them."""
+        """All tools in the format of chat templates."""
         return [tool.definition for tool in self.tools]
 
     @cached_property
     def callable(self) -> Mapping[str, Tool]:
-        """The tools that this answer may call, by name."""
+        """The tools that the answer may call, by name."""
         if self.choice == "none":
             return {}
         return {tool.name: tool for tool in self.tools if self.allowed is None or tool.name in self.allowed}
 
     @property
     def constrained(self) -> bool:
-        """Whether free calls would not do: some must be, or must fit a schema, or may not be."""
+        """Whether a grammar must constrain calls: a call is required, restricted, or must match a schema."""
         return self.choice != "none" and (
             self.forced
             or len(self.callable) < len(self.tools)

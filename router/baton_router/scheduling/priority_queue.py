@@ -27,7 +27,7 @@ STARVED_S = 30.0
 
 MAX_WAIT_SHARE = 0.8
 """Share of its maximum wait after which a request of another class starves. Earlier promotion turns an
-overload into first come, first served, which delays everybody."""
+overload into first come, first served, which delays every request."""
 
 STRICT_TURNS = 3
 """Turns between two turns of a starving class."""
@@ -36,7 +36,7 @@ WINDOW = 256
 """Maximum entries offered at a time; each costs one choice of workers."""
 
 
-class WaitingRoom:
+class PriorityQueue:
     """Requests that wait for the same workers."""
 
     def __init__(self, quantum: float = QUANTUM) -> None:
@@ -72,7 +72,7 @@ class WaitingRoom:
         return True
 
     def oldest(self, level: int) -> float | None:
-        """Arrival of the oldest entry of this class; None if there is none."""
+        """Arrival of the oldest entry of this class, or None."""
         first = self._classes[level].arrivals.first
         return first and first[0]
 

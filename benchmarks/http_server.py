@@ -1,13 +1,13 @@
 """
-What the HTTP side of a server costs: requests per second, and microseconds per streamed token.
+Cost of a server's HTTP side: requests per second, and microseconds per streamed token.
 
-    python -m benchmarks.front --server 'now=baton serve {model} --port {port} --max-running 256' \\
+    python -m benchmarks.http_server --server 'now=baton serve {model} --port {port} --max-running 256' \\
         --server 'before=OTHER/bin/baton serve {model} --port {port} --max-running 256'
 
-The model is tiny and random, so that nearly all that is measured lies around it. For each number of
+The model is tiny and random, so that it contributes little to the results. For each number of
 clients: each asks again as soon as it has an answer of one token (requests); then each has one stream of
-TOKENS tokens (streams). CPU time is that of all the server's processes; the client shares the machine, so
-a ratio of two servers means more than a figure. Every figure is the median of the repeats.
+TOKENS tokens (streams). CPU time is that of all the server's processes. The client shares the machine, so
+a ratio of two servers is more meaningful than a number. Every number is the median of the repeats.
 """
 
 from __future__ import annotations
@@ -131,16 +131,16 @@ async def _run(target: Target, request: bytes, clients: int, each: int) -> tuple
 async def measure(target: Target, clients: int, requests: int, tokens: int) -> dict[str, float]:
     each = -(-requests // clients)
     seconds, cpu, _ = await _run(target, target.request(tokens=1, stream=False), clients, each)
-    figures = {
+    numbers = {
         "requests_per_s": round(clients * each / seconds, 1),
         "cpu_us_per_request": round(1e6 * cpu / (clients * each), 1),
     }
     seconds, cpu, events = await _run(target, target.request(tokens=tokens, stream=True), clients, 1)
     if events < clients * tokens / 2:  # a token may be part of a character, which comes with the next one
         raise SystemExit(f"{clients} streams of {tokens} tokens brought {events} events")
-    figures["us_per_token"] = round(1e6 * seconds / (clients * tokens), 1)
-    figures["cpu_us_per_token"] = round(1e6 * cpu / (clients * tokens), 1)
-    return figures
+    numbers["us_per_token"] = round(1e6 * seconds / (clients * tokens), 1)
+    numbers["cpu_us_per_token"] = round(1e6 * cpu / (clients * tokens), 1)
+    return numbers
 
 
 @contextmanager
@@ -181,8 +181,8 @@ def main() -> None:
                         asyncio.run(measure(target, clients, options.requests, options.tokens))
                         for _ in range(options.repeats + 1)
                     ]
-                    results[name][f"{clients} clients"] = figures = medians(rounds[1:])
-                    print(f"{name} {clients} {json.dumps(figures)}", file=sys.stderr, flush=True)
+                    results[name][f"{clients} clients"] = numbers = medians(rounds[1:])
+                    print(f"{name} {clients} {json.dumps(numbers)}", file=sys.stderr, flush=True)
     print(table(results))
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus would say of an imagined cluster: its figures, made from what was counted."""
+"""The metrics that Prometheus would have of an imagined cluster, computed from its counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMOOTHING = 0.05
 
 
 class Counter:
-    """What has happened within a time that ends now."""
+    """Events within a window that ends now."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -62,7 +62,7 @@ class Counters:
         """As they were at each look."""
         self._expected = EXPECTED
 
-    def asked(self, now: float, prompt: int, answer: int, *, local: bool) -> None:
+    def requested(self, now: float, prompt: int, answer: int, *, local: bool) -> None:
         self.prompt.add(now, prompt)
         self.local.add(now, prompt if local else 0)
         self.answer.add(now, min(answer, self._expected))
@@ -72,7 +72,7 @@ class Counters:
         self.ended_prompts.add(now, prompt)
         self._expected += SMOOTHING * (answer - self._expected)
 
-    def figures(
+    def metrics(
         self,
         now: float,
         *,
@@ -87,12 +87,14 @@ class Counters:
         sample: bool,
     ) -> ServiceMetrics:
         """
-        `line`: tokens of prompts that wait. `prefill`: workers. Of decode workers: `usages` of KV blocks,
-        `streams` that generate, requests `queued` for a slot, and each one's `slots`. `seen`: whether routers
-        report the demand.
+        Return the metrics.
+
+        `line`: tokens of waiting prompts. `prefill`: number of workers. Of decode workers: `usages` of KV
+        blocks, generating `streams`, requests `queued` for a slot, and `slots` of each. `sample`: whether
+        routers report the demand.
         """
         full = [(running + waiting) / slots for running, waiting in zip(streams, queued, strict=True)]
-        made = {
+        values = {
             "routers": 1.0,
             "age": 0.0,
             "demand_prompt": self.prompt.rate(now),
@@ -115,26 +117,29 @@ class Counters:
             "decode_generated": self.generated.rate(now),
         }
         if firsts := self.first.values(now):
-            made["first_token"] = _percentile(firsts)
+            values["first_token"] = _percentile(firsts)
         if busy_s := self.computing_s.rate(now):
-            made["prefill_speed"] = self.computed.rate(now) / busy_s
+            values["prefill_speed"] = self.computed.rate(now) / busy_s
         if tokens := self.token.values(now):
-            made["decode_token"] = _percentile(tokens)
-            made["decode_token_mean"] = statistics.fmean(tokens)
+            values["decode_token"] = _percentile(tokens)
+            values["decode_token_mean"] = statistics.fmean(tokens)
         if prompts := self.computed.values(now):
-            made["prefill_uncached"] = statistics.fmean(prompts)
+            values["prefill_uncached"] = statistics.fmean(prompts)
         if prompts := self.ended_prompts.values(now):
-            made["decode_prompt"] = statistics.fmean(prompts)
+            values["decode_prompt"] = statistics.fmean(prompts)
         if ended := self.ended.rate(now):
-            made["decode_answer"] = made["decode_generated"] / ended
+            values["decode_answer"] = values["decode_generated"] / ended
         if usages:
-            made |= {"decode_fullest": max(usages), "decode_usage": sum(usages) / len(usages)}
-            made["decode_fullest_slots"] = max(full)
+            values |= {"decode_fullest": max(usages), "decode_usage": sum(usages) / len(usages)}
+            values["decode_fullest_slots"] = max(full)
             self.usage.add(now, sum(usages) / len(usages))
             self.streams.add(now, sum(streams))
-            made |= {"decode_mean_usage": self.usage.mean(now), "decode_mean_running": self.streams.mean(now)}
+            values |= {
+                "decode_mean_usage": self.usage.mean(now),
+                "decode_mean_running": self.streams.mean(now),
+            }
         return ServiceMetrics(
-            {name: float(value) for name, value in made.items() if sample or not name.startswith("demand_")}
+            {name: float(value) for name, value in values.items() if sample or not name.startswith("demand_")}
         )
 
 

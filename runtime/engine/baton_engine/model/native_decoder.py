@@ -1,16 +1,16 @@
 """
-The decoder as one native call: all layers of a pass, without a Python line or a torch operation between.
+The decoder in C: one native call computes all layers of a forward pass.
 
-On a CPU a small model's step is a few milliseconds of streaming weights, and torch's calls and thread
-hand-overs cost as much again; and torch has no attention over blocks. So the whole pass is C
-(`baton_engine.ops.native`), whatever the batch: a few decoding rows or a chunk of prefill. The
-interpreter lock is free meanwhile. Weights are held once, packed; tied embeddings are read out of the
-packed head.
+On a CPU, a step of a small model takes a few milliseconds. torch's operator calls and thread hand-overs
+double that time, and torch has no attention over KV blocks. `baton_engine.ops.native` therefore computes
+whole passes of decode rows and prefill chunks. It releases the interpreter lock. The weights are packed and
+stored once; tied embeddings are read from the packed head.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import logging
 import os
@@ -31,9 +31,9 @@ from baton_engine.ops.native import library
 log = logging.getLogger(__name__)
 
 LANES = 16
-"""Numbers of one vector of the kernels: rows that they read and write are padded with zeros to whole ones."""
+"""Values per vector of the kernels. Rows of states are padded with zeros to a multiple."""
 FIRST_POSITIONS = 1024
-"""Rotations that are made at once; the tables double as longer contexts come."""
+"""Initial number of positions in the rotary tables, which grow with longer contexts."""
 MOST_HEAD_DIM = 256
 MOST_GROUP = 96
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -46,6 +46,17 @@ FIELDS = {
         )
     )
 }  # fmt: skip
+
+
+IMPLEMENTED = frozenset(
+    (
+        "architecture", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate",
+        "context", "norm_epsilon", "rope_theta", "rope", "qkv_bias", "output_bias", "mlp_bias", "qk_norm",
+        "sliding_window", "sliding_layers", "tied_embeddings", "headless", "eos_ids", "bos_id",
+    )
+)  # fmt: skip
+"""Fields of `ModelSpec` that the kernels implement or that do not affect them. A model with another option
+runs with torch operations."""
 
 
 class _Spec(ctypes.Structure):
@@ -89,12 +100,12 @@ class _Pass(ctypes.Structure):
 
 
 class NativeDecoder:
-    """`Model` in C. One pass at a time; the rows of a pass do not change one another's results."""
+    """Implementation of `Model` in C. Runs one pass at a time. Rows of a pass are independent."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, kernel_library: ctypes.CDLL, threads: int
     ) -> None:
-        """Copies the weights: the caller drops its own afterwards."""
+        """Copy the weights, so that the caller can release its own. Raises MemoryError."""
         self.spec = spec
         self.dtype = dtype
         self._rotary = Rotary(spec, torch.device("cpu"))
@@ -192,15 +203,17 @@ class NativeDecoder:
 
     def _turn_to(self, positions: int) -> None:
         """
-        Makes room in the tables of rotations. They are kept, not made in each pass: a torch operation that
-        runs in parallel leaves OpenMP's threads spinning for milliseconds on the cores that the pass needs.
+        Extend the rotary tables to `positions`.
+
+        The tables are cached between passes, because a parallel torch operation leaves OpenMP threads
+        spinning for milliseconds on the cores that the pass needs.
         """
         if positions > len(self._cosines):
             self._cosines, self._sines = self._rotary.at(torch.arange(2 * positions))
 
     @property
     def bytes(self) -> int:
-        """Memory of the packed weights."""
+        """Size of the packed weights in bytes."""
         size: int = self._kernels.baton_bytes(self._handle)
         return size
 
@@ -233,9 +246,11 @@ class NativeDecoder:
 
 
 def supports(spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """Whether the kernels are made for a model of these sizes."""
+    """Return whether the kernels support a model with these sizes and options in `dtype`."""
+    others = (option for option in dataclasses.fields(spec) if option.name not in IMPLEMENTED)
     return (
         dtype in KINDS
+        and all(getattr(spec, option.name) == option.default for option in others)
         and spec.head_dim % 2 == 0
         and spec.head_dim <= MOST_HEAD_DIM
         and spec.heads % spec.kv_heads == 0
@@ -250,19 +265,19 @@ def native_decoder(
     environment: Mapping[str, str] = os.environ,
     threads: int = 0,
 ) -> NativeDecoder | None:
-    """The native model, or None where the kernels are not to be had. 0 threads: as many as torch has."""
+    """Create the native model, or return None if kernels are unavailable. 0 threads: torch's number."""
     if not supports(spec, dtype):
         return None
     try:
         kernel_library = _library(tuple(sorted(environment.items())))
     except library.Unavailable as reason:
-        log.warning("computing with torch, more slowly: no native kernels, %s", reason)
+        log.warning("native kernels are unavailable, using slower torch operations: %s", reason)
         return None
     return NativeDecoder(spec, weights, dtype, kernel_library, threads or torch.get_num_threads())
 
 
 def available(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the kernels can be had here. Builds them if need be."""
+    """Return whether the kernels are available. Builds them if necessary."""
     try:
         _library(tuple(sorted(environment.items())))
     except library.Unavailable:

@@ -1,4 +1,4 @@
-"""The metrics of a worker without a model, by their contract. Times from token to token are as meant."""
+"""The metrics of a worker without a model, by their contract. Times from token to token are modeled ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Shown(Protocol):
     """Prompts that were computed and not pulled."""
 
 
-class WorkerFigures:
+class WorkerMetrics:
     """Of one process."""
 
     def __init__(self, worker: Shown, scale: float) -> None:
@@ -63,7 +63,7 @@ class WorkerFigures:
 
     @property
     def text(self) -> bytes:
-        """What is scraped."""
+        """Return the text of `/metrics`."""
         model = self._worker.model
         computed = model.prompt_tokens - model.cached_tokens
         self._computed.inc(computed - self._seen)

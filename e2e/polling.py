@@ -1,4 +1,4 @@
-"""Waiting for what a cluster does in its own time."""
+"""Wait for changes of the cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOK_S = 0.5
 
 
 def until(what: str, look: Callable[[], object], timeout_s: float) -> None:
-    """Until `look` finds something; `what` names it where it never does."""
+    """Wait until `look` returns a true value. Raises AssertionError with `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not look():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"

@@ -1,0 +1,18 @@
+"""The engines whose workers a router can use."""
+
+from __future__ import annotations
+
+import enum
+
+
+class EngineKind(enum.StrEnum):
+    """The engine of a worker, as the router names it."""
+
+    BATON = "baton"
+    """Baton's own worker."""
+    VLLM = "vllm"
+    """vLLM's OpenAI server. A pair transfers KV blocks by its NixlConnector."""
+    SGLANG = "sglang"
+    """SGLang's server. A pair transfers KV blocks by its disaggregation mode."""
+    OPENAI = "openai"
+    """Any other server with OpenAI's API. It is never part of a pair."""

@@ -1,0 +1,78 @@
+"""Workers that run Baton's own engine: `baton prefill`, `baton decode` and `baton serve`."""
+
+from __future__ import annotations
+
+from baton_api.workers import Role
+from baton_operator.kinds.engine import Variable
+from baton_operator.manifests import tickets
+from baton_operator.manifests.engines.container import EngineContainer, WorkerPod, event_ports
+from baton_operator.manifests.objects import Manifest
+
+COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
+
+
+def container(worker: WorkerPod) -> EngineContainer:
+    """Return the container of a worker."""
+    drain = worker.spec.drain
+    return EngineContainer(
+        args=[*_flags(worker), *worker.arguments],
+        ports=_ports(worker),
+        env=_tickets(worker),
+        ready="/ready",
+        startup_s=worker.spec.startup_timeout.whole_seconds,
+        pre_stop_s=drain.pre_stop_delay.whole_seconds,
+        stop_s=drain.timeout.whole_seconds,
+    )
+
+
+def _flags(worker: WorkerPod) -> list[str]:
+    blueprint, ports = worker.blueprint, worker.ports
+    engine = blueprint.engine
+    flags = [
+        COMMANDS[worker.role],
+        worker.model,
+        "--name=$(POD_NAME)",
+        "--host=0.0.0.0",
+        f"--port={ports.http}",
+        f"--dtype={engine.dtype}",
+        f"--kv-events=tcp://$(POD_IP):{ports.kv_events}",
+        f"--kv-replay=tcp://$(POD_IP):{ports.kv_replay}",
+        f"--drain-s={worker.spec.drain.timeout.seconds:g}",
+        f"--transfer-deadline-s={blueprint.transfer.timeout.seconds:g}",
+        *(f"--served-model-name={name}" for name in blueprint.served_names),
+        *worker.tls,
+    ]
+    if blueprint.mutual_tls:
+        # Events are not encrypted; routers do without the tokens in them.
+        flags += [f"--health-port={ports.health}", "--no-kv-tokens"]
+    if worker.role is Role.PREFILL:
+        flags += ["--control-host=$(POD_IP)", f"--control-port={ports.control}"]
+    if engine.max_model_len is not None:
+        flags.append(f"--max-model-len={engine.max_model_len}")
+    if engine.kv_cache_memory is not None:
+        flags.append(f"--kv-cache-memory={engine.kv_cache_memory}")
+    return flags
+
+
+def _tickets(worker: WorkerPod) -> list[Variable]:
+    """Return the key that verifies tickets. Workers of both roles do not use tickets."""
+    if worker.role is Role.BOTH:
+        return []
+    return tickets.variable(tickets.WORKER_VARIABLE, worker.owner.name, worker.spec.pod_template)
+
+
+def _ports(worker: WorkerPod) -> list[Manifest]:
+    named = [*_http_ports(worker), *event_ports(worker.ports)]
+    if worker.role is Role.PREFILL:
+        named.append({"name": "control", "containerPort": worker.ports.control})
+    return named
+
+
+def _http_ports(worker: WorkerPod) -> list[Manifest]:
+    """Return the ports of API and health. Probes and Prometheus use `http`, which needs no certificate."""
+    if worker.blueprint.mutual_tls is None:
+        return [{"name": "http", "containerPort": worker.ports.http}]
+    return [
+        {"name": "https", "containerPort": worker.ports.http},
+        {"name": "http", "containerPort": worker.ports.health},
+    ]

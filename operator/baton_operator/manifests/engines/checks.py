@@ -1,0 +1,170 @@
+"""
+Contradictions in a spec with another engine than Baton, which the operator refuses by naming both sides.
+
+The API server checks what fits a rule (`baton_operator.kinds`); its rules cannot put numbers into a message.
+Here are numbers of accelerators, flags in lists, defaults of the operator, and names whose length is limited
+by generated names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from baton_operator.kinds.engine import EngineType, Variable
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.worker_role import WorkerRole
+from baton_operator.manifests.engines.vllm import SIDE_CHANNEL_VARIABLES
+
+GROUP_NAME_LIMIT = 29
+"""Maximum characters of the name of a service with several nodes per worker: Kubernetes limits the names of
+the StatefulSets that LeaderWorkerSet creates to 52."""
+
+_ADDRESS = "the ports and the Service of the pods"
+_MODEL = "spec.model.uri"
+_NAMES = "spec.model.name and spec.model.aliases"
+_TRANSFER = "the roles of the spec, spec.transfer and the pod's address"
+_EVENTS = "the ports that routers read"
+_NODES = "parallelism.nodes of the role"
+_DRAIN = "drain.timeout of the role"
+
+OWNED_FLAGS: Mapping[EngineType, Mapping[str, str]] = {
+    "vLLM": {
+        "--model": _MODEL,
+        "--served-model-name": _NAMES,
+        "--host": _ADDRESS,
+        "--port": _ADDRESS,
+        "--kv-transfer-config": _TRANSFER,
+        "--kv-events-config": _EVENTS,
+        "--shutdown-timeout": _DRAIN,
+        "--tensor-parallel-size": "parallelism.tensor of the role",
+        "-tp": "parallelism.tensor of the role",
+        "--pipeline-parallel-size": "parallelism.pipeline of the role",
+        "-pp": "parallelism.pipeline of the role",
+        **dict.fromkeys(
+            ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"), _NODES
+        ),
+    },
+    "SGLang": {
+        "--model-path": _MODEL,
+        "--model": _MODEL,
+        "--served-model-name": _NAMES,
+        "--host": _ADDRESS,
+        "--port": _ADDRESS,
+        "--kv-events-config": _EVENTS,
+        "--disaggregation-mode": _TRANSFER,
+        "--disaggregation-transfer-backend": _TRANSFER,
+        "--disaggregation-bootstrap-port": _TRANSFER,
+        "--tp-size": "parallelism.tensor of the role",
+        "--tp": "parallelism.tensor of the role",
+        "--tensor-parallel-size": "parallelism.tensor of the role",
+        "--pp-size": "parallelism.pipeline of the role",
+        "--pp": "parallelism.pipeline of the role",
+        "--pipeline-parallel-size": "parallelism.pipeline of the role",
+        **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"), _NODES),
+    },
+}
+"""Flags that the operator sets, with what determines their value."""
+
+OWNED_VARIABLES: Mapping[EngineType, Sequence[str]] = {"vLLM": SIDE_CHANNEL_VARIABLES}
+
+IMAGE_FLAGS: Mapping[EngineType, str] = {"vLLM": "--vllm-image", "SGLang": "--sglang-image"}
+"""Settings of the operator with the default image of an engine."""
+
+
+def check(service: str, spec: InferenceServiceSpec, default_image: str) -> None:
+    """
+    Raise ValueError if the operator cannot run the engine as the spec says.
+
+    `default_image`: the operator's image of the engine; empty: none.
+    """
+    engine = spec.engine
+    roles = {"prefill": spec.prefill, "decode": spec.decode}
+    existing = {name: role for name, role in roles.items() if role is not None}
+    if engine.type == "Baton":
+        return
+    if not default_image and not engine.image:
+        _need_images(engine.type, existing)
+    lists = [("spec.engine", engine.args, engine.env)]
+    lists += [(f"spec.{name}", role.args, role.env) for name, role in existing.items()]
+    for path, args, env in lists:
+        _refuse_flags(engine.type, path, args)
+        _refuse_variables(engine.type, path, env)
+    _refuse_variables(engine.type, "spec.transfer", spec.transfer.env)
+    for name, role in existing.items():
+        _check_accelerators(f"spec.{name}", role)
+    nodes = max(role.parallelism.nodes for role in existing.values())
+    if nodes > 1 and len(service) > GROUP_NAME_LIMIT:
+        raise ValueError(
+            f"The name {service} has {len(service)} characters. A service with parallelism.nodes above 1 may "
+            f"have at most {GROUP_NAME_LIMIT}: Kubernetes limits the names of its StatefulSets. Choose a "
+            "shorter name."
+        )
+
+
+def _need_images(engine: EngineType, roles: Mapping[str, WorkerRole]) -> None:
+    lacking = [f"spec.{name}.image" for name, role in roles.items() if not role.image]
+    if not lacking:
+        return
+    flag = IMAGE_FLAGS.get(engine)
+    default = f", or the operator's default {flag}" if flag else ""
+    raise ValueError(
+        f"spec.engine.type {engine} needs an image, and spec.engine.image and {lacking[0]} are empty. "
+        f"Set spec.engine.image{default}."
+    )
+
+
+def _check_accelerators(path: str, role: WorkerRole) -> None:
+    """Raise ValueError if the accelerators of a node are not a multiple of those that parallelism uses."""
+    wanted = role.parallelism
+    product = f"{path}.parallelism.tensor x pipeline ({wanted.tensor} x {wanted.pipeline})"
+    each, rest = divmod(wanted.accelerators, wanted.nodes)
+    if rest:
+        raise ValueError(
+            f"{product} is {wanted.accelerators}, which {wanted.nodes} nodes ({path}.parallelism.nodes) "
+            "cannot share equally. Set a multiple of the nodes."
+        )
+    count = role.resources.gpu.count if role.resources.gpu else 0
+    if count % each:
+        of_nodes = f" on {wanted.nodes} nodes, {each} on each" if wanted.nodes > 1 else ""
+        raise ValueError(
+            f"{product} uses {wanted.accelerators} accelerators{of_nodes}, but {path}.resources.gpu.count is "
+            f"{count}. Set the count to {each} or a multiple of it."
+        )
+
+
+def _refuse_flags(engine: EngineType, path: str, args: Sequence[str]) -> None:
+    owned = OWNED_FLAGS.get(engine, {})
+    for flag in map(_flag, args):
+        for name in _matches(flag, owned):
+            raise ValueError(
+                f"{path}.args has {flag}, but {name} is set by the operator: its value comes from "
+                f"{owned[name]}. Remove {flag} from {path}.args."
+            )
+
+
+def _matches(flag: str, owned: Mapping[str, str]) -> Iterator[str]:
+    """Yield the owned flags that this one sets, in whole or, as argparse allows, by its beginning."""
+    if flag in owned:
+        yield flag
+    elif len(flag) > len("--x"):
+        yield from (name for name in owned if name.startswith(flag))
+
+
+def _flag(argument: str) -> str:
+    """
+    Return the flag of an argument in its usual form; empty if it is a value.
+
+    >>> _flag("--kv_transfer_config.kv_role=kv_both"), _flag("-tp=4"), _flag("256")
+    ('--kv-transfer-config', '-tp', '')
+    """
+    name = argument.strip().split("=")[0].split(" ")[0].split(".")[0]
+    return name.replace("_", "-") if name.startswith("-") and not name[1:2].isdigit() else ""
+
+
+def _refuse_variables(engine: EngineType, path: str, variables: Sequence[Variable]) -> None:
+    for variable in variables:
+        if variable.name in OWNED_VARIABLES.get(engine, ()):
+            raise ValueError(
+                f"{path}.env has {variable.name}, which the operator sets to the address or port of NIXL's "
+                f"side channel. Remove it from {path}.env."
+            )

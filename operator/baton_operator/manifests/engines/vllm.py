@@ -1,0 +1,138 @@
+"""
+Workers that run vLLM: `vllm serve`, with NixlConnector between prefill and decode workers.
+
+Flags and variables are those of vLLM 0.32. A prefill worker that ends keeps its blocks until decode workers
+have read them or their lease has ended: with --shutdown-timeout, vLLM counts such blocks as work.
+"""
+
+from __future__ import annotations
+
+import json
+
+from baton_api.workers import Role
+from baton_operator.kinds.engine import Variable
+from baton_operator.manifests.drift import amount
+from baton_operator.manifests.engines.container import (
+    LEADER_ADDRESS,
+    NODE_RANK,
+    USER,
+    EngineContainer,
+    WorkerPod,
+    event_ports,
+)
+from baton_operator.manifests.engines.startup import startup_s
+from baton_operator.manifests.objects import Manifest
+
+LEASE_S = 30
+"""Default lease of blocks in seconds (`kv_lease_duration` of NixlConnector)."""
+
+KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+
+SIDE_CHANNEL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+
+
+def container(worker: WorkerPod) -> EngineContainer:
+    """Return the container of a worker, or of another node of it."""
+    drain = worker.spec.drain
+    stop_s = drain.timeout.whole_seconds + (lease_s(worker) if worker.role is Role.PREFILL else 0)
+    args = [worker.model, *_flags(worker, stop_s), *worker.arguments]
+    if worker.follower:
+        # Other nodes have to outlive the first one, which drains.
+        return EngineContainer(
+            command=("vllm", "serve"),
+            args=args,
+            ports=[],
+            env=_variables(worker),
+            pre_stop_s=drain.pre_stop_delay.whole_seconds + stop_s,
+        )
+    return EngineContainer(
+        command=("vllm", "serve"),
+        args=args,
+        ports=_ports(worker),
+        env=_variables(worker),
+        startup_s=startup_s(worker.blueprint.model, worker.spec),
+        pre_stop_s=drain.pre_stop_delay.whole_seconds,
+        stop_s=stop_s,
+    )
+
+
+def lease_s(worker: WorkerPod) -> int:
+    """Return the lease of blocks in seconds: the time in which a transfer has to end."""
+    return worker.blueprint.transfer.timeout.whole_seconds
+
+
+def _flags(worker: WorkerPod, stop_s: int) -> list[str]:
+    engine, ports = worker.blueprint.engine, worker.ports
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{ports.kv_events}",
+        "replay_endpoint": f"tcp://*:{ports.kv_replay}",
+    }
+    flags = [
+        "--served-model-name",
+        *worker.blueprint.served_names,
+        "--host=0.0.0.0",
+        f"--port={ports.http}",
+        f"--dtype={engine.dtype}",
+        *_parallelism(worker),
+        f"--kv-events-config={_json(events)}",
+        "--enable-prompt-tokens-details",
+        "--enable-request-id-headers",
+        f"--shutdown-timeout={stop_s}",
+    ]
+    if worker.role in KV_ROLES:
+        flags.append(f"--kv-transfer-config={_json(_transfer(worker))}")
+    if engine.max_model_len is not None:
+        flags.append(f"--max-model-len={engine.max_model_len}")
+    if engine.kv_cache_memory is not None:
+        flags.append(f"--kv-cache-memory-bytes={_bytes(engine.kv_cache_memory)}")
+    return flags
+
+
+def _parallelism(worker: WorkerPod) -> list[str]:
+    wanted = worker.spec.parallelism
+    flags = [f"--tensor-parallel-size={wanted.tensor}", f"--pipeline-parallel-size={wanted.pipeline}"]
+    if wanted.nodes == 1:
+        return flags
+    rank = [f"--node-rank={NODE_RANK}", "--headless"] if worker.follower else ["--node-rank=0"]
+    address = [f"--master-addr={LEADER_ADDRESS}", f"--master-port={worker.ports.health}"]
+    return [*flags, f"--nnodes={wanted.nodes}", *rank, *address]
+
+
+def _transfer(worker: WorkerPod) -> Manifest:
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": KV_ROLES[worker.role],
+        # A decode worker that cannot read blocks computes the prompt itself.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": lease_s(worker)},
+    }
+
+
+def _variables(worker: WorkerPod) -> list[Variable]:
+    values = {"VLLM_HOST_IP": "$(POD_IP)", "VLLM_NO_USAGE_STATS": "1"}
+    if worker.role in KV_ROLES:
+        values |= dict(zip(SIDE_CHANNEL_VARIABLES, ("$(POD_IP)", str(worker.ports.control)), strict=True))
+    return [USER, *(Variable(name=name, value=value) for name, value in values.items())]
+
+
+def _ports(worker: WorkerPod) -> list[Manifest]:
+    named = [{"name": "http", "containerPort": worker.ports.http}, *event_ports(worker.ports)]
+    if worker.role in KV_ROLES:
+        named.append({"name": "side-channel", "containerPort": worker.ports.control})
+    return named
+
+
+def _bytes(memory: str) -> int:
+    """
+    Return bytes of a size such as 4GiB, 4G or 4096.
+
+    >>> _bytes("4GiB"), _bytes("1.5 GB")
+    (4294967296, 1500000000)
+    """
+    return int(amount(memory.replace(" ", "").removesuffix("B").replace("K", "k").replace("ki", "Ki")))
+
+
+def _json(values: Manifest) -> str:
+    return json.dumps(values, separators=(",", ":"))

@@ -1,0 +1,1 @@
+"""The engines of workers: how each is checked, driven, followed and resumed."""

@@ -1,0 +1,143 @@
+"""
+Health checks of one worker by its engine, and finding out which engine it is.
+
+Each class implements `contract.EngineChecks`. An engine is found out by asking for what only it serves:
+Baton's `/load`, vLLM's `/version`, SGLang's `/server_info`; anything else with `/v1/models` speaks OpenAI's
+API.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton_api.engines import EngineKind
+from baton_api.workers import Load, Role
+from baton_http.http_client import Reply, ReplyTooLarge, fetch
+from baton_http.upstream import Headers, Upstream
+
+REPLY_LIMIT = 4 * 1024**2
+"""Maximum bytes of a reply; metrics of a worker are the longest."""
+
+OK = 200
+UNAUTHORIZED = 401
+
+INVALID_REPLY_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ReplyTooLarge)
+"""Errors of reading a reply that is not a worker's load."""
+
+
+class ListedModel(msgspec.Struct):
+    """An entry of `/v1/models`. vLLM and SGLang name an adapter's model as `parent`."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[ListedModel]
+
+
+_loads = msgspec.json.Decoder(Load)
+_models = msgspec.json.Decoder(ModelList)
+_objects = msgspec.json.Decoder(dict[str, Any])
+
+
+class WorkerApi:
+    """Short requests to one worker."""
+
+    def __init__(self, upstream: Upstream, role: Role, headers: Headers) -> None:
+        """`role` is the one under which it is listed; `headers` authorize the router."""
+        self.upstream = upstream
+        self.role = role
+        self._headers = headers
+
+    async def get(self, target: str) -> Reply:
+        """Raises UpstreamLost, and DecodeError if the worker requires another API key."""
+        reply = await fetch(self.upstream, "GET", target, self._headers, limit=REPLY_LIMIT)
+        if reply.status == UNAUTHORIZED:
+            raise msgspec.DecodeError(
+                "it requires another API key: set BATON_ROUTER_WORKER_API_KEY to the workers' key"
+            )
+        return reply
+
+    async def post(self, target: str, body: dict[str, Any]) -> Reply:
+        given = [*self._headers, (b"content-type", b"application/json")]
+        return await fetch(self.upstream, "POST", target, given, msgspec.json.encode(body), limit=REPLY_LIMIT)
+
+    async def models(self) -> list[ListedModel]:
+        """The served models and adapters. Raises UpstreamLost and INVALID_REPLY_ERRORS."""
+        reply = await self.get("/v1/models")
+        if reply.status != OK:
+            raise msgspec.DecodeError(f"GET /v1/models was answered with {reply.status}")
+        return _models.decode(reply.body).data
+
+    async def ready(self, target: str) -> str:
+        """Why the worker takes no requests, as a clause; empty if `target` is answered with 200."""
+        reply = await self.get(target)
+        return "" if reply.status == OK else f"GET {target} was answered with {reply.status}"
+
+
+class BatonChecks:
+    """Implements `contract.EngineChecks` for Baton's workers."""
+
+    def __init__(self, api: WorkerApi) -> None:
+        self._api = api
+
+    async def load(self) -> tuple[Load, str]:
+        reply = await self._api.get("/load")
+        if reply.status != OK:
+            raise msgspec.DecodeError(f"GET /load was answered with {reply.status}")
+        load = _loads.decode(reply.body)
+        return load, await self._api.ready("/ready")
+
+
+class OpenAiChecks:
+    """Implements `contract.EngineChecks` for servers that report only their models."""
+
+    def __init__(self, api: WorkerApi) -> None:
+        self._api = api
+
+    async def load(self) -> tuple[Load, str]:
+        models = await self._api.models()
+        if not models:
+            return Load(role=self._api.role, model="", engine=EngineKind.OPENAI), "it serves no model"
+        load = Load(
+            role=self._api.role,
+            model=models[0].id,
+            names=tuple(model.id for model in models),
+            max_model_len=models[0].max_model_len or 0,
+            engine=EngineKind.OPENAI,
+        )
+        if self._api.role is Role.PREFILL:
+            return load, "its engine is not one whose workers form pairs: list it with --worker"
+        return load, ""
+
+
+async def detect(api: WorkerApi) -> EngineKind | None:
+    """
+    The engine of a worker; None while it answers nothing by which it is recognized, such as while it starts.
+
+    Raises UpstreamLost and INVALID_REPLY_ERRORS.
+    """
+    reply = await api.get("/load")
+    if reply.status == OK and "epoch" in _object(reply):
+        return EngineKind.BATON
+    reply = await api.get("/version")
+    if reply.status == OK and isinstance(_object(reply).get("version"), str):
+        return EngineKind.VLLM
+    for target in ("/server_info", "/get_server_info"):
+        reply = await api.get(target)
+        if reply.status == OK and "disaggregation_mode" in _object(reply):
+            return EngineKind.SGLANG
+    reply = await api.get("/v1/models")
+    return EngineKind.OPENAI if reply.status == OK and "data" in _object(reply) else None
+
+
+def _object(reply: Reply) -> dict[str, Any]:
+    try:
+        return _objects.decode(reply.body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}

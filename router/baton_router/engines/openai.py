@@ -1,0 +1,95 @@
+"""
+Any other server with OpenAI's API, such as llama.cpp, TGI or Ollama: one request, forwarded as it is.
+
+Its prompts are reported by the usage in its answers, its streams cannot be resumed, and it is never part of a
+pair.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton_api.engines import EngineKind
+from baton_api.reports import PromptReport
+from baton_http.sse import EventStream
+from baton_http.upstream import Headers, UpstreamExchange
+from baton_router.engines.bodies import openai_error
+from baton_router.engines.contract import Call, ResumeState
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Whole(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_wholes = msgspec.json.Decoder(_Whole)
+
+
+class OpenAiEngine:
+    """Implements `contract.EngineDriver`."""
+
+    kind = EngineKind.OPENAI
+
+    async def send(self, call: Call) -> UpstreamExchange:
+        worker, body = call.grant.decode, call.request.body
+        return await call.upstreams.get(worker).request(call.head(worker, len(body)), body, call.holder)
+
+    def stream(self, call: Call) -> EventStream | None:
+        return EventStream() if call.request.events is not None else None
+
+    def report(
+        self, call: Call, given: Headers, events: EventStream | None, opening: bytes
+    ) -> PromptReport | None:
+        tokens, cached = usage_of(opening)
+        return estimated_report(tokens, cached) if tokens else None
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        return body if status < 400 else openai_error(status, body)
+
+    def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
+        return None
+
+
+def usage_of(body: bytes) -> tuple[int, int | None]:
+    """Tokens of the prompt and cached ones, by the usage of a whole answer; 0 and None without one."""
+    try:
+        usage = _wholes.decode(body).usage
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0, None
+    if usage is None:
+        return 0, None
+    details = usage.prompt_tokens_details
+    return usage.prompt_tokens, details.cached_tokens if details is not None else None
+
+
+def estimated_report(
+    tokens: int,
+    cached: int | None,
+    *,
+    compute_s: float = 0.0,
+    transfer_s: float = 0.0,
+    remote: bool = False,
+    tail: str = "",
+    fallback: str = "",
+) -> PromptReport:
+    """The report of a prompt whose times the router has measured; 0 is unknown."""
+    return PromptReport(
+        tokens=tokens,
+        cached=None if cached is None else min(cached, tokens),
+        held=0,
+        queue_s=0.0,
+        compute_s=compute_s,
+        transfer_s=transfer_s,
+        remote=remote,
+        tail=tail,
+        fallback=fallback,
+        estimated=True,
+    )

@@ -1,0 +1,154 @@
+"""
+SGLang's protocol: both workers get the same body at once, with the number of their transfer session.
+
+The prefill worker serves a bootstrap port. The router adds to the body its host, its port and a random number
+of the session. The decode worker waits for the KV cache of that session, and the client gets its answer. A
+decode worker of a pair computes no prompts: if the prefill worker is lost, the request begins again with
+another pair.
+
+Sources: `sglang_router/mini_lb.py` and `sglang/srt/disaggregation` of SGLang 0.5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from baton_api.engines import EngineKind
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_api.reports import PromptReport
+from baton_http.sse import EventStream
+from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
+from baton_router.engines.bodies import openai_error, with_members
+from baton_router.engines.contract import PREFILL_LOST, Call, ResumeState
+from baton_router.engines.openai import estimated_report, usage_of
+
+SESSIONS = 2**63
+"""Transfer sessions (`bootstrap_room`) are random numbers below this."""
+
+BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate")
+"""Paths that a pair serves."""
+
+FAILED = 500
+
+
+class SglangBody(msgspec.Struct):
+    """The members of a request's body that decide its transfer sessions."""
+
+    prompt: Any = None
+    text: Any = None
+    input_ids: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_session: Any = msgspec.field(default=None, name="bootstrap_room")
+
+    @property
+    def prompts(self) -> int | None:
+        """Number of prompts in a list of them; None for a single prompt."""
+        for several in (self.prompt, self.text, self.input_ids):
+            if isinstance(several, list) and several and not isinstance(several[0], int):
+                return len(several)
+        return None
+
+
+_bodies = msgspec.json.Decoder(SglangBody)
+
+
+def bootstrap_members(host: str, port: int, prompts: int | None, rng: random.Random) -> dict[str, Any]:
+    """The members that make both workers meet: one value, or a list with one for each prompt."""
+    if prompts is None:
+        return dict(zip(BOOTSTRAP, (host, port, rng.randrange(SESSIONS)), strict=True))
+    sessions = [rng.randrange(SESSIONS) for _ in range(prompts)]
+    return dict(zip(BOOTSTRAP, ([host] * prompts, [port] * prompts, sessions), strict=True))
+
+
+def read_options(body: bytes) -> SglangBody | None:
+    """
+    The members of a body; None if it is invalid, so that the worker rejects it in its own words.
+
+    Raises InvalidRequest if a client sets a session: it could receive another client's KV cache.
+    """
+    try:
+        options = _bodies.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    members = (options.bootstrap_host, options.bootstrap_port, options.bootstrap_session)
+    given = [name for name, value in zip(BOOTSTRAP, members, strict=True) if value is not None]
+    if given:
+        raise InvalidRequest(
+            f"Unsupported parameter: {given[0]!r}. The router sets it.",
+            param=given[0],
+            code=UNSUPPORTED_PARAMETER,
+        )
+    return options
+
+
+async def _prefill(call: Call, body: bytes) -> None:
+    """The prefill worker's half of a request; if it fails, the decode worker's exchange ends."""
+    worker = call.grant.prefill
+    half = _Half()
+    try:
+        exchange = await call.upstreams.get(worker).request(call.head(worker, len(body)), body, half)
+        try:
+            while await exchange.read():
+                pass  # the client gets the decode worker's answer
+        finally:
+            exchange.close()
+        failed = exchange.status >= FAILED
+    except UpstreamLost:
+        failed = True
+    if failed:
+        call.prefill_lost = True
+        if call.holder.exchange is not None:
+            call.holder.exchange.fail(PREFILL_LOST)
+
+
+class _Half:
+    """Holds the prefill worker's exchange."""
+
+    def __init__(self) -> None:
+        self.exchange: UpstreamExchange | None = None
+
+
+class SglangEngine:
+    """Implements `contract.EngineDriver`."""
+
+    kind = EngineKind.SGLANG
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    async def send(self, call: Call) -> UpstreamExchange:
+        grant, body = call.grant, call.request.body
+        options = read_options(body) if call.request.path in GENERATING else None
+        if options is not None and grant.prefill:
+            prefill = urlsplit(f"//{grant.control}")
+            host, port = prefill.hostname or "", prefill.port or 0
+            body = with_members(body, bootstrap_members(host, port, options.prompts, self._rng))
+            call.beside = asyncio.create_task(_prefill(call, body), name=f"prefill at {grant.prefill}")
+        head = call.head(grant.decode, len(body))
+        exchange = await call.upstreams.get(grant.decode).request(head, body, call.holder)
+        if call.prefill_lost:
+            exchange.fail(PREFILL_LOST)
+        return exchange
+
+    def stream(self, call: Call) -> EventStream | None:
+        return EventStream() if call.request.events is not None else None
+
+    def report(
+        self, call: Call, given: Headers, events: EventStream | None, opening: bytes
+    ) -> PromptReport | None:
+        tokens, cached = usage_of(opening)
+        return estimated_report(tokens, cached, remote=bool(call.grant.prefill)) if tokens else None
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        return body if status < 400 else openai_error(status, body)
+
+    def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
+        return None

@@ -1,0 +1,318 @@
+"""
+vLLM's protocol: the prefill worker first, then the decode worker with what the first one returned.
+
+The prefill worker computes the prompt and one token, and returns `kv_transfer_params`: where its KV blocks
+are. The decode worker gets them in the body and reads the blocks by NIXL. The prefill worker keeps the
+blocks until they were read, or until their lease ends (30 s by default).
+
+Sources: `vllm/distributed/kv_transfer/kv_connector/v1/nixl` and `vllm/entrypoints/openai` of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton_api.engines import EngineKind
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_api.hashing import client_salt
+from baton_api.reports import Fallback, PromptReport
+from baton_http.http_client import ReplyTooLarge, read_body
+from baton_http.sse import EventStream
+from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
+from baton_router.cache.token_blocks import prompt_tail
+from baton_router.engines.bodies import openai_error, with_members
+from baton_router.engines.contract import Call, ResumeState
+from baton_router.engines.openai import estimated_report, usage_of
+from baton_router.engines.vllm_stream import StreamOptions, VllmState, VllmStream
+from baton_router.proxy.timeouts import OVERDUE
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+GENERATING = (CHAT, COMPLETIONS)
+"""Paths that a pair can serve."""
+
+TRANSFER = "kv_transfer_params"
+
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""`kv_transfer_params` that make a worker keep the blocks of a prompt for another one."""
+
+REPLY_LIMIT = 16 * 1024**2
+"""Maximum bytes of a prefill worker's reply, most of which are the prompt's token ids."""
+
+BUSY = (429, 503)
+OK = 200
+
+
+class VllmBody(msgspec.Struct):
+    """The members of a request's body that decide how vLLM's workers are driven."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    prompt: Any = None
+    prompt_logprobs: int | None = None
+    prompt_embeds: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Any = None
+    tool_choice: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    use_beam_search: bool | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: Any = None
+
+    @property
+    def single(self) -> bool:
+        """Whether there are one prompt and one answer."""
+        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        one = (self.n or 1) == 1 and (self.best_of or 1) == 1
+        return one and not several and not self.use_beam_search and self.prompt_embeds is None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a prefill worker can compute the prompt for a decode worker."""
+        return self.single and not self.echo and self.prompt_logprobs is None
+
+    @property
+    def resumable(self) -> bool:
+        """
+        Whether another worker can continue the answer by its token ids.
+
+        It cannot where a worker has state of the answer besides its tokens: a grammar, or text that is held
+        back because it may begin a stop sequence.
+        """
+        constrained = self.structured_outputs is not None or self.tool_choice not in (None, "none", "auto")
+        free = self.response_format is None or self.response_format == {"type": "text"}
+        return self.pairs and free and not constrained and not self.stop and not self.min_tokens
+
+    @property
+    def usage(self) -> bool:
+        return bool(self.stream_options) and self.stream_options.get("include_usage") is True  # type: ignore[union-attr]
+
+    def left(self, passed: int) -> dict[str, int]:
+        """The limits of an answer of which `passed` tokens exist."""
+        limits = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
+        return {name: limit - passed for name, limit in limits.items() if limit is not None}
+
+
+class _TransferParams(msgspec.Struct):
+    remote_prefill_cached_tokens: int | None = None
+
+
+class _PrefillUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+
+
+class _PrefillChoice(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+
+
+class _PrefillReply(msgspec.Struct):
+    usage: _PrefillUsage = msgspec.field(default_factory=_PrefillUsage)
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    prompt_token_ids: list[int] | None = None
+    choices: list[_PrefillChoice] = msgspec.field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        of_choice = self.choices[0].prompt_token_ids if self.choices else None
+        return self.prompt_token_ids or of_choice or []
+
+
+_bodies = msgspec.json.Decoder(VllmBody)
+_replies = msgspec.json.Decoder(_PrefillReply)
+_transfers = msgspec.json.Decoder(_TransferParams)
+
+
+def read_options(body: bytes) -> VllmBody | None:
+    """
+    The members of a body; None if it is invalid, so that the worker rejects it in its own words.
+
+    Raises InvalidRequest if a client sets `kv_transfer_params`: they could name other clients' blocks.
+    """
+    try:
+        options = _bodies.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if options.kv_transfer_params is not None:
+        raise InvalidRequest(
+            f"Unsupported parameter: {TRANSFER!r}. The router sets it.",
+            param=TRANSFER,
+            code=UNSUPPORTED_PARAMETER,
+        )
+    return options
+
+
+def salt_members(salt: str, options: VllmBody) -> dict[str, Any]:
+    """The cache salt of a tenant, combined with the client's; empty without one of the tenant."""
+    if not salt:
+        return {}
+    return {"cache_salt": client_salt(salt, options.cache_salt) if options.cache_salt else salt}
+
+
+def common_members(call: Call, options: VllmBody) -> dict[str, Any]:
+    """The members that both workers get: the tenant's cache salt, and what a resumed answer has so far."""
+    members = salt_members(call.request.tenant.salt, options)
+    if isinstance(call.state, VllmState):
+        members |= options.left(call.state.passed)
+        if call.request.path == COMPLETIONS:
+            members["prompt"] = call.state.tokens
+    return members
+
+
+def transfer_members(call: Call, params: dict[str, Any]) -> dict[str, Any]:
+    """`kv_transfer_params`; in a resumed chat also the token ids that replace its messages."""
+    if isinstance(call.state, VllmState) and call.request.path == CHAT:
+        params = {**params, "prompt_token_ids": call.state.tokens}
+    return {TRANSFER: params} if params else {}
+
+
+def prefill_body(call: Call, options: VllmBody) -> bytes:
+    """The body for the prefill worker: the prompt, one token, and no stream."""
+    members = common_members(call, options)
+    members |= {"stream": False, "max_tokens": 1, "return_token_ids": True}
+    if call.request.path == CHAT:
+        members["max_completion_tokens"] = 1
+    if options.stream_options is not None:
+        members["stream_options"] = None
+    if options.min_tokens:
+        members["min_tokens"] = 0
+    return with_members(call.request.body, members | transfer_members(call, REMOTE_DECODE))
+
+
+def decode_body(call: Call, options: VllmBody, transfer: dict[str, Any]) -> bytes:
+    """The body for the decode worker, with the prefill worker's `transfer`, empty without one."""
+    members = common_members(call, options)
+    if options.stream:
+        members["return_token_ids"] = True
+        members["stream_options"] = {**(options.stream_options or {}), "include_usage": True}
+    return with_members(call.request.body, members | transfer_members(call, transfer))
+
+
+class VllmEngine:
+    """Implements `contract.EngineDriver`."""
+
+    kind = EngineKind.VLLM
+
+    async def send(self, call: Call) -> UpstreamExchange:
+        grant = call.grant
+        options = read_options(call.request.body) if call.request.path in GENERATING else None
+        body = call.request.body
+        if options is not None:
+            call.options = options
+            transfer: dict[str, Any] = {}
+            if grant.prefill and options.pairs:
+                transfer = await self._prefill(call, options)
+            body = decode_body(call, options, transfer)
+        call.decode_sent = call.clock()
+        head = call.head(grant.decode, len(body))
+        return await call.upstreams.get(grant.decode).request(head, body, call.holder)
+
+    async def _prefill(self, call: Call, options: VllmBody) -> dict[str, Any]:
+        """Let the prefill worker compute the prompt; empty, with `call.fallback`, if it did not."""
+        upstream = call.upstreams.get(call.grant.prefill)
+        body = prefill_body(call, options)
+        try:
+            exchange = await upstream.request(call.head(call.grant.prefill, len(body)), body, call.holder)
+            reply = await read_body(exchange, REPLY_LIMIT)
+        except UpstreamLost as lost:
+            if lost.cause == OVERDUE:
+                raise
+            call.fallback = Fallback.UNREACHABLE if lost.cause == "connect" else Fallback.LOST
+            return {}
+        except ReplyTooLarge:
+            call.fallback = Fallback.PROTOCOL
+            return {}
+        finally:
+            call.holder.exchange = None
+        if exchange.status != OK:
+            call.fallback = _fallback_of(exchange.status)
+            return {}
+        try:
+            answer = _replies.decode(reply)
+            params = msgspec.json.decode(answer.kv_transfer_params, type=dict[str, Any] | None)
+            cached = (
+                _transfers.decode(answer.kv_transfer_params).remote_prefill_cached_tokens if params else None
+            )
+        except msgspec.DecodeError:
+            call.fallback = Fallback.PROTOCOL
+            return {}
+        if not params:
+            call.fallback = Fallback.PROTOCOL  # it has no connector, or is set up to send nothing
+            return {}
+        tokens = len(answer.tokens) or answer.usage.prompt_tokens
+        call.prefill_s = call.clock() - call.started
+        call.prompt_tokens, call.cached, call.tail = tokens, cached, tail_of(call, answer.tokens)
+        return params
+
+    def stream(self, call: Call) -> EventStream | None:
+        options = call.options
+        if not isinstance(options, VllmBody):
+            return call.request.events() if call.request.events is not None else None
+        state = call.state if isinstance(call.state, VllmState) else None
+        return VllmStream(StreamOptions(options.usage, bool(options.return_token_ids)), state)
+
+    def report(
+        self, call: Call, given: Headers, events: EventStream | None, opening: bytes
+    ) -> PromptReport | None:
+        now, remote = call.clock(), bool(call.prefill_s)
+        tokens, cached = call.prompt_tokens, call.cached
+        tail = call.tail
+        if not remote and isinstance(events, VllmStream):
+            tokens, tail = len(events.prompt_tokens), tail_of(call, events.prompt_tokens)
+        elif not remote:
+            tokens, cached = usage_of(opening)
+        if not tokens:
+            return None
+        streams = events is not None
+        return estimated_report(
+            tokens,
+            cached,
+            compute_s=call.prefill_s if remote else (now - call.started if streams else 0.0),
+            transfer_s=now - call.decode_sent if remote and streams else 0.0,
+            remote=remote,
+            tail=tail,
+            fallback=call.fallback or "",
+        )
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        return body if status < 400 else openai_error(status, body)
+
+    def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
+        state = events.state if isinstance(events, VllmStream) else None
+        options = call.options
+        if state is None or not isinstance(options, VllmBody):
+            return None
+        if state.ending:
+            return state
+        return state if options.resumable and not state.tool_call else None
+
+
+def tail_of(call: Call, tokens: list[int]) -> str:
+    """The name of the prompt's last full block; empty if the worker's KV events are not followed."""
+    options = call.options
+    if not call.grant.block_size or not tokens or not isinstance(options, VllmBody):
+        return ""
+    salt = common_members(call, options).get("cache_salt") or options.cache_salt or ""
+    return prompt_tail(tokens, call.grant.block_size, salt, call.grant.adapter)
+
+
+def _fallback_of(status: int) -> Fallback:
+    if status in BUSY:
+        return Fallback.BUSY
+    return Fallback.REJECTED if status < 500 else Fallback.FAILED

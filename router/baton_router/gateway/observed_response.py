@@ -1,0 +1,92 @@
+"""
+The response that a gateway passes to the client: what the router learns as it sees its headers and body.
+
+The router can neither repeat nor mend it. It reports to the scheduler when the response begins and whether it
+was whole.
+"""
+
+from __future__ import annotations
+
+from baton_api.reports import PromptReport
+from baton_http.sse import EventStream, usage_tokens
+from baton_http.upstream import Headers
+from baton_router.proxy.attempt import BUSY, FAILED, OK
+from baton_router.proxy.forwarding import PROMPT, is_event_stream
+from baton_router.scheduling.picker import Grant, Picker
+
+TAIL_LIMIT = 4096
+"""Bytes at the end of a response that are kept to read its usage."""
+
+
+class ObservedResponse:
+    """The response of one grant, which this object releases once."""
+
+    def __init__(self, grant: Grant, picker: Picker, events: type[EventStream] | None) -> None:
+        """`events`: type of the stream, if the path has streams whose end can be detected."""
+        self.grant = grant
+        self._picker = picker
+        self._event_type = events
+        self._events: EventStream | None = None
+        self._tail = b""
+        self._event_count = 0
+        self._elsewhere = False
+        self._released = False
+        self.status = 0
+        """Status of the response; 0 before it begins."""
+        self.report: PromptReport | None = None
+        """The worker's report of the prompt."""
+        self.ended = False
+        """Whether the last byte has passed."""
+
+    def begin(self, status: int, given: Headers, *, elsewhere: bool = False) -> None:
+        """
+        The response begins. `elsewhere`: an endpoint that was not granted serves it.
+
+        Then nothing is learned about the granted worker.
+        """
+        self.status, self._elsewhere = status, elsewhere
+        if elsewhere:
+            return
+        if status in BUSY:
+            self._picker.full(self.grant)
+        elif status >= FAILED:
+            self._picker.failed(self.grant)
+        else:
+            if is_event_stream(given) and self._event_type is not None:
+                self._events = self._event_type()
+            raw = next((value for name, value in given if name == PROMPT), None)
+            self.report = None if raw is None else PromptReport.decode(raw.decode("latin-1"))
+            self._picker.began(self.grant, self.report)
+
+    def push(self, piece: bytes) -> None:
+        """A part of the body has passed."""
+        self._tail = (self._tail + piece[-TAIL_LIMIT:])[-TAIL_LIMIT:]
+        if self._events is not None:
+            self._event_count += self._events.push(piece).count(b"data: {")
+
+    def end(self) -> None:
+        """The last byte has passed."""
+        if self.ended or not self.status:
+            return
+        self.ended = True
+        if self._events is not None:
+            self._events.finish()
+        self.release()
+
+    def release(self) -> None:
+        """Release the grant; idempotent."""
+        if self._released:
+            return
+        self._released = True
+        self._picker.release(self.grant, complete=self.complete, tokens=self.tokens or None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole answer has passed."""
+        whole = self.ended and self.status == OK and not self._elsewhere
+        return whole and (self._events is None or self._events.complete)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer: its usage, otherwise the events of a stream; 0 if unknown."""
+        return usage_tokens(self._tail) or self._event_count

@@ -1,0 +1,39 @@
+"""Llama 2 and 3, and models of the same architecture: optional biases in attention and MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
+from baton_engine.model.sliding import gguf_window
+from baton_engine.model.spec import ModelSpec
+
+
+def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+    attention_bias = bool(config.get("attention_bias", False))
+    return replace(
+        spec,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
+
+
+FAMILY = ModelFamily(
+    architecture="LlamaForCausalLM",
+    refine=_refine,
+    # GGUF files of Mistral models use this architecture, with a sliding window.
+    gguf=GGUFFormat(architecture="llama", refine=gguf_window, interleaved=True),
+    models=(
+        SupportedModels(name="Llama 2, SmolLM2", tool_parsers=("hermes",)),
+        SupportedModels(name="Llama 3", tool_parsers=("llama3", "pythonic")),
+        SupportedModels(
+            name="DeepSeek R1 distillations",
+            tool_parsers=("deepseek_v3", "deepseek_v31"),
+            reasoning_parsers=("deepseek-r1", "deepseek-v3"),
+        ),
+    ),
+    tool_parser_aliases={"llama": "llama3"},
+)

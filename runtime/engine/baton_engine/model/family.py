@@ -1,0 +1,122 @@
+"""
+Definition of a model family: everything that distinguishes its checkpoints from those of other families.
+
+One decoder computes all families. A family reads its own options from the configuration, names its tensors,
+and lists its parsers. Each module of `baton_engine.model.families` defines one family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from baton_engine.model.spec import ModelSpec
+
+Refine = Callable[[ModelSpec, Mapping[str, Any]], ModelSpec]
+"""Returns a spec with the options of the family, read from the configuration (or the metadata of GGUF)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names of the decoder's tensors in a file format, without `.weight` and `.bias`. Defaults: Llama's."""
+
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}."
+    """Prefix of the tensors of a layer. The following names have it."""
+    attention_norm: str = "input_layernorm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+    def translate(self, name: str, target: TensorNames) -> str:
+        """Return the name in `target` of the tensor `name`; an unknown name stays as it is."""
+        base, _, kind = name.rpartition(".")
+        for part in fields(self):
+            own, other = getattr(self, part.name), getattr(target, part.name)
+            if part.name in OUTSIDE_LAYERS:
+                if base == own:
+                    return f"{other}.{kind}"
+            elif part.name != "layer" and (number := self._layer_number(base, own)) is not None:
+                return f"{target.layer.format(number)}{other}.{kind}"
+        return name
+
+    def _layer_number(self, base: str, part: str) -> str | None:
+        start, end = self.layer.split("{}")
+        middle = base.removeprefix(start).removesuffix(end + part)
+        return middle if middle.isdecimal() and base == f"{start}{middle}{end}{part}" else None
+
+
+OUTSIDE_LAYERS = frozenset({"embedding", "final_norm", "head"})
+
+GGUF_NAMES = TensorNames(
+    embedding="token_embd",
+    final_norm="output_norm",
+    head="output",
+    layer="blk.{}.",
+    attention_norm="attn_norm",
+    q="attn_q",
+    k="attn_k",
+    v="attn_v",
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    output="attn_output",
+    mlp_norm="ffn_norm",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFormat:
+    """The family's GGUF files."""
+
+    architecture: str
+    """Value of `general.architecture`, and prefix of the metadata."""
+    refine: Refine
+    """Called with the metadata without the prefix."""
+    tensors: TensorNames = GGUF_NAMES
+    interleaved: bool = False
+    """Whether llama.cpp rotates adjacent pairs of this family. It then reorders the rows of q and k."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupportedModels:
+    """A row of the documentation's table of models."""
+
+    name: str
+    tool_parsers: tuple[str, ...] = ()
+    reasoning_parsers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """One architecture of Hugging Face's transformers."""
+
+    architecture: str
+    """Value of `architectures` in `config.json`."""
+    refine: Refine
+    """Called with `config.json`."""
+    models: tuple[SupportedModels, ...]
+    gguf: GGUFFormat | None = None
+    """None if GGUF files of the family use the architecture of another one."""
+    tensors: TensorNames = field(default_factory=TensorNames)
+    tool_parser_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names for `--tool-call-parser`, with the parser that they select."""
+    reasoning_parser_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names for `--reasoning-parser`, with the parser that they select."""
+
+    @property
+    def headless(self) -> str:
+        """Architecture of the family's checkpoints without a language model head (embedding models)."""
+        return self.architecture.replace("ForCausalLM", "Model")

@@ -1,0 +1,362 @@
+"""Pods of vLLM, SGLang and other engines: their commands, addresses and shutdown, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from baton_api import labels
+from baton_api.engines import EngineKind
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.engines import KINDS, baton, checks, custom, sglang, startup, vllm
+from baton_operator.manifests.objects import Manifest, merged
+from tests.operator.fake_cluster import IMAGES, FakeCluster
+
+VLLM: Manifest = {
+    "engine": {"type": "vLLM", "image": "vllm/vllm-openai:v0.32.0"},
+    "model": {"uri": "pvc://models/llama-3.1-8b", "name": "llama", "aliases": ["chat-model"]},
+    "prefill": {},
+    "decode": {},
+}
+SGLANG: Manifest = {
+    **VLLM,
+    "engine": {"type": "SGLang", "image": "lmsysorg/sglang:v0.5.23"},
+    "model": {"uri": "pvc://models/qwen", "name": "qwen"},
+}
+CUSTOM: Manifest = {
+    "engine": {"type": "Custom", "image": "llama.cpp:1", "args": ["-m", "$(BATON_MODEL)"]},
+    "model": {"uri": "pvc://models/a.gguf"},
+    "decode": {},
+}
+
+
+def settled(spec: Manifest, **over: Any) -> FakeCluster:
+    """A cluster with this service, after all pods are ready."""
+    cluster = FakeCluster(merged(spec, over))
+    cluster.settle()
+    assert cluster.condition("Ready")[0] == "True", cluster.message("Ready")
+    return cluster
+
+
+def pod(cluster: FakeCluster, role: str) -> Manifest:
+    """The spec of the pods of a role."""
+    (deployment,) = [
+        one
+        for (_, kind, _), one in cluster.objects.items()
+        if kind == "Deployment" and one["metadata"]["labels"][labels.ROLE] == role
+    ]
+    spec: Manifest = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+def main(cluster: FakeCluster, role: str) -> Manifest:
+    (container,) = pod(cluster, role)["containers"]
+    return dict(container)
+
+
+def variables(container: Manifest) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+
+def flag(container: Manifest, name: str) -> str | None:
+    """The value of `--name=value`."""
+    values = [one.partition("=")[2] for one in container["args"] if one.startswith(f"{name}=")]
+    return values[-1] if values else None
+
+
+def events(container: Manifest) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(flag(container, "--kv-events-config") or "{}")
+    return read
+
+
+class TestVllm:
+    @pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+    def test_worker_of_pair_moves_blocks_by_nixl(self, role: str, kv_role: str) -> None:
+        container = main(settled(VLLM), role)
+        assert json.loads(flag(container, "--kv-transfer-config") or "") == {
+            "kv_connector": "NixlConnector",
+            "kv_role": kv_role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kv_lease_duration": 30},
+        }
+        host, port = (variables(container)[one] for one in vllm.SIDE_CHANNEL_VARIABLES)
+        assert (host, port) == ("$(POD_IP)", "5600")
+        assert {"name": "side-channel", "containerPort": 5600} in container["ports"]
+        assert container["env"][0]["name"] == "POD_IP", "Kubernetes replaces names that were set before only"
+
+    def test_worker_alone_has_no_connector(self) -> None:
+        spec = {name: value for name, value in VLLM.items() if name != "prefill"}
+        container = main(settled(spec), "both")
+        assert flag(container, "--kv-transfer-config") is None
+        assert not {*vllm.SIDE_CHANNEL_VARIABLES} & variables(container).keys()
+        assert events(container)["endpoint"] == "tcp://*:5557"
+
+    def test_command_has_model_names_and_sizes(self) -> None:
+        roles = {role: {"parallelism": {"tensor": 4, "pipeline": 2}} for role in ("prefill", "decode")}
+        more = {"engine": {"maxModelLen": 4096, "dtype": "bfloat16", "kvCacheMemory": "4GiB"}}
+        container = main(settled(merged(VLLM, roles), **more), "decode")
+        assert container["command"] == ["vllm", "serve"]
+        names = ["/models/llama-3.1-8b", "--served-model-name", "llama", "chat-model"]
+        assert container["args"][:4] == names
+        for name, value in {
+            "--host": "0.0.0.0",
+            "--port": "8000",
+            "--dtype": "bfloat16",
+            "--max-model-len": "4096",
+            "--kv-cache-memory-bytes": str(4 * 2**30),
+            "--tensor-parallel-size": "4",
+            "--pipeline-parallel-size": "2",
+        }.items():
+            assert flag(container, name) == value
+
+    def test_kv_events_are_published_and_replayed(self) -> None:
+        container = main(settled(VLLM), "prefill")
+        assert events(container) == {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": "tcp://*:5557",
+            "replay_endpoint": "tcp://*:5558",
+        }
+        named = {one["name"]: one["containerPort"] for one in container["ports"]}
+        assert (named["kv-events"], named["kv-replay"]) == (5557, 5558)
+
+    def test_prefill_worker_keeps_blocks_for_their_lease(self) -> None:
+        """Its shutdown covers its last requests and, after them, the lease of their blocks."""
+        transfer = {"transfer": {"timeout": "45s"}}
+        drain = {"drain": {"preStopDelay": "7s", "timeout": "1m"}}
+        cluster = settled(VLLM, prefill=drain, decode=drain, **transfer)
+        grace = {role: pod(cluster, role)["terminationGracePeriodSeconds"] for role in ("prefill", "decode")}
+        assert flag(main(cluster, "prefill"), "--shutdown-timeout") == str(60 + 45)
+        assert flag(main(cluster, "decode"), "--shutdown-timeout") == "60"
+        assert grace == {"prefill": 7 + 60 + 45 + 15, "decode": 7 + 60 + 15}
+        assert main(cluster, "prefill")["lifecycle"] == {"preStop": {"sleep": {"seconds": 7}}}
+
+    def test_ports_differ_in_the_network_of_a_node(self) -> None:
+        host = {"podTemplate": {"spec": {"hostNetwork": True}}}
+        cluster = settled(VLLM, prefill=host, decode=host)
+        taken = [
+            one["containerPort"] for role in ("prefill", "decode") for one in main(cluster, role)["ports"]
+        ]
+        assert len(taken) == len(set(taken)) == 8
+        prefill = main(cluster, "prefill")
+        named = {one["name"]: one["containerPort"] for one in prefill["ports"]}
+        assert variables(prefill)["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(named["side-channel"])
+        assert events(prefill)["endpoint"] == f"tcp://*:{named['kv-events']}"
+
+
+class TestSglang:
+    def test_worker_of_pair_disaggregates_by_nixl(self) -> None:
+        cluster = settled(SGLANG)
+        for role in ("prefill", "decode"):
+            container = main(cluster, role)
+            assert container["command"] == ["python3", "-m", "sglang.launch_server"]
+            for name, value in {
+                "--model-path": "/models/qwen",
+                "--served-model-name": "qwen",
+                "--disaggregation-mode": role,
+                "--disaggregation-transfer-backend": "nixl",
+                "--disaggregation-bootstrap-port": "8998",
+                "--tp-size": "1",
+            }.items():
+                assert flag(container, name) == value
+            assert "--enable-metrics" in container["args"]
+            assert variables(container)["SGLANG_HOST_IP"] == "$(POD_IP)"
+        bootstrap = {"name": "bootstrap", "containerPort": 8998}
+        assert bootstrap in main(cluster, "prefill")["ports"]
+        assert bootstrap not in main(cluster, "decode")["ports"]
+
+    def test_worker_alone_does_not_disaggregate(self) -> None:
+        spec = {name: value for name, value in SGLANG.items() if name != "prefill"}
+        container = main(settled(spec, engine={"maxModelLen": 4096}), "both")
+        assert flag(container, "--disaggregation-mode") is None
+        assert flag(container, "--context-length") == "4096"
+
+
+def test_custom_engine_gets_model_port_and_name_as_variables() -> None:
+    container = main(settled(CUSTOM), "both")
+    assert "command" not in container
+    assert container["args"] == ["-m", "$(BATON_MODEL)"]
+    got = variables(container)
+    expected = {"BATON_MODEL": "/models/a.gguf", "BATON_PORT": "8000", "BATON_SERVED_NAME": "chat"}
+    assert {name: got[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("spec", [VLLM, SGLANG, CUSTOM], ids=["vLLM", "SGLang", "Custom"])
+def test_probes_ask_for_health(spec: Manifest) -> None:
+    container = main(settled(spec), "decode" if "prefill" in spec else "both")
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[name]["httpGet"] == {"path": "/health", "port": "http"}
+
+
+@pytest.mark.parametrize("spec", [VLLM, SGLANG], ids=["vLLM", "SGLang"])
+def test_arguments_of_the_user_come_last(spec: Manifest) -> None:
+    over = {"engine": {"args": ["--max-num-seqs", "256"]}, "decode": {"args": ["--seed=1"]}}
+    assert main(settled(merged(spec, over)), "decode")["args"][-3:] == ["--max-num-seqs", "256", "--seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "engine"),
+    [
+        pytest.param(VLLM, EngineKind.VLLM, id="vLLM"),
+        pytest.param(SGLANG, EngineKind.SGLANG, id="SGLang"),
+        pytest.param(CUSTOM, EngineKind.OPENAI, id="Custom"),
+        pytest.param({"model": {"uri": "builtin://smollm2"}, "decode": {}}, None, id="Baton"),
+    ],
+)
+def test_services_tell_routers_the_engine(spec: Manifest, engine: EngineKind | None) -> None:
+    services = [one for (_, kind, _), one in settled(spec).objects.items() if kind == "Service"]
+    of_workers = [one for one in services if one["metadata"]["labels"][labels.ROLE] != "router"]
+    assert of_workers
+    assert {one["metadata"]["labels"].get(labels.ENGINE) for one in of_workers} == {engine}
+
+
+def test_engines_all_have_a_renderer_and_a_kind() -> None:
+    assert set(KINDS) == {"Baton", "vLLM", "SGLang", "Custom"}
+    assert len({module.container for module in (baton, vllm, sglang, custom)}) == len(KINDS)
+
+
+class TestModelFiles:
+    def test_baton_image_fetches_the_model(self) -> None:
+        model = {"uri": "hf://org/name", "cache": {"type": "PVC", "size": "20Gi"}}
+        cluster = settled({**VLLM, "model": model})
+        (job,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == IMAGES.worker
+        assert main(cluster, "prefill")["args"][0] == container["args"][2]
+
+    def test_pods_without_cache_fetch_it_by_the_same_image(self) -> None:
+        cluster = settled({**SGLANG, "model": {"uri": "hf://org/name"}})
+        (fetch,) = pod(cluster, "prefill")["initContainers"]
+        assert fetch["image"] == IMAGES.worker
+        assert flag(main(cluster, "prefill"), "--model-path") == fetch["args"][2]
+
+
+@pytest.mark.parametrize(
+    ("change", "rolls"),
+    [
+        pytest.param({"engine": {"image": "vllm/vllm-openai:v0.33.0"}}, True, id="image"),
+        pytest.param({"engine": {"args": ["--seed=1"]}}, True, id="args"),
+        pytest.param({"engine": {"env": [{"name": "A", "value": "b"}]}}, True, id="env"),
+        pytest.param({"decode": {"parallelism": {"tensor": 2}}}, True, id="parallelism"),
+        pytest.param({"decode": {"replicas": 3}}, False, id="replicas"),
+    ],
+)
+def test_revision_changes_with_the_engine(change: Manifest, rolls: bool) -> None:
+    cluster = settled(VLLM)
+    before = cluster.service["status"]["currentRevision"]
+    cluster.change(merged(VLLM, change))
+    cluster.settle()
+    assert (cluster.service["status"]["currentRevision"] != before) is rolls
+
+
+def test_change_of_engine_rolls_out_pairs_and_rolls_back() -> None:
+    """A revision of Baton workers, then one of vLLM that fails: the first one serves again."""
+    own = {"model": {"uri": "pvc://models/qwen"}, "prefill": {}, "decode": {}}
+    cluster = settled(own)
+    first = cluster.service["status"]["currentRevision"]
+    cluster.change({**own, "engine": VLLM["engine"]})
+    cluster.reconcile()
+    second = cluster.service["status"]["updateRevision"]
+    assert second != first
+    cluster.broken.add(second)
+    cluster.settle()
+    assert cluster.service["status"]["currentRevision"] == first
+    assert cluster.condition("Degraded") == ("True", "RolledBack")
+
+
+GPUS: Manifest = {"resources": {"gpu": {"count": 6}}, "parallelism": {"tensor": 4}}
+ENV = [{"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": "1"}]
+REFUSED = [
+    pytest.param(VLLM, {"engine": {"args": ["--port=9000"]}}, ["spec.engine.args", "--port"], id="port"),
+    pytest.param(
+        VLLM, {"engine": {"args": ["--served-model-name", "x"]}}, ["--served-model-name", "spec.model.name"],
+        id="name",
+    ),
+    pytest.param(
+        VLLM, {"decode": {"args": ["--kv_transfer_config.kv_role=kv_both"]}},
+        ["spec.decode.args", "--kv-transfer-config"], id="underscores and dots",
+    ),
+    pytest.param(
+        SGLANG, {"engine": {"args": ["--disaggregation-boot", "1"]}},
+        ["--disaggregation-boot", "--disaggregation-bootstrap-port"], id="the beginning of a flag",
+    ),
+    pytest.param(SGLANG, {"engine": {"args": ["--tp", "8"]}}, ["--tp", "parallelism.tensor"], id="--tp"),
+    pytest.param(VLLM, {"engine": {"args": ["-tp=8"]}}, ["-tp", "parallelism.tensor"], id="-tp"),
+    pytest.param(VLLM, {"engine": {"env": ENV}}, ["spec.engine.env", ENV[0]["name"]], id="side channel"),
+    pytest.param(VLLM, {"transfer": {"env": ENV}}, ["spec.transfer.env", ENV[0]["name"]], id="transfer.env"),
+    pytest.param(VLLM, {"decode": GPUS}, ["(4 x 1) uses 4", "gpu.count is 6"], id="accelerators"),
+    pytest.param(
+        VLLM, {"decode": {"parallelism": {"tensor": 6, "nodes": 4}}}, ["is 6", "4 nodes"], id="nodes"
+    ),
+    pytest.param(
+        VLLM, {"decode": {"resources": {"gpu": {"count": 4}}, "parallelism": {"tensor": 16, "nodes": 2}}},
+        ["16 accelerators on 2 nodes, 8 on each", "gpu.count is 4"], id="accelerators of each node",
+    ),
+    pytest.param(VLLM, {"engine": {"image": None}}, ["spec.engine.image", "--vllm-image"], id="image"),
+    pytest.param(CUSTOM, {"engine": {"image": None}}, ["Custom", "spec.engine.image"], id="custom image"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "change", "words"), REFUSED)
+def test_contradiction_is_refused_and_names_both(spec: Manifest, change: Manifest, words: list[str]) -> None:
+    cluster = settled(spec)
+    wanted = InferenceServiceSpec.model_validate(merged(spec, change))
+    with pytest.raises(ValueError) as refused:
+        checks.check("chat", wanted, "")
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    cluster.change(merged(spec, change))
+    with pytest.raises(ValueError, match="spec"):
+        cluster.plan()
+
+
+@pytest.mark.parametrize(
+    ("spec", "change"),
+    [
+        pytest.param(VLLM, {"engine": {"args": ["--max-num-seqs", "256", "-O3"]}}, id="own flags"),
+        pytest.param(VLLM, {"engine": {"args": ["--max-model-len=4096"]}}, id="a flag that only args have"),
+        pytest.param(SGLANG, {"engine": {"args": ["--enable-lora"]}}, id="own flags of SGLang"),
+        pytest.param(CUSTOM, {"engine": {"args": ["--port", "8000"]}}, id="any flag of a custom engine"),
+        pytest.param(
+            VLLM,
+            {"decode": {"resources": {"gpu": {"count": 8}}, "parallelism": {"tensor": 4}}},
+            id="data parallel",
+        ),
+    ],
+)
+def test_check_without_contradiction_passes(spec: Manifest, change: Manifest) -> None:
+    checks.check("chat", InferenceServiceSpec.model_validate(merged(spec, change)), "")
+
+
+def test_default_image_of_the_operator_is_used_and_kept() -> None:
+    cluster = FakeCluster(merged(VLLM, {"engine": {"image": None}}))
+    cluster.images = type(IMAGES)(IMAGES.worker, IMAGES.router, engines={"vLLM": "mirror/vllm:1"})
+    cluster.settle()
+    assert main(cluster, "decode")["image"] == "mirror/vllm:1"
+    before = cluster.service["status"]["currentRevision"]
+    cluster.images = type(IMAGES)(IMAGES.worker, IMAGES.router, engines={"vLLM": "mirror/vllm:2"})
+    cluster.settle()
+    assert main(cluster, "decode")["image"] == "mirror/vllm:1"
+    assert cluster.service["status"]["currentRevision"] == before
+
+
+@pytest.mark.parametrize(
+    ("uri", "role", "seconds"),
+    [
+        pytest.param("hf://meta-llama/Llama-3.1-8B-Instruct", {}, 1800, id="small: the default"),
+        pytest.param("hf://meta-llama/Llama-3.1-405B-Instruct", {}, 600 + 8 * 405, id="by its name"),
+        pytest.param("hf://mistralai/Mixtral-8x22B-v0.1", {}, 600 + 8 * 176, id="experts"),
+        pytest.param("hf://Qwen/Qwen3-235B-A22B", {}, 600 + 8 * 235, id="active parameters are fewer"),
+        pytest.param(
+            "hf://deepseek-ai/DeepSeek-V3",
+            {"parallelism": {"tensor": 16}},
+            600 + 8 * 640,
+            id="by accelerators",
+        ),
+        pytest.param("hf://a/Llama-405B", {"startupTimeout": "20m"}, 1200, id="as the spec says"),
+    ],
+)
+def test_startup_time_grows_with_the_model(uri: str, role: Manifest, seconds: int) -> None:
+    spec = InferenceServiceSpec.model_validate({**VLLM, "model": {"uri": uri}, "decode": role})
+    assert startup.startup_s(spec.model, spec.decode) == seconds
