@@ -67,6 +67,7 @@ def worker_json(worker: Worker, now: float) -> dict[str, Any]:
         "revision": worker.revision or None,
         "state": worker.state(now),
         "reason": worker.reason or None,
+        "warnings": list(worker.warnings),
         "model": worker.model or None,
         "in_flight": worker.in_flight,
         "misses": health.misses,

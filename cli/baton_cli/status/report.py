@@ -60,6 +60,8 @@ WORKER_REMEDIES = {
     "ejected": "Its log shows why requests fail. The router tries it again by itself.",
 }
 
+WARNING_REMEDY = "The worker serves. Restart it with other flags or another version, or list it elsewhere."
+
 
 def status_of_router(
     url: str, info: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]
@@ -76,6 +78,11 @@ def status_of_router(
         )
         for one in workers
         if one["state"] in WORKER_REMEDIES
+    ]
+    problems += [
+        Problem(f"The {one['role']} worker {one['worker']}: {warning}.", WARNING_REMEDY)
+        for one in workers
+        for warning in one.get("warnings", ())
     ]
     configured = {one["role"] for one in workers}
     able = {one["role"] for one in workers if one["state"] in WELL}
@@ -111,6 +118,7 @@ def _part(row: Mapping[str, Any]) -> Part:
         details.append(f"revision {row['revision']}")
     if row["reason"]:
         details.append(row["reason"])
+    details += row.get("warnings", ())
     state = row["state"]
     well = True if state in WELL else None if state in PASSING else False
     return Part(f"{row['role']} worker", row["worker"], state, well, "; ".join(details))

@@ -106,8 +106,10 @@ def _table(now: ServiceRates) -> Table:
 
 
 def _row(one: WorkerRates) -> list[Text]:
-    state = f"{one.state}: {one.reason}" if one.reason else one.state
+    state = ": ".join(filter(None, (one.state, one.reason, *one.warnings)))
     colour = {"ready": "green", "starting": "yellow", "draining": "yellow"}.get(one.state, "red")
+    if colour == "green" and one.warnings:
+        colour = "yellow"
     speed = "-" if one.transfer_bytes_per_s is None else f"{show_size(one.transfer_bytes_per_s)}/s"
     return [
         Text(one.worker if not one.revision else f"{one.worker} ({one.revision})"),

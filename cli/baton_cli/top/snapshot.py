@@ -41,6 +41,8 @@ class WorkerRates:
     revision: str
     state: str
     reason: str
+    warnings: tuple[str, ...]
+    """Why it serves with less than it was listed for."""
     running: int | None
     waiting: int | None
     """Queued in the worker, or waiting for a prefill worker."""
@@ -123,6 +125,7 @@ def _worker(
         revision=row["revision"] or "",
         state=row["state"],
         reason=row["reason"] or "",
+        warnings=tuple(row.get("warnings", ())),
         running=_whole(_either(own.total(metrics.WORKER_RUNNING), load.get("running"))),
         waiting=_whole(sum(queued) if queued else load.get("queued")),
         prompt_tokens_per_s=_either(

@@ -84,6 +84,7 @@ def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float)
         "revision": worker.revision,
         "state": worker.state(now),
         "reason": worker.reason if tenant.admin else "",
+        "warnings": list(worker.warnings) if tenant.admin else [],
         "computing": sum(
             dispatch.first_byte is None and dispatch.computing_worker is worker for dispatch in own
         ),

@@ -12,6 +12,7 @@ import msgspec
 from baton_api.engines import EngineKind
 from baton_api.workers import Load, Role
 from baton_router.engines.checks import OK, WorkerApi
+from baton_router.engines.layout import layout_text
 from baton_router.engines.prometheus_text import total
 
 RUNNING = "sglang:num_running_reqs"
@@ -69,8 +70,14 @@ class SglangChecks:
         usage = total(text, TOKEN_USAGE)
         blocks = (info.max_total_num_tokens or 0) // page
         events = _events(info.kv_events_config)
-        layout = (info.version, info.model_path, str(page), info.kv_cache_dtype)
-        backend = info.disaggregation_transfer_backend
+        layout = {
+            "version": info.version,
+            "model": info.model_path,
+            "served name": name,
+            "page size": str(page),
+            "KV cache data type": info.kv_cache_dtype,
+            "transfer backend": info.disaggregation_transfer_backend,
+        }
         paired = info.disaggregation_mode in MODES.values()
         load = Load(
             role=self._api.role,
@@ -84,7 +91,7 @@ class SglangChecks:
             block_size=page,
             control=_address(self._api.upstream.host, info.disaggregation_bootstrap_port) if paired else "",
             epoch=str(total(text, EPOCH) or ""),
-            compatibility=f"sglang {backend} {' '.join(layout)}" if paired else "",
+            compatibility=layout_text(EngineKind.SGLANG, layout) if paired else "",
             kv_events=events.endpoint,
             kv_replay=events.replay_endpoint or "",
             engine=EngineKind.SGLANG,

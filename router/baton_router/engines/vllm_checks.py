@@ -14,6 +14,7 @@ import msgspec
 from baton_api.engines import EngineKind
 from baton_api.workers import Load, Role
 from baton_router.engines.checks import OK, WorkerApi
+from baton_router.engines.layout import layout_text
 from baton_router.engines.prometheus_text import label_values, total
 from baton_router.engines.vllm import REMOTE_DECODE, TRANSFER
 
@@ -54,8 +55,12 @@ class _Process(msgspec.Struct):
     epoch: str
     version: str
     side_channel: str
-    """`host:port` of the KV connector; empty without one."""
+    """`host:port` of NixlConnector; empty without it."""
     events: _EventSource
+    transfer_mode: str = ""
+    """`pull` or `push`: which side of NixlConnector moves the blocks."""
+    other_connector: str = ""
+    """The members that another connector than NixlConnector returns."""
 
 
 class VllmChecks:
@@ -83,7 +88,14 @@ class VllmChecks:
         cache = label_values(text, CACHE)
         block_size, blocks = _number(cache.get("block_size")), _number(cache.get("num_gpu_blocks"))
         usage = total(text, USAGE)
-        layout = (process.version, base[0].root or "", str(block_size), cache.get("cache_dtype", ""))
+        layout = {
+            "version": process.version,
+            "model": base[0].root or "",
+            "served names": ", ".join(sorted(model.id for model in base)),
+            "block size": str(block_size),
+            "KV cache data type": cache.get("cache_dtype", ""),
+            "transfer mode": process.transfer_mode,
+        }
         load = Load(
             role=self._api.role,
             model=base[0].id,
@@ -98,13 +110,13 @@ class VllmChecks:
             block_size=block_size or 16,
             control=process.side_channel,
             epoch=epoch,
-            compatibility=f"vllm {' '.join(layout)}" if process.side_channel else "",
+            compatibility=layout_text(EngineKind.VLLM, layout) if process.side_channel else "",
             kv_events=(process.events.endpoint or "") if process.events.enable_kv_cache_events else "",
             kv_replay=process.events.replay_endpoint or "",
             engine=EngineKind.VLLM,
             version=process.version,
         )
-        return load, refusal or _refusal(load)
+        return load, refusal or _refusal(load, process)
 
     async def _ask(self, epoch: str, model: str) -> _Process:
         version = _versions.decode((await self._api.get("/version")).body).version
@@ -114,10 +126,10 @@ class VllmChecks:
         prompt = {"model": model, "prompt": [1], "max_tokens": 1, TRANSFER: REMOTE_DECODE}
         reply = await self._api.post("/v1/completions", prompt)
         params = _probes.decode(reply.body).kv_transfer_params if reply.status == OK else None
-        side_channel = ""
-        if params is not None and params.get("remote_host"):
-            side_channel = f"{params['remote_host']}:{params.get('remote_port')}"
-        return _Process(epoch, version, side_channel, events)
+        if not params or not params.get("remote_host"):
+            return _Process(epoch, version, "", events, other_connector=", ".join(params or ()))
+        side_channel = f"{params['remote_host']}:{params.get('remote_port')}"
+        return _Process(epoch, version, side_channel, events, str(params.get("transfer_mode", "pull")))
 
     def _measure_step(self, text: str) -> float:
         """Mean seconds between two tokens since the last check; the last value if none came."""
@@ -129,10 +141,15 @@ class VllmChecks:
         return self._step_s
 
 
-def _refusal(load: Load) -> str:
+def _refusal(load: Load, process: _Process) -> str:
     """Why a healthy worker cannot serve in its role, as a clause; empty if it can."""
     if load.role is not Role.PREFILL:
         return ""
+    if process.other_connector:
+        return (
+            "it is listed as a prefill worker, but its KV connector is not NixlConnector: it returned "
+            f"{process.other_connector}"
+        )
     if not load.control:
         return (
             "it is listed as a prefill worker, but vLLM was started without a KV connector: start it with "

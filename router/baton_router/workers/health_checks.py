@@ -23,6 +23,7 @@ from baton_router.engines.sglang_checks import SglangChecks
 from baton_router.engines.vllm_checks import VllmChecks
 from baton_router.proxy.forwarding import WorkerCredentials
 from baton_router.settings import RouterSettings
+from baton_router.workers.pairing import PairingReview
 from baton_router.workers.worker import Worker, Workers, WorkerStatus
 
 log = logging.getLogger(__name__)
@@ -43,33 +44,41 @@ async def watch(
 ) -> None:
     """Check all workers, including new ones, until cancelled."""
     looking: dict[Worker, asyncio.Task[None]] = {}
+    pairings = PairingReview(workers)
     async with asyncio.TaskGroup() as group:
         while True:
             listed = set(workers.all)
             for worker in looking.keys() - listed:
                 looking.pop(worker).cancel()
             for worker in listed - looking.keys():
-                looked = _watch_one(worker, settings, clock, background)
+                looked = _watch_one(worker, settings, clock, background, pairings)
                 looking[worker] = group.create_task(looked, name=f"watch {worker.name}")
             await workers.changed()
 
 
 async def _watch_one(
-    worker: Worker, settings: RouterSettings, clock: Callable[[], float], background: BackgroundTasks
+    worker: Worker,
+    settings: RouterSettings,
+    clock: Callable[[], float],
+    background: BackgroundTasks,
+    pairings: PairingReview,
 ) -> None:
     loop = asyncio.get_running_loop()
-    before = WorkerStatus.STARTING
+    before = (WorkerStatus.STARTING, "")
     checks = WorkerChecks(worker, settings)
     while True:
         started = loop.time()
         # A failure of this router, such as a lack of file descriptors, does not count against the worker.
         with background.guard(BackgroundTask.HEALTH_CHECKS, worker.name):
             await _check(worker, settings, checks)
+            pairings.review()
         state = worker.state(clock())
-        if state is not before:
+        # A worker may stay unready for another reason; other reasons differ from check to check.
+        now = (state, worker.reason if state is WorkerStatus.NOT_READY else "")
+        if now != before:
             reason = worker.reason or "it takes requests"
             log.info("The %s worker %s is %s: %s.", worker.listed, worker.name, state, reason)
-            before = state
+            before = now
         pause = settings.health_interval_s / (1 if state is WorkerStatus.READY else NOT_READY_FACTOR)
         await asyncio.sleep(max(0.0, started + pause - loop.time()))
 

@@ -127,6 +127,8 @@ class Worker:
         self.gone = False
         """Whether it is no longer listed and has no requests."""
         self.health = WorkerHealth()
+        self.warnings: tuple[str, ...] = ()
+        """Why it serves with less than it was listed for, as clauses: see `workers.pairing`."""
         self.in_flight = 0
         """Requests of this router at the worker."""
         self._in_flight_reported = 0

@@ -49,6 +49,15 @@ def test_status_worker_trouble_has_a_remedy(
         assert problem.remedy
 
 
+def test_status_worker_without_a_pair_is_a_problem() -> None:
+    decode = worker("decode") | {"warnings": ["it is part of no pair: block size 8"]}
+    status = report.status_of_router("http://r", INFO, [worker("prefill"), decode])
+    assert status.serving and not status.well
+    (problem,) = status.problems
+    assert problem.message == "The decode worker decode:1: it is part of no pair: block size 8."
+    assert "block size 8" in status.parts[1].detail
+
+
 def condition(kind: str, status: str, reason: str, message: str = "") -> dict[str, str]:
     return {"type": kind, "status": status, "reason": reason, "message": message}
 

@@ -40,5 +40,5 @@ export function running(phases) {
 }
 
 export function worker(role, name, fields = {}) {
-  return { role, name, model: "tiny", revision: "", state: "ready", reason: "", computing: 0, generating: 0, load: null, ...fields };
+  return { role, name, model: "tiny", revision: "", state: "ready", reason: "", warnings: [], computing: 0, generating: 0, load: null, ...fields };
 }

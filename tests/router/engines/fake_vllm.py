@@ -66,6 +66,8 @@ class FakeVllm(FakeEngine):
         """A status with which it fails to compute prompts for others."""
         self.transfer_fails = False
         """Whether reads of blocks fail, with the policy `fail`."""
+        self.foreign_connector = False
+        """Whether it returns members of another connector than NixlConnector."""
         self.event_sources: dict[str, Any] = {}
         self.errors: list[int] = []
         """Each makes one stream fail, after so many tokens; workers may share them."""
@@ -162,6 +164,8 @@ class FakeVllm(FakeEngine):
     def _transfer(self, body: dict[str, Any], prompt: list[int], name: str) -> dict[str, Any] | None:
         if not self.connector or not (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
             return None
+        if self.foreign_connector:
+            return {"do_remote_prefill": True, "remote_bootstrap_addr": "10.0.0.1:8998"}
         remote = f"{name}-{len(self.blocks)}-{id(self)}"
         if prompt != PROBE:
             self.blocks[remote] = prompt
@@ -175,6 +179,8 @@ class FakeVllm(FakeEngine):
             "remote_port": 5600,
             "remote_num_tokens": len(prompt),
             "remote_prefill_cached_tokens": 3,
+            "tp_size": 1,
+            "transfer_mode": "pull",
         }
 
     def _whole(

@@ -5,7 +5,7 @@ import { Feed } from "./feed.js";
 import { keep, key } from "./key.js";
 import { labels } from "./names.js";
 import { Playground } from "./playground.js";
-import { Relay, stateOf } from "./relay.js";
+import { Relay, remarksOf, stateOf } from "./relay.js";
 import { count, seconds, share } from "./sizes.js";
 import { Requests } from "./state.js";
 import { Timelines } from "./timelines.js";
@@ -84,7 +84,7 @@ function row(worker) {
   const cells = [
     worker.name,
     worker.model,
-    worker.reason ? `${stateOf(worker)}: ${worker.reason}` : stateOf(worker),
+    [stateOf(worker), ...remarksOf(worker)].join(": "),
     count(worker.computing),
     count(worker.generating),
     load ? count(load.queued) : "–",

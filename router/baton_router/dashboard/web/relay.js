@@ -118,6 +118,11 @@ export function stateOf(worker) {
   return STATES[worker.state] ?? worker.state;
 }
 
+// Why a worker takes no requests, and why it serves with less than it was listed for.
+export function remarksOf(worker) {
+  return [worker.reason, ...worker.warnings].filter(Boolean);
+}
+
 function router({ x, y, width, height }, service) {
   const parts = [
     svg("rect", { x, y, width, height, rx: 12, class: "box queue" }),
@@ -148,7 +153,7 @@ function worker(card, label) {
   return svg(
     "g",
     { class: `worker ${kind} ${well ? "" : "unwell"}`, "data-worker": one.name },
-    svg("title", {}, `${label}: ${one.name}, ${state}${one.reason ? `, ${one.reason}` : ""}`),
+    svg("title", {}, `${label}: ${[one.name, state, ...remarksOf(one)].join(", ")}`),
     svg("rect", { x, y, width, height, rx: 12, class: `box ${kind}${busy ? " busy" : ""}` }),
     svg("text", { x: x + 14, y: y + 24, class: "title" }, label),
     svg("text", { x: x + width - 14, y: y + 24, class: "small", "text-anchor": "end" }, well ? "" : state),
