@@ -174,6 +174,19 @@ class TestSglang:
         assert flag(container, "--context-length") == "4096"
 
 
+@pytest.mark.parametrize(
+    ("spec", "arg"), [(VLLM, "--data-parallel-size=2"), (SGLANG, "--dp-size=2")], ids=["vLLM", "SGLang"]
+)
+def test_data_parallel_ranks_publish_no_kv_events(spec: Manifest, arg: str) -> None:
+    """The ranks of one pod would need the ports after 5557, of which 5558 is that of the replay."""
+    cluster = settled(spec, decode={"args": [arg]})
+    has_events = {
+        role: any("--kv-events-config" in one for one in main(cluster, role)["args"])
+        for role in ("prefill", "decode")
+    }
+    assert has_events == {"prefill": True, "decode": False}
+
+
 def test_custom_engine_gets_model_port_and_name_as_variables() -> None:
     container = main(settled(CUSTOM), "both")
     assert "command" not in container
@@ -294,6 +307,27 @@ REFUSED = [
         VLLM, {"decode": {"resources": {"gpu": {"count": 4}}, "parallelism": {"tensor": 16, "nodes": 2}}},
         ["16 accelerators on 2 nodes, 8 on each", "gpu.count is 4"], id="accelerators of each node",
     ),
+    pytest.param(
+        VLLM, {"prefill": {"parallelism": {"tensor": 4}}, "decode": {"parallelism": {"tensor": 6}}},
+        ["spec.prefill.parallelism.tensor is 4", "spec.decode.parallelism.tensor is 6"], id="tensor sizes",
+    ),
+    pytest.param(
+        VLLM, {"prefill": {"args": ["--block-size", "16"]}, "decode": {"args": ["--block_size=32"]}},
+        ["Prefill workers", "--block-size 16", "decode workers", "--block-size 32", "spec.engine.args"],
+        id="block sizes",
+    ),
+    pytest.param(
+        VLLM, {"engine": {"args": ["--kv-cache-dtype=fp8"]}, "decode": {"args": ["--kv-cache-dtype=auto"]}},
+        ["--kv-cache-dtype fp8", "--kv-cache-dtype auto"], id="data types, one of the engine",
+    ),
+    pytest.param(
+        SGLANG, {"prefill": {"args": ["--kv-cache-dtype", "fp8_e5m2"]}},
+        ["--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype auto"], id="data type of one role",
+    ),
+    pytest.param(
+        SGLANG, {"prefill": {"args": ["--page-size=1"]}, "decode": {"args": ["--page-size=64"]}},
+        ["--page-size 1", "--page-size 64"], id="page sizes",
+    ),
     pytest.param(VLLM, {"engine": {"image": None}}, ["spec.engine.image", "--vllm-image"], id="image"),
     pytest.param(CUSTOM, {"engine": {"image": None}}, ["Custom", "spec.engine.image"], id="custom image"),
 ]  # fmt: skip
@@ -318,6 +352,23 @@ def test_contradiction_is_refused_and_names_both(spec: Manifest, change: Manifes
         pytest.param(VLLM, {"engine": {"args": ["--max-model-len=4096"]}}, id="a flag that only args have"),
         pytest.param(SGLANG, {"engine": {"args": ["--enable-lora"]}}, id="own flags of SGLang"),
         pytest.param(CUSTOM, {"engine": {"args": ["--port", "8000"]}}, id="any flag of a custom engine"),
+        pytest.param(VLLM, {"engine": {"args": ["--block-size", "32"]}}, id="one block size for both roles"),
+        pytest.param(
+            VLLM, {"decode": {"args": ["--block-size=16"]}}, id="perhaps the default of the other role"
+        ),
+        pytest.param(
+            VLLM,
+            {
+                "engine": {"args": ["--block-size=32"]},
+                "decode": {"args": ["--block-size=16", "--block-size=32"]},
+            },
+            id="the last block size wins",
+        ),
+        pytest.param(
+            VLLM,
+            {"prefill": {"parallelism": {"tensor": 2}}, "decode": {"parallelism": {"tensor": 8}}},
+            id="tensor sizes of which one divides the other",
+        ),
         pytest.param(
             VLLM,
             {"decode": {"resources": {"gpu": {"count": 8}}, "parallelism": {"tensor": 4}}},

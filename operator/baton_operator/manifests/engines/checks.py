@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from baton_operator.kinds.engine import EngineType, Variable
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
+from baton_operator.manifests.engines.arguments import flag_name, last_value
 from baton_operator.manifests.engines.vllm import SIDE_CHANNEL_VARIABLES
 
 GROUP_NAME_LIMIT = 29
@@ -67,6 +68,14 @@ OWNED_FLAGS: Mapping[EngineType, Mapping[str, str]] = {
 
 OWNED_VARIABLES: Mapping[EngineType, Sequence[str]] = {"vLLM": SIDE_CHANNEL_VARIABLES}
 
+DTYPE = "--dtype"
+
+LAYOUT_FLAGS: Mapping[EngineType, Mapping[str, str]] = {
+    "vLLM": {"--block-size": "", "--kv-cache-dtype": "auto", DTYPE: ""},
+    "SGLang": {"--page-size": "", "--kv-cache-dtype": "auto", DTYPE: ""},
+}
+"""Flags that decide how KV blocks are stored, with their defaults; empty: depends on the platform."""
+
 IMAGE_FLAGS: Mapping[EngineType, str] = {"vLLM": "--vllm-image", "SGLang": "--sglang-image"}
 """Settings of the operator with the default image of an engine."""
 
@@ -92,6 +101,8 @@ def check(service: str, spec: InferenceServiceSpec, default_image: str) -> None:
     _refuse_variables(engine.type, "spec.transfer", spec.transfer.env)
     for name, role in existing.items():
         _check_accelerators(f"spec.{name}", role)
+    if spec.prefill is not None:
+        _check_pairs(spec, spec.prefill, spec.decode)
     nodes = max(role.parallelism.nodes for role in existing.values())
     if nodes > 1 and len(service) > GROUP_NAME_LIMIT:
         raise ValueError(
@@ -132,9 +143,31 @@ def _check_accelerators(path: str, role: WorkerRole) -> None:
         )
 
 
+def _check_pairs(spec: InferenceServiceSpec, prefill: WorkerRole, decode: WorkerRole) -> None:
+    """Raise ValueError if prefill and decode workers could not exchange KV blocks."""
+    engine = spec.engine
+    sizes = prefill.parallelism.tensor, decode.parallelism.tensor
+    if engine.type == "vLLM" and max(sizes) % min(sizes):
+        raise ValueError(
+            f"spec.prefill.parallelism.tensor is {sizes[0]}, but spec.decode.parallelism.tensor is "
+            f"{sizes[1]}. KV blocks move between their workers only if one number divides the other."
+        )
+    for flag, default in LAYOUT_FLAGS.get(engine.type, {}).items():
+        ours, theirs = (
+            last_value([*engine.args, *role.args], flag) or default or (engine.dtype if flag == DTYPE else "")
+            for role in (prefill, decode)
+        )
+        if ours and theirs and ours != theirs:
+            raise ValueError(
+                f"Prefill workers would have {flag} {ours}, but decode workers {flag} {theirs}. Workers of "
+                f"different {flag} form no pairs. Set the same value in spec.prefill.args and "
+                "spec.decode.args, or set it in spec.engine.args."
+            )
+
+
 def _refuse_flags(engine: EngineType, path: str, args: Sequence[str]) -> None:
     owned = OWNED_FLAGS.get(engine, {})
-    for flag in map(_flag, args):
+    for flag in map(flag_name, args):
         for name in _matches(flag, owned):
             raise ValueError(
                 f"{path}.args has {flag}, but {name} is set by the operator: its value comes from "
@@ -148,17 +181,6 @@ def _matches(flag: str, owned: Mapping[str, str]) -> Iterator[str]:
         yield flag
     elif len(flag) > len("--x"):
         yield from (name for name in owned if name.startswith(flag))
-
-
-def _flag(argument: str) -> str:
-    """
-    Return the flag of an argument in its usual form; empty if it is a value.
-
-    >>> _flag("--kv_transfer_config.kv_role=kv_both"), _flag("-tp=4"), _flag("256")
-    ('--kv-transfer-config', '-tp', '')
-    """
-    name = argument.strip().split("=")[0].split(" ")[0].split(".")[0]
-    return name.replace("_", "-") if name.startswith("-") and not name[1:2].isdigit() else ""
 
 
 def _refuse_variables(engine: EngineType, path: str, variables: Sequence[Variable]) -> None:

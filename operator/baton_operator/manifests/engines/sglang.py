@@ -11,6 +11,7 @@ import json
 
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
+from baton_operator.manifests.engines.arguments import data_parallel
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
     NODE_RANK,
@@ -58,7 +59,7 @@ def _flags(worker: WorkerPod) -> list[str]:
         f"--port={ports.http}",
         f"--dtype={engine.dtype}",
         *_parallelism(worker),
-        f"--kv-events-config={json.dumps(events, separators=(',', ':'))}",
+        *([] if data_parallel(worker.arguments) else [f"--kv-events-config={_json(events)}"]),
         "--enable-metrics",
     ]
     if worker.role in MODES:
@@ -87,3 +88,7 @@ def _ports(worker: WorkerPod) -> list[Manifest]:
     if worker.role is Role.PREFILL:
         named.append({"name": "bootstrap", "containerPort": worker.ports.control})
     return named
+
+
+def _json(values: Manifest) -> str:
+    return json.dumps(values, separators=(",", ":"))

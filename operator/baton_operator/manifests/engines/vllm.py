@@ -12,6 +12,7 @@ import json
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.manifests.drift import amount
+from baton_operator.manifests.engines.arguments import data_parallel
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
     NODE_RANK,
@@ -76,7 +77,7 @@ def _flags(worker: WorkerPod, stop_s: int) -> list[str]:
         f"--port={ports.http}",
         f"--dtype={engine.dtype}",
         *_parallelism(worker),
-        f"--kv-events-config={_json(events)}",
+        *([] if data_parallel(worker.arguments) else [f"--kv-events-config={_json(events)}"]),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
         f"--shutdown-timeout={stop_s}",
