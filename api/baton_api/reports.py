@@ -73,6 +73,12 @@ class PromptReport:
     """Whether the router measured the times, because the engine does not report them: `compute_s` includes
     the worker's queue, and 0 is unknown. Never part of the header."""
 
+    def completed(self, cached: int | None) -> Self:
+        """The report with `cached`, if the end of the answer reported it and the beginning did not."""
+        if cached is None or self.cached is not None:
+            return self
+        return dataclasses.replace(self, cached=min(cached, self.tokens))
+
     def encode(self) -> str:
         """
         >>> report = PromptReport(tokens=270, cached=240, held=0, queue_s=0.001, compute_s=0.12, ...

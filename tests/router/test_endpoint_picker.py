@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from baton_api import headers, metrics, tickets
 from baton_api.errors import Overloaded, Unauthorized
 from baton_api.reports import PromptReport
 from baton_api.workers import Role
+from tests.router.engines.fake_sglang import FakeSglang, Sessions
 from tests.router.engines.fake_vllm import FakeVllm
 from tests.router.fake_worker import FakeWorker, event, whole_answer, whole_stream
 from tests.router.running import QUESTION, STREAM, RunningRouter, anew, running_router, until
@@ -240,6 +242,37 @@ async def test_request_without_ready_worker_gets_503() -> None:
     async with picker([], wait=False) as (_, gateway):
         refused = rejected(await gateway.stream().request(QUESTION))
         assert refused.status == 503 and refused.headers["retry-after"]
+
+
+async def test_sglang_pair_needs_the_router_on_the_way() -> None:
+    """The gateway sends one request to one worker; both workers of a pair need the same one at once."""
+    sessions = Sessions()
+    settings: dict[str, Any] = {"gateway_port": 0, "gateway_certificate": "none"}
+    async with (
+        FakeSglang(sessions, mode="prefill") as prefill,
+        FakeSglang(sessions, mode="decode") as decode,
+        running_router([decode], [prefill], **settings) as running,
+    ):
+        assert running.router.endpoint_picker is not None
+        async with envoy(running.router.endpoint_picker.port) as gateway:
+            refused = rejected(await gateway.stream().request(QUESTION))
+            assert refused.status == 503
+            assert "only the router drives pairs of its engine" in refused.error["message"]
+        assert (await running.post(QUESTION)).status_code == 200, "the router itself serves the pair"
+        assert not prefill.violations and not decode.violations
+
+
+async def test_sglang_worker_without_pair_gets_the_body_unchanged() -> None:
+    settings: dict[str, Any] = {"gateway_port": 0, "gateway_certificate": "none"}
+    async with FakeSglang() as worker, running_router([worker], **settings) as running:
+        assert running.router.endpoint_picker is not None
+        async with envoy(running.router.endpoint_picker.port) as gateway:
+            stream = gateway.stream()
+            head = routed(await stream.request(QUESTION))
+            assert head.destination == worker.name and json.loads(head.body) == QUESTION
+            await stream.done()
+            refused = rejected(await gateway.stream().request({**QUESTION, "bootstrap_room": 7}))
+            assert refused.status == 400 and refused.error["param"] == "bootstrap_room"
 
 
 async def test_full_queue_gets_429() -> None:

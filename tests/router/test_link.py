@@ -77,7 +77,9 @@ class FakePicker:
         assert self.granted[grant.number] == grant
         self.heard.append(("full",))
 
-    def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+    def release(
+        self, grant: Grant, *, complete: bool, tokens: int | None = None, cached: int | None = None
+    ) -> None:
         assert self.granted.pop(grant.number) == grant
         self.heard.append(("let go", complete))
 

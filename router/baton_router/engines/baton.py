@@ -56,8 +56,11 @@ class BatonEngine:
                 return PromptReport.decode(value.decode("latin-1"))
         return None
 
-    def whole(self, status: int, body: bytes) -> bytes:
+    def whole(self, call: Call, status: int, body: bytes) -> bytes:
         return body
+
+    def cached_tokens(self, events: EventStream | None) -> int | None:
+        return None
 
     def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
         resumption = events.resumption if isinstance(events, ResumableStream) else None

@@ -17,6 +17,12 @@ from baton_api.errors import ModelNotFound
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
+UNROUTED = ("Not Found", "Method Not Allowed")
+"""Messages of web frameworks for a path without a handler."""
+
+UNSERVED = "unsupported_endpoint"
+"""Code of errors about a path that the workers' engine does not have."""
+
 _NAMED_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -52,9 +58,11 @@ def with_members(body: bytes, members: Mapping[str, Any]) -> bytes:
     return text[:-1] + comma + msgspec.json.encode(members)[1:]
 
 
-def openai_error(status: int, body: bytes) -> bytes:
+def openai_error(status: int, body: bytes, path: str = "") -> bytes:
     """
     The body of an engine's error in OpenAI's shape: a type of OpenAI's, and no status in place of a code.
+
+    `path` of the request is named if the engine does not serve it.
 
     >>> openai_error(400, b'{"error":{"message":"No.","type":"BadRequestError","code":400}}')
     b'{"error":{"message":"No.","type":"invalid_request_error","param":null,"code":null}}'
@@ -63,12 +71,26 @@ def openai_error(status: int, body: bytes) -> bytes:
         given = _errors.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _encoded(status, _Error(body.decode("utf-8", "replace")[:1000] or f"status {status}"))
-    if isinstance(given.error, _Error):
-        return _encoded(status, given.error)
-    message = given.error or given.message
-    if message is None:
-        message = given.detail if isinstance(given.detail, str) else str(given.detail or f"status {status}")
-    return _encoded(status, _Error(message))
+    error = given.error if isinstance(given.error, _Error) else _Error(_message(status, given))
+    if path and error.message in UNROUTED:
+        error = _Error(f"The workers that have the requested model do not serve POST {path}.", code=UNSERVED)
+    return _encoded(status, error)
+
+
+def _message(status: int, given: _ErrorBody) -> str:
+    """The message of an error without an `error` object; FastAPI's details each have a place."""
+    if isinstance(given.error, str) or given.message is not None:
+        return given.error if isinstance(given.error, str) else given.message or ""
+    if isinstance(given.detail, list):
+        return "; ".join(map(_detail, given.detail)) or f"status {status}"
+    return str(given.detail or f"status {status}")
+
+
+def _detail(one: Any) -> str:
+    if not isinstance(one, dict):
+        return str(one)
+    place = ".".join(str(part) for part in one.get("loc", ()) if part != "body")
+    return f"{place}: {one.get('msg', '')}" if place else str(one.get("msg", one))
 
 
 def _encoded(status: int, given: _Error) -> bytes:

@@ -115,8 +115,12 @@ class EngineDriver(Protocol):
         """
         ...
 
-    def whole(self, status: int, body: bytes) -> bytes:
+    def whole(self, call: Call, status: int, body: bytes) -> bytes:
         """A whole response as clients of OpenAI's API expect it; errors are translated."""
+        ...
+
+    def cached_tokens(self, events: EventStream | None) -> int | None:
+        """Cached tokens of the prompt, where only the end of a stream reports them; None if unknown."""
         ...
 
     def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:

@@ -51,8 +51,11 @@ class OpenAiEngine:
         tokens, cached = usage_of(opening)
         return estimated_report(tokens, cached) if tokens else None
 
-    def whole(self, status: int, body: bytes) -> bytes:
-        return body if status < 400 else openai_error(status, body)
+    def whole(self, call: Call, status: int, body: bytes) -> bytes:
+        return body if status < 400 else openai_error(status, body, call.request.path)
+
+    def cached_tokens(self, events: EventStream | None) -> int | None:
+        return None
 
     def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
         return None

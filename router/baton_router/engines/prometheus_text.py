@@ -22,6 +22,17 @@ def total(text: str, name: str) -> float | None:
     return sum(values) if values else None
 
 
+def mean(text: str, name: str) -> float | None:
+    """
+    The mean of all samples of `name`, such as a ratio of each data-parallel rank; None without one.
+
+    >>> mean('usage{engine="0"} 0.25\\nusage{engine="1"} 0.75', "usage")
+    0.5
+    """
+    values = [float(value) for _, value in _lines(name).findall(text)]
+    return sum(values) / len(values) if values else None
+
+
 def label_values(text: str, name: str) -> dict[str, str]:
     """The labels of the first sample of `name`; empty without one."""
     sample = _lines(name).search(text)

@@ -13,7 +13,7 @@ from baton_api.engines import EngineKind
 from baton_api.workers import Load, Role
 from baton_router.engines.checks import OK, WorkerApi
 from baton_router.engines.layout import layout_text
-from baton_router.engines.prometheus_text import total
+from baton_router.engines.prometheus_text import mean, total
 
 RUNNING = "sglang:num_running_reqs"
 WAITING = "sglang:num_queue_reqs"
@@ -37,6 +37,8 @@ class ServerInfo(msgspec.Struct):
     context_length: int | None = None
     max_total_num_tokens: int | None = None
     kv_events_config: str | None = None
+    dp_size: int = 1
+    """Data-parallel ranks behind its port, each with a cache of its own."""
 
 
 class _EventsConfig(msgspec.Struct):
@@ -67,9 +69,9 @@ class SglangChecks:
         base = [model for model in models if not model.parent]
         name = info.served_model_name or (base[0].id if base else info.model_path)
         page = info.page_size or 1
-        usage = total(text, TOKEN_USAGE)
+        usage = mean(text, TOKEN_USAGE)
         blocks = (info.max_total_num_tokens or 0) // page
-        events = _events(info.kv_events_config)
+        events = _events(info.kv_events_config if info.dp_size == 1 else None)
         layout = {
             "version": info.version,
             "model": info.model_path,

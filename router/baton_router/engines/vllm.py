@@ -25,7 +25,7 @@ from baton_router.cache.token_blocks import prompt_tail
 from baton_router.engines.bodies import openai_error, with_members
 from baton_router.engines.contract import Call, ResumeState
 from baton_router.engines.openai import estimated_report, usage_of
-from baton_router.engines.vllm_stream import StreamOptions, VllmState, VllmStream
+from baton_router.engines.vllm_stream import StreamOptions, VllmState, VllmStream, with_cached_tokens
 from baton_router.proxy.timeouts import OVERDUE
 
 CHAT = "/v1/chat/completions"
@@ -265,7 +265,8 @@ class VllmEngine:
         if not isinstance(options, VllmBody):
             return call.request.events() if call.request.events is not None else None
         state = call.state if isinstance(call.state, VllmState) else None
-        return VllmStream(StreamOptions(options.usage, bool(options.return_token_ids)), state)
+        wanted = StreamOptions(options.usage, bool(options.return_token_ids))
+        return VllmStream(wanted, state, _cached_at_prefill(call))
 
     def report(
         self, call: Call, given: Headers, events: EventStream | None, opening: bytes
@@ -290,8 +291,14 @@ class VllmEngine:
             fallback=call.fallback or "",
         )
 
-    def whole(self, status: int, body: bytes) -> bytes:
-        return body if status < 400 else openai_error(status, body)
+    def whole(self, call: Call, status: int, body: bytes) -> bytes:
+        if status >= 400:
+            return openai_error(status, body, call.request.path)
+        cached = _cached_at_prefill(call)
+        return body if cached is None else with_cached_tokens(body, cached)
+
+    def cached_tokens(self, events: EventStream | None) -> int | None:
+        return events.cached if isinstance(events, VllmStream) else None
 
     def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
         state = events.state if isinstance(events, VllmStream) else None
@@ -301,6 +308,11 @@ class VllmEngine:
         if state.ending:
             return state
         return state if options.resumable and not state.tool_call else None
+
+
+def _cached_at_prefill(call: Call) -> int | None:
+    """The cached tokens of a prompt that a prefill worker computed; None if unknown, or without one."""
+    return call.cached if call.prefill_s else None
 
 
 def tail_of(call: Call, tokens: list[int]) -> str:

@@ -15,7 +15,7 @@ from baton_api.engines import EngineKind
 from baton_api.workers import Load, Role
 from baton_router.engines.checks import OK, WorkerApi
 from baton_router.engines.layout import layout_text
-from baton_router.engines.prometheus_text import label_values, total
+from baton_router.engines.prometheus_text import label_values, mean, total
 from baton_router.engines.vllm import REMOTE_DECODE, TRANSFER
 
 OLDEST = (0, 12)
@@ -87,7 +87,7 @@ class VllmChecks:
         process = self._process or _Process(epoch, "", "", _EventSource())
         cache = label_values(text, CACHE)
         block_size, blocks = _number(cache.get("block_size")), _number(cache.get("num_gpu_blocks"))
-        usage = total(text, USAGE)
+        usage = mean(text, USAGE)
         layout = {
             "version": process.version,
             "model": base[0].root or "",
@@ -120,9 +120,10 @@ class VllmChecks:
 
     async def _ask(self, epoch: str, model: str) -> _Process:
         version = _versions.decode((await self._api.get("/version")).body).version
-        reply = await self._api.get("/kv_event_sources")  # of one rank: the others are behind the same port
+        reply = await self._api.get("/kv_event_sources")
         sources = _sources.decode(reply.body) if reply.status == OK else {}
-        events = next(iter(sources.values()), _EventSource())
+        # Each data-parallel rank has a cache of its own, and vLLM chooses the rank.
+        events = next(iter(sources.values())) if len(sources) == 1 else _EventSource()
         prompt = {"model": model, "prompt": [1], "max_tokens": 1, TRANSFER: REMOTE_DECODE}
         reply = await self._api.post("/v1/completions", prompt)
         params = _probes.decode(reply.body).kv_transfer_params if reply.status == OK else None

@@ -57,6 +57,8 @@ class VllmState:
     """The end of the stream, if only that is missing."""
     tool_call: bool = False
     """Whether a tool call has begun; it cannot be continued."""
+    cached: int | None = None
+    """Cached tokens of the prompt at the first worker; None if unknown."""
 
     @property
     def passed(self) -> int:
@@ -82,10 +84,16 @@ class _Progress:
 class VllmStream(EventStream):
     """The events of one streamed answer."""
 
-    __slots__ = ("_before", "_events", "_failure", "_options", "_progress", "cached")
+    __slots__ = ("_before", "_cached_before", "_events", "_failure", "_options", "_progress", "cached")
 
-    def __init__(self, options: StreamOptions, before: VllmState | None = None) -> None:
-        """`before` is the state from which this worker continues."""
+    def __init__(
+        self, options: StreamOptions, before: VllmState | None = None, cached: int | None = None
+    ) -> None:
+        """
+        `before` is the state from which this worker continues.
+
+        `cached` are the prompt's tokens that the prefill worker had in its cache; None if unknown.
+        """
         super().__init__()
         self._options = options
         self._before = before
@@ -97,8 +105,9 @@ class VllmStream(EventStream):
         if before is not None:
             self._progress = _Progress(list(before.prompt), list(before.answer), before.passed, before.head)
             self.tokens = before.passed
+        self._cached_before = cached if before is None else before.cached
         self.cached: int | None = None
-        """Cached tokens of the prompt, if the worker reports them."""
+        """Cached tokens of the prompt, if the worker reports them at the end of the stream."""
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -133,6 +142,7 @@ class VllmStream(EventStream):
             progress.head,
             ending,
             progress.tool_call,
+            self._cached_before,
         )
 
     def push(self, piece: bytes) -> bytes:
@@ -198,9 +208,13 @@ class VllmStream(EventStream):
 
     def _usage(self, event: bytes) -> bytes:
         """The event of the usage, which counts the whole answer of all its workers."""
+        if self._cached_before is not None:
+            event = with_cached_tokens(event, self._cached_before)
         cached = _CACHED_TOKENS.search(event)
         if cached is not None and self._before is None:
             self.cached = int(cached[0])
+        elif cached is not None and self._before is not None:  # its prompt has the answer so far
+            event = with_cached_tokens(event, min(int(cached[0]), len(self._before.prompt)))
         if not self._options.usage:
             return b""
         if self._before is not None:
@@ -222,6 +236,18 @@ class VllmStream(EventStream):
             answer,
         )
         return self._progress.head + b',"choices":[],"usage":%b}\n\n' % usage
+
+
+def with_cached_tokens(body: bytes, cached: int) -> bytes:
+    """
+    Set the cached tokens in the usage of an answer, if the worker reports them.
+
+    A decode worker of some versions counts the blocks that it has read as cached.
+
+    >>> with_cached_tokens(b'{"usage":{"prompt_tokens_details":{"cached_tokens":96}}}', 16)
+    b'{"usage":{"prompt_tokens_details":{"cached_tokens":16}}}'
+    """
+    return _CACHED_TOKENS.sub(b"%d" % cached, body, count=1)
 
 
 def _status(failure: bytes) -> int:

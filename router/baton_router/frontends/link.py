@@ -52,6 +52,7 @@ class RequestReleased(LinkMessage, frozen=True):
     number: int
     complete: bool
     tokens: int | None = None
+    cached: int | None = None
 
 
 class FrontendMetrics(LinkMessage, frozen=True):

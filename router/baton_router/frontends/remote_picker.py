@@ -155,13 +155,15 @@ class RemotePicker:
         if grant.number in self._granted:
             self._send_message(WorkerFull(grant.number))
 
-    def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+    def release(
+        self, grant: Grant, *, complete: bool, tokens: int | None = None, cached: int | None = None
+    ) -> None:
         self.busy[grant.decode] -= 1
         if grant.prefill:
             self.busy[grant.prefill] -= 1
         if grant.number in self._granted:
             self._granted.discard(grant.number)
-            self._send_message(RequestReleased(grant.number, complete, tokens))
+            self._send_message(RequestReleased(grant.number, complete, tokens, cached))
         if self._removed:
             self._drop_removed()
 

@@ -186,4 +186,6 @@ class _FrontendConnection(LinkProtocol):
             task.cancel()
         grant = self._granted.pop(message.number, None)
         if grant is not None:
-            self._service.picker.release(grant, complete=message.complete, tokens=message.tokens)
+            self._service.picker.release(
+                grant, complete=message.complete, tokens=message.tokens, cached=message.cached
+            )

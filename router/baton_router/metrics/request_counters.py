@@ -116,15 +116,18 @@ class DecisionCounters(Collector):
 
     def computed(self, expected: int, report: PromptReport) -> None:
         """A prompt of which so many tokens were expected to be cached."""
-        tokens = self._tokens
-        if report.cached is not None:
-            tokens.more(expected, "expected")
-            tokens.more(report.cached, "cached")
-            tokens.more(report.tokens, "prompt")
+        self.cached(expected, report)
         if report.remote:
             self._transfer.observe(report.transfer_s)
         elif report.fallback:
             self._decisions.add("fallback", report.fallback)
+
+    def cached(self, expected: int, report: PromptReport) -> None:
+        """Count the prompt's tokens, if the cached ones are known."""
+        if report.cached is not None:
+            self._tokens.more(expected, "expected")
+            self._tokens.more(report.cached, "cached")
+            self._tokens.more(report.tokens, "prompt")
 
     def collect(self) -> Iterator[Family]:
         for one in (self._decisions, self._tokens, self._transfer):

@@ -65,7 +65,7 @@ class Attempt:
         if not stream and self.ended:
             if detectable:
                 self._usage_tokens = usage_tokens(opening)
-            whole = self._engine.whole(exchange.status, opening)
+            whole = self._engine.whole(call, exchange.status, opening)
             if whole is not opening:
                 exchange.headers = with_length(exchange.headers, len(whole))
                 opening = whole
@@ -139,7 +139,10 @@ class Attempt:
             self.exchange.close()
         whole = self.ended and self.exchange is not None and self.status == OK
         tokens = None if self.events is None else self.events.generated
-        self._picker.release(self.grant, complete=whole, tokens=tokens)
+        cached = self._engine.cached_tokens(self.events)
+        if self.report is not None:
+            self.report = self.report.completed(cached)
+        self._picker.release(self.grant, complete=whole, tokens=tokens, cached=cached)
 
     @property
     def resume_state(self) -> ResumeState | None:

@@ -193,9 +193,9 @@ def response_headers(
 
 
 def with_length(given: Headers, length: int) -> Headers:
-    """The headers of a response whose body was replaced."""
-    fields = [header for header in given if header[0] != b"content-length"]
-    return [*fields, (b"content-length", b"%d" % length)]
+    """The headers of a response whose body was replaced by JSON."""
+    fields = [header for header in given if header[0] not in (b"content-length", b"content-type")]
+    return [*fields, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
 
 
 def is_event_stream(given: Headers) -> bool:

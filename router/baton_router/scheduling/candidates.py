@@ -134,8 +134,11 @@ class CandidateCache:
         groups = {one.group for one in prefills}
         able = [one for one in decodes if one.computes_prompts or one.group in groups]
         if not able:
+            reason = "no prefill worker of its kind is ready"
+            if direct is not None:
+                reason = "only the router drives pairs of its engine: let the gateway route to the router"
             raise NotReady(
-                f"{decodes[0].name} computes no prompts, and no prefill worker of its kind is ready.",
+                f"{decodes[0].name} computes no prompts, and {reason}.",
                 public="No worker that serves this model is ready.",
             )
         return Candidates(able, prefills, self._worker_states)

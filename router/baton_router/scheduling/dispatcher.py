@@ -199,14 +199,25 @@ class Dispatcher:
                 compute_s = 0.0 if waited_s is None else max(0.0, compute_s - waited_s)
             self._learn(dispatch, report, compute_s)
 
-    def release(self, dispatch: Dispatch, now: float, *, complete: bool, tokens: int | None = None) -> None:
+    def release(
+        self,
+        dispatch: Dispatch,
+        now: float,
+        *,
+        complete: bool,
+        tokens: int | None = None,
+        cached: int | None = None,
+    ) -> None:
         """
         The request has ended, one way or another; `complete` if its answer is whole.
 
-        `tokens` are those of the answer, if they were counted.
+        `tokens` are those of the answer, if they were counted. `cached` are those of the prompt, where only
+        the end of the answer reports them.
         """
         if dispatch.ended is not None:
             return
+        if dispatch.report is not None:
+            self._learn_cached(dispatch, dispatch.report.completed(cached))
         dispatch.ended, dispatch.complete, dispatch.answered = now, complete, tokens
         dispatch.decode_state.streams.release(dispatch.number)
         if dispatch.first_byte is None:
@@ -218,6 +229,16 @@ class Dispatcher:
             if tokens is not None:
                 self._answer_tokens.learn(tokens)
         dispatch.drop_prompt()
+
+    def _learn_cached(self, dispatch: Dispatch, report: PromptReport) -> None:
+        """Learn from cached tokens that were unknown when the answer began."""
+        if report is dispatch.report or report.cached is None:
+            return
+        dispatch.report = report
+        self.metrics.cached(dispatch.expected_cached, report)
+        if not report.remote or dispatch.pair.prefill is not None:
+            expected = dispatch.expected_cached * report.tokens / dispatch.tokens
+            self._check_accuracy(dispatch, expected, report.cached)
 
     def _learn(self, dispatch: Dispatch, report: PromptReport, compute_s: float) -> None:
         """`compute_s` as reported or estimated; 0 if unknown."""

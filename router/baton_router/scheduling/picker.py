@@ -127,6 +127,12 @@ class Picker(Protocol):
         """The worker is healthy, but has no capacity for the request."""
         ...
 
-    def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
-        """The request has ended; `complete` if its response was whole. `tokens` it generated, if counted."""
+    def release(
+        self, grant: Grant, *, complete: bool, tokens: int | None = None, cached: int | None = None
+    ) -> None:
+        """
+        The request has ended; `complete` if its response was whole. `tokens` it generated, if counted.
+
+        `cached` are the cached tokens of its prompt, where only the end of the response reports them.
+        """
         ...

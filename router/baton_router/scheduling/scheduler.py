@@ -159,7 +159,9 @@ class RequestScheduler:
     def full(self, grant: Grant) -> None:
         self.outcomes.full(self._granted[grant.number].pair, self._clock())
 
-    def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+    def release(
+        self, grant: Grant, *, complete: bool, tokens: int | None = None, cached: int | None = None
+    ) -> None:
         dispatch = self._granted.pop(grant.number)
         self.outcomes.release(dispatch.number, dispatch.pair)
         dispatch.pair.decode.in_flight -= 1
@@ -169,7 +171,7 @@ class RequestScheduler:
         now = self._clock()
         if dispatch.first_byte is None:
             self.queue.changed()
-        self.dispatcher.release(dispatch, now, complete=complete, tokens=tokens)
+        self.dispatcher.release(dispatch, now, complete=complete, tokens=tokens, cached=cached)
         if self._reserved and (reserved := self._reserved.pop(dispatch.number, None)) is not None:
             prompt = dispatch.report.tokens if dispatch.report else dispatch.tokens
             if tokens is None and not complete:

@@ -50,6 +50,7 @@ class FakeVllm(FakeEngine):
         connector: bool = True,
         block_size: int = 4,
         version: str = "0.32.0",
+        embeds: bool = False,
     ) -> None:
         super().__init__()
         self.blocks = {} if blocks is None else blocks
@@ -66,6 +67,14 @@ class FakeVllm(FakeEngine):
         """A status with which it fails to compute prompts for others."""
         self.transfer_fails = False
         """Whether reads of blocks fail, with the policy `fail`."""
+        self.ranks = 1
+        """Data-parallel ranks behind its port; rank 1 has used half of its blocks more than rank 0."""
+        self.embeds = embeds
+        """Whether its model makes embeddings."""
+        self.cached: int | None = None
+        """Cached tokens of each prompt, in its usage; None without --enable-prompt-tokens-details."""
+        self.error_reply: tuple[int, Any] | None = None
+        """Status and body with which it rejects answers: an object, or plain text."""
         self.foreign_connector = False
         """Whether it returns members of another connector than NixlConnector."""
         self.event_sources: dict[str, Any] = {}
@@ -83,15 +92,58 @@ class FakeVllm(FakeEngine):
             Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": self._models()})),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/responses", self._response, methods=["POST"]),
+            Route("/tokenize", self._tokens, methods=["POST"]),
+            Route("/detokenize", self._text, methods=["POST"]),
+            *([Route("/v1/embeddings", self._embeddings, methods=["POST"])] if self.embeds else []),
+            Route("/{path:path}", lambda _: error(404, "Not Found", "Not Found"), methods=["POST"]),
         ]
 
+    async def _tokens(self, request: Request) -> Response:
+        tokens = tokenize((await request.json())["prompt"])
+        return JSONResponse(
+            {"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None}
+        )
+
+    async def _text(self, request: Request) -> Response:
+        return JSONResponse({"prompt": "".join(map(text_of, (await request.json())["tokens"]))})
+
+    async def _embeddings(self, request: Request) -> Response:
+        inputs = (await request.json())["input"]
+        data = [{"index": index, "embedding": [float(len(one.split()))]} for index, one in enumerate(inputs)]
+        return JSONResponse({"object": "list", "model": self.model, "data": data})
+
+    async def _response(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if body.get("previous_response_id") and not isinstance(body["input"], list):
+            return error(404, f"Response with id '{body['previous_response_id']}' not found.")
+        prompt = body["input"] if isinstance(body["input"], str) else json.dumps(body["input"])
+        answer = generate(tokenize(prompt), body.get("max_output_tokens", 8))
+        content = [{"type": "output_text", "text": "".join(map(text_of, answer)), "annotations": []}]
+        message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
+        whole = {"id": "resp_1", "object": "response", "created_at": 17, "status": "completed"}
+        whole |= {"model": self.model, "output": [{**message, "content": content}]}
+        whole |= {"usage": {"input_tokens": 3, "output_tokens": len(answer), "total_tokens": 3 + len(answer)}}
+        if not body.get("stream"):
+            return JSONResponse(whole)
+        events: list[dict[str, Any]] = [
+            {"type": "response.output_text.delta", "delta": text_of(token)} for token in answer
+        ]
+        events.append({"type": "response.completed", "response": whole})
+        lines = [f"event: {one['type']}\ndata: {compact(one)}\n\n" for one in events]
+        return StreamingResponse(iter(lines), media_type="text/event-stream")
+
     def _metrics(self) -> str:
-        labels = 'engine="0",model_name="tiny"'
-        cache = f'block_size="{self.block_size}",cache_dtype="auto",num_gpu_blocks="400"'
+        ranks = "".join(map(self._metrics_of, range(self.ranks)))
+        return f"process_start_time_seconds {self._epoch}\n{ranks}"
+
+    def _metrics_of(self, rank: int) -> str:
+        labels = f'engine="{rank}",model_name="tiny"'
+        cache = f'block_size="{self.block_size}",cache_dtype="auto",engine="{rank}",num_gpu_blocks="400"'
         return (
-            f"process_start_time_seconds {self._epoch}\n"
             f"vllm:num_requests_running{{{labels}}} 1.0\nvllm:num_requests_waiting{{{labels}}} 2.0\n"
-            f"vllm:kv_cache_usage_perc{{{labels}}} 0.25\n"
+            f"vllm:kv_cache_usage_perc{{{labels}}} {0.25 + rank / 2}\n"
             f"vllm:cache_config_info{{{cache}}} 1.0\n"
             f"vllm:inter_token_latency_seconds_sum{{{labels}}} 2.0\n"
             f"vllm:inter_token_latency_seconds_count{{{labels}}} 100.0\n"
@@ -129,6 +181,9 @@ class FakeVllm(FakeEngine):
         self.headers.append(dict(request.headers))
         if self.fail_with:
             return error(self.fail_with, "It failed.", "InternalServerError")
+        if self.error_reply is not None:
+            status, reply = self.error_reply
+            return Response(reply, status) if isinstance(reply, str) else JSONResponse(reply, status)
         transfer = body.get("kv_transfer_params")
         if transfer is not None:
             self._check(body, transfer, prompt)
@@ -183,11 +238,19 @@ class FakeVllm(FakeEngine):
             "transfer_mode": "pull",
         }
 
+    @property
+    def _details(self) -> dict[str, int] | None:
+        return None if self.cached is None else {"cached_tokens": self.cached}
+
     def _whole(
         self, body: dict[str, Any], prompt: list[int], answer: list[int], kind: str, name: str
     ) -> dict[str, Any]:
         text = "".join(map(text_of, answer))
-        content = {"message": {"role": "assistant", "content": text}} if kind == CHAT else {"text": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if body.get("tools"):
+            call = {"name": body["tools"][0]["function"]["name"], "arguments": text}
+            message |= {"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": call}]}
+        content = {"message": message} if kind == CHAT else {"text": text}
         ids = body.get("return_token_ids")
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer)}
         usage["total_tokens"] = len(prompt) + len(answer)
@@ -199,7 +262,7 @@ class FakeVllm(FakeEngine):
             "choices": [
                 {"index": 0, **content, "finish_reason": "length", "token_ids": answer if ids else None}
             ],
-            "usage": {**usage, "prompt_tokens_details": None},
+            "usage": {**usage, "prompt_tokens_details": self._details},
             "prompt_token_ids": prompt if ids else None,
             "kv_transfer_params": self._transfer(body, prompt, name),
         }
@@ -227,7 +290,12 @@ class FakeVllm(FakeEngine):
                     yield f"data: {compact({'error': {'message': 'EngineCore died.', 'code': 500}})}\n\n"
                     yield "data: [DONE]\n\n"
                     return
-                content = {"delta": {"content": text_of(token)}} if kind == CHAT else {"text": text_of(token)}
+                content: dict[str, Any] = {"text": text_of(token)}
+                if kind == CHAT:
+                    content = {"delta": {"content": text_of(token)}}
+                if body.get("tools"):
+                    call = {"name": body["tools"][0]["function"]["name"], "arguments": text_of(token)}
+                    content = {"delta": {"tool_calls": [{"index": 0, "function": call}]}}
                 finish = "length" if number == len(answer) else None
                 choice = {
                     "index": 0,
@@ -240,8 +308,13 @@ class FakeVllm(FakeEngine):
                 yield f"data: {compact({**head, 'choices': [choice]})}\n\n"
                 await self.pause(number)
             if (body.get("stream_options") or {}).get("include_usage"):
-                usage = {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + len(answer)}
+                usage: dict[str, Any] = {
+                    "prompt_tokens": len(prompt),
+                    "total_tokens": len(prompt) + len(answer),
+                }
                 usage["completion_tokens"] = len(answer)
+                if self._details:
+                    usage["prompt_tokens_details"] = self._details
                 yield f"data: {compact({**head, 'choices': [], 'usage': usage})}\n\n"
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):

@@ -58,6 +58,22 @@ async def test_vllm_load_is_read_from_its_metrics() -> None:
         assert load.control == "127.0.0.1:5600"
 
 
+async def test_vllm_ranks_behind_one_port_are_one_worker() -> None:
+    """Requests of the ranks add up, and so do their blocks, of which vLLM reports the sum at each rank."""
+    async with FakeVllm(block_size=16) as worker:
+        worker.ranks = 2
+        source = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        worker.event_sources = {
+            str(rank): {**source, "endpoint": f"tcp://*:{5557 + rank}"} for rank in range(worker.ranks)
+        }
+        async with running_router([worker]) as router:
+            load = router.router.workers.decode[0].health.load
+            assert load is not None
+            assert (load.running, load.queued, load.total_blocks, load.free_blocks) == (2, 4, 400, 200)
+            assert load.step_s == pytest.approx(0.02)
+            assert not load.kv_events, "the caches of the ranks differ, and vLLM chooses the rank"
+
+
 async def test_openai_server_serves_all_its_models_as_worker() -> None:
     async with FakeOpenAi() as server, running_router([], [], worker=[server.url], wait=True) as router:
         for model in ("tiny", "small"):
