@@ -34,12 +34,24 @@ class Installation:
         )
 
 
+def image(name: str) -> str:
+    """Return the image `name` of the tests: operator, router, worker or vllm."""
+    return f"{_registry()}/baton-{name}:{_tag()}"
+
+
 def _images() -> Mapping[str, str]:
-    tag = os.environ.get("BATON_E2E_TAG", "e2e")
     return {
-        "images.registry": os.environ.get("BATON_E2E_REGISTRY", "baton.local"),
-        **{f"images.{name}.tag": tag for name in ("operator", "router", "worker")},
+        "images.registry": _registry(),
+        **{f"images.{name}.tag": _tag() for name in ("operator", "router", "worker")},
     }
+
+
+def _registry() -> str:
+    return os.environ.get("BATON_E2E_REGISTRY", "baton.local")
+
+
+def _tag() -> str:
+    return os.environ.get("BATON_E2E_TAG", "e2e")
 
 
 def _dotted(values: Mapping[str, str]) -> Mapping[str, str]:

@@ -51,14 +51,15 @@ def service(prefill: int = 1, decode: int = 1, routers: int = 1) -> dict[str, An
 
 
 def tiny_service(
-    cluster: Kubernetes, folder: Path, prefill: int = 1, decode: int = 1, routers: int = 1
+    cluster: Kubernetes, folder: Path, prefill: int = 1, decode: int = 1, routers: int = 1, **sizes: int
 ) -> dict[str, Any]:
     """
     Return the same service with a model of random weights, which answers many requests per second.
 
-    The model is created in `folder` and mounted from a ConfigMap, which is too small for real models.
+    The model is created in `folder` and mounted from a ConfigMap, which is too small for real models. `sizes`
+    are members of its configuration.
     """
-    make_model(folder)
+    make_model(folder, "llama", **sizes)
     cluster.kubectl("create", "configmap", TINY, f"--from-file={folder}")
     manifest = service(prefill, decode, routers)
     manifest["spec"]["model"] = {"uri": f"file:///{TINY}"}

@@ -55,10 +55,19 @@ class Outcome:
 class Traffic:
     """Sends requests to `url` while its context is open. All requests have ended when the context ends."""
 
-    def __init__(self, url: str, per_second: float, retries: int = 0) -> None:
-        """`retries`: retries of a client that gets no answer."""
+    def __init__(
+        self, url: str, per_second: float, *, retries: int = 0, context: str = "", tokens: int = TOKENS
+    ) -> None:
+        """
+        Store the settings of the requests.
+
+        `retries`: retries of a client that gets no answer. `context`: text after each question. `tokens`:
+        maximum tokens of an answer.
+        """
         self.outcome = Outcome()
         self._retries = retries
+        self._context = context
+        self._tokens = tokens
         self._url = f"{url}/v1/chat/completions"
         self._pause_s = 1 / per_second
         self._over = threading.Event()
@@ -93,8 +102,8 @@ class Traffic:
     async def _ask(self, client: httpx.AsyncClient, number: int) -> None:
         body = {
             "model": NAME,
-            "messages": [{"role": "user", "content": f"Tell me of the number {number}."}],
-            "max_tokens": TOKENS,
+            "messages": [{"role": "user", "content": f"Tell me of the number {number}.{self._context}"}],
+            "max_tokens": self._tokens,
             "stream": True,
         }
         began = time.monotonic()

@@ -16,6 +16,7 @@ from baton_operator.manifests.pods import USER
 from tests.charts.helm import CHART, ROOT
 
 DOCKERFILE = (ROOT / "images" / "Dockerfile").read_text().replace("\\\n", " ")
+VLLM = ROOT / "e2e" / "vllm"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IGNORED = (ROOT / ".dockerignore").read_text().splitlines()
 
@@ -62,6 +63,23 @@ def test_images_copied_files_exist_and_are_not_ignored() -> None:
         assert (ROOT / source).exists(), source
         whole = f"!{PurePosixPath(source).parts[0]}"
         assert {whole, f"!{source}"} & set(IGNORED), source
+
+
+def test_vllm_image_copied_files_exist_and_are_not_ignored() -> None:
+    allowed = (VLLM / "Dockerfile.dockerignore").read_text().splitlines()
+    copied = re.findall(r"^COPY (?!--from)(.+)$", (VLLM / "Dockerfile").read_text(), re.MULTILINE)
+    sources = [source for line in copied for source in line.split()[:-1]]
+    assert sources
+    for source in sources:
+        assert list(ROOT.glob(source)), source
+        assert f"!{source}" in allowed, source
+
+
+def test_vllm_image_pins_its_requirements() -> None:
+    pinned = (VLLM / "constraints.txt").read_text()
+    for file in ("requirements.txt", "overrides.txt"):
+        exact = {line for line in (VLLM / file).read_text().splitlines() if "==" in line and ";" not in line}
+        assert exact and exact <= set(pinned.splitlines()), file
 
 
 def test_all_that_the_package_is_built_from_is_let_in() -> None:

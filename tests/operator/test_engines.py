@@ -122,6 +122,12 @@ class TestVllm:
         named = {one["name"]: one["containerPort"] for one in container["ports"]}
         assert (named["kv-events"], named["kv-replay"]) == (5557, 5558)
 
+    def test_health_checks_stay_out_of_the_log(self) -> None:
+        cluster = settled(VLLM)
+        for role in ("prefill", "decode"):
+            silent = flag(main(cluster, role), "--disable-access-log-for-endpoints")
+            assert silent and set(silent.split(",")) == {"/health", "/metrics", "/v1/models"}
+
     def test_prefill_worker_keeps_blocks_for_their_lease(self) -> None:
         """Its shutdown covers its last requests and, after them, the lease of their blocks."""
         transfer = {"transfer": {"timeout": "45s"}}

@@ -29,6 +29,9 @@ LEASE_S = 30
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 
+CHECKED = ("/health", "/metrics", "/v1/models")
+"""Paths that routers, kubelets and Prometheus read every few seconds, which otherwise fill its log."""
+
 SIDE_CHANNEL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 
 
@@ -80,6 +83,7 @@ def _flags(worker: WorkerPod, stop_s: int) -> list[str]:
         *([] if data_parallel(worker.arguments) else [f"--kv-events-config={_json(events)}"]),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
+        f"--disable-access-log-for-endpoints={','.join(CHECKED)}",
         f"--shutdown-timeout={stop_s}",
     ]
     if worker.role in KV_ROLES:
