@@ -23,6 +23,8 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api.errors import SetupError
 from baton_operator import work_queue
+from baton_operator.adapters.pod_loads import PodLoads
+from baton_operator.adapters.worker_api import AdapterApi
 from baton_operator.cluster import api_server
 from baton_operator.cluster.api_resources import API
 from baton_operator.cluster.api_server import ApiServer
@@ -38,8 +40,9 @@ from baton_operator.manifests.objects import Manifest
 from baton_operator.metrics import OperatorMetrics, ProcessMetrics
 from baton_operator.reconcilers.batch_job import BatchJobReconciler
 from baton_operator.reconcilers.inference_service import InferenceServiceReconciler
+from baton_operator.reconcilers.lora_adapters import LoraAdapterReconciler
 from baton_operator.reconcilers.plan import OperatorDefaults
-from baton_operator.reconcilers.reconciler import LoraAdapterReconciler, Reconciler
+from baton_operator.reconcilers.reconciler import Reconciler
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
 from baton_operator.rollout import rollout_health
 from baton_operator.rollout.rollout_health import RouterHealthSource
@@ -79,9 +82,8 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     leadership = Leadership(
         free, settings.lease_namespace, settings.lease_name, me, clock, settings.namespaces
     )
-    queue, scaling = (WorkQueue(clock, random.Random()) for _ in range(2))
-
-    cache = ObjectCache(settings.namespaces, _waking(queue, scaling))
+    queue, scaling, adapters = (WorkQueue(clock, random.Random()) for _ in range(3))
+    cache = ObjectCache(settings.namespaces, _waking(queue, scaling, adapters))
     api = ApiServer(client, leadership.guard, metrics.answered, cache)
     reflectors = Reflectors(
         free, cache, clock, random.Random(), settings.watch_silence_s, metrics.watches.seen
@@ -92,11 +94,12 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     prometheus = PrometheusClient(
         settings.prometheus_url, settings.prometheus_token_file, settings.prometheus_ca_file
     )
-    reconcilers = _reconcilers(settings, api, cache, metrics, events, prometheus)
+    workers = AdapterApi(settings.worker_api_key_file)
+    reconcilers = _reconcilers(settings, api, cache, metrics, events, prometheus, PodLoads(workers, clock))
 
     crews = [
         partial(work_queue.run_reconciler, one, reconcilers, metrics.reconciled, clock)
-        for one in [queue, scaling] * settings.concurrency
+        for one in [queue, scaling, adapters] * settings.concurrency
     ]
 
     async def work() -> None:
@@ -116,16 +119,18 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
         await _lead(leadership, work, tasks)
     finally:
         await prometheus.close()
+        await workers.close()
         await runner.cleanup()
         await client.close()
 
 
-def _waking(queue: WorkQueue, scaling: WorkQueue) -> Callable[[ObjectChange], None]:
+def _waking(queue: WorkQueue, scaling: WorkQueue, adapters: WorkQueue) -> Callable[[ObjectChange], None]:
     """Return a listener that queues the keys of a change."""
+    own = {work_queue.SCALING: scaling, work_queue.ADAPTERS: adapters}
 
     def changed(change: ObjectChange) -> None:
         for key, after_s in work_queue.keys_to_reconcile(change):
-            (scaling if key[0] == work_queue.SCALING else queue).add(key, after_s)
+            own.get(key[0], queue).add(key, after_s)
 
     return changed
 
@@ -166,6 +171,7 @@ def _reconcilers(
     metrics: OperatorMetrics,
     events: EventPoster,
     prometheus: PrometheusClient,
+    loads: PodLoads,
 ) -> dict[str, Reconciler]:
     """Return the reconciler of each kind."""
 
@@ -195,7 +201,7 @@ def _reconcilers(
             RouterRollouts(settings.router_rollouts),
         ),
         "BatchJob": BatchJobReconciler(api, cache, settings.router_image, tell, time.time, settings.resync_s),
-        "LoraAdapter": LoraAdapterReconciler(api, cache, time.time, settings.resync_s),
+        work_queue.ADAPTERS: LoraAdapterReconciler(api, cache, loads, tell, time.time),
         work_queue.SCALING: Autoscaler(api, reader, prometheus, scaling, tell, metrics.scaling, time.time),
     }
 

@@ -67,6 +67,10 @@ class OperatorSettings(BaseSettings):
     sglang_image: str = ""
     """Default image of workers with `spec.engine.type` SGLang. Empty: such services name their image."""
 
+    worker_api_key_file: str = ""
+    """File with the API key that vLLM workers require, read for each request. The operator sends it to the
+    workers of every service with LoraAdapters, so set it only if their users may know it. Empty: no key."""
+
     mutual_tls_issuer: str = Field(default="", pattern=rf"^({ISSUER})?$")
     """Default issuer of mutual TLS certificates for the workers and routers of a service: cert-manager's
     ClusterIssuer/NAME or Issuer/NAME. `spec.security.mutualTls` overrides it. Empty: mutual TLS only

@@ -117,6 +117,10 @@ SCALING = "Scaling"
 """Kind of the keys of the autoscaler. They have a queue of their own, because metrics queries may take
 long."""
 
+ADAPTERS = "Adapters"
+"""Kind of the keys of services whose LoraAdapters are reconciled. They have a queue of their own, because
+pods may take long to answer."""
+
 BATCH_CHANGES_S = 0.5
 """Seconds for which changes of one object are collected, since they come in bursts."""
 
@@ -125,16 +129,19 @@ def keys_to_reconcile(change: ObjectChange) -> list[tuple[QueueKey, float]]:
     """Return the keys to reconcile after a change, each with a delay in seconds."""
     namespace, name = change.namespace, change.name
     service: QueueKey = ("InferenceService", namespace, change.service)
+    adapters: QueueKey = (ADAPTERS, namespace, change.service)
     match change.resource.kind:
         case "InferenceService":
             if change.spec_changed:
-                return [(service, 0.0), ((SCALING, namespace, name), 0.0)]
+                return [(service, 0.0), ((SCALING, namespace, name), 0.0), (adapters, BATCH_CHANGES_S)]
             return [(service, BATCH_CHANGES_S)]
         case "BatchJob":
             news = change.manifest is None or batch_job.needs_attention(change.manifest)
             return [(("BatchJob", namespace, name), BATCH_CHANGES_S if news else batch_job.PROGRESS_DELAY_S)]
         case "LoraAdapter":
-            return [(("LoraAdapter", namespace, name), BATCH_CHANGES_S)]
+            return [(adapters, BATCH_CHANGES_S)]
+        case "Pod" if change.service and not change.batch_job:
+            return [(service, BATCH_CHANGES_S), (adapters, BATCH_CHANGES_S)]
         case "Gateway":
             # Gateway controllers count routes in the status. That changes no URL.
             return [

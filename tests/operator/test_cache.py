@@ -187,7 +187,7 @@ SCALER = {"metadata": config_map("one", 12)["metadata"], "spec": {"serviceName":
             "InferenceService",
             SERVED,
             {**SERVED, "metadata": {**SERVED["metadata"], "resourceVersion": "12", "generation": 2}},
-            [("InferenceService", "one", True), ("Scaling", "one", True)],
+            [("InferenceService", "one", True), ("Scaling", "one", True), ("Adapters", "one", False)],
         ),
         (
             "InferenceService",
@@ -195,10 +195,16 @@ SCALER = {"metadata": config_map("one", 12)["metadata"], "spec": {"serviceName":
             {**SERVED, "metadata": {**SERVED["metadata"], "resourceVersion": "12"}, "status": {"url": "x"}},
             [("InferenceService", "one", False)],
         ),
-        ("LoraAdapter", None, {**SCALER}, [("LoraAdapter", "one", False)]),
+        ("LoraAdapter", None, {**SCALER}, [("Adapters", "chat", False)]),
+        (
+            "Pod",
+            None,
+            config_map("one", 12),
+            [("InferenceService", "chat", False), ("Adapters", "chat", False)],
+        ),
         ("BatchJob", None, {**SCALER, **COUNTED}, [("BatchJob", "one", False)]),
     ],
-    ids=["owned", "same", "batch job", "stranger", "scaler", "spec", "status", "adapter", "batch"],
+    ids=["owned", "same", "batch job", "stranger", "scaler", "spec", "status", "adapter", "pod", "batch"],
 )  # fmt: skip
 def test_change_wakes_the_keys_it_is_about(
     kind: str, before: Manifest | None, manifest: Manifest, keys: list[tuple[str, str, bool]]

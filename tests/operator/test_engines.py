@@ -111,6 +111,18 @@ class TestVllm:
         }.items():
             assert flag(container, name) == value
 
+    def test_workers_load_adapters_only_with_lora(self) -> None:
+        """On both sides of a pair: the prefill worker computes with the adapter, too."""
+        flags = ["--enable-lora", "--max-loras=4", "--max-lora-rank=64"]
+        cluster = settled(VLLM, engine={"lora": {"maxRank": 64}})
+        for role in ("prefill", "decode"):
+            container = main(cluster, role)
+            assert [one for one in container["args"] if "lora" in one] == flags
+            assert variables(container)[vllm.LORA_VARIABLE] == "1"
+        container = main(settled(VLLM), "decode")
+        assert not [one for one in container["args"] if "lora" in one]
+        assert vllm.LORA_VARIABLE not in variables(container)
+
     def test_kv_events_are_published_and_replayed(self) -> None:
         container = main(settled(VLLM), "prefill")
         assert events(container) == {
@@ -302,6 +314,10 @@ REFUSED = [
         ["--disaggregation-boot", "--disaggregation-bootstrap-port"], id="the beginning of a flag",
     ),
     pytest.param(SGLANG, {"engine": {"args": ["--tp", "8"]}}, ["--tp", "parallelism.tensor"], id="--tp"),
+    pytest.param(
+        VLLM, {"engine": {"args": ["--max-lora-rank", "64"]}},
+        ["--max-lora-rank", "spec.engine.lora"], id="lora",
+    ),
     pytest.param(VLLM, {"engine": {"args": ["-tp=8"]}}, ["-tp", "parallelism.tensor"], id="-tp"),
     pytest.param(VLLM, {"engine": {"env": ENV}}, ["spec.engine.env", ENV[0]["name"]], id="side channel"),
     pytest.param(VLLM, {"transfer": {"env": ENV}}, ["spec.transfer.env", ENV[0]["name"]], id="transfer.env"),

@@ -143,6 +143,7 @@ VLLM: Manifest = {
     "prefill": {},
     "decode": {},
 }
+ADAPTERS: Manifest = {**VLLM, "engine": {**VLLM["engine"], "lora": {}}}
 SGLANG: Manifest = {**VLLM, "engine": {"type": "SGLang", "image": "sglang:1"}}
 
 CONNECTIONS: list[tuple[str, Manifest, str | Peer, str | Peer, int, bool]] = [
@@ -183,6 +184,10 @@ CONNECTIONS: list[tuple[str, Manifest, str | Peer, str | Peer, int, bool]] = [
     ("a router reads KV events of SGLang again", SGLANG, "router", "decode", 5558, True),
     ("vLLM decode reads a side channel", VLLM, "decode", "prefill", 5600, True),
     ("SGLang decode asks a bootstrap server", SGLANG, "decode", "prefill", 8998, True),
+    ("the operator loads an adapter", ADAPTERS, OPERATOR, "prefill", names.HTTP_PORT, True),
+    ("but not where there are none", VLLM, OPERATOR, "decode", names.HTTP_PORT, False),
+    ("nor at another port", ADAPTERS, OPERATOR, "decode", 5557, False),
+    ("and a client loads none", ADAPTERS, IN_NAMESPACE, "decode", names.HTTP_PORT, False),
     ("a router opens no side channel", VLLM, "router", "prefill", 5600, False),
     ("a client reaches no bootstrap server", SGLANG, IN_NAMESPACE, "prefill", 8998, False),
     ("Prometheus reads metrics of vLLM", VLLM, PROMETHEUS, "decode", names.HTTP_PORT, True),

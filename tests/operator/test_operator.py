@@ -91,7 +91,8 @@ async def test_operator_rights_are_all_used_and_sufficient(cluster: RealCluster)
 
         await cluster.until(is_fetched)
         await cluster.until(lambda: _serves(cluster))
-        assert await cluster.condition("Active", "tune", "LoraAdapter") == "False NotImplemented"
+        assert await cluster.condition("Active", "tune", "LoraAdapter") == "False EngineNotSupported"
+        await _loads_an_adapter(cluster)
         await _claim_grows(cluster)
         await _batch_from_beginning_to_end(cluster)
         await _grows_and_shrinks(cluster)
@@ -164,6 +165,30 @@ async def test_exposure_follows_the_gateways_status(cluster: RealCluster) -> Non
             await cluster.api.patch(where, {"status": {"parents": [parent]}})
             await reaches(cluster, "ExposureReady", wanted, "routed")
         await cluster.api.delete(path(API, "InferenceService", "models", "routed"))
+
+
+async def _loads_an_adapter(cluster: RealCluster) -> None:
+    """As far as its rights are concerned: the pods have no address."""
+    engine = {"type": "vLLM", "image": "vllm:1", "lora": {}}
+    spec = {"model": {"uri": "pvc://models/tiny"}, "engine": engine, "decode": {}}
+    # There is no garbage collection here, and the test checks later that no policy is left.
+    await cluster.put({**spec, "security": {"networkPolicy": False}}, "tuned")
+    adapter = {"serviceName": "tuned", "uri": "file:///pirate"}
+    await cluster.put(adapter, "pirate", kind="LoraAdapter")
+
+    async def is_loading() -> bool:
+        await cluster.ready_pods("tuned")
+        return await cluster.condition("Active", "pirate", "LoraAdapter") == "False Loading"
+
+    await cluster.until(is_loading)
+    await cluster.api.delete(path(API, "InferenceService", "models", "tuned"))
+    await cluster.api.delete(path(API, "LoraAdapter", "models", "pirate"))
+
+    async def is_gone() -> bool:
+        answer = await cluster.admin.get(path(API, "LoraAdapter", "models", "pirate"))
+        return answer.status_code == 404
+
+    await cluster.until(is_gone)
 
 
 async def _claim_grows(cluster: RealCluster) -> None:

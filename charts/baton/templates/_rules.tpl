@@ -5,10 +5,10 @@
 - apiGroups: [baton.dev]
   resources: [inferenceservices]
   verbs: [list, watch]
-# Custom resources that users write.
+# Custom resources that users write. The operator adds a finalizer, so that pods unload an adapter before its object disappears.
 - apiGroups: [baton.dev]
   resources: [loraadapters]
-  verbs: [list, watch]
+  verbs: [list, watch, patch]
 # Routers may create BatchJobs, so the operator needs that permission to grant it. It deletes BatchJobs of routers some time after they end.
 - apiGroups: [baton.dev]
   resources: [batchjobs]

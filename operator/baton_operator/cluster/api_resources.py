@@ -61,7 +61,14 @@ class ApiResource:
 
 WATCHED = (
     ApiResource(API, "InferenceService", "inferenceservices", READ, "Custom resources that users write."),
-    ApiResource(API, "LoraAdapter", "loraadapters", READ, "Custom resources that users write."),
+    ApiResource(
+        API,
+        "LoraAdapter",
+        "loraadapters",
+        (*READ, "patch"),
+        "Custom resources that users write. The operator adds a finalizer, so that pods unload an adapter "
+        "before its object disappears.",
+    ),
     ApiResource(
         API,
         "BatchJob",

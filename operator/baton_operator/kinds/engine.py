@@ -29,6 +29,17 @@ class Variable(Part):
 Environment = Annotated[list[Variable], Field(max_length=64)]
 
 
+class Lora(Part):
+    """Adapters that vLLM workers can load while they run."""
+
+    max_adapters: Annotated[int, Field(ge=1, le=256)] = 4
+    """Maximum number of adapters in one batch of a worker. Each takes accelerator memory. More LoraAdapters
+    may exist: the worker then loads the ones that a batch needs."""
+
+    max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16
+    """Maximum rank of an adapter. A larger value takes more accelerator memory."""
+
+
 EngineType = Literal["Baton", "vLLM", "SGLang", "Custom"]
 
 
@@ -44,6 +55,7 @@ EngineType = Literal["Baton", "vLLM", "SGLang", "Custom"]
         "maxModelLen and dtype are not for type Custom: give the engine its own flags in args",
         ".type",
     ),
+    Rule("self.type == 'vLLM' || !has(self.lora)", "lora is for type vLLM", ".lora"),
 )
 class Engine(Part):
     """The inference engine in all workers. A change rolls out a new revision."""
@@ -76,6 +88,10 @@ class Engine(Part):
     ) = None
     """Memory for the KV cache of each worker, such as 4GiB. Default: the memory that is free after the
     weights are loaded."""
+
+    lora: Lora | None = None
+    """Lets workers of type vLLM load LoraAdapters. Without it, they load none. Adding a LoraAdapter then
+    restarts no worker."""
 
 
 class Topology(Part):

@@ -1,13 +1,18 @@
-"""`LoraAdapter`: declares an adapter of a model. The engine of this release does not load adapters."""
+"""`LoraAdapter`: an adapter of a model, which the operator loads in the vLLM workers of a service."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from baton_operator.kinds.model import SecretReference
-from baton_operator.kinds.part import Conditions, Label, Part, Rule, rules
+from baton_operator.kinds.part import Conditions, Count, Label, Part, Rule, rules
+
+PODS_LIMIT = 256
+"""Maximum pods in the status of an adapter."""
+
+AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 @rules(
@@ -19,23 +24,41 @@ from baton_operator.kinds.part import Conditions, Label, Part, Rule, rules
     ),
 )
 class LoraAdapterSpec(Part):
-    """Adapter and service that is to load it. Not implemented in this release; status reports that."""
+    """Adapter, and the service whose workers load it. Needs spec.engine.lora of the service."""
 
     service_name: Label
-    """Name of the InferenceService in the same namespace. Immutable."""
+    """Name of the InferenceService in the same namespace, with engine.type vLLM. Immutable."""
 
     uri: Annotated[str, Field(min_length=8, max_length=1024)]
-    """Location of the adapter's files: hf://, s3://, gs://, oci://, pvc:// or file://, as in
-    InferenceService spec.model.uri."""
+    """Location of the adapter's files, which have the format of PEFT. pvc://CLAIM/PATH is a folder of a claim
+    that the workers mount. file:///PATH is a folder in their container. With hf://ORGANIZATION/NAME, vLLM
+    downloads the newest commit, and the worker computes nothing meanwhile. s3://, gs:// and oci:// are not
+    implemented in this release. Changed files need another location: workers do not notice a change."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Name of the adapter in requests. Default: the name of this object."""
+    name: AdapterName | None = None
+    """Name of the adapter in requests, as `model`. Default: the name of this object."""
 
     rank: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Rank of the adapter. Default: read from the adapter's configuration."""
+    """Rank of the adapter. If it is set and above spec.engine.lora.maxRank of the service, the operator does
+    not try to load the adapter. Default: vLLM reads it from the adapter's configuration."""
 
     credentials_secret_ref: SecretReference | None = None
-    """Secret whose keys become environment variables of the download, such as HF_TOKEN."""
+    """Secret for the download. Not implemented in this release: vLLM downloads hf:// adapters with HF_TOKEN
+    from spec.engine.env of the service."""
+
+
+class AdapterPodStatus(Part):
+    """The adapter in one pod."""
+
+    name: Annotated[str, Field(max_length=253)]
+    """Name of the pod."""
+
+    state: Literal["Loaded", "Loading", "Failed"]
+    """Loaded: the pod lists the adapter. Loading: the operator is loading it, or waits for the pod. Failed:
+    the message has the cause; the operator tries again."""
+
+    message: Annotated[str, Field(max_length=1024)] = ""
+    """Cause of the state, such as the error of vLLM."""
 
 
 class LoraAdapterStatus(Part):
@@ -44,5 +67,25 @@ class LoraAdapterStatus(Part):
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Value of metadata.generation that the operator last processed."""
 
+    name: Annotated[str, Field(max_length=256)] = ""
+    """Name of the adapter in requests."""
+
+    names: Annotated[list[AdapterName], Field(max_length=16)] = []
+    """Names under which pods may have loaded the adapter. The operator unloads earlier ones."""
+
+    pods: Annotated[list[AdapterPodStatus], Field(max_length=PODS_LIMIT)] = []
+    """Pods of the workers, those with a problem first."""
+
+    ready_pods: Count = 0
+    """Ready pods of the workers, which all should have the adapter."""
+
+    loaded_pods: Count = 0
+    """Ready pods that list the adapter."""
+
+    summary: Annotated[str, Field(max_length=32)] = ""
+    """Pods that have the adapter and ready pods, such as 2/4."""
+
     conditions: Conditions = []
-    """Active: whether the adapter is loaded. In this release always False with reason NotImplemented."""
+    """Active: requests can use the adapter. Reasons: LoadedOnAllPods, PartlyLoaded, Loading, LoadFailed,
+    NoReadyPods, FilesNotReachable, ServiceNotFound, EngineNotSupported, AdaptersNotEnabled, NameConflict,
+    and Unloading after the object was deleted."""

@@ -40,10 +40,10 @@ class Transition:
 GOOD = frozenset(
     {
         *("Ready", "Available", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"),
-        *("ExposureReady", "UpToDate"),
+        *("ExposureReady", "UpToDate", "Active"),
     }
 )
-"""Conditions that are true in a healthy service."""
+"""Conditions that are true in a healthy service or adapter."""
 
 BAD = frozenset({"Degraded", "Failed"})
 """Conditions that are false in a healthy service."""

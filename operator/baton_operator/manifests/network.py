@@ -23,7 +23,7 @@ OPERATORS: Manifest = {
     "namespaceSelector": {},
     "podSelector": {"matchLabels": {labels.ROLE: names.OPERATOR}},
 }
-"""The operator's pods, which read the metrics of routers."""
+"""The operator's pods, which read the metrics of routers and load adapters in workers."""
 
 TRACING_FLAG, TRACING_VARIABLE = "--tracing-endpoint", "BATON_TRACING_ENDPOINT"
 """Flag and variable with which `args` and `env` set the address of a tracing collector."""
@@ -81,12 +81,18 @@ def gateways(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
     return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", f"{owner.name}-gateways", {"spec": body})
 
 
+def workers_policy(service: str, revision: str) -> str:
+    """Name of the NetworkPolicy of the workers of one revision."""
+    return f"{service}-workers-{revision}"
+
+
 def workers(owner: Owner, revision: Revision, metrics_namespace: str = "") -> Manifest:
     """
     Return the policy of the workers of one revision.
 
     Ingress: routers at three ports, workers of the revision at all ports, and `metrics_namespace` at the port
-    with metrics. UCX and NCCL choose their ports; side channels and bootstrap servers have fixed ones.
+    with metrics. The operator reaches the port of the API if the workers load adapters. UCX and NCCL choose
+    their ports; side channels and bootstrap servers have fixed ones.
     Egress: workers of the revision, DNS, and the port of the tracing collector in `args` or `env`; any
     address if the pods download their model themselves.
     """
@@ -100,6 +106,9 @@ def workers(owner: Owner, revision: Revision, metrics_namespace: str = "") -> Ma
     if metrics_namespace and not probed:
         http = {"protocol": "TCP", "port": names.HTTP_PORT}
         probed = [{"from": [_namespace(metrics_namespace)], "ports": [http]}]
+    loading = []
+    if revision.blueprint.engine.lora is not None:
+        loading = [{"from": [OPERATORS], "ports": [{"protocol": "TCP", "port": listening.http}]}]
     body = {
         "podSelector": {"matchLabels": of_revision},
         "policyTypes": ["Ingress", "Egress"],
@@ -107,12 +116,13 @@ def workers(owner: Owner, revision: Revision, metrics_namespace: str = "") -> Ma
             {"from": routers, "ports": [{"protocol": "TCP", "port": port} for port in ports]},
             {"from": each_other},
             *probed,
+            *loading,
         ],
         "egress": [{}]
         if files(owner, revision).init_containers
         else [{"to": each_other}, DNS, *_tracing(revision)],
     }
-    name = f"{owner.name}-workers-{revision.name}"
+    name = workers_policy(owner.name, revision.name)
     policy_labels = {**names.of_service(owner.name), labels.REVISION: revision.name}
     return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, policy_labels)
 

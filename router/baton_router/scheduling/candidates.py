@@ -128,6 +128,8 @@ class CandidateCache:
         if not decodes:
             return None
         prefills = [one for one in usable(self._workers.prefill, now) if one.name not in excluded]
+        if any(one.is_adapter(model) for one in decodes):
+            prefills = [one for one in prefills if one.is_adapter(model)]
         if direct is not None:
             # Only Baton's decode worker fetches a prompt by itself, from the control address in a header.
             prefills = [one for one in prefills if one.control and one.engine_kind is EngineKind.BATON]

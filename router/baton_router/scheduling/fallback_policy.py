@@ -62,5 +62,5 @@ def choose_pair(
     if not candidates:
         return None
     decode = policy(candidates, rng)
-    prefills = workers.prefills(decode, now)
+    prefills = workers.prefills(decode, now, model)
     return WorkerPair(decode, policy(prefills, rng) if prefills else None)

@@ -336,9 +336,12 @@ class Workers:
             return candidates
         return preferred([worker for worker in matching if worker.name not in excluded], now)
 
-    def prefills(self, decode: Worker, now: float) -> Sequence[Worker]:
-        """Prefill workers whose blocks `decode` can take over."""
-        return [worker for worker in usable(self.prefill, now) if worker.group == decode.group]
+    def prefills(self, decode: Worker, now: float, model: str | None = None) -> Sequence[Worker]:
+        """Prefill workers whose blocks `decode` can take over; for an adapter, those that have it."""
+        matching = [worker for worker in usable(self.prefill, now) if worker.group == decode.group]
+        if decode.is_adapter(model):
+            return [worker for worker in matching if worker.is_adapter(model)]
+        return matching
 
     def _surely_unknown(self, model: str | None, now: float) -> bool:
         """Whether no worker serves this model, did so lately, or might after its first report."""

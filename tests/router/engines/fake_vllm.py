@@ -174,6 +174,7 @@ class FakeVllm(FakeEngine):
 
     async def _answer(self, request: Request, body: dict[str, Any], prompt: list[int], kind: str) -> Response:
         if body["model"] not in (self.model, *self.adapters):
+            self.violations.append(f"a request for {body['model']}, which it does not list")
             return error(404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         if prompt == PROBE:
             return JSONResponse(self._whole(body, prompt, [9], kind, "probe"))

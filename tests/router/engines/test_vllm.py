@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from baton_api.errors import ModelNotFound
 from baton_api.headers import CACHED, REQUEST_ID
 from tests.router.engines.fake_engine import generate, render, text_of
 from tests.router.engines.fake_vllm import FakeVllm
@@ -243,6 +244,46 @@ async def test_adapter_is_served_by_the_worker_that_has_it() -> None:
             for _ in range(3):
                 assert (await router.post({**CHAT, "model": "pirate"})).status_code == 200
             assert len(other.bodies) == 3 and not one.bodies
+
+
+async def test_adapter_is_served_by_the_pair_that_has_it() -> None:
+    """Prefill and decode worker both compute with the adapter."""
+    blocks: dict[str, list[int]] = {}
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(FakeVllm(blocks)) for _ in range(4)]
+        plain_prefill, plain_decode, prefill, decode = workers
+        prefill.adapters = decode.adapters = ["pirate"]
+        router = await stack.enter_async_context(
+            running_router([plain_decode, decode], [plain_prefill, prefill], **PAIRS_ALWAYS)
+        )
+        for _ in range(3):
+            assert (await router.post({**CHAT, "model": "pirate"})).status_code == 200
+        assert len(prefill.bodies) == len(decode.bodies) == decode.pulled == 3
+        assert not plain_prefill.bodies and not plain_decode.bodies
+        assert not [one.violations for one in workers if one.violations]
+        listed = (await router.client.get("/v1/models")).json()["data"]
+        assert "pirate" in [one["id"] for one in listed]
+
+
+async def test_adapter_of_the_decode_worker_only_is_computed_there() -> None:
+    async with FakeVllm() as prefill, FakeVllm() as decode:
+        decode.adapters = ["pirate"]
+        async with running_router([decode], [prefill], **PAIRS_ALWAYS) as router:
+            assert (await router.post({**CHAT, "model": "pirate"})).status_code == 200
+            assert decode.computed == 1 and not prefill.violations
+
+
+async def test_adapter_that_no_worker_has_is_not_found() -> None:
+    """As an unknown model, in OpenAI's shape; once a worker has loaded it, it answers."""
+    async with FakeVllm() as worker, running_router([worker]) as router:
+        refused = await router.post({**CHAT, "model": "pirate"})
+        assert refused.status_code == 404
+        error = refused.json()["error"]
+        assert (error["code"], error["type"]) == (ModelNotFound.code, "invalid_request_error")
+        assert "pirate" in error["message"] and not worker.bodies
+        worker.adapters = ["pirate"]
+        await until(lambda: router.router.workers.all[0].is_adapter("pirate"))
+        assert (await router.post({**CHAT, "model": "pirate"})).status_code == 200
 
 
 async def test_request_to_vllm_has_no_headers_of_baton() -> None:

@@ -14,7 +14,12 @@ from baton_operator.kinds.engine import EngineType, Variable
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.engines.arguments import flag_name, last_value
-from baton_operator.manifests.engines.vllm import SIDE_CHANNEL_VARIABLES
+from baton_operator.manifests.engines.vllm import (
+    ENABLE_LORA,
+    MAX_LORA_RANK,
+    MAX_LORAS,
+    SIDE_CHANNEL_VARIABLES,
+)
 
 GROUP_NAME_LIMIT = 29
 """Maximum characters of the name of a service with several nodes per worker: Kubernetes limits the names of
@@ -37,6 +42,7 @@ OWNED_FLAGS: Mapping[EngineType, Mapping[str, str]] = {
         "--kv-transfer-config": _TRANSFER,
         "--kv-events-config": _EVENTS,
         "--shutdown-timeout": _DRAIN,
+        **dict.fromkeys((ENABLE_LORA, MAX_LORAS, MAX_LORA_RANK), "spec.engine.lora"),
         "--tensor-parallel-size": "parallelism.tensor of the role",
         "-tp": "parallelism.tensor of the role",
         "--pipeline-parallel-size": "parallelism.pipeline of the role",

@@ -32,6 +32,10 @@ KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 CHECKED = ("/health", "/metrics", "/v1/models")
 """Paths that routers, kubelets and Prometheus read every few seconds, which otherwise fill its log."""
 
+ENABLE_LORA, MAX_LORAS, MAX_LORA_RANK = "--enable-lora", "--max-loras", "--max-lora-rank"
+LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Variable that adds the paths to load and unload adapters to vLLM's API."""
+
 SIDE_CHANNEL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 
 
@@ -92,6 +96,9 @@ def _flags(worker: WorkerPod, stop_s: int) -> list[str]:
         flags.append(f"--max-model-len={engine.max_model_len}")
     if engine.kv_cache_memory is not None:
         flags.append(f"--kv-cache-memory-bytes={_bytes(engine.kv_cache_memory)}")
+    if engine.lora is not None:
+        lora = engine.lora
+        flags += [ENABLE_LORA, f"{MAX_LORAS}={lora.max_adapters}", f"{MAX_LORA_RANK}={lora.max_rank}"]
     return flags
 
 
@@ -119,6 +126,8 @@ def _variables(worker: WorkerPod) -> list[Variable]:
     values = {"VLLM_HOST_IP": "$(POD_IP)", "VLLM_NO_USAGE_STATS": "1"}
     if worker.role in KV_ROLES:
         values |= dict(zip(SIDE_CHANNEL_VARIABLES, ("$(POD_IP)", str(worker.ports.control)), strict=True))
+    if worker.blueprint.engine.lora is not None:
+        values[LORA_VARIABLE] = "1"
     return [USER, *(Variable(name=name, value=value) for name, value in values.items())]
 
 

@@ -1,0 +1,229 @@
+"""
+The reconciler of LoraAdapters: it keeps the adapters of one service loaded in its pods.
+
+Each pass reads what the pods list, decides (`baton_operator.adapters.decision`), starts loads, and writes
+status. A pass does not wait for a pod that hangs; a later one sees the result. The names under which pods may
+have an adapter are written before the first load, so that a new operator can unload them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from baton_api import labels
+from baton_operator.adapters import report as reports
+from baton_operator.adapters.decision import Adapter, AdapterPlan, AdapterPod, decide
+from baton_operator.adapters.pod_loads import PodLoads
+from baton_operator.adapters.report import AdapterReport
+from baton_operator.adapters.templates import WorkerTemplate
+from baton_operator.cluster.api_server import ApiServer
+from baton_operator.cluster.cache import ObjectCache
+from baton_operator.cluster.state import Pod
+from baton_operator.crd import GROUP
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.lora_adapter import LoraAdapterSpec, LoraAdapterStatus
+from baton_operator.manifests import network
+from baton_operator.manifests.conditions import written
+from baton_operator.manifests.drift import merge_patch
+from baton_operator.manifests.groups import GROUP_KIND
+from baton_operator.manifests.objects import Manifest, seconds
+from baton_operator.reconcilers.reconciler import ReportTransition
+
+KIND = "LoraAdapter"
+FINALIZER = f"{GROUP}/unload"
+"""Keeps a deleted LoraAdapter until pods have unloaded it, or for `reports.UNLOAD_LIMIT_S`."""
+
+CHECK_S = 60.0
+"""Seconds between two reads of what pods have loaded, without any change."""
+
+SETTLE_S = 3.0
+"""Seconds for which a pass waits for loads. Most take less."""
+
+RUNNING_S = 5.0
+"""Seconds between two passes while a load runs."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterService:
+    """One service with its adapters and pods."""
+
+    namespace: str
+    name: str
+    spec: InferenceServiceSpec | None
+    manifests: Sequence[Manifest]
+    """Its LoraAdapters."""
+    pods: Sequence[AdapterPod]
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        return [_adapter(one) for one in self.manifests]
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the keys of its pods."""
+        return f"{self.namespace}/{self.name}/"
+
+    @property
+    def plan(self) -> AdapterPlan:
+        return decide(self.name, self.spec, self.adapters, self.pods)
+
+
+class LoraAdapterReconciler:
+    """Reconciles all LoraAdapters of a service at once. `clock` returns Unix seconds."""
+
+    def __init__(
+        self,
+        api: ApiServer,
+        cache: ObjectCache,
+        loads: PodLoads,
+        tell: ReportTransition,
+        clock: Callable[[], float],
+    ) -> None:
+        self._api = api
+        self._cache = cache
+        self._loads = loads
+        self._tell = tell
+        self._clock = clock
+
+    async def reconcile(self, namespace: str, name: str) -> float | None:
+        """Bring the pods of the service `name` to the adapters that its LoraAdapters describe."""
+        service = self._service(namespace, name)
+        self._loads.keep([pod.key for pod in service.pods], service.prefix)
+        if not service.manifests:
+            return None
+        service = replace(service, pods=await self._loads.read(service.pods))
+        await self._prepare(service)
+        if started := self._loads.start(service.pods, service.plan.work):
+            await asyncio.wait(started, timeout=SETTLE_S)
+            service = self._service(namespace, name)  # the status now has the names
+            service = replace(service, pods=await self._loads.read(service.pods))
+        await self._conclude(service)
+        if self._loads.is_running(service.pods):
+            return RUNNING_S
+        due = self._loads.next_s(service.pods)
+        return CHECK_S if due is None else min(CHECK_S, max(due, 1.0))
+
+    def _service(self, namespace: str, name: str) -> AdapterService:
+        existing = self._cache.get("InferenceService", namespace, name)
+        spec = None
+        if existing is not None and "deletionTimestamp" not in existing["metadata"]:
+            try:
+                spec = InferenceServiceSpec.model_validate(existing["spec"])
+            except ValidationError:
+                log.warning("The spec of InferenceService %s/%s is invalid.", namespace, name)
+        adapters = [one for one in self._cache.of_service(namespace, name, KIND) if not _is_gone(one)]
+        pods = self._pods(namespace, name) if spec is not None and adapters else []
+        return AdapterService(namespace, name, spec, adapters, pods)
+
+    def _pods(self, namespace: str, name: str) -> list[AdapterPod]:
+        """Return the pods that serve the API of workers, not read yet."""
+        templates = {}
+        for one in self._cache.of_service(namespace, name, "Deployment", GROUP_KIND):
+            of_it = one["metadata"].get("labels", {})
+            if revision := of_it.get(labels.REVISION):
+                policy_name = network.workers_policy(name, revision)
+                policy = self._cache.get("NetworkPolicy", namespace, policy_name)
+                templates[of_it.get(labels.ROLE), revision] = WorkerTemplate.of(one, policy)
+        pods = []
+        for pod in map(Pod.of, self._cache.of_service(namespace, name, "Pod")):
+            template = templates.get((pod.role, pod.revision))
+            if template is None or pod.terminating or pod.finished or pod.follower:
+                continue
+            key = f"{namespace}/{name}/{pod.name}/{pod.created:.0f}/{pod.restarts}"
+            pods.append(AdapterPod(pod.name, pod.role, pod.ready, template, key, pod.address))
+        return pods
+
+    async def _prepare(self, service: AdapterService) -> None:
+        """Write the finalizer and the names before anything is loaded."""
+        for manifest, adapter in zip(service.manifests, service.adapters, strict=True):
+            paths = service.plan.placements[adapter.object].paths
+            if not paths:
+                continue
+            if FINALIZER not in _finalizers(manifest):
+                await self._write_finalizers(manifest, [*_finalizers(manifest), FINALIZER])
+            if adapter.name not in adapter.names:
+                kept = [*adapter.names, adapter.name][-reports.NAMES_LIMIT :]
+                await self._api.write_status(manifest, {"names": kept})
+
+    async def _conclude(self, service: AdapterService) -> None:
+        """Write status. Deleted objects come last: another one may have taken over their name."""
+        plan, errors = service.plan, self._loads.errors()
+        pairs = list(zip(service.manifests, service.adapters, strict=True))
+        for manifest, adapter in sorted(pairs, key=lambda pair: pair[1].deleted is not None):
+            taken = frozenset(
+                other.name
+                for other in service.adapters
+                if other is not adapter and other.object != adapter.object
+                if plan.placements[other.object].paths
+            )
+            placement = plan.placements[adapter.object]
+            reported = reports.report(adapter, placement, service.pods, errors, taken, self._clock())
+            if reported.released:
+                if reported.names:
+                    log.warning(
+                        "LoraAdapter %s is deleted, but pods may still have %s until they restart.",
+                        adapter.object,
+                        ", ".join(reported.names),
+                    )
+                others = [one for one in _finalizers(manifest) if one != FINALIZER]
+                await self._write_finalizers(manifest, others)
+            else:
+                await self._write_status(manifest, adapter, reported)
+
+    async def _write_finalizers(self, manifest: Manifest, finalizers: Sequence[str]) -> None:
+        """Raises ApiException: 409 if another client changed the object meanwhile."""
+        metadata = manifest["metadata"]
+        # A merge patch replaces the list, so it must be for this version of the object.
+        body = {"resourceVersion": metadata["resourceVersion"], "finalizers": list(finalizers)}
+        where = (manifest["apiVersion"], KIND, metadata["namespace"], metadata["name"])
+        await self._api.merge(*where, {"metadata": body})
+
+    async def _write_status(self, manifest: Manifest, adapter: Adapter, reported: AdapterReport) -> None:
+        before: dict[str, Any] = manifest.get("status", {})
+        generation = int(manifest["metadata"].get("generation", 0))
+        conditions, transitions = written(
+            [reported.fact], before.get("conditions", ()), generation, self._clock()
+        )
+        status = LoraAdapterStatus(
+            observed_generation=generation,
+            name=adapter.name,
+            names=list(reported.names),
+            pods=list(reported.pods),
+            ready_pods=reported.ready_pods,
+            loaded_pods=reported.loaded_pods,
+            summary=f"{reported.loaded_pods}/{reported.ready_pods}",
+        ).model_dump(mode="json", by_alias=True)
+        if patch := merge_patch(before, {**status, "conditions": conditions}):
+            await self._api.write_status(manifest, patch)
+        for transition in transitions:
+            self._tell(manifest, transition)
+
+
+def _adapter(manifest: Manifest) -> Adapter:
+    metadata = manifest["metadata"]
+    deleted = metadata.get("deletionTimestamp")
+    return Adapter(
+        object=metadata["name"],
+        spec=LoraAdapterSpec.model_validate(manifest["spec"]),
+        created=seconds(metadata["creationTimestamp"]),
+        deleted=seconds(deleted) if deleted else None,
+        names=tuple(manifest.get("status", {}).get("names", ())),
+    )
+
+
+def _finalizers(manifest: Manifest) -> list[str]:
+    finalizers: list[str] = manifest["metadata"].get("finalizers", [])
+    return finalizers
+
+
+def _is_gone(manifest: Manifest) -> bool:
+    """Whether the object is deleted and does not wait for this operator."""
+    return "deletionTimestamp" in manifest["metadata"] and FINALIZER not in _finalizers(manifest)
