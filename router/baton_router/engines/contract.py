@@ -116,7 +116,11 @@ class EngineDriver(Protocol):
         ...
 
     def whole(self, call: Call, status: int, body: bytes) -> bytes:
-        """A whole response as clients of OpenAI's API expect it; errors are translated."""
+        """
+        A whole response as clients of OpenAI's API expect it; errors are translated.
+
+        Raises UpstreamLost if the worker gave the answer up.
+        """
         ...
 
     def cached_tokens(self, events: EventStream | None) -> int | None:

@@ -25,7 +25,7 @@ from baton_router.cache.token_blocks import prompt_tail
 from baton_router.engines.bodies import openai_error, with_members
 from baton_router.engines.contract import Call, ResumeState
 from baton_router.engines.openai import estimated_report, usage_of
-from baton_router.engines.vllm_stream import StreamOptions, VllmState, VllmStream, with_cached_tokens
+from baton_router.engines.vllm_stream import ABORTED, StreamOptions, VllmState, VllmStream, with_cached_tokens
 from baton_router.proxy.timeouts import OVERDUE
 
 CHAT = "/v1/chat/completions"
@@ -294,6 +294,8 @@ class VllmEngine:
     def whole(self, call: Call, status: int, body: bytes) -> bytes:
         if status >= 400:
             return openai_error(status, body, call.request.path)
+        if ABORTED in body:
+            raise UpstreamLost(call.grant.decode, "aborted")
         cached = _cached_at_prefill(call)
         return body if cached is None else with_cached_tokens(body, cached)
 

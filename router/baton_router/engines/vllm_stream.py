@@ -22,7 +22,15 @@ _TOKENS = b',"token_ids":['
 _PROMPT = b',"prompt_token_ids":['
 _ERROR = b'data: {"error":'
 _NO_CHOICES = b'"choices":[],'
+_DONE = b"data: [DONE]"
 _FINISHED = re.compile(rb'"finish_reason":"')
+ABORTED = b'"finish_reason":"abort"'
+"""vLLM's reason for an answer that it gave up, such as when it shuts down or loses blocks."""
+
+_UNFINISHED = (
+    b'data: {"error":{"message":"The worker ended the answer before it was complete.",'
+    b'"type":"server_error","param":null,"code":500}}'
+)
 _TEXT = re.compile(rb'"(?:content|text|reasoning|reasoning_content)":"(?!")')
 _TOOL_CALL = re.compile(rb'"tool_calls":\[\{')
 _ROLE = re.compile(rb'"delta":\{"role":"assistant"(?:,"content":"")?\}')
@@ -169,12 +177,16 @@ class VllmStream(EventStream):
         """One event as the client gets it; empty if the client does not."""
         if self._failure:
             return b""
+        progress = self._progress
         if event.startswith(_ERROR):
             self._failure = event
             return b""
+        # An answer that is aborted before its first token ends with [DONE] alone.
+        if ABORTED in event or (event == _DONE and not progress.finished):
+            self._failure = _UNFINISHED
+            return b""
         if _NO_CHOICES in event:
             return self._usage(event)
-        progress = self._progress
         event, prompt = self._taken(event, _PROMPT)
         event, answer = self._taken(event, _TOKENS)
         if not progress.head:

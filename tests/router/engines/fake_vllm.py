@@ -80,6 +80,8 @@ class FakeVllm(FakeEngine):
         self.event_sources: dict[str, Any] = {}
         self.errors: list[int] = []
         """Each makes one stream fail, after so many tokens; workers may share them."""
+        self.aborts = False
+        """Whether `errors` abort answers as a shutdown does: without an error, and also whole ones."""
         self._epoch = time.time()
 
     def routes(self) -> list[Route]:
@@ -203,7 +205,11 @@ class FakeVllm(FakeEngine):
                 self._stream(body, prompt, answer, kind, name), media_type="text/event-stream"
             )
         await self.pause(0)
-        return JSONResponse(self._whole(body, prompt, answer, kind, name))
+        whole = self._whole(body, prompt, answer, kind, name)
+        if self.aborts and self.errors:
+            self.errors.pop()
+            whole["choices"][0]["finish_reason"] = "abort"
+        return JSONResponse(whole)
 
     def _check(self, body: dict[str, Any], transfer: dict[str, Any], prompt: list[int]) -> None:
         if transfer.get("do_remote_decode"):
@@ -287,6 +293,12 @@ class FakeVllm(FakeEngine):
                 shown = {}
             fails_after = self.errors.pop() if self.errors else len(answer)
             for number, token in enumerate(answer, 1):
+                if number > fails_after and self.aborts:
+                    if number > 1:  # vLLM does not send the end of an answer that has no token yet
+                        choice = {"index": 0, "delta": {"content": ""}, "text": "", "finish_reason": "abort"}
+                        yield f"data: {compact({**head, 'choices': [choice]})}\n\n"
+                    yield "data: [DONE]\n\n"
+                    return
                 if number > fails_after:
                     yield f"data: {compact({'error': {'message': 'EngineCore died.', 'code': 500}})}\n\n"
                     yield "data: [DONE]\n\n"

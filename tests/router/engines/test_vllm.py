@@ -145,15 +145,16 @@ async def test_workers_of_different_block_sizes_are_no_pair() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize("way", ["killed", "engine error"])
+@pytest.mark.parametrize("way", ["killed", "engine error", "aborted"])
 async def test_broken_stream_continues_at_another_worker(path: str, way: str) -> None:
     body = {**(CHAT if path.endswith("chat/completions") else COMPLETION), "max_tokens": 12}
     body["stream_options"] = {"include_usage": True}
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(FakeVllm()) for _ in range(2)]
         single = await stack.enter_async_context(FakeVllm())
-        errors = [5] if way == "engine error" else []
+        errors = [] if way == "killed" else [5]
         for worker in workers:
+            worker.aborts = way == "aborted"
             worker.gate_after = 5 if way == "killed" else None
             worker.errors = errors
         router = await stack.enter_async_context(running_router(workers))
@@ -188,6 +189,23 @@ async def test_broken_stream_that_cannot_continue_ends_with_an_error(constraint:
         text = await router_text(router, {**CHAT, **constraint})
         assert '"error"' in text and "[DONE]" not in text
         assert len(one.bodies) + len(other.bodies) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_answer_aborted_before_its_first_token_is_retried(path: str, stream: bool) -> None:
+    body = CHAT if path.endswith("chat/completions") else COMPLETION
+    async with FakeVllm() as one, FakeVllm() as other, running_router([one, other]) as router:
+        one.errors = other.errors = [0]
+        one.aborts = other.aborts = True
+        if stream:
+            events = events_of(await streamed(router, body, path))
+            assert len(text_in(events).split()) == body["max_tokens"]
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        else:
+            answer = (await router.client.post(path, json=body)).json()
+            assert answer["choices"][0]["finish_reason"] == "length"
+        assert len(one.bodies) == len(other.bodies) == 1
 
 
 async def router_text(router: RunningRouter, body: dict[str, Any]) -> str:

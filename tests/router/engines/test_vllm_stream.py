@@ -31,7 +31,7 @@ STREAM = (
     + event("Hi", "[11]")
     + event("", "[12]")
     + event(f"é {TRICKY}", "[13,14]")
-    + event("", "[15]")
+    + event("", "[15]", '"stop"')
     + f'{HEAD},"choices":[],"usage":{{"prompt_tokens":3,"total_tokens":8,"completion_tokens":5}}}}\n\n'
     + "data: [DONE]\n\n"
 ).encode()
@@ -87,6 +87,16 @@ def test_finished_stream_without_its_end_has_an_ending() -> None:
     assert stream.state is not None
     assert b'"completion_tokens":1' in stream.state.ending
     assert stream.state.ending.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    "ending", ["data: [DONE]\n\n", event("", "[]", '"abort"') + "data: [DONE]\n\n"], ids=["bare", "aborted"]
+)
+def test_answer_that_the_worker_gives_up_is_not_complete(ending: str) -> None:
+    stream = VllmStream(StreamOptions())
+    passed = stream.push((ROLE + event("Hi", "[11]") + ending).encode())
+    assert b"abort" not in passed and b"DONE" not in passed and not stream.complete
+    assert stream.state is not None and stream.state.answer == (11,) and not stream.state.ending
 
 
 @pytest.mark.parametrize(("code", "resumable"), [(500, True), (400, False)])
