@@ -78,9 +78,9 @@ def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
     try:
         settings = read_settings(RouterSettings, given)
         logs.begin(settings.log_format, "router")
-        if not settings.decode and not settings.asks_for_workers:
+        if not settings.has_workers:
             raise SetupError(
-                "No workers are configured. Set at least one --decode URL, such as --decode "
+                "No workers are configured. Set at least one --decode or --worker URL, such as --decode "
                 "http://127.0.0.1:8000, or discover workers by --decode-dns or --kubernetes-selector."
             )
         main.run(settings, listening)

@@ -159,8 +159,7 @@ class RouterSettings(GatewaySettings):
     """URL of a prefill worker; repeatable. Without prefill workers, decode workers compute prompts."""
 
     worker: tuple[WorkerUrl, ...] = ()
-    """URL of a worker of role both: any server with OpenAI's API, such as llama.cpp, TGI or Ollama;
-    repeatable. The same as --decode."""
+    """URL of a server with OpenAI's API, such as llama.cpp, TGI or Ollama; repeatable. As --decode."""
 
     engine: Literal["auto", "baton", "vllm", "sglang", "openai"] = "auto"
     """Engine of the workers. auto: the router asks each worker. openai: any server with OpenAI's API."""
@@ -389,6 +388,11 @@ class RouterSettings(GatewaySettings):
 
     tracing_ratio: float = Field(default=1.0, ge=0, le=1)
     """Fraction (0-1) of requests to trace, among those whose `traceparent` does not decide."""
+
+    @property
+    def has_workers(self) -> bool:
+        """Return whether workers that answer requests are listed or discovered."""
+        return bool(self.decode or self.worker or self.asks_for_workers)
 
     @property
     def asks_for_workers(self) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from baton_api import metrics
 from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
+from baton_router.settings import RouterSettings
 
 PROGRAM = """
 import resource
@@ -57,3 +60,17 @@ def test_labeled_histogram_counts_by_bucket() -> None:
         assert counted == sum(value <= bound for value in values)
     assert registry.get_sample_value(f"{name}_bucket", {"le": "+Inf"}) == len(values)
     assert registry.get_sample_value(f"{name}_count") == len(values)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_workers"),
+    [
+        ({"decode": ["http://a:1"]}, True),
+        ({"worker": ["http://a:1"]}, True),
+        ({"decode_dns": "workers:8000"}, True),
+        ({"prefill": ["http://a:1"]}, False),
+        ({}, False),
+    ],
+)
+def test_router_without_workers_that_answer_is_refused(given: dict[str, Any], has_workers: bool) -> None:
+    assert RouterSettings.model_validate(given).has_workers is has_workers
