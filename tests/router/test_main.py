@@ -67,7 +67,7 @@ def test_labeled_histogram_counts_by_bucket() -> None:
     [
         ({"decode": ["http://a:1"]}, True),
         ({"worker": ["http://a:1"]}, True),
-        ({"decode_dns": "workers:8000"}, True),
+        ({"decode_dns": ["workers:8000"]}, True),
         ({"prefill": ["http://a:1"]}, False),
         ({}, False),
     ],
