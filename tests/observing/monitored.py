@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -92,7 +93,7 @@ def running_prometheus(folder: Path, text: str) -> Iterator[Prometheus]:
     folder.mkdir()
     (folder / "prometheus.yml").write_text(text)
     for name, rule in rules.files().items():
-        (folder / name).write_text(rule.replace("interval: 30s", f"interval: {SCRAPE}"))
+        (folder / name).write_text(re.sub(r"interval: \d+s", f"interval: {SCRAPE}", rule))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -98,7 +98,9 @@ def _judge(it: Monitored) -> None:
     evaluated = [rule for group in groups for rule in group["rules"]]
     mapped = sum(len(records) for records in engines.rules().values())
     assert len(evaluated) == len(ALERTS) + len(RECORDING_RULES) + mapped
-    assert not [rule["name"] for rule in evaluated if rule["health"] != "ok"]
+    assert not [
+        (rule["name"], rule["health"], rule.get("lastError")) for rule in evaluated if rule["health"] != "ok"
+    ]
 
     # Every variable of a dashboard has values.
     for board in DASHBOARDS:

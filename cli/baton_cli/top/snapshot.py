@@ -41,7 +41,7 @@ class WorkerRates:
     revision: str
     state: str
     reason: str
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     """Why it serves with less than it was listed for."""
     running: int | None
     waiting: int | None
