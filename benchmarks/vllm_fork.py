@@ -39,6 +39,9 @@ GET_CONTEXT = (
 )
 """Modules of vLLM that choose how a process starts."""
 
+PROGRESS_PAUSE_US = 1000
+"""Pause of NIXL's progress thread. Its Python API has 0, by which each idle worker takes one core whole."""
+
 
 def main() -> None:
     loaded = [name for name in PRELOADED if _loaded(name)]
@@ -77,6 +80,7 @@ def _serve(order: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.environ.update(order["environment"])
     _fork_engines()
+    _pause_progress_threads()
     sys.argv = ["vllm", "serve", *order["arguments"]]
     entry = importlib.import_module("vllm.entrypoints.cli.main")
     try:
@@ -89,6 +93,16 @@ def _fork_engines() -> None:
     """Let vLLM fork its engine too: on CPUs it spawns it, which imports everything again."""
     for name in GET_CONTEXT:
         vars(importlib.import_module(name))["get_mp_context"] = lambda: multiprocessing.get_context("fork")
+
+
+def _pause_progress_threads() -> None:
+    bindings = importlib.import_module("nixl._bindings")
+
+    class Config(bindings.nixlAgentConfig):  # type: ignore[name-defined, misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, PROGRESS_PAUSE_US if name == "pthrDelay" else value)
+
+    vars(importlib.import_module("nixl._api"))["nixlBind"].nixlAgentConfig = Config
 
 
 if __name__ == "__main__":

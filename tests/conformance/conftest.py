@@ -1,4 +1,12 @@
-"""Every case runs against one worker, and against router, prefill and decode worker over NIXL."""
+"""
+Every case runs against one worker, and against router, prefill and decode worker over NIXL.
+
+Servers that run already, such as a router before vLLM workers, are tested with `--server KIND:NAME=URL`:
+
+    pytest tests/conformance --server smollm2:vllm=http://127.0.0.1:8602 --server thinker:vllm=http://127.0.0.1:8702
+
+KIND is the model's: `smollm2`, or `thinker` for that of `scripted.py`. All other cases are skipped.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +26,32 @@ ALWAYS_RELAYED = "--local-prefill-tokens=4"
 """So that even a short prompt of the pair is computed by its prefill worker."""
 
 _running = pytest.StashKey[Deployments]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--server", action="append", default=[], metavar="KIND:NAME=URL", type=parse_server)
+
+
+def parse_server(text: str) -> tuple[tuple[str, str], str]:
+    """
+    >>> parse_server("thinker:vllm=http://127.0.0.1:8000")
+    (('thinker', 'vllm'), 'http://127.0.0.1:8000')
+    """
+    kind, _, rest = text.partition(":")
+    way, _, url = rest.partition("=")
+    return (kind, way), url
+
+
+def servers(config: pytest.Config) -> dict[tuple[str, str], str]:
+    return dict(config.getoption("--server", default=[]))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = any("way" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "way" in metafunc.fixturenames and not chosen:
+        given = dict.fromkeys(way for _, way in servers(metafunc.config))
+        own = [WAYS[0], pytest.param(PAIR, marks=pytest.mark.nixl)]
+        metafunc.parametrize("way", list(given) or own, indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,13 +82,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def deployments(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployments]:
-    running = Deployments(tmp_path_factory.mktemp("conformance"))
+    running = Deployments(tmp_path_factory.mktemp("conformance"), servers(request.config))
     request.session.stash[_running] = running
     yield running
     running.close()
 
 
-@pytest.fixture(params=[WAYS[0], pytest.param(PAIR, marks=pytest.mark.nixl)])
+@pytest.fixture
 def way(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     if chosen == PAIR:

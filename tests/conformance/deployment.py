@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from openai import DefaultHttpxClient, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
@@ -59,8 +60,9 @@ class Deployment:
     way: str
     url: str
     model: str
-    process: subprocess.Popen[str]
-    log: list[str]
+    process: subprocess.Popen[str] | None = None
+    """None: the server was running already."""
+    log: list[str] = field(default_factory=list)
     api_key: str = "None"
     seen_processes: dict[int, psutil.Process] = field(default_factory=dict)
     """Every process that was ever seen here, so that none is left."""
@@ -177,6 +179,7 @@ class Deployment:
     def children(self) -> dict[str, psutil.Process]:
         """The processes that `baton up` started, by role."""
         by_role = {}
+        assert self.process is not None
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 by_role[child.cmdline()[3]] = child
@@ -188,6 +191,8 @@ class Deployment:
         for name in ("client", "http"):
             if name in self.__dict__:
                 self.__dict__[name].close()
+        if self.process is None:
+            return
         if self.process.poll() is None:
             self.children()
             self.process.send_signal(signal.SIGKILL)
@@ -289,8 +294,10 @@ def joined(events: Sequence[dict[str, Any]], index: int = 0, key: str = "content
 class Deployments:
     """Those of one test session: each is started when it is first asked for, and kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, given: Mapping[tuple[str, str], str]) -> None:
+        """`given` has the URLs of running servers by kind and way; if there are any, none is started."""
         self._folder = folder
+        self._given = given
         self._running: dict[tuple[str, str], Deployment] = {}
         self._failed: dict[tuple[str, str], str] = {}
 
@@ -301,6 +308,12 @@ class Deployments:
 
     def get(self, kind: str, way: str, begin: Callable[[str], Deployment]) -> Deployment:
         """The deployment; one that could not be started once is not tried again."""
+        if self._given and (kind, way) not in self._given:
+            pytest.skip(f"--server gives no server of {kind}, {way}")
+        if (kind, way) not in self._running and self._given:
+            url = self._given[kind, way]
+            card = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()["data"][0]
+            self._running[kind, way] = Deployment(way, url, card["id"])
         if (kind, way) not in self._running:
             assert (kind, way) not in self._failed, self._failed[kind, way]
             try:

@@ -173,6 +173,7 @@ def check_a_lost_stream(guarded: Deployment) -> None:
 @contextlib.contextmanager
 def not_restarted(guarded: Deployment) -> Iterator[None]:
     """`baton up` is held, so that a worker that is killed stays away."""
+    assert guarded.process
     guarded.process.send_signal(signal.SIGSTOP)
     try:
         yield
