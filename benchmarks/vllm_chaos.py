@@ -164,7 +164,7 @@ async def faults(
 
 
 async def all_ready(url: str, count: int) -> None:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
         deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             rows = (await client.get(f"{url}/workers")).json()["data"]

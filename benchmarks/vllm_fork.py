@@ -2,7 +2,8 @@
 Starts workers of vLLM on a CPU as forks of one process that has imported it. Runs in vLLM's environment.
 
 A worker of vLLM spends about a minute of processor time on imports: in its API server, and again in its
-engine. Forks skip both and start in seconds. The protocol is one JSON line each way: standard input takes
+engine. Forks skip both and start in seconds. They also wait where vLLM spins, because here many workers share
+few cores. The protocol is one JSON line each way: standard input takes
 `{"arguments": [...], "environment": {...}, "log": PATH}`, the answer is `{"pid": PID}`. Each worker leads a
 process group of its own. Workers that end are reaped, and all end with this process.
 """
@@ -38,6 +39,9 @@ GET_CONTEXT = (
     "vllm.v1.executor.multiproc_executor",
 )
 """Modules of vLLM that choose how a process starts."""
+
+NICENESS = 5
+"""Of workers, so that they do not delay the router and the clients, which elsewhere have their own cores."""
 
 PROGRESS_PAUSE_US = 1000
 """Pause of NIXL's progress thread. Its Python API has 0, by which each idle worker takes one core whole."""
@@ -81,6 +85,8 @@ def _serve(order: dict[str, Any]) -> None:
     os.environ.update(order["environment"])
     _fork_engines()
     _pause_progress_threads()
+    _wait_without_spinning()
+    os.nice(NICENESS)
     sys.argv = ["vllm", "serve", *order["arguments"]]
     entry = importlib.import_module("vllm.entrypoints.cli.main")
     try:
@@ -103,6 +109,12 @@ def _pause_progress_threads() -> None:
             super().__setattr__(name, PROGRESS_PAUSE_US if name == "pthrDelay" else value)
 
     vars(importlib.import_module("nixl._api"))["nixlBind"].nixlAgentConfig = Config
+
+
+def _wait_without_spinning() -> None:
+    """Let engine and worker processes sleep until the other one writes: by default they spin for a second."""
+    broadcast = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    vars(broadcast)["SpinCondition"].__init__.__defaults__ = (0.0,)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from collections.abc import Iterator
 
 
-@lru_cache(64)
-def _lines(name: str) -> re.Pattern[str]:
-    return re.compile(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", re.MULTILINE)
+def _samples(text: str, name: str) -> Iterator[tuple[str, str]]:
+    """
+    Labels and value of each sample of `name`.
+
+    Searches for literals: a regular expression per name would cost a router with 64 workers a whole core.
+    """
+    text = f"\n{text}\n"
+    for start in (f"\n{name}{{", f"\n{name} "):
+        at = text.find(start)
+        while at >= 0:
+            at += len(start)
+            end = text.index("\n", at)
+            labels, _, value = text[at:end].rpartition("} ")
+            yield labels, value
+            at = text.find(start, end)
 
 
 def total(text: str, name: str) -> float | None:
@@ -18,7 +30,7 @@ def total(text: str, name: str) -> float | None:
     >>> total('vllm:num_requests_running{engine="0"} 2.0', "vllm:num_requests_running")
     2.0
     """
-    values = [float(value) for _, value in _lines(name).findall(text)]
+    values = [float(value) for _, value in _samples(text, name)]
     return sum(values) if values else None
 
 
@@ -29,14 +41,14 @@ def mean(text: str, name: str) -> float | None:
     >>> mean('usage{engine="0"} 0.25\\nusage{engine="1"} 0.75', "usage")
     0.5
     """
-    values = [float(value) for _, value in _lines(name).findall(text)]
+    values = [float(value) for _, value in _samples(text, name)]
     return sum(values) / len(values) if values else None
 
 
 def label_values(text: str, name: str) -> dict[str, str]:
     """The labels of the first sample of `name`; empty without one."""
-    sample = _lines(name).search(text)
-    return dict(_LABEL.findall(sample[1] or "")) if sample else {}
+    labels, _ = next(_samples(text, name), ("", ""))
+    return dict(_LABEL.findall(labels))
 
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
