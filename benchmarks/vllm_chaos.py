@@ -151,7 +151,7 @@ async def faults(
         worker = running[role][at]
         if kill:
             worker.signal(signal.SIGKILL)
-            await asyncio.sleep(1)
+            await until_lost(url, worker.url.removeprefix("http://"))
             running[role][at] = workers.start(worker.spec)
         else:
             worker.signal(signal.SIGSTOP)
@@ -161,6 +161,16 @@ async def faults(
             print(f"{number + 1} faults: {ends}", file=sys.stderr, flush=True)
     await all_ready(url, sum(map(len, running.values())))
     await asyncio.sleep(QUIET_S)
+
+
+async def until_lost(url: str, address: str) -> None:
+    """Returns once the router no longer calls this worker ready."""
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        while True:
+            rows = (await client.get(f"{url}/workers")).json()["data"]
+            if all(row["worker"] != address or row["state"] != "ready" for row in rows):
+                return
+            await asyncio.sleep(0.2)
 
 
 async def all_ready(url: str, count: int) -> None:

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 PRELOADED = (
@@ -51,14 +52,24 @@ def main() -> None:
     loaded = [name for name in PRELOADED if _loaded(name)]
     print(json.dumps({"preloaded": loaded}), flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    pids = []
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            _serve(order)
-        pids.append(pid)
-        print(json.dumps({"pid": pid}), flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    pids: list[int] = []
+    try:
+        for line in sys.stdin:
+            order = json.loads(line)
+            pid = os.fork()
+            if not pid:
+                _serve(order)
+            pids.append(pid)
+            print(json.dumps({"pid": pid}), flush=True)
+    except KeyboardInterrupt:
+        return
+    finally:
+        _kill(pids)
+
+
+def _kill(pids: Sequence[int]) -> None:
+    """Kill the process groups of the workers that still run."""
     for pid in pids:
         try:
             os.killpg(pid, signal.SIGKILL)
@@ -77,7 +88,8 @@ def _loaded(name: str) -> bool:
 def _serve(order: dict[str, Any]) -> None:
     """Become `vllm serve`. Does not return."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
