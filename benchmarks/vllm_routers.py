@@ -38,7 +38,7 @@ WORDS = 90
 """Words of each question: about 300 tokens."""
 
 ANSWER_TOKENS = 16
-LOOKED_UP, FOUND = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
 
 
 @dataclass(slots=True)
@@ -46,7 +46,8 @@ class Load:
     """Conversations through one router, and what their turns took."""
 
     url: str
-    turns: int
+    length: int
+    """Questions of a conversation."""
     rng: random.Random
     waits: list[float] = field(default_factory=list)
     """Seconds to the first token of each turn."""
@@ -65,7 +66,7 @@ class Load:
 
     async def _converse(self, client: httpx.AsyncClient) -> None:
         messages: list[dict[str, str]] = []
-        for _ in range(self.turns):
+        for _ in range(self.length):
             words = " ".join(f"word{self.rng.randrange(10_000)}" for _ in range(WORDS))
             messages.append({"role": "user", "content": words})
             answer = await self._ask(client, messages)
@@ -96,13 +97,13 @@ class Load:
 
 def lookups(workers: Sequence[VllmWorker]) -> tuple[float, float]:
     """Tokens that were looked up in the workers' caches, and those that were found."""
-    asked = found = 0.0
+    queries = hits = 0.0
     for worker in workers:
         with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as answer:
             for line in answer.read().decode().splitlines():
-                asked += float(line.split()[-1]) if line.startswith(LOOKED_UP) else 0
-                found += float(line.split()[-1]) if line.startswith(FOUND) else 0
-    return asked, found
+                queries += float(line.split()[-1]) if line.startswith(QUERIES) else 0
+                hits += float(line.split()[-1]) if line.startswith(HITS) else 0
+    return queries, hits
 
 
 def measure(
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--router", action="append", required=True, metavar="NAME=COMMAND")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--conversations", type=int, default=12)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--length", type=int, default=5, help="questions of a conversation")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("build/vllm-routers"))
     given = parser.parse_args()
@@ -158,7 +159,7 @@ def main() -> None:
             for number, router in enumerate(given.router):
                 name, _, template = router.partition("=")
                 rng = random.Random(repeat * len(given.router) + number)
-                load = Load(f"http://127.0.0.1:{ports.router}", given.turns, rng)
+                load = Load(f"http://127.0.0.1:{ports.router}", given.length, rng)
                 size = (given.clients, given.conversations)
                 log = given.out / f"{name}-{repeat}.log"
                 print(name, json.dumps(measure(template, ports, workers, load, size, log)), flush=True)

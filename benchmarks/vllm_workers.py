@@ -41,7 +41,7 @@ REPLAY_OFFSET = 3000
 
 
 def dtype() -> str:
-    """bfloat16 where the processor has instructions for it: without them, PyTorch is ten times slower."""
+    """bfloat16 where the processor has instructions for it: without them, PyTorch is much slower."""
     return "bfloat16" if "bf16" in PROCESSOR.read_text() else "float32"
 
 
