@@ -122,14 +122,14 @@ class Run:
             with running(ports.command(template), log) as process:
                 until_answering(ports.router, MODEL, log)
                 crowd = Crowd(ports.router, self.scale * self.rate)
-                before, start = _processor_s(process), time.perf_counter()
+                before, start = processor_s(process), time.perf_counter()
                 lags = uvloop.run(
                     play(
                         workloads.arrivals(self.workload, self.minutes), crowd, crowd.speed, time.perf_counter
                     )
                 )
                 took = time.perf_counter() - start
-                used = _processor_s(process) - before
+                used = processor_s(process) - before
                 memory = _memory_mb(process)
                 page = f"http://127.0.0.1:{ports.decode[0]}/usage"
                 with urllib.request.urlopen(page, timeout=10) as answer:
@@ -186,7 +186,7 @@ def _at(ordered: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))]
 
 
-def _processor_s(root: psutil.Process) -> float:
+def processor_s(root: psutil.Process) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in (root, *root.children(recursive=True)))
 
 

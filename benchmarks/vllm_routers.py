@@ -26,10 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import psutil
 
 from benchmarks.answering import until_answering
-from benchmarks.replay import Ports, running
+from benchmarks.replay import Ports, processor_s, running
 from benchmarks.vllm_workers import VllmWorker, WorkerSpec, opened
 
 MODEL = "vllm"
@@ -131,10 +130,6 @@ def measure(
         "turns_per_s": round(len(load.waits) / took, 3),
         "router_us_per_turn": round(1e6 * used / len(load.waits)),
     }
-
-
-def processor_s(root: psutil.Process) -> float:
-    return sum(sum(one.cpu_times()[:2]) for one in (root, *root.children(recursive=True)))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ def _samples(text: str, name: str) -> Iterator[tuple[str, str]]:
     """
     Labels and value of each sample of `name`.
 
-    Searches for literals: a regular expression per name would cost a router with 64 workers a whole core.
+    Searches for literals: a regular expression that looks at each line took 18 times as long.
     """
     text = f"\n{text}\n"
     for start in (f"\n{name}{{", f"\n{name} "):

@@ -270,7 +270,7 @@ def test_render_apart_equals_render_in_process() -> None:
     ids=["replace", "join"],
 )
 def test_render_apart_memory_and_output_are_bounded(source: str) -> None:
-    with pytest.raises(TemplateError, match=r"memory|longer|more than 10 s"):
+    with pytest.raises(TemplateError, match=r"memory|longer"):
         render_apart(source, conversation([USER]), {})
 
 
