@@ -98,6 +98,7 @@ def _serve(order: dict[str, Any]) -> None:
     _fork_engines()
     _pause_progress_threads()
     _wait_without_spinning()
+    _leave_cores_free()
     os.nice(NICENESS)
     sys.argv = ["vllm", "serve", *order["arguments"]]
     entry = importlib.import_module("vllm.entrypoints.cli.main")
@@ -127,6 +128,11 @@ def _wait_without_spinning() -> None:
     """Let engine and worker processes sleep until the other one writes: by default they spin for a second."""
     broadcast = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     vars(broadcast)["SpinCondition"].__init__.__defaults__ = (0.0,)
+
+
+def _leave_cores_free() -> None:
+    """Let workers run on any core: vLLM's NIXL connector for CPUs binds each main thread to the last one."""
+    vars(os)["sched_setaffinity"] = lambda pid, cores: None
 
 
 if __name__ == "__main__":
