@@ -1,5 +1,5 @@
 """
-API keys: authentication of clients by the `Authorization` header.
+API keys: authentication of clients by the `Authorization` header, or by Anthropic's `x-api-key`.
 
 Only SHA-256 digests of keys are stored, so a repr or a memory dump does not disclose a key. Keys should be
 long and random, because the digest of a short key can be guessed. A presented key is looked up by a digest
@@ -28,7 +28,20 @@ from pydantic_settings import NoDecode
 from baton_api.errors import SetupError, Unauthorized
 from baton_api.watched import LOOK_S, WatchedFile
 
-__all__ = ["LOOK_S", "NAME", "OPEN_PATHS", "KeyDigest", "KeyDigests", "Keys", "Pepper", "bearer", "read_file"]
+__all__ = [
+    "API_KEY",
+    "AUTHORIZATION",
+    "LOOK_S",
+    "NAME",
+    "OPEN_PATHS",
+    "KeyDigest",
+    "KeyDigests",
+    "Keys",
+    "Pepper",
+    "bearer",
+    "read_file",
+    "with_authorization",
+]
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +171,27 @@ def bearer(authorization: bytes) -> bytes:
     if scheme.lower() != b"bearer" or not key:
         raise Unauthorized(given=False)
     return key
+
+
+AUTHORIZATION = b"authorization"
+API_KEY = b"x-api-key"
+"""The header in which clients of Anthropic's API send their key."""
+
+
+def with_authorization(given: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """
+    Return the headers with a key of `x-api-key` as `Authorization`; a request that has both keeps the latter.
+
+    >>> with_authorization([(b"x-api-key", b"k")])
+    [(b'authorization', b'Bearer k')]
+    """
+    key = next((value for name, value in given if name == API_KEY), None)
+    if key is None:
+        return given
+    kept = [header for header in given if header[0] != API_KEY]
+    if any(name == AUTHORIZATION for name, _ in kept):
+        return kept
+    return [*kept, (AUTHORIZATION, b"Bearer " + key)]
 
 
 def read_file(path: Path) -> tuple[KeyDigest, ...]:

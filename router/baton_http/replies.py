@@ -1,5 +1,5 @@
 """
-The router's own responses: JSON, the request id, and errors in OpenAI's format.
+The router's own responses: JSON, the request id, and errors in the format of the path's API.
 
 Workers' responses do not pass here; they are forwarded unchanged.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from baton_api import headers
+from baton_api import anthropic, headers
 from baton_api.errors import BatonError
 
 Scope = MutableMapping[str, Any]
@@ -26,12 +26,20 @@ _VISIBLE = re.compile(rb"[!-~]{1,128}")
 _encoder = msgspec.json.Encoder()
 
 
-async def send_error(send: Send, error: BatonError, request_id: bytes, close: bool = False) -> None:
-    """Send `error` as the whole response; `close` ends the connection, as when a body was not read."""
+async def send_error(
+    send: Send, error: BatonError, request_id: bytes, close: bool = False, path: str = ""
+) -> None:
+    """
+    Send `error` as the whole response, in the shape of the API of `path`.
+
+    `close` ends the connection, as when a body was not read.
+    """
     more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    more += [(name, request_id) for name in anthropic.id_headers(path) if name != REQUEST_ID]
     if close:
         more.append((b"connection", b"close"))
-    await send_json(send, error.status, _encoder.encode(error.body()), request_id, more)
+    body = anthropic.error_body(error, path, request_id.decode())
+    await send_json(send, error.status, _encoder.encode(body), request_id, more)
 
 
 async def send_json(

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from baton_api.errors import BatonError
 
 DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")
+MESSAGE_STOP = (b'\ndata: {"type":"message_stop"}', b'\ndata: {"type": "message_stop"}')
+"""Last lines of a stream of `/v1/messages`; vLLM adds the one of a stream of chunks."""
+
+TAIL = 64
+"""Bytes at the end of a stream that show whether it is complete."""
 
 LAST_RESPONSE = tuple(b"event: response.%b\n" % how for how in (b"completed", b"incomplete", b"failed"))
 """First lines of the last event of `/v1/responses`. Other data cannot begin with them, because JSON has no
@@ -31,6 +36,9 @@ class EventStream:
     """The lines of one stream."""
 
     __slots__ = ("_rest", "_tail", "tokens")
+
+    ends: ClassVar[tuple[bytes, ...]] = DONE
+    """Last lines of a complete stream."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -51,7 +59,7 @@ class EventStream:
     @property
     def complete(self) -> bool:
         """Whether the last event that passed ends the stream."""
-        return self._tail.rstrip().endswith(DONE)
+        return self._tail.rstrip().endswith(self.ends)
 
     @property
     def idles(self) -> bool:
@@ -67,13 +75,13 @@ class EventStream:
             end = piece.rfind(b"\n") + 1
             self._rest = piece[end:]
             piece = piece[:end]
-        self._tail = (self._tail + piece[-32:])[-32:]
+        self._tail = (self._tail + piece[-TAIL:])[-TAIL:]
         return piece
 
     def finish(self) -> bytes:
         """The rest after the worker's last byte."""
         piece, self._rest = self._rest, b""
-        self._tail = (self._tail + piece[-32:])[-32:]
+        self._tail = (self._tail + piece[-TAIL:])[-TAIL:]
         return piece
 
     def error(self, error: BatonError) -> bytes:

@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 
-from baton_api import mutual_tls, openapi, response_store
+from baton_api import anthropic, mutual_tls, openapi, response_store
 from baton_api.errors import (
     BatonError,
     InternalError,
@@ -176,7 +176,7 @@ class RouterApp:
         except BatonError as error:
             if path in FORWARDED:
                 self.metrics.counters.refused(path, error.status)
-            await send_error(send, error, request_id(scope["headers"]))
+            await send_error(send, error, request_id(scope["headers"]), path=path)
             return
         if scope["method"] == "POST" and path == responses.PATH:
             await self._responses(scope, receive, send)
@@ -371,26 +371,28 @@ def _add_responses(app: FastAPI, router: RouterApp) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BatonError)
     async def ours(request: Request, error: BatonError) -> JSONResponse:
-        return _error_response(error_for(error, tenant_of(request.scope)))
+        return _error_response(request, error_for(error, tenant_of(request.scope)))
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> JSONResponse:
         method, path = request.method, request.url.path
         if error.status_code == 405 or path in FORWARDED or path in ADMIN_PATHS:
             allowed = ADMIN_PATHS.get(path) or (error.headers or {}).get("Allow") or "POST"
-            return _error_response(MethodNotAllowed(method, path, allowed))
+            return _error_response(request, MethodNotAllowed(method, path, allowed))
         if error.status_code == 404:
-            return _error_response(RouteNotFound(method, path))
-        return _error_response(InvalidRequest(str(error.detail)))
+            return _error_response(request, RouteNotFound(method, path))
+        return _error_response(request, InvalidRequest(str(error.detail)))
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return _error_response(InternalError())  # starlette raises it again for the log
+        return _error_response(request, InternalError())  # starlette raises it again for the log
 
 
 def _json_bytes(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _error_response(error: BatonError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+def _error_response(request: Request, error: BatonError) -> JSONResponse:
+    id = request_id(request.scope["headers"]).decode()
+    body = anthropic.error_body(error, request.url.path, id)
+    return JSONResponse(body, error.status, headers=error.headers)

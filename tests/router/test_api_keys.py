@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from baton_api import anthropic
 from baton_api import headers as header_names
 from baton_api.errors import SetupError, Unauthorized
 from baton_router.app import create_app
@@ -135,3 +136,44 @@ def test_router_without_keys_on_a_public_address_warns(
     assert [line.startswith("WARNING: any client that reaches 0.0.0.0:8080") for line in loud] == [
         True
     ] * warned
+
+
+MESSAGE = {"model": "tiny", "max_tokens": 8, "messages": QUESTION["messages"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({}, "Bearer client"),
+        ({"api_key": ["client"]}, None),
+        ({"api_key": ["client"], "worker_api_key": "ours"}, "Bearer ours"),
+    ],
+)
+async def test_key_of_anthropics_clients_is_authorization(settings: dict[str, Any], seen: str | None) -> None:
+    async with FakeWorker() as worker, running_router([worker], **settings) as router:
+        keys = {"x-api-key": "client", "anthropic-version": "2023-06-01"}
+        answer = await router.client.post(anthropic.MESSAGES, json=MESSAGE, headers=keys)
+        assert answer.status_code == 200
+        (request,) = worker.requests
+        assert request.header("authorization") == seen
+        assert request.header("x-api-key") is None
+        assert request.header("anthropic-version") == "2023-06-01"
+
+
+async def test_error_of_messages_has_anthropics_shape() -> None:
+    async with FakeWorker() as worker, running_router([worker], api_key=["k-1"]) as router:
+        post = router.client.post
+        refused = await post(anthropic.MESSAGES, json=MESSAGE, headers={"x-api-key": "k-2"})
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
+        keys = {"x-api-key": "k-1"}
+        unknown = await post(anthropic.COUNT_TOKENS, json={**MESSAGE, "model": "no"}, headers=keys)
+        invalid = await post(anthropic.MESSAGES, content=b"{", headers=keys)
+        wrong = await router.client.get(anthropic.MESSAGES, headers=keys)
+        for answer, status, kind in (
+            (unknown, 404, "not_found_error"),
+            (invalid, 400, "invalid_request_error"),
+            (wrong, 405, "invalid_request_error"),
+        ):
+            assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+            assert answer.json()["type"] == "error"

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from baton_api.errors import WorkerLost
+from baton_api import anthropic
+from baton_api.errors import InternalError, WorkerLost
 from baton_api.resuming import Beginning, Resumption, begin_line, tokens_line, with_resumption
-from baton_router.proxy.resume_state import ResumableStream
+from baton_router.proxy.resume_state import MessageStream, ResumableStream
 
 BEGUN = Beginning("chatcmpl-1", 1700000000, 42, 16)
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -139,3 +140,36 @@ def test_answer_tokens_are_counted_for_each_worker() -> None:
     silent = ResumableStream()
     silent.push(EVENTS)
     assert silent.generated is None
+
+
+MESSAGE = [
+    begin_line(Beginning("msg_1", 1700000000, 42, 16)),
+    anthropic.event("message_start", {"message": {"id": "msg_1"}}) + tokens_line([5], ended=False),
+    anthropic.event("content_block_delta", {"delta": {"text": '\ndata: {"type":"message_stop"}'}})
+    + tokens_line([6], ended=False),
+    anthropic.event("message_delta", {"delta": {"stop_reason": "end_turn"}}) + tokens_line([2], ended=True),
+    anthropic.event("message_stop", {}),
+]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_message_stream_is_complete_at_its_stop(seed: int) -> None:
+    whole, rng = b"".join(MESSAGE), random.Random(seed)
+    stream, passed = MessageStream(), b""
+    for piece in pieces(whole, rng):
+        passed += stream.push(piece)
+        assert stream.complete == passed.endswith(MESSAGE[-1])
+    assert passed.count(b"\n\n") == 4 and b"baton" not in passed
+    resumption = stream.resumption
+    assert resumption is not None and (resumption.tokens, resumption.ended) == ([5, 6, 2], True)
+
+
+def test_message_stream_failure_has_the_shape_of_its_api() -> None:
+    stream = MessageStream()
+    stream.push(MESSAGE[0] + MESSAGE[1])
+    own = stream.error(WorkerLost("a worker", "reset"))
+    assert own.startswith(b"event: error\ndata: ")
+    assert json.loads(own.split(b"data: ")[1])["error"]["type"] == "overloaded_error"
+    reported = anthropic.error_event(InternalError())
+    stream.push(reported)
+    assert stream.error(WorkerLost("a worker", "reset")) == reported

@@ -63,6 +63,7 @@ def schemas() -> dict[str, Schema]:
         **_responses(),
         **_embeddings_and_tokens(),
         "Generated": _generated(),
+        **_messages(),
         "Aborted": whole({"aborted": COUNT}),
         "Flushed": whole({"flushed_blocks": COUNT}),
         "Version": whole({"version": TEXT, "server": TEXT}),
@@ -221,6 +222,28 @@ def _responses() -> dict[str, Schema]:
             "last_id": nullable(TEXT),
             "has_more": BOOLEAN,
         }),
+    }  # fmt: skip
+
+
+def _messages() -> dict[str, Schema]:
+    """Return the schemas of answers in Anthropic's format."""
+    reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
+    usage = {"input_tokens": COUNT, "cache_creation_input_tokens": COUNT, "cache_read_input_tokens": COUNT}
+    error = whole({"type": TEXT, "message": TEXT | {"minLength": 1}})
+    return {
+        "MessageAnswer": whole({
+            "id": {"type": "string", "pattern": "^msg_"},
+            "type": exactly("message"),
+            "role": exactly("assistant"),
+            "model": TEXT,
+            "content": array(whole({"type": one_of("text", "thinking", "tool_use")})),
+            "stop_reason": one_of(*reasons),
+            "stop_sequence": nullable(TEXT),
+            "usage": whole(usage | {"output_tokens": COUNT}),
+        }),
+        "MessageEvent": whole({"type": TEXT}),
+        "MessageTokens": whole({"input_tokens": COUNT}),
+        "MessageError": whole({"type": exactly("error"), "error": error, "request_id": TEXT}),
     }  # fmt: skip
 
 

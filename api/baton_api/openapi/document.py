@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton_api import __version__, limits
+from baton_api import __version__, anthropic, limits
 from baton_api import headers as header_names
 from baton_api.openapi import answers, kept, requests
 from baton_api.openapi.values import COUNT, TEXT, Schema, one_of, ref
@@ -52,6 +52,8 @@ class Operation:
     kind: str = "application/json"
     sent_as: str = "application/json"
     served_by: Sequence[str] = field(default=("worker", "router"))
+    error: str = "Error"
+    """Name of the schema of errors."""
 
     def described(self, path: str) -> Schema:
         """Return the operation object of OpenAPI."""
@@ -65,7 +67,8 @@ class Operation:
         operation: Schema = {
             "operationId": f"{self.method}{path.replace('/', '_').replace('{', '').replace('}', '')}",
             "summary": self.summary,
-            "responses": {"200": success} | {str(status): _error(status) for status in sorted(self.statuses)},
+            "responses": {"200": success}
+            | {str(status): _error(status, self.error) for status in sorted(self.statuses)},
         }
         if self.request:
             body = {self.sent_as: {"schema": ref(self.request)}}
@@ -88,7 +91,7 @@ def document(models: Sequence[str], server: str, *, keyed: bool = False) -> Sche
         "info": {
             "title": "Baton",
             "version": __version__,
-            "description": f"The OpenAI API and the operations of a Baton {server}.",
+            "description": f"The APIs of OpenAI and Anthropic, and the operations of a Baton {server}.",
         },
         "servers": [{"url": "/"}],
         "paths": paths,
@@ -121,7 +124,7 @@ def _headers() -> Schema:
     }
 
 
-def _error(status: int) -> Schema:
+def _error(status: int, schema: str) -> Schema:
     headers = _headers()
     if status == 503:
         wait = COUNT | {"minimum": 1, "maximum": 120}
@@ -129,7 +132,7 @@ def _error(status: int) -> Schema:
     return {
         "description": ERRORS[status],
         "headers": headers,
-        "content": {"application/json": {"schema": ref("Error")}},
+        "content": {"application/json": {"schema": ref(schema)}},
     }
 
 
@@ -153,6 +156,10 @@ def _operations() -> Iterator[Operation]:
                     statuses=GENERATING)  # fmt: skip
     yield Operation("post", "/v1/responses", "Create a response", "Response",
                     "ResponseRequest", "ResponseEvent", GENERATING)  # fmt: skip
+    yield Operation("post", anthropic.MESSAGES, "Create a message in Anthropic's format", "MessageAnswer",
+                    "MessagesRequest", "MessageEvent", GENERATING, error="MessageError")  # fmt: skip
+    yield Operation("post", anthropic.COUNT_TOKENS, "Count the tokens of a message's prompt", "MessageTokens",
+                    "CountTokensRequest", statuses=WITH_A_BODY, error="MessageError")  # fmt: skip
     one = (_in_path("response_id"),)
     kept = (*ALWAYS, 400, 404)
     yield Operation("get", "/v1/responses/{response_id}", "Get a stored response", "Response",

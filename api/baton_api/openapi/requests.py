@@ -117,6 +117,7 @@ def schemas(models: Sequence[str]) -> dict[str, Schema]:
         "EmbeddingRequest": _embedding(model),
         "ResponseRequest": _response(model),
         "GenerateRequest": _generate(),
+        **_messages(model),
         **_tokens(model),
     }
 
@@ -284,6 +285,36 @@ def _response(model: Schema) -> Schema:
         safety_identifier=text(limits.SAFETY_IDENTIFIER),
     )
     return record(own | shared | more, ["model"])
+
+
+def _messages(model: Schema) -> dict[str, Schema]:
+    """Return the schemas of requests in Anthropic's format."""
+    block = record({"type": TEXT}, ["type"])
+    roles = one_of("user", "assistant", "system")
+    message = record(
+        {"role": roles, "content": either(TEXT, array(block, limits.PARTS))}, ["role", "content"]
+    )
+    tool = record(
+        {"name": text(limits.TOOL_NAME) | {"pattern": "^[A-Za-z0-9_-]+$"}, "input_schema": OBJECT}
+        | optional(type=exactly("custom"), description=text(limits.TOOL_DESCRIPTION), strict=BOOLEAN),
+        ["name", "input_schema"],
+    )
+    prompt = {"model": model, "messages": array(message, limits.MESSAGES)} | optional(
+        system=either(TEXT, array(block)),
+        tools=array(tool, limits.TOOLS),
+        tool_choice=record({"type": one_of("auto", "any", "tool", "none")}, ["type"]),
+        thinking=record({"type": one_of("enabled", "adaptive", "disabled")}, ["type"]),
+        output_config=record(optional(effort=one_of(*EFFORTS), format=OBJECT)),
+        chat_template_kwargs=mapping(ANYTHING, limits.TEMPLATE_KWARGS),
+    )
+    names = ("temperature", "top_p", "top_k", "stream", "seed", "cache_salt", "request_id")
+    shared = {name: schema for name, schema in (SAMPLING | SHOWN).items() if name in names}
+    more = optional(stop_sequences=array(text(limits.STOP), limits.STOPS), metadata=OBJECT)
+    answer = {"max_tokens": integer(limits.MAX_TOKENS)}
+    return {
+        "MessagesRequest": record(prompt | answer | shared | more, ["model", "messages", "max_tokens"]),
+        "CountTokensRequest": record(prompt, ["model", "messages"]),
+    }
 
 
 def _generate() -> Schema:

@@ -44,9 +44,12 @@ class BatonEngine:
         return await call.upstreams.get(worker).request(call.head(worker, len(body)), body, call.holder)
 
     def stream(self, call: Call) -> EventStream | None:
-        if isinstance(call.state, BatonState):
-            return ResumableStream(call.state.resumption)
-        return call.request.events() if call.request.events is not None else None
+        events = call.request.events
+        if events is None:
+            return None
+        if isinstance(call.state, BatonState) and issubclass(events, ResumableStream):
+            return events(call.state.resumption)
+        return events()
 
     def report(
         self, call: Call, given: Headers, events: EventStream | None, opening: bytes

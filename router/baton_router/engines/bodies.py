@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from baton_api import anthropic
 from baton_api.errors import ModelNotFound
 
 INVALID_REQUEST = "invalid_request_error"
@@ -62,7 +63,7 @@ def openai_error(status: int, body: bytes, path: str = "") -> bytes:
     """
     The body of an engine's error in OpenAI's shape: a type of OpenAI's, and no status in place of a code.
 
-    `path` of the request is named if the engine does not serve it.
+    `path` of the request is named if the engine does not serve it. Anthropic's paths have its shape instead.
 
     >>> openai_error(400, b'{"error":{"message":"No.","type":"BadRequestError","code":400}}')
     b'{"error":{"message":"No.","type":"invalid_request_error","param":null,"code":null}}'
@@ -70,11 +71,12 @@ def openai_error(status: int, body: bytes, path: str = "") -> bytes:
     try:
         given = _errors.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return _encoded(status, _Error(body.decode("utf-8", "replace")[:1000] or f"status {status}"))
+        text = body.decode("utf-8", "replace")[:1000]
+        return _encoded(status, _Error(text or f"status {status}"), path)
     error = given.error if isinstance(given.error, _Error) else _Error(_message(status, given))
     if path and error.message in UNROUTED:
         error = _Error(f"The workers that have the requested model do not serve POST {path}.", code=UNSERVED)
-    return _encoded(status, error)
+    return _encoded(status, error, path)
 
 
 def _message(status: int, given: _ErrorBody) -> str:
@@ -93,7 +95,9 @@ def _detail(one: Any) -> str:
     return f"{place}: {one.get('msg', '')}" if place else str(one.get("msg", one))
 
 
-def _encoded(status: int, given: _Error) -> bytes:
+def _encoded(status: int, given: _Error, path: str) -> bytes:
+    if path in anthropic.PATHS:
+        return msgspec.json.encode(anthropic.error_object(status, given.message))
     kind = _NAMED_TYPES.get(status, INVALID_REQUEST if status < 500 else SERVER_ERROR)
     code = given.code if isinstance(given.code, str) else None
     if code is None and status == 404 and "model" in given.message.lower():

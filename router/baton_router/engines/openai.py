@@ -43,7 +43,7 @@ class OpenAiEngine:
         return await call.upstreams.get(worker).request(call.head(worker, len(body)), body, call.holder)
 
     def stream(self, call: Call) -> EventStream | None:
-        return EventStream() if call.request.events is not None else None
+        return call.request.events() if call.request.events is not None else None
 
     def report(
         self, call: Call, given: Headers, events: EventStream | None, opening: bytes

@@ -139,7 +139,7 @@ class SglangEngine:
         return exchange
 
     def stream(self, call: Call) -> EventStream | None:
-        return EventStream() if call.request.events is not None else None
+        return call.request.events() if call.request.events is not None else None
 
     def report(
         self, call: Call, given: Headers, events: EventStream | None, opening: bytes

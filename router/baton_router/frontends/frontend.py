@@ -78,7 +78,7 @@ class Frontend:
                 await self.access.enter(scope)
             except BatonError as error:
                 self.metrics.counters.refused(path, error.status)
-                await send_error(send, error, request_id(scope["headers"]))
+                await send_error(send, error, request_id(scope["headers"]), path=path)
             else:
                 await (self._response if path == responses.PATH else self._proxy)(scope, receive, send)
         elif path in OPEN_PATHS and (status := self._own_status(path)):

@@ -15,13 +15,14 @@ from asyncio import get_running_loop
 from baton_api import headers, tickets
 from baton_api.engines import EngineKind
 from baton_api.errors import NotReady
+from baton_api.keys import API_KEY, AUTHORIZATION
 from baton_http.replies import REQUEST_ID
 from baton_http.upstream import Headers
 from baton_router.engines import sglang, vllm
 from baton_router.engines.bodies import with_members
 from baton_router.gateway.messages import DESTINATION
 from baton_router.proxy import responses
-from baton_router.proxy.forwarding import AUTHORIZATION, PREFILL, SALT, TICKET, WorkerCredentials
+from baton_router.proxy.forwarding import PREFILL, SALT, TICKET, WorkerCredentials
 from baton_router.proxy.routed_request import CLASS, RoutedRequest
 from baton_router.scheduling.picker import Grant
 
@@ -104,4 +105,6 @@ def removed_headers(given: Headers, set_fields: Headers, credentials: WorkerCred
     removed = {name for name in names if name.startswith(_OURS) or name == _READ_BY_ROUTER}
     if not credentials.passes_keys and AUTHORIZATION not in kept:
         removed.add(AUTHORIZATION.decode())
+    if not credentials.passes_keys:
+        removed.add(API_KEY.decode())
     return sorted(removed)

@@ -221,7 +221,9 @@ class GatewayExchange:
         self._rejected = error.status
         if self.response is not None:
             self.response.release()
-        return messages.rejection(error_for(error, tenant_of(self._scope)), self._id)
+        return messages.rejection(
+            error_for(error, tenant_of(self._scope)), self._id, self._scope.get("path", "")
+        )
 
     def _end(self) -> None:
         if self.response is not None:

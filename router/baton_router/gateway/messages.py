@@ -15,8 +15,9 @@ from envoy.config.core.v3 import base_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
+from baton_api import anthropic
 from baton_api.errors import BatonError, NotInTime, Overloaded
-from baton_http.replies import REQUEST_ID, Scope
+from baton_http.replies import Scope
 from baton_http.upstream import Headers
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -189,12 +190,14 @@ def immediate(status: int, body: bytes, set_fields: Headers) -> ProcessingRespon
     return ext_proc.ProcessingResponse(immediate_response=response)
 
 
-def rejection(error: BatonError, request_id: bytes) -> ProcessingResponse:
-    """An error for the client; 429 for requests that are dropped under load."""
+def rejection(error: BatonError, request_id: bytes, path: str) -> ProcessingResponse:
+    """An error for the client of `path`; 429 for requests that are dropped under load."""
     status = DROPPED if isinstance(error, Overloaded | NotInTime) else error.status
-    set_fields = [(b"content-type", b"application/json"), (REQUEST_ID, request_id)]
+    set_fields = [(b"content-type", b"application/json")]
+    set_fields += [(name, request_id) for name in anthropic.id_headers(path)]
     set_fields += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    return immediate(status, _encoder.encode(error.body()), set_fields)
+    body = anthropic.error_body(error, path, request_id.decode())
+    return immediate(status, _encoder.encode(body), set_fields)
 
 
 def _common(mutation: Any) -> Any:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from baton_api import headers, tickets, trace_context
+from baton_api import anthropic, headers, tickets, trace_context
+from baton_api.keys import AUTHORIZATION
 from baton_api.reports import PromptReport
 from baton_http.replies import REQUEST_ID
 from baton_http.upstream import Headers
@@ -24,6 +25,7 @@ FORWARDED = frozenset(
         "/v1/completions",
         "/v1/embeddings",
         "/v1/responses",
+        *anthropic.PATHS,
         "/v1/tokenize",
         "/v1/detokenize",
         "/generate",
@@ -71,7 +73,6 @@ _REQUEST_ONLY = CONNECTION_HEADERS | {
 }
 _RESPONSE_ONLY = CONNECTION_HEADERS | {b"server", b"date", REQUEST_ID}
 
-AUTHORIZATION = b"authorization"
 _REQUEST_ONLY_KEYED = _REQUEST_ONLY | {AUTHORIZATION}
 _NOT_FORWARDED = {
     (False, False): _REQUEST_ONLY,

@@ -365,7 +365,8 @@ class Proxy:
         client, tenant = proxied.client, tenant_of(scope)
         if not client.started:
             proxied.status = error.status
-            await send_error(send, error_for(error, tenant), proxied.id, close=not client.read)
+            shown, close = error_for(error, tenant), not client.read
+            await send_error(send, shown, proxied.id, close=close, path=scope["path"])
             return
         cause = error.cause if isinstance(error, UpstreamLost) else "router"
         self._metrics.cut.labels(cause).inc()

@@ -8,25 +8,30 @@ that is resumed are therefore the same, wherever the connection breaks.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
+from baton_api import anthropic
 from baton_api.errors import BatonError
 from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_tokens
-from baton_http.sse import DONE, EventStream
+from baton_http.sse import DONE, MESSAGE_STOP, EventStream
 
 WAITING_LIMIT = 1024 * 1024
 """Bytes of events that wait for their tokens; a worker that sends more has stopped reporting tokens."""
 
 _COMMENT = b"\n: baton-"
 _BEGINS = b"\n" + BEGINS
-_FAILURE = b'\ndata: {"error"'
 _beginning = msgspec.json.Decoder(Beginning)
 
 
 class ResumableStream(EventStream):
-    """A stream of chunks whose worker was asked to report its tokens."""
+    """A stream of events whose worker was asked to report its tokens."""
 
     __slots__ = ("_before", "_begun", "_ended", "_tokens", "_waiting", "_watching")
+
+    failures: ClassVar[bytes] = b'\ndata: {"error"'
+    """Beginning of the event with which a worker ends a failed stream."""
 
     def __init__(self, before: Resumption | None = None) -> None:
         """`before` is the part of the answer that had been forwarded before the stream was resumed."""
@@ -70,7 +75,7 @@ class ResumableStream(EventStream):
 
     @property
     def _failure(self) -> bytes:
-        at = self._waiting.find(_FAILURE)
+        at = self._waiting.find(self.failures)
         return self._waiting[at:] if at >= 0 and self._waiting.endswith(b"\n\n") else b""
 
     def _with_tokens(self, piece: bytes) -> bytes:
@@ -93,7 +98,7 @@ class ResumableStream(EventStream):
         """Whether this needs no tokens: the end of the stream, a comment, or more than can wait."""
         comment = waiting.startswith(b"\n:") and waiting.endswith(b"\n\n") and b"\ndata:" not in waiting
         own = waiting.startswith(_COMMENT)
-        return DONE[0] in waiting or (comment and not own) or len(waiting) > WAITING_LIMIT
+        return self.ends[0] in waiting or (comment and not own) or len(waiting) > WAITING_LIMIT
 
     def _note(self, line: bytes) -> None:
         if line.startswith(BEGINS):
@@ -103,3 +108,15 @@ class ResumableStream(EventStream):
             self._tokens += tokens
             self.tokens = len(self._tokens)
             self._ended = self._ended or ended
+
+
+class MessageStream(ResumableStream):
+    """The typed events of `/v1/messages`; the last one says that the message is complete."""
+
+    __slots__ = ()
+
+    ends = (*MESSAGE_STOP, *DONE)
+    failures = b"\nevent: error\n"
+
+    def error(self, error: BatonError) -> bytes:
+        return super().error(error) if self._failure else self._apart() + anthropic.error_event(error)

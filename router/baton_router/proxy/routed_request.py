@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest as digest
 
-from baton_api import headers
+from baton_api import anthropic, headers
 from baton_api.errors import (
     MISSING_REQUIRED_PARAMETER,
     UNSUPPORTED_PARAMETER,
@@ -29,7 +29,7 @@ from baton_http.sse import EventStream, ResponseStream
 from baton_http.upstream import Headers
 from baton_router.cache import prompt_chunks
 from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage
-from baton_router.proxy.resume_state import ResumableStream
+from baton_router.proxy.resume_state import MessageStream, ResumableStream
 from baton_router.scheduling.direct_route import DirectRoute
 from baton_router.scheduling.picker import PickRequest
 from baton_router.tenants.tenants import CLASSES, DEFAULT_TENANT, Tenant
@@ -43,6 +43,7 @@ STREAMS: dict[str, type[EventStream]] = {
     "/v1/completions": ResumableStream,
     "/generate": EventStream,
     "/v1/responses": ResponseStream,
+    anthropic.MESSAGES: MessageStream,
 }
 """Paths whose streams end with something; others end with the last byte."""
 
@@ -81,6 +82,8 @@ class RequestBody(AnswerOptions):
     prompt: msgspec.Raw = _ABSENT
     input: msgspec.Raw = _ABSENT
     tools: msgspec.Raw = _ABSENT
+    system: Any = None
+    """Instructions, which Anthropic's API has apart from the messages."""
 
 
 class ChatBody(AnswerOptions, kw_only=True):
@@ -183,7 +186,7 @@ class RoutedRequest:
     @property
     def resumable(self) -> bool:
         """Whether the worker reports the state that another worker needs to continue the answer."""
-        return self.events is ResumableStream
+        return self.events is not None and issubclass(self.events, ResumableStream)
 
 
 def _check_model(allowed: frozenset[str], model: str | None) -> None:
@@ -228,7 +231,10 @@ def _root(salt: str, cache_salt: object, model: str | None) -> int:
 def _prompt(body: RequestBody, root: int) -> PromptChunks:
     if body.messages:
         try:
-            return prompt_chunks.chunk_messages(_messages.decode(body.messages), body.tools, root)
+            messages = _messages.decode(body.messages)
+            if body.system is not None:
+                messages.insert(0, PromptMessage("system", body.system))
+            return prompt_chunks.chunk_messages(messages, body.tools, root)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return prompt_chunks.chunk_text(bytes(body.messages), root)
     raw = body.prompt or body.input

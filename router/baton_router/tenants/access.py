@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton_api import runner_tokens
 from baton_api.errors import BatonError, Forbidden, ModelNotFound, NotReady, SetupError, Unauthorized
-from baton_api.keys import OPEN_PATHS, Keys, bearer
+from baton_api.keys import AUTHORIZATION, OPEN_PATHS, Keys, bearer, with_authorization
 from baton_batches.runner_credentials import RunnerSecret
 from baton_http.replies import Scope
 from baton_router.settings import RouterSettings
@@ -103,10 +103,11 @@ class Authenticator:
 
     async def enter(self, scope: Scope) -> None:
         """
-        Authenticate a request, and store its tenant in its scope.
+        Authenticate a request, and store its tenant in its scope. `x-api-key` becomes `Authorization`.
 
         Raises Unauthorized, Forbidden, or NotReady if an issuer's keys cannot be had.
         """
+        scope["headers"] = with_authorization(scope["headers"])
         path = scope["path"]
         key = authorization(scope)
         if key.startswith(RUNNER_AUTHORIZATION):
@@ -178,7 +179,7 @@ class Authenticator:
 
 def authorization(scope: Scope) -> bytes:
     """Return the Authorization header; empty without one."""
-    return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    return next((value for name, value in scope["headers"] if name == AUTHORIZATION), b"")
 
 
 def tenant_of(scope: Scope) -> Tenant:
@@ -245,7 +246,7 @@ class RunnerAuthenticator:
         if token is None or token.epoch == runner_tokens.START or scope["path"] not in RUNNER_PATHS:
             raise Unauthorized
         scope[OWNER] = owner = bytes.fromhex(token.owner)
-        scope["headers"] = [header for header in scope["headers"] if header[0] != b"authorization"]
+        scope["headers"] = [header for header in scope["headers"] if header[0] != AUTHORIZATION]
         tenant = self._tenant(owner)
         if tenant is None:
             raise NotReady(f"The owner of {token.batch} is no longer let in: the batch is stopped soon.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton_api import headers
+from baton_api import anthropic, headers
 from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_tokens, with_resumption
 from tests.engine.api.api import MODEL, USER, Api, open_api
 
@@ -77,6 +77,10 @@ def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     return CHAT, {"model": MODEL, "messages": USER, "stream": True, "stream_options": usage, **fields}
 
 
+def message(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return anthropic.MESSAGES, {"model": MODEL, "messages": USER, "stream": True, **fields}
+
+
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
     return COMPLETIONS, {"model": MODEL, "prompt": "Once", "stream": True, **fields}
 
@@ -97,6 +101,15 @@ REQUESTS = {
         tools=[{"type": "function", "function": {"name": "f", "parameters": {
             "type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}}}],
         tool_choice="required",
+    ),
+    "a message": message(temperature=1, max_tokens=24, seed=11),
+    "a message that calls": message(
+        temperature=1,
+        max_tokens=120,
+        seed=12,
+        tools=[{"name": "f", "input_schema": {
+            "type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}}],
+        tool_choice={"type": "any"},
     ),
     "a completion": completion(temperature=1, max_tokens=24, seed=10, logprobs=1),
     "an echo": completion(temperature=0, max_tokens=12, echo=True),

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from baton_api import anthropic
 from baton_api.headers import REQUEST_ID
 from tests.router.engines.fake_engine import FakeEngine, error, generate, health, render, text_of, tokenize
 
@@ -95,6 +96,7 @@ class FakeVllm(FakeEngine):
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
             Route("/v1/responses", self._response, methods=["POST"]),
+            Route(anthropic.MESSAGES, self._message, methods=["POST"]),
             Route("/tokenize", self._tokens, methods=["POST"]),
             Route("/detokenize", self._text, methods=["POST"]),
             *([Route("/v1/embeddings", self._embeddings, methods=["POST"])] if self.embeds else []),
@@ -135,6 +137,32 @@ class FakeVllm(FakeEngine):
         events.append({"type": "response.completed", "response": whole})
         lines = [f"event: {one['type']}\ndata: {compact(one)}\n\n" for one in events]
         return StreamingResponse(iter(lines), media_type="text/event-stream")
+
+    async def _message(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if not body.get("max_tokens"):
+            return JSONResponse(
+                {"type": "error", "error": {"type": "BadRequestError", "message": "No."}}, 400
+            )
+        answer = [
+            text_of(token) for token in generate(tokenize(json.dumps(body["messages"])), body["max_tokens"])
+        ]
+        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": self.model}
+        usage = {"input_tokens": 3, "output_tokens": len(answer)}
+        if not body.get("stream"):
+            content = [{"type": "text", "text": "".join(answer)}]
+            return JSONResponse({**message, "content": content, "stop_reason": "end_turn", "usage": usage})
+        place = {"index": 0}
+        events = [anthropic.event("message_start", {"message": {**message, "content": [], "usage": usage}})]
+        block = {"type": "text", "text": ""}
+        events += [anthropic.event("content_block_start", {**place, "content_block": block})]
+        deltas = [{"type": "text_delta", "text": text} for text in answer]
+        events += [anthropic.event("content_block_delta", {**place, "delta": delta}) for delta in deltas]
+        events += [anthropic.event("content_block_stop", place)]
+        ending = {"delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": len(answer)}}
+        events += [anthropic.event("message_delta", ending), anthropic.event("message_stop", {})]
+        return StreamingResponse(iter([*events, b"data: [DONE]\n\n"]), media_type="text/event-stream")
 
     def _metrics(self) -> str:
         ranks = "".join(map(self._metrics_of, range(self.ranks)))

@@ -5,6 +5,7 @@ The routes of one worker.
     POST /v1/chat/completions    chat completions
     POST /v1/completions         text completions
     POST /v1/embeddings          embeddings
+    POST /v1/messages            chat in Anthropic's format; POST /v1/messages/count_tokens
     POST /v1/responses           responses, stored for later turns; GET and DELETE /v1/responses/{id}
     POST /tokenize, /detokenize  conversion between text and token ids; also under /v1
     POST /generate               completions in SGLang's format
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from baton_api import exposure
+from baton_api import anthropic, exposure
 from baton_api.errors import ModelNotFound
 from baton_engine.api import completions, operations, sglang_generate, tokens
 from baton_engine.api.bodies import JsonEndpoint
@@ -27,6 +28,7 @@ from baton_engine.api.chat import endpoint
 from baton_engine.api.edge import Edge
 from baton_engine.api.embeddings import Embeddings
 from baton_engine.api.generate import Generate
+from baton_engine.api.messages import endpoint as messages
 from baton_engine.api.operations import as_json, model_card
 from baton_engine.api.responses import endpoint as responses
 from baton_engine.api.served import Served
@@ -54,6 +56,8 @@ def create_app(served: Served) -> ASGIApp:
             Route("/v1/chat/completions", Generate(served, endpoint.prepare), methods=["POST"]),
             Route("/v1/completions", Generate(served, completions.prepare), methods=["POST"]),
             Route("/v1/embeddings", Embeddings(served), methods=["POST"]),
+            Route(anthropic.MESSAGES, Generate(served, messages.prepare), methods=["POST"]),
+            Route(anthropic.COUNT_TOKENS, JsonEndpoint(served, messages.count_tokens), methods=["POST"]),
             *responses.routes(served),
             Route(
                 "/generate", Generate(served, sglang_generate.prepare, model_required=False), methods=["POST"]

@@ -1,9 +1,9 @@
 """
 The outermost layer of the API: request ids, API keys, error responses and the access log.
 
-An error before the first byte of a response becomes a status with OpenAI's error object. An error within a
-stream becomes an error event, and the connection is closed without an end of the stream. Clients would accept
-a regular end as a complete answer.
+An error before the first byte of a response becomes a status with OpenAI's error object, or with Anthropic's
+on the paths of its API. An error within a stream becomes an error event, and the connection is closed without
+an end of the stream. Clients would accept a regular end as a complete answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton_api import headers, limits, logs, trace_context
+from baton_api import anthropic, headers, keys, limits, logs, trace_context
 from baton_api.errors import (
     BatonError,
     HeadTooLarge,
@@ -51,12 +51,13 @@ class Edge:
         if scope["type"] != "http":
             return  # websockets and lifespan events are not supported
         scope["app"] = self  # routes raise HTTPException instead of answering in plain text
+        scope["headers"] = keys.with_authorization(scope["headers"])
         given = dict(scope["headers"])
         exchange = open_exchange(scope, request_id(given.get(headers.REQUEST_ID.encode(), b"")))
         logs.about(request_id=exchange.request_id)
         if trace_context.TRACEPARENT in given:
             exchange.trace = trace_context.read(scope["headers"])
-        named = [(headers.REQUEST_ID.encode(), exchange.request_id.encode())]
+        named = [(name, exchange.request_id.encode()) for name in anthropic.id_headers(exchange.path)]
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -115,7 +116,7 @@ async def _answer(error: BatonError, exchange: Exchange, scope: Scope, reply: Se
         return
     fields = [(b"content-type", b"application/json")]
     fields += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    body = msgspec.json.encode(error.body())
+    body = msgspec.json.encode(anthropic.error_body(error, exchange.path, exchange.request_id))
     fields.append((b"content-length", str(len(body)).encode()))
     await reply({"type": "http.response.start", "status": error.status, "headers": fields})
     await reply({"type": "http.response.body", "body": body})

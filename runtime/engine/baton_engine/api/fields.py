@@ -8,8 +8,9 @@ error code and the path of the field.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from baton_api.errors import (
@@ -30,7 +31,8 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = values
-        self._path = path
+        self.path = path
+        """Path of the object in the body; empty for the body itself."""
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of all members, including unknown ones."""
@@ -38,7 +40,7 @@ class Fields:
 
     def param(self, name: str) -> str:
         """Return the path of the field for errors, such as `messages[0].role`."""
-        return f"{self._path}.{name}" if self._path else name
+        return f"{self.path}.{name}" if self.path else name
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
@@ -189,3 +191,16 @@ def _kind(value: object) -> str:
             return "an array"
         case _:
             return "an object"
+
+
+@contextlib.contextmanager
+def renamed(here: Callable[[str], str]) -> Iterator[None]:
+    """Rename the fields in InvalidRequest, for an endpoint that translates its requests for another one."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None:
+            raise
+        param = here(error.param)
+        message = str(error).replace(f"'{error.param}'", f"'{param}'")
+        raise InvalidRequest(message, param=param, code=error.code) from error

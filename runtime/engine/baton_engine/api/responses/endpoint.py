@@ -16,7 +16,7 @@ from baton_api import headers, limits, response_items, response_store
 from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, EMPTY_ARRAY, InvalidRequest
 from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_engine.api.chat import endpoint
-from baton_engine.api.fields import Fields
+from baton_engine.api.fields import Fields, renamed
 from baton_engine.api.generate import Generate
 from baton_engine.api.responses import request
 from baton_engine.api.responses.output import Events, MessageLogprobs, ResponseItems, ResponseShape
@@ -94,7 +94,7 @@ def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
             "Invalid 'input': empty array. Expected at least 1 item.", param="input", code=EMPTY_ARRAY
         )
     response_request = request.read(fields, recalled.items, recalled.earlier)
-    with request.renamed(response_request.conversation.sources):
+    with renamed(partial(request.here, sources=response_request.conversation.sources)):
         work = (
             _fitted(response_request, served)
             if response_request.truncate

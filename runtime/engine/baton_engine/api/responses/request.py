@@ -8,9 +8,8 @@ member names of the request. Tools are flat in responses and nested in chat.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,21 +181,8 @@ _NAMES = (
 _MESSAGE = re.compile(r"^messages\[(\d+)\]")
 
 
-@contextlib.contextmanager
-def renamed(sources: Sequence[str]) -> Iterator[None]:
-    """Rename the fields in InvalidRequest to those of responses. `sources[i]` is the path of message i."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if error.param is None:
-            raise
-        param = here(error.param, sources)
-        message = str(error).replace(f"'{error.param}'", f"'{param}'")
-        raise InvalidRequest(message, param=param, code=error.code) from error
-
-
 def here(param: str, sources: Sequence[str]) -> str:
-    """Return the field of responses that corresponds to chat's `param`."""
+    """Return the field that corresponds to chat's `param`. `sources[i]` is the path of message i."""
     if (message := _MESSAGE.match(param)) and int(message[1]) < len(sources):
         return sources[int(message[1])]
     for pattern, name in _NAMES:
