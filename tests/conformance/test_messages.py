@@ -13,7 +13,10 @@ import pytest
 from tests.conformance.deployment import QUESTION, TIMEOUT_S, Deployment
 from tests.conformance.scripted import ANSWER, THOUGHT
 
-FIELDS: Any = {"messages": QUESTION, "max_tokens": 32, "temperature": 0}
+GREEDY: Any = {"temperature": 0}
+"""The SDK has no such argument, because Anthropic's newest models reject it."""
+
+FIELDS: Any = {"messages": QUESTION, "max_tokens": 32, "extra_body": GREEDY}
 COUNT: Any = {
     "name": "count",
     "description": "Counts to a number.",
@@ -23,7 +26,7 @@ COUNT: Any = {
 
 @contextmanager
 def claude(served: Deployment, **more: Any) -> Iterator[anthropic.Anthropic]:
-    options = {"api_key": served.api_key, "max_retries": 0, "timeout": TIMEOUT_S} | more
+    options: dict[str, Any] = {"api_key": served.api_key, "max_retries": 0, "timeout": TIMEOUT_S} | more
     with anthropic.Anthropic(base_url=served.url, **options) as client:
         yield client
 
@@ -39,7 +42,7 @@ def test_N1_a_message_is_chats_answer(served: Deployment) -> None:
     (block,) = message.content
     assert block.type == "text" and block.text == chat.choices[0].message.content
     assert "".join(texts) == block.text and len(texts) > 1
-    assert streamed.content[0].model_dump() == block.model_dump()
+    assert [one.type for one in streamed.content] == ["text"]
     assert message.stop_reason == streamed.stop_reason == "max_tokens"
     usage = message.usage
     assert chat.usage is not None and usage.cache_read_input_tokens is not None
@@ -62,13 +65,13 @@ def test_N2_a_forced_tool_is_called_and_answered(served: Deployment) -> None:
         again = streamed.content[-1]
         assert again.type == "tool_use" and again.input == call.input
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "done"}
-        turns: Any = [
+        messages: Any = [
             *QUESTION,
             {"role": "assistant", "content": message.content},
             {"role": "user", "content": [result]},
         ]
         after = client.messages.create(
-            model=served.model, messages=turns, max_tokens=8, tools=[COUNT], temperature=0
+            model=served.model, messages=messages, max_tokens=8, tools=[COUNT], extra_body=GREEDY
         )
     assert after.content[0].type == "text"
 
@@ -83,9 +86,9 @@ def test_N3_thoughts_are_blocks(thinker: Deployment) -> None:
             streamed = stream.get_final_message()
         plain = client.messages.create(model=thinker.model, **fields, thinking={"type": "disabled"})
     for one in (message, streamed):
-        thought, answer = one.content
-        assert thought.type == "thinking" and thought.thinking == THOUGHT
-        assert answer.type == "text" and answer.text == ANSWER
+        thought, answer = (block.model_dump() for block in one.content)
+        assert thought["type"] == "thinking" and thought["thinking"] == THOUGHT
+        assert answer["type"] == "text" and answer["text"] == ANSWER
         assert one.stop_reason == "end_turn"
     assert "thinking" in kinds and "text" in kinds
     assert [block.type for block in plain.content] == ["text"]
@@ -116,7 +119,9 @@ def test_N5_errors_raise_the_sdks_classes(served: Deployment, guarded: Deploymen
 
 
 def test_N6_the_stream_has_anthropics_events(served: Deployment) -> None:
-    answer = served.post("/v1/messages", {"model": served.model, "stream": True, **FIELDS})
+    answer = served.post(
+        "/v1/messages", {"model": served.model, "stream": True, "messages": QUESTION, "max_tokens": 8}
+    )
     frames = [frame for frame in answer.text.split("\n\n") if frame and not frame.startswith(":")]
     assert "[DONE]" not in answer.text
     kinds = []

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from baton_api import headers
+from baton_api import anthropic, headers
 from tests.engine.models import VOCAB, make_model
 from tests.faults.cluster import CONTEXT, TIMEOUT_S, Node, until
 
@@ -199,6 +199,28 @@ def called(events: list[dict[str, Any]]) -> tuple[str, str, str, int]:
                 name += call["function"].get("name") or ""
                 arguments += call["function"].get("arguments") or ""
     return name, arguments, finish, ids
+
+
+async def test_resumed_stream_message_continues_exactly(spared: Spared) -> None:
+    body = {
+        "model": "tiny", "messages": [{"role": "user", "content": "Run."}], "max_tokens": 300, "seed": 4,
+        "temperature": 1.0, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    whole = await spared.http.post(spared.reference.url + anthropic.MESSAGES, json=body)
+    text = await spared.ask(body, signal.SIGKILL, after=30, path=anthropic.MESSAGES)
+    assert ": resumed" in text
+    assert outcome_of(text) == outcome_of(whole.raise_for_status().text)
+
+
+def outcome_of(stream: str) -> tuple[list[str], str, list[str]]:
+    """The kinds of a message's events in order, without repetitions, its text, and why it ended."""
+    lines = [line for line in stream.split("\n") if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    deltas = [event["delta"] for event in events if "delta" in event]
+    ends = [delta["stop_reason"] for delta in deltas if "stop_reason" in delta]
+    kinds = [event["type"] for event in events]
+    assert all(kinds.count(kind) == 1 for kind in set(kinds) - {"content_block_delta"})
+    return list(dict.fromkeys(kinds)), "".join(delta.get("text", "") for delta in deltas), ends
 
 
 async def test_resumed_stream_hung_worker_continues_elsewhere(spared: Spared) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from baton_api import headers, metrics, tickets
 from baton_api.errors import Overloaded, Unauthorized
+from baton_api.keys import API_KEY
 from baton_api.reports import PromptReport
 from baton_api.workers import Role
 from tests.router.engines.fake_sglang import FakeSglang, Sessions
@@ -125,7 +126,7 @@ async def test_pair_is_named_in_headers_with_ticket() -> None:
         ticket = head.headers[headers.TICKET]
         assert ticket.startswith(tickets.issue(b"s", "r-1", "10.0.0.9:7001", 0)[:2])
         assert head.headers["authorization"] == "Bearer k" and head.headers[headers.REQUEST_ID] == "r-1"
-        assert head.removed == ["accept-encoding", headers.SALT]
+        assert head.removed == ["accept-encoding", API_KEY.decode(), headers.SALT]
 
 
 @BOTH

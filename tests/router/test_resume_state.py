@@ -167,9 +167,9 @@ def test_message_stream_is_complete_at_its_stop(seed: int) -> None:
 def test_message_stream_failure_has_the_shape_of_its_api() -> None:
     stream = MessageStream()
     stream.push(MESSAGE[0] + MESSAGE[1])
-    own = stream.error(WorkerLost("a worker", "reset"))
+    own = stream.error(WorkerLost("a worker"))
     assert own.startswith(b"event: error\ndata: ")
     assert json.loads(own.split(b"data: ")[1])["error"]["type"] == "overloaded_error"
     reported = anthropic.error_event(InternalError())
     stream.push(reported)
-    assert stream.error(WorkerLost("a worker", "reset")) == reported
+    assert stream.error(WorkerLost("a worker")) == reported

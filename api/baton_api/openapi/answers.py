@@ -86,6 +86,22 @@ def _embeddings_and_tokens() -> dict[str, Schema]:
             "data": array(whole(embedding)),
             "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
         }),
+        "RerankAnswer": whole({
+            "id": TEXT,
+            "model": TEXT,
+            "results": array(
+                whole({"index": COUNT, "relevance_score": NUMBER}, document=whole({"text": TEXT}))
+            ),
+            "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+        }),
+        "ScoreAnswer": whole({
+            "id": TEXT,
+            "object": exactly("list"),
+            "created": COUNT,
+            "model": TEXT,
+            "data": array(whole({"index": COUNT, "object": exactly("score"), "score": NUMBER})),
+            "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+        }),
         "Tokens": whole({
             "tokens": either(array(COUNT), array(array(COUNT))),
             "count": either(COUNT, array(COUNT)),

@@ -12,6 +12,7 @@ from baton_api import __version__, anthropic, limits
 from baton_api import headers as header_names
 from baton_api.openapi import answers, kept, requests
 from baton_api.openapi.values import COUNT, TEXT, Schema, one_of, ref
+from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 
 ERRORS = {
     400: "The request is invalid; `param` names the field.",
@@ -156,10 +157,6 @@ def _operations() -> Iterator[Operation]:
                     statuses=GENERATING)  # fmt: skip
     yield Operation("post", "/v1/responses", "Create a response", "Response",
                     "ResponseRequest", "ResponseEvent", GENERATING)  # fmt: skip
-    yield Operation("post", anthropic.MESSAGES, "Create a message in Anthropic's format", "MessageAnswer",
-                    "MessagesRequest", "MessageEvent", GENERATING, error="MessageError")  # fmt: skip
-    yield Operation("post", anthropic.COUNT_TOKENS, "Count the tokens of a message's prompt", "MessageTokens",
-                    "CountTokensRequest", statuses=WITH_A_BODY, error="MessageError")  # fmt: skip
     one = (_in_path("response_id"),)
     kept = (*ALWAYS, 400, 404)
     yield Operation("get", "/v1/responses/{response_id}", "Get a stored response", "Response",
@@ -191,6 +188,20 @@ def _operations() -> Iterator[Operation]:
                     statuses=(*ALWAYS, 503), others=("/get_model_info",))  # fmt: skip
     yield Operation("get", "/server_info", "Get settings, without secrets, and metrics", "ServerInfo",
                     others=("/get_server_info",))  # fmt: skip
+
+
+def _other_formats() -> Iterator[Operation]:
+    """Endpoints of other APIs than OpenAI's."""
+    for paths, summary, name in (
+        (RERANK_PATHS, "Sort documents by a query", "Rerank"),
+        (SCORE_PATHS, "Score pairs of texts", "Score"),
+    ):
+        yield Operation("post", paths[0], summary, f"{name}Answer", f"{name}Request",
+                        statuses=GENERATING, others=paths[1:])  # fmt: skip
+    yield Operation("post", anthropic.MESSAGES, "Create a message in Anthropic's format", "MessageAnswer",
+                    "MessagesRequest", "MessageEvent", GENERATING, error="MessageError")  # fmt: skip
+    yield Operation("post", anthropic.COUNT_TOKENS, "Count the tokens of a message's prompt", "MessageTokens",
+                    "CountTokensRequest", statuses=WITH_A_BODY, error="MessageError")  # fmt: skip
 
 
 def _kept_operations() -> Iterator[Operation]:
@@ -228,4 +239,4 @@ def _kept_operations() -> Iterator[Operation]:
                     parameters=batch, served_by=router)  # fmt: skip
 
 
-OPERATIONS = (*_operations(), *_kept_operations())
+OPERATIONS = (*_operations(), *_other_formats(), *_kept_operations())

@@ -99,6 +99,9 @@ PROMPTS = either(
     array(array(COUNT, least=1), limits.PROMPTS),
 )
 
+TEXTS = either(TEXT, array(TEXT, limits.INPUTS))
+"""One text or several to score."""
+
 
 def schemas(models: Sequence[str]) -> dict[str, Schema]:
     """Return all schemas of requests by name, for servers of these models."""
@@ -115,6 +118,16 @@ def schemas(models: Sequence[str]) -> dict[str, Schema]:
         "ChatRequest": _chat(model),
         "CompletionRequest": _completion(model),
         "EmbeddingRequest": _embedding(model),
+        "RerankRequest": record(
+            {"model": model, "query": TEXT, "documents": TEXTS}
+            | optional(top_n=COUNT, return_documents=BOOLEAN, user=TEXT, cache_salt=text(limits.CACHE_SALT)),
+            ["model", "query", "documents"],
+        ),
+        "ScoreRequest": record(
+            {"model": model, "text_1": TEXTS, "text_2": TEXTS}
+            | optional(user=TEXT, cache_salt=text(limits.CACHE_SALT)),
+            ["model", "text_1", "text_2"],
+        ),
         "ResponseRequest": _response(model),
         "GenerateRequest": _generate(),
         **_messages(model),

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from baton_api import anthropic, headers, tickets, trace_context
 from baton_api.keys import AUTHORIZATION
 from baton_api.reports import PromptReport
+from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 from baton_http.replies import REQUEST_ID
 from baton_http.upstream import Headers
 from baton_router.scheduling.picker import Grant
@@ -26,6 +27,8 @@ FORWARDED = frozenset(
         "/v1/embeddings",
         "/v1/responses",
         *anthropic.PATHS,
+        *RERANK_PATHS,
+        *SCORE_PATHS,
         "/v1/tokenize",
         "/v1/detokenize",
         "/generate",

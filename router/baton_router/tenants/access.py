@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from baton_api import runner_tokens
 from baton_api.errors import BatonError, Forbidden, ModelNotFound, NotReady, SetupError, Unauthorized
 from baton_api.keys import AUTHORIZATION, OPEN_PATHS, Keys, bearer, with_authorization
+from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 from baton_batches.runner_credentials import RunnerSecret
 from baton_http.replies import Scope
 from baton_router.settings import RouterSettings
@@ -44,6 +45,7 @@ TENANT = "baton.tenant"
 FOR_TENANTS = frozenset(
     {
         "/generate", "/tokenize", "/detokenize", "/health_generate",
+        *RERANK_PATHS, *SCORE_PATHS,
         "/version", "/openapi.json", "/model_info", "/get_model_info", "/page/now", "/page/events",
     }
 )  # fmt: skip

@@ -63,6 +63,10 @@ class Pooling(enum.StrEnum):
     """The mean of all tokens' states."""
     LAST = "last"
     """The last token's state."""
+    CLS = "cls"
+    """The first token's state, of an encoder."""
+    SCORE = "score"
+    """The scores that an encoder's head computes of the first token's state."""
 
 
 Vector = NDArray[np.float32]

@@ -92,7 +92,7 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress,
         settings = settings.model_copy(update={"port": http.port})
         async with open_worker(settings, progress) as worker, role(worker) as services:
             with _signals() as (stop, force):
-                gate.app = create_app(_served(worker, services, drain, keys, tls))
+                gate.app = create_app(served_of(worker, services, drain, keys, tls))
                 url = f"{http.scheme}://{http.address}/v1"
                 log.info("%s serves %s on %s", worker.name, worker.model_name, url)
                 log.info("The server is fired up and ready to roll!")
@@ -123,9 +123,16 @@ async def _drain(worker: Worker, services: RoleServices, drain: RequestDrain) ->
             await asyncio.gather(drain.drain(seconds), others)
 
 
-def _served(
-    worker: Worker, services: RoleServices, drain: RequestDrain, keys: Keys, tls: ssl.SSLContext | None
+def served_of(
+    worker: Worker,
+    services: RoleServices | None = None,
+    drain: RequestDrain | None = None,
+    keys: Keys | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Served:
+    """Assemble what the API of a worker serves."""
+    services = services or RoleServices()
+
     def load() -> Load:
         return worker.load(control=services.control)
 
@@ -150,10 +157,11 @@ def _served(
         ready=ready,
         remote=services.remote,
         tracing=worker.tracing,
-        drain=drain,
-        keys=keys,
+        drain=drain or RequestDrain(),
+        keys=keys or Keys(),
         defaults=_defaults(worker),
         embedder=worker.embedder,
+        encoder=worker.encoder,
         hidden=worker.spec.hidden,
         generates=not worker.spec.headless,
     )

@@ -89,9 +89,10 @@ class WorkerSettings(BaseSettings):
     dropped until max_tokens fits or half of the context is free; without max_tokens, until an eighth
     is free."""
 
-    pooling: Literal["auto", "mean", "last", "none"] = "auto"
-    """How /v1/embeddings pools the final hidden states: their mean, or the last one. auto: as the model files
-    specify, and disabled for generative models. none: disabled."""
+    pooling: Literal["auto", "mean", "last", "cls", "none"] = "auto"
+    """How /v1/embeddings pools the final hidden states: their mean, the last one, or cls (the first one, of
+    encoders such as BERT). With auto, the model files decide, and generative models compute no embeddings.
+    none: disabled."""
 
     matryoshka: bool = False
     """Accept `dimensions` in requests for embeddings. Needed only if the model was trained for it and its

@@ -42,12 +42,13 @@ from baton_engine.model import native_decoder
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.embedder import Embedder, Unable, embedder_of
+from baton_engine.model.encoder import EncoderSpec, encoder_spec, load_encoder
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.cpu import preferred_dtype
-from baton_engine.requests import Request
+from baton_engine.requests import Pooling, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.transfer import Transfer
@@ -75,6 +76,8 @@ class Worker:
     tokenizer: Tokenizer
     grammars: Grammars
     embedder: Embedder | Unable
+    encoder: EncoderSpec | None
+    """The encoder, which generates no text. None: a decoder."""
     cache: KVCache
     engine: Engine
     client: AsyncEngine
@@ -131,12 +134,14 @@ class Worker:
         return self.publisher.last + 1 if self.publisher is not None else 0
 
     async def warm_up(self) -> None:
-        """Generate one token, so that a ready worker has served a request. Raises SetupError if it fails."""
+        """Serve a request, so that a ready worker has served one. Raises SetupError if it fails."""
         prompt = (self.tokenizer.bos_id or 0,) * (BLOCK_SIZE + 1)
         request = Request(f"warm-up-{self.epoch}", prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        if self.encoder is not None:
+            request.pooling = Pooling.CLS
         tokens = 0
         async for output in self.client.generate(request):
-            tokens += len(output.tokens)
+            tokens += len(output.tokens) + (output.prompt_output is not None)
             if output.error is not None:
                 raise output.error
         if not tokens:
@@ -149,6 +154,7 @@ class _LoadedModel:
     spec: ModelSpec
     tokenizer: Tokenizer
     embedder: Embedder | Unable
+    encoder: EncoderSpec | None
     model: Model
     weights_digest: str
     weights_bytes: int
@@ -174,7 +180,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         gpu=device.type == "cuda",
     )
     cache = _cache(settings, loaded.spec, dtype, device, memory)
-    limits = _limits(settings, loaded.spec, device)
+    limits = _limits(settings, loaded, device)
     async with contextlib.AsyncExitStack() as stack:
         tracing = _open_tracing(settings, name, stack)
         publisher = _open_publisher(settings, cache, stack)
@@ -190,6 +196,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             tokenizer=loaded.tokenizer,
             grammars=grammars,
             embedder=loaded.embedder,
+            encoder=loaded.encoder,
             cache=cache,
             engine=client.engine,
             client=client,
@@ -251,12 +258,15 @@ def _load(
     settings: WorkerSettings, device: torch.device, dtype: torch.dtype, progress: Progress
 ) -> _LoadedModel:
     checkpoint = resolve(settings.model, progress)
-    spec = load_spec(checkpoint)
+    encoder = encoder_spec(checkpoint)
+    spec = load_spec(checkpoint) if encoder is None else encoder.model
     if settings.max_model_len > spec.context:
         raise SetupError(
             f"--max-model-len {settings.max_model_len} exceeds the context length of {checkpoint.name}, "
             f"{spec.context} tokens. Set at most that."
         )
+    if encoder is not None:
+        return _LoadedModel(checkpoint, *load_encoder(settings, checkpoint, encoder, device, dtype, progress))
     tokenizer = load_tokenizer(checkpoint, spec)
     embedder = embedder_of(checkpoint, settings.pooling, shortens=settings.matryoshka)
     if isinstance(embedder, Embedder):
@@ -274,7 +284,7 @@ def _load(
         _show_free(device),
         time.monotonic() - began,
     )
-    return _LoadedModel(checkpoint, spec, tokenizer, embedder, model, digest, size)
+    return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, model, digest, size)
 
 
 def _cache(
@@ -318,11 +328,12 @@ def _open_publisher(
     return publisher
 
 
-def _limits(settings: WorkerSettings, spec: ModelSpec, device: torch.device) -> EngineLimits:
+def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device) -> EngineLimits:
     on_cpu = device.type == "cpu"
     limits = EngineLimits(
-        max_model_len=settings.max_model_len or spec.context,
+        max_model_len=settings.max_model_len or loaded.spec.context,
         chunk_tokens=settings.chunk_tokens or (512 if on_cpu else 4096),
+        whole_prompts=loaded.encoder is not None,
         mixed_chunk_tokens=settings.mixed_chunk_tokens or (128 if on_cpu else 0),
         max_running=settings.max_running or (64 if on_cpu else 256),
         max_queued=settings.max_queued,

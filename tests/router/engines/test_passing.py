@@ -172,13 +172,13 @@ async def test_errors_of_vllm_reach_clients_in_one_shape(
 async def test_messages_pass_in_anthropics_shape() -> None:
     async with FakeVllm() as worker, running_router([worker]) as router:
         body: Any = {"model": "tiny", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 3}
-        client = anthropic.AsyncAnthropic(base_url=router.url, api_key="none", max_retries=0)
-        message = await client.messages.create(**body)
-        async with client.messages.stream(**body) as stream:
-            streamed = await stream.get_final_message()
-        assert streamed.content == message.content and message.stop_reason == "end_turn"
-        with pytest.raises(anthropic.BadRequestError, match="invalid_request_error"):
-            await client.messages.create(**body, extra_body={"max_tokens": 0})
-        with pytest.raises(anthropic.NotFoundError, match="do not serve"):
-            await client.messages.count_tokens(model="tiny", messages=body["messages"])
-        await client.close()
+        async with anthropic.AsyncAnthropic(base_url=router.url, api_key="none", max_retries=0) as client:
+            message = await client.messages.create(**body)
+            async with client.messages.stream(**body) as stream:
+                texts = [text async for text in stream.text_stream]
+            assert message.content[0].text == "".join(texts) and len(texts) == 3
+            assert message.stop_reason == "end_turn"
+            with pytest.raises(anthropic.BadRequestError, match="invalid_request_error"):
+                await client.messages.create(**body, extra_body={"max_tokens": 0})
+            with pytest.raises(anthropic.NotFoundError, match="do not serve"):
+                await client.messages.count_tokens(model="tiny", messages=body["messages"])

@@ -5,6 +5,7 @@ The routes of one worker.
     POST /v1/chat/completions    chat completions
     POST /v1/completions         text completions
     POST /v1/embeddings          embeddings
+    POST /v1/rerank, /v1/score   scores of pairs of texts; also under other names
     POST /v1/messages            chat in Anthropic's format; POST /v1/messages/count_tokens
     POST /v1/responses           responses, stored for later turns; GET and DELETE /v1/responses/{id}
     POST /tokenize, /detokenize  conversion between text and token ids; also under /v1
@@ -22,14 +23,14 @@ from starlette.types import ASGIApp
 
 from baton_api import anthropic, exposure
 from baton_api.errors import ModelNotFound
-from baton_engine.api import completions, operations, sglang_generate, tokens
+from baton_engine.api import completions, embeddings, operations, scoring, sglang_generate, tokens
 from baton_engine.api.bodies import JsonEndpoint
 from baton_engine.api.chat import endpoint
 from baton_engine.api.edge import Edge
-from baton_engine.api.embeddings import Embeddings
 from baton_engine.api.generate import Generate
 from baton_engine.api.messages import endpoint as messages
 from baton_engine.api.operations import as_json, model_card
+from baton_engine.api.pooling import PoolingEndpoint
 from baton_engine.api.responses import endpoint as responses
 from baton_engine.api.served import Served
 
@@ -49,15 +50,18 @@ def create_app(served: Served) -> ASGIApp:
         return as_json(model_card(served, name))
 
     tokenizing, detokenizing = JsonEndpoint(served, tokens.tokenize), JsonEndpoint(served, tokens.detokenize)
+    rerank, score = PoolingEndpoint(served, scoring.rerank), PoolingEndpoint(served, scoring.score)
     router = Router(
         [
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", Generate(served, endpoint.prepare), methods=["POST"]),
             Route("/v1/completions", Generate(served, completions.prepare), methods=["POST"]),
-            Route("/v1/embeddings", Embeddings(served), methods=["POST"]),
+            Route("/v1/embeddings", PoolingEndpoint(served, embeddings.prepare), methods=["POST"]),
             Route(anthropic.MESSAGES, Generate(served, messages.prepare), methods=["POST"]),
             Route(anthropic.COUNT_TOKENS, JsonEndpoint(served, messages.count_tokens), methods=["POST"]),
+            *(Route(path, rerank, methods=["POST"]) for path in scoring.RERANK_PATHS),
+            *(Route(path, score, methods=["POST"]) for path in scoring.SCORE_PATHS),
             *responses.routes(served),
             Route(
                 "/generate", Generate(served, sglang_generate.prepare, model_required=False), methods=["POST"]

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -84,6 +85,26 @@ def is_patient(scope: Scope) -> bool:
     return given == headers.PATIENT_CLASS.encode()
 
 
+def require_generation(served: Served) -> None:
+    """Raise InvalidRequest if the model cannot generate text."""
+    if not served.generates:
+        raise InvalidRequest(
+            f"The model {served.name!r} is an embedding model without a language model head and cannot "
+            "generate text. Use /v1/embeddings, or /v1/rerank.",
+            param="model",
+        )
+
+
+async def collected(work: Work, choices: Choices) -> Any:
+    """Wait for all choices and return the whole response. Raises the errors of the engine."""
+    pieces: list[list[Piece]] = [[] for _ in choices.all]
+    async with contextlib.aclosing(choices.pieces()) as gained:
+        async for choice, piece in gained:
+            pieces[choice.index].append(piece)
+    whole = [(choice, Piece.joined(pieces[choice.index])) for choice in choices.all]
+    return work.shape.answer(whole, choices.usage)
+
+
 class Generate:
     """An endpoint that generates text. `prepare` reads its request bodies."""
 
@@ -138,12 +159,7 @@ class Generate:
         if self._model_required:
             fields.require("model")
         check_model(fields, self._served)
-        if not self._served.generates:
-            raise InvalidRequest(
-                f"The model {self._served.name!r} is an embedding model without a language model head and "
-                "cannot generate text. Use /v1/embeddings.",
-                param="model",
-            )
+        require_generation(self._served)
         work = self._prepare(fields, self._served)
         if work.constrained_by is None:
             work = named(work, fields)
@@ -155,12 +171,8 @@ class Generate:
         return replace(work, prompts=tuple(prompts)), read_names(fields), salt
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
-        pieces: list[list[Piece]] = [[] for _ in choices.all]
-        async with until_disconnect(receive), contextlib.aclosing(choices.pieces()) as gained:
-            async for choice, piece in gained:
-                pieces[choice.index].append(piece)
-        whole = [(choice, Piece.joined(pieces[choice.index])) for choice in choices.all]
-        encoded = msgspec.json.encode(work.shape.answer(whole, choices.usage))
+        async with until_disconnect(receive):
+            encoded = msgspec.json.encode(await collected(work, choices))
         fields = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(encoded)).encode()),

@@ -18,6 +18,7 @@ from baton_engine.grammar.grammars import Grammars
 from baton_engine.metrics.exposition import WorkerMetrics
 from baton_engine.metrics.tracing import WorkerTracing
 from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.model.encoder import EncoderSpec
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import RemotePrefill
 from baton_engine.settings import WorkerSettings
@@ -47,6 +48,8 @@ class Served:
     defaults: Defaults = field(default_factory=Defaults)
     embedder: Embedder | Unable = field(default_factory=lambda: Unable("its pooling is unknown"))
     """Embedding configuration, or the reason why embeddings are not supported."""
+    encoder: EncoderSpec | None = None
+    """The model's encoder. None: a decoder."""
     hidden: int = 0
     """Dimensions of the model's embeddings."""
     generates: bool = True

@@ -18,7 +18,7 @@ from baton_engine.model.gguf import GGUFFile
 from baton_engine.requests import Pooling
 
 MODULES = "modules.json"
-CHOICES = ("auto", "mean", "last", "none")
+CHOICES = ("auto", "mean", "last", "cls", "none")
 """Values of the setting."""
 
 FIRST_TOKEN = "it pools by its first token, which attends to no other token in a decoder"
@@ -30,7 +30,18 @@ MODES: dict[str, Pooling | str] = {
     "cls": FIRST_TOKEN,
     "cls_token": FIRST_TOKEN,
 }
-"""Pooling by sentence-transformers' names. Older names lack their prefix `pooling_mode_`."""
+"""Pooling of decoders by sentence-transformers' names. Older names lack their prefix `pooling_mode_`."""
+
+LAST_TOKEN = "it pools by its last token, which is not supported for encoders"
+ENCODER_MODES: dict[str, Pooling | str] = {
+    "mean": Pooling.MEAN,
+    "mean_tokens": Pooling.MEAN,
+    "cls": Pooling.CLS,
+    "cls_token": Pooling.CLS,
+    "last": LAST_TOKEN,
+    "lasttoken": LAST_TOKEN,
+}
+"""The same of encoders."""
 
 GGUF_TYPES: dict[int, Pooling | str] = {
     1: Pooling.MEAN,
@@ -39,6 +50,12 @@ GGUF_TYPES: dict[int, Pooling | str] = {
     4: "it ranks pairs of texts and does not compute embeddings",
 }
 """Pooling by llama.cpp's numbers. 0 means no pooling."""
+
+UNPOOLED = (
+    "its checkpoint does not specify a pooling; start with --pooling mean or --pooling cls, whichever the "
+    "model was trained with"
+)
+SCORES = "it scores pairs of texts; use /v1/rerank or /v1/score"
 
 GENERATES = (
     "it is a generative model, and its checkpoint does not specify a pooling; to use its hidden states as "
@@ -89,7 +106,9 @@ def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) 
                 "supported. Its embeddings would be wrong. Use --pooling none."
             )
         return Unable("it uses bidirectional attention, which is not supported")
-    embedder = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint.path)
+    if choice == "cls":
+        raise SetupError(f"--pooling cls: {checkpoint.name} is a decoder, and {FIRST_TOKEN}.")
+    embedder = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint.path, MODES)
     lengths = _lengths(config, checkpoint)
     if isinstance(embedder, Unable):
         if choice == "auto":
@@ -103,6 +122,28 @@ def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) 
     )
 
 
+def encoder_embedder(checkpoint: Checkpoint, choice: str, *, labels: int) -> Embedder | Unable:
+    """
+    Return the embedding configuration of an encoder. `labels` is the number of its scores, 0 without a head.
+
+    `choice` is one of `CHOICES`. Raises SetupError as `embedder_of` does.
+    """
+    if choice == "none":
+        return Unable("this worker was started with --pooling none")
+    mode = Pooling.MEAN if choice == "auto" else ENCODER_MODES[choice]
+    if labels or not isinstance(mode, Pooling):
+        reason = SCORES if labels else str(mode)
+        if choice != "auto":
+            raise SetupError(f"--pooling {choice}: {checkpoint.name} has no such embeddings: {reason}.")
+        return Unable(reason)
+    if not (checkpoint.path / MODULES).is_file():
+        return Unable(UNPOOLED) if choice == "auto" else Embedder(pooling=mode)
+    embedder = _of_folder(checkpoint.path, ENCODER_MODES)
+    if choice == "auto" or isinstance(embedder, Unable):
+        return embedder if choice == "auto" else Embedder(pooling=mode)
+    return Embedder(pooling=mode, normalized=embedder.normalized)
+
+
 def _of_gguf(checkpoint: Checkpoint) -> Embedder | Unable:
     metadata = GGUFFile(checkpoint.path).metadata
     number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
@@ -112,7 +153,7 @@ def _of_gguf(checkpoint: Checkpoint) -> Embedder | Unable:
     return Embedder(pooling=mode) if isinstance(mode, Pooling) else Unable(mode)
 
 
-def _of_folder(folder: Path) -> Embedder | Unable:
+def _of_folder(folder: Path, modes: Mapping[str, Pooling | str]) -> Embedder | Unable:
     if not (folder / MODULES).is_file():
         return Unable(GENERATES)
     pooling: Embedder | Unable = Unable(f"its {MODULES} has no pooling")
@@ -122,7 +163,7 @@ def _of_folder(folder: Path) -> Embedder | Unable:
             case "Transformer":
                 continue
             case "Pooling":
-                pooling = _pooling(folder, module)
+                pooling = _pooling(folder, module, modes)
             case "Normalize":
                 if isinstance(pooling, Embedder):
                     pooling = Embedder(pooling=pooling.pooling)
@@ -131,7 +172,9 @@ def _of_folder(folder: Path) -> Embedder | Unable:
     return pooling
 
 
-def _pooling(folder: Path, module: Mapping[str, Any]) -> Embedder | Unable:
+def _pooling(
+    folder: Path, module: Mapping[str, Any], supported: Mapping[str, Pooling | str]
+) -> Embedder | Unable:
     path = folder / str(module.get("path")) / "config.json"
     if not path.resolve().is_relative_to(folder.resolve()):
         raise SetupError(f"{folder / MODULES} refers to a pooling outside the model's folder.")
@@ -143,9 +186,8 @@ def _pooling(folder: Path, module: Mapping[str, Any]) -> Embedder | Unable:
         modes = [name.removeprefix(prefix) for name, on in config.items() if on is True and prefix in name]
     if not isinstance(modes, list) or len(modes) != 1:
         return Unable(f"it pools by {_listed(modes)}, but only one pooling at a time is supported")
-    mode = MODES.get(
-        str(modes[0]), f"it pools by {str(modes[0])[:60]!r}, but only mean and lasttoken are supported"
-    )
+    names = ", ".join(name for name, mode in supported.items() if isinstance(mode, Pooling))
+    mode = supported.get(str(modes[0]), f"it pools by {str(modes[0])[:60]!r}, but only {names} are supported")
     return Embedder(pooling=mode, normalized=False) if isinstance(mode, Pooling) else Unable(mode)
 
 

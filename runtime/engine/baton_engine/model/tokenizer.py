@@ -101,6 +101,11 @@ class Tokenizer:
         """Return the token ids of `text`. Recognizes special tokens in it."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of two texts with the special tokens of a pair, and the tokens' types."""
+        encoding = self._backend.encode(first, second)
+        return list(encoding.ids), list(encoding.type_ids)
+
     def offsets(self, text: str) -> list[int]:
         """
         Return, for each id of `encode(text)`, the offset in `text` at which its token begins.

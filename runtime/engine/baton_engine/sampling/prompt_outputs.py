@@ -53,15 +53,17 @@ def prompt_output_of(request: Request) -> PromptOutput | None:
 
 
 class _Pooled:
-    """Mean of all states, or the last state."""
+    """Mean of all states, the first or the last state, or the scores of the first state."""
 
     def __init__(self, pooling: Pooling, length: int) -> None:
         self.next_position = length - 1 if pooling is Pooling.LAST else 0
-        self.end = length
-        self._count = length - self.next_position
+        self.end = 1 if pooling in (Pooling.CLS, Pooling.SCORE) else length
+        self._scores = pooling is Pooling.SCORE
+        self._count = self.end - self.next_position
         self._sum: Tensor | None = None
 
     def update(self, states: Tensor, project: Project) -> None:
+        states = project(states) if self._scores else states
         total = states.sum(0, dtype=torch.float64)  # float64 makes the result independent of chunks
         self._sum = total if self._sum is None else self._sum + total
         self.next_position += len(states)

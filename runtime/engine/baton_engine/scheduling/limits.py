@@ -28,12 +28,16 @@ class EngineLimits:
     """Maximum queued requests. Further requests are rejected."""
     local_prefill_tokens: int = 64
     """Prompts with at most this many missing tokens are computed locally instead of being fetched."""
+    whole_prompts: bool = False
+    """Whether a prompt is computed in one pass, because an encoder attends to all tokens. A pass then has at
+    least the longest prompt's tokens."""
     quarantine_limit: float = 0.25
     """Fraction of quarantined blocks above which the process must be restarted."""
 
     def prompt_tokens(self, generating: int) -> int:
         """Return the tokens of a pass for prompts, besides `generating` sequences; may be negative."""
-        left = self.chunk_tokens - generating
+        most = max(self.chunk_tokens, self.max_model_len) if self.whole_prompts else self.chunk_tokens
+        left = most - generating
         return min(left, self.mixed_chunk_tokens) if generating and self.mixed_chunk_tokens else left
 
 

@@ -261,7 +261,7 @@ class Scheduler:
             prefix = self.pool.match(sequence.hashes[: sequence.cacheable // size])
             missing = request.length - len(prefix) * size
             fetch = sequence.fetchable and missing > self.limits.local_prefill_tokens
-            if budget <= 0 and not fetch:
+            if (budget <= 0 and not fetch) or (self.limits.whole_prompts and missing > budget):
                 return budget
             needed = sequence.blocks_for(request.length) - len(prefix)
             if needed + self.pool.unused(prefix) + reserve > self.pool.available:

@@ -28,7 +28,7 @@ ChatMessage = dict[str, Any]
 
 
 @dataclass(slots=True)
-class ChatMessages:
+class TranslatedMessages:
     """Chat messages, and the path of the source of each."""
 
     messages: list[ChatMessage] = field(default_factory=list)
@@ -47,12 +47,12 @@ class ChatMessages:
     @property
     def continued(self) -> bool:
         """Whether the answer continues the assistant's last message."""
-        return self.messages[-1]["role"] == "assistant"
+        return bool(self.messages[-1]["role"] == "assistant")
 
 
-def read(fields: Fields) -> ChatMessages:
+def read(fields: Fields) -> TranslatedMessages:
     """Translate `system` and `messages`. Raises InvalidRequest."""
-    conversation = ChatMessages()
+    conversation = TranslatedMessages()
     if fields.get("system") is not None:
         conversation.add({"role": "system", "content": _texts(fields, "system")}, "system")
     fields.require("messages")
@@ -74,14 +74,14 @@ def read(fields: Fields) -> ChatMessages:
     return conversation
 
 
-def _add(conversation: ChatMessages, message: Fields) -> None:
+def _add(conversation: TranslatedMessages, message: Fields) -> None:
     message.require("role")
     role = message.choice("role", ROLES)
     content = message.require("content")
     if role == "system":
         conversation.add({"role": "system", "content": _texts(message, "content")}, message.param("content"))
         return
-    add = _add_said if role == "assistant" else _add_given
+    add = _add_assistant_block if role == "assistant" else _add_user_block
     if isinstance(content, str):
         add(conversation, Fields({"type": "text", "text": content}, message.param("content")))
         return
@@ -97,7 +97,7 @@ def _add(conversation: ChatMessages, message: Fields) -> None:
         add(conversation, Fields(block, path))
 
 
-def _add_given(conversation: ChatMessages, block: Fields) -> None:
+def _add_user_block(conversation: TranslatedMessages, block: Fields) -> None:
     """Add a block of a user's message."""
     kind, path = block.require("type"), block.path
     if kind == "text":
@@ -111,7 +111,7 @@ def _add_given(conversation: ChatMessages, block: Fields) -> None:
         raise _unsupported(block, kind)
 
 
-def _add_said(conversation: ChatMessages, block: Fields) -> None:
+def _add_assistant_block(conversation: TranslatedMessages, block: Fields) -> None:
     """Add a block of the assistant's message."""
     kind, message = block.require("type"), conversation.of_role("assistant", block.path)
     if kind == "text":

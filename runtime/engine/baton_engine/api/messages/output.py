@@ -49,7 +49,7 @@ class Block:
 
     @property
     def whole(self) -> dict[str, Any] | None:
-        """The complete block; None for a truncated call, whose input is no object."""
+        """The complete block; None for a truncated call, whose input is incomplete JSON."""
         text = "".join(self.texts)
         if self.call is None:
             return self.body(text)

@@ -16,7 +16,7 @@ from baton_api import limits
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.api.fields import Fields, shown, wrong_type
 from baton_engine.api.messages import conversation
-from baton_engine.api.messages.conversation import ChatMessages
+from baton_engine.api.messages.conversation import TranslatedMessages
 from baton_engine.api.parameters import unsupported
 
 UNSUPPORTED = ("container", "context_management", "mcp_servers")
@@ -48,7 +48,7 @@ DISPLAYS = ("summarized", "omitted")
 class MessagesRequest:
     """A translated request."""
 
-    conversation: ChatMessages
+    conversation: TranslatedMessages
     chat: dict[str, Any]
     """The chat request, without a limit of its answer."""
 
