@@ -208,6 +208,18 @@ async def test_pair_equals_one_for_every_prompt_length(
         assert race.decode.now.totals.prompt_tokens_computed == 0
 
 
+FAMILIES = ("gemma2", "gemma3", "phi4 mini", "granite", "olmo2", "glm4", "smollm3")
+"""With the layer options that the other tests' model lacks."""
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+async def test_pair_of_each_family_equals_one(tmp_path: Path, variant: str) -> None:
+    async with open_race(make_model(tmp_path, variant)) as race:
+        for length in (1, 17, 60):
+            for way in (GREEDY, SAMPLED):
+                await race.equal(text(length, length), **way)
+
+
 @each_run
 @pytest.mark.parametrize("length", [80, 81, 95])
 async def test_pair_equals_one_for_every_cached_prefix_length(

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from baton_engine.model.checkpoint import Checkpoint, load_spec
-from baton_engine.model.families import BY_GGUF
-from baton_engine.model.family import GGUF_NAMES, TensorNames
+from baton_engine.model.families import BY_ARCHITECTURE, BY_GGUF
+from baton_engine.model.family import NORM
 from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.spec import ModelSpec
 from tests.engine.models import BOS, CHAT_TEMPLATE, EOS, SPECIAL, UNKNOWN
@@ -38,19 +38,49 @@ def write_gguf(
     writer.add_key_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_epsilon)
     writer.add_rope_freq_base(spec.rope_theta)
+    if spec.rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(spec.rope.factor)
     if spec.rope.kind == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(spec.rope.factor)
         writer.add_rope_scaling_orig_ctx_len(spec.rope.original_context)
+    _add_options(writer, spec, kind)
     _add_vocabulary(writer, folder, pre)
     if adds_eos:
         writer.add_add_eos_token(True)
-    _add_tensors(writer, folder, spec, kind, quantised)
+    _add_tensors(writer, folder, spec, quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return target
+
+
+def _add_options(writer: Any, spec: ModelSpec, kind: str) -> None:
+    """The options that llama.cpp stores for some architectures."""
+    if spec.rotary_dim:
+        writer.add_rope_dimension_count(spec.rotary_dim)
+    if spec.sliding_window:
+        writer.add_sliding_window(spec.sliding_window)
+    if spec.sliding_rope_theta is not None:
+        writer.add_rope_freq_base_swa(spec.sliding_rope_theta)
+        if spec.layers < 6:
+            writer.add_sliding_window_pattern(list(spec.sliding_layers))
+    if spec.attention_cap is not None:
+        writer.add_attn_logit_softcapping(spec.attention_cap)
+    if spec.logit_cap is not None:
+        writer.add_final_logit_softcapping(spec.logit_cap)
+    if spec.rope.short_factors:
+        writer.add_rope_scaling_orig_ctx_len(spec.rope.original_context)
+        writer.add_rope_scaling_attn_factors(spec.rope.attention_factor)
+        writer.add_tensor("rope_factors_long.weight", numpy.array(spec.rope.factors, numpy.float32))
+        writer.add_tensor("rope_factors_short.weight", numpy.array(spec.rope.short_factors, numpy.float32))
+    if kind == "granite":
+        writer.add_embedding_scale(spec.embedding_scale)
+        writer.add_residual_scale(spec.residual_scale)
+        writer.add_attention_scale(spec.attention_scale)
+        writer.add_logit_scale(1 / spec.logit_scale)
 
 
 def _add_vocabulary(writer: Any, folder: Path, pre: str) -> None:
@@ -70,14 +100,18 @@ def _add_vocabulary(writer: Any, folder: Path, pre: str) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, kind: str, quantised: bool) -> None:
-    source = SafetensorsFolder(folder)
+def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, quantised: bool) -> None:
+    source, family = SafetensorsFolder(folder), BY_ARCHITECTURE[spec.architecture]
+    assert family.gguf is not None
+    reordered = family.gguf.interleaved and not family.interleaved
     for name in source.shapes:
         values: NDArray[Any] = source.read(name).to(torch.float32).numpy()
         part = name.rpartition(".")[0]
-        if kind == "llama" and part.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+        if reordered and part.endswith(("self_attn.q_proj", "self_attn.k_proj")):
             values = _reordered(values, spec.heads if part.endswith("q_proj") else spec.kv_heads)
-        stored = TensorNames().translate(name, GGUF_NAMES)
+        if part.endswith(NORM):
+            values = values + numpy.float32(family.norm_offset)
+        stored = family.tensors.translate(name, family.gguf.tensors)
         if quantised and values.ndim == 2:
             packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(stored, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)

@@ -31,7 +31,7 @@ static void *numbers(size_t count, int kind) {
 }
 
 static void fill(struct model *model, enum place place, int64_t layer, int64_t outputs, int64_t inputs, int biased) {
-    const int kind = (int)model->spec.kind;
+    const int kind = inputs > 1 ? (int)model->spec.kind : FLOAT32; /* norms */
     void *from = numbers((size_t)(outputs * inputs), kind), *bias = biased ? numbers((size_t)outputs, kind) : NULL;
     if (!baton_load(model, layer, place, from, bias, outputs, inputs)) {
         printf("weight %d does not fit\n", (int)place);
@@ -47,15 +47,17 @@ static struct model *make(struct spec spec, int64_t threads, uint32_t seed) {
     if (!model) exit(1);
     state = seed;
     for (int64_t layer = 0; layer < spec.layers; layer++) {
-        fill(model, ATTENTION_NORM, layer, spec.hidden, 1, 0);
-        fill(model, MLP_NORM, layer, spec.hidden, 1, 0);
-        if (layer % 2) fill(model, Q_NORM, layer, spec.head_dim, 1, 0);
-        if (layer % 2) fill(model, K_NORM, layer, spec.head_dim, 1, 0);
+        if (!spec.joint_norm) fill(model, ATTENTION_NORM, layer, spec.hidden, 1, 0);
+        if (!spec.joint_norm) fill(model, MLP_NORM, layer, spec.hidden, 1, 0);
+        if (spec.post_norm) fill(model, ATTENTION_POST_NORM, layer, spec.hidden, 1, 0);
+        if (spec.post_norm) fill(model, MLP_POST_NORM, layer, spec.hidden, 1, 0);
+        if (layer % 2) fill(model, Q_NORM, layer, spec.head_dim * (spec.joint_norm ? spec.heads : 1), 1, 0);
+        if (layer % 2) fill(model, K_NORM, layer, spec.head_dim * (spec.joint_norm ? spec.kv_heads : 1), 1, 0);
         fill(model, QKV, layer, qkv, spec.hidden, 1);
         fill(model, OUTPUT, layer, spec.hidden, attended, 0);
         fill(model, GATE_UP, layer, 2 * spec.intermediate, spec.hidden, layer % 2 == 0);
         fill(model, DOWN, layer, spec.hidden, spec.intermediate, 1);
-        if (layer == 1) baton_slide(model, layer, 20);
+        baton_set_attention(model, layer, layer == 1 ? 20 : 0, spec.rotated == spec.head_dim ? FULL : layer % 3);
     }
     fill(model, FINAL_NORM, 0, spec.hidden, 1, 0);
     fill(model, HEAD, 0, spec.vocab, spec.hidden, 0);
@@ -113,7 +115,7 @@ static int differ(struct model *one, struct model *four) {
     float *cosines = numbers(angles, FLOAT32), *sines = numbers(angles, FLOAT32);
     char *cache = numbers(items, kind);
     pass.ids = ids, pass.positions = positions, pass.slots = slots, pass.starts = starts, pass.blocks = blocks;
-    pass.wanted_at = wanted, pass.cosines = cosines, pass.sines = sines;
+    pass.wanted_at = wanted, pass.cosines = cosines, pass.sines = sines, pass.sliding_cosines = sines, pass.sliding_sines = cosines;
     pass.cache_slots = BLOCKS * BLOCK_SIZE, pass.states_stride = (int64_t)round_up((size_t)spec->hidden, LANES);
     struct results a = run(one, pass, cache, items * item_bytes(kind)), b = run(four, pass, cache, items * item_bytes(kind));
     const size_t logits = (size_t)pass.wanted * vocab * 4;
@@ -130,12 +132,19 @@ int main(void) {
         {.vocab = 33, .hidden = 51, .layers = 3, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 77},
         {.vocab = 1, .hidden = 17, .layers = 1, .heads = 1, .kv_heads = 1, .head_dim = 2, .intermediate = 1},
         {.vocab = 40, .hidden = 96, .layers = 1, .heads = 7, .kv_heads = 1, .head_dim = 80, .intermediate = 33},
+        {.vocab = 35, .hidden = 51, .layers = 3, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 33, .rotated = 6,
+         .post_norm = 1, .gelu = 1, .logit_cap = 9, .score_cap = 5},
+        {.vocab = 35, .hidden = 51, .layers = 4, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 33, .rotated = 2,
+         .post_norm = 1, .joint_norm = 1},
     };
     if (!baton_sound()) return 1;
     for (size_t nth = 0; nth < sizeof specs / sizeof *specs; nth++)
         for (int kind = FLOAT32; kind <= BFLOAT16; kind++) {
             struct spec spec = specs[nth];
             spec.kind = kind, spec.epsilon = 1e-5, spec.nodes = 3;
+            if (!spec.rotated) spec.rotated = spec.head_dim;
+            spec.embedding_scale = spec.score_cap ? 3 : 1, spec.residual_scale = spec.joint_norm ? 0.5 : 1;
+            spec.logit_scale = spec.score_cap ? 0.5 : 1, spec.score_scale = 0.3;
             struct model *one = make(spec, 1, 7), *four = make(spec, 4, 7);
             for (int round = 0; round < 6; round++)
                 if (differ(one, four)) {

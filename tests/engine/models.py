@@ -51,6 +51,18 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **parameters}}
 
 
+PADDED: dict[str, Any] = {"pad_token_id": UNKNOWN}
+"""For families whose default padding is beyond `VOCAB`."""
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 48,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0, 1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0],
+        "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 12.0, 16.0, 20.0],
+    },
+}
+
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama without groups": ("Llama", {"num_key_value_heads": 4}),
@@ -84,18 +96,107 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3 with tied embeddings": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 24,
+            # Low enough that both caps change the answers.
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 7.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "gemma3 with images": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3": ("Phi3", PADDED | {"sliding_window": 24}),
+    "phi3 with a long context": ("Phi3", PADDED | LONGROPE),
+    "phi3 within its first context": ("Phi3", PADDED | LONGROPE | {"original_max_position_embeddings": 512}),
+    "phi4 mini": (
+        "Phi3",
+        PADDED
+        | {
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.17,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "granite with biases": (
+        "Granite",
+        {"residual_multiplier": 0.4, "attention_multiplier": 0.2, "attention_bias": True, "mlp_bias": True},
+    ),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 1}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10_000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "glm4": ("Glm4", PADDED | {"head_dim": 24}),
+    "smollm3": ("SmolLM3", PADDED | {"num_hidden_layers": 5}),
 }
 """Named variants: the family, and what its configuration sets beyond `SIZES`."""
+
+DOCUMENTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "seed-oss": ("SeedOss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": True}),
+}
+"""The variant of the family that the documentation adds. The engine does not have the family."""
 
 
 def make_model(folder: Path, variant: str = "llama", **overrides: Any) -> Path:
     """A checkpoint of `variant` in `folder`, with a tokenizer; `overrides` go to the configuration."""
     import transformers
 
-    family, flags = ARCHITECTURES[variant]
-    config = getattr(transformers, f"{family}Config")(**(SIZES | flags | overrides))
+    family, flags = (ARCHITECTURES | DOCUMENTED)[variant]
     torch.manual_seed(SEED)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    if family == "Gemma3ForConditionalGeneration":
+        model = _with_images(SIZES | flags | overrides)
+    else:
+        architecture = getattr(transformers, f"{family}ForCausalLM")
+        model = architecture(architecture.config_class(**(SIZES | flags | overrides)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -105,6 +206,23 @@ def make_model(folder: Path, variant: str = "llama", **overrides: Any) -> Path:
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def _with_images(text: dict[str, Any]) -> Any:
+    """Return a Gemma 3 whose tensors of images are as small as they can be."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=28, patch_size=14, vision_use_head=False)
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=UNKNOWN,
+        eos_token_id=EOS,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -43,18 +43,24 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> Weight
     def layer() -> LayerWeights:
         qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         return LayerWeights(
-            attention_norm=vector(spec.hidden),
+            attention_norm=vector(spec.hidden) if spec.pre_norm else None,
             qkv=matrix(qkv, spec.hidden),
             qkv_bias=vector(qkv, 0.0) if spec.qkv_bias else None,
-            q_norm=vector(spec.head_dim) if spec.qk_norm else None,
-            k_norm=vector(spec.head_dim) if spec.qk_norm else None,
+            q_norm=vector(spec.head_dim * (spec.heads if spec.qk_norm_joint else 1))
+            if spec.qk_norm
+            else None,
+            k_norm=vector(spec.head_dim * (spec.kv_heads if spec.qk_norm_joint else 1))
+            if spec.qk_norm
+            else None,
             output=matrix(spec.hidden, spec.heads * spec.head_dim),
             output_bias=vector(spec.hidden, 0.0) if spec.output_bias else None,
-            mlp_norm=vector(spec.hidden),
+            attention_post_norm=vector(spec.hidden) if spec.post_norm else None,
+            mlp_norm=vector(spec.hidden) if spec.pre_norm else None,
             gate_up=matrix(2 * spec.intermediate, spec.hidden),
             gate_up_bias=vector(2 * spec.intermediate, 0.0) if spec.mlp_bias else None,
             down=matrix(spec.hidden, spec.intermediate),
             down_bias=vector(spec.hidden, 0.0) if spec.mlp_bias else None,
+            mlp_post_norm=vector(spec.hidden) if spec.post_norm else None,
         )
 
     embedding = matrix(spec.vocab, spec.hidden)

@@ -56,6 +56,39 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a window": {"sliding_window": 20, "head_dim": 32},
     "a window of 1 on one layer": {"sliding_window": 1, "sliding_layers": (True, False)},
     "a window of 64": {"sliding_window": 64},
+    "norms around attention and MLP, GELU, caps": {
+        "post_norm": True,
+        "activation": "gelu_tanh",
+        "attention_cap": 2.0,
+        "logit_cap": 1.5,
+        "embedding_scale": 3.0,
+        "attention_scale": 0.4,
+        "hidden": 51,
+        "head_dim": 10,
+    },
+    "norms after attention and MLP, and one of all heads": {
+        "pre_norm": False,
+        "post_norm": True,
+        "qk_norm": True,
+        "qk_norm_joint": True,
+        "residual_scale": 0.5,
+        "layers": 3,
+    },
+    "factors, and a part of each head rotated": {
+        "embedding_scale": 2.5,
+        "residual_scale": 0.3,
+        "logit_scale": 0.4,
+        "rotary_dim": 12,
+        "mlp_bias": True,
+        "output_bias": True,
+    },
+    "a rotation for each kind of layer": {
+        "layers": 3,
+        "sliding_window": 20,
+        "sliding_layers": (True, False, True),
+        "sliding_rope_theta": 100.0,
+        "unrotated_layers": (False, False, True),
+    },
 }
 
 ROWS = ((0, 1), (14, 1), (15, 1), (16, 1), (62, 1), (299, 1), (0, 17), (5, 100), (130, 70), (64, 64), (3, 2))
@@ -191,8 +224,22 @@ def test_blocks_may_have_any_size(block_size: int) -> None:
     torch.testing.assert_close(logits, plain(spec, torch.float32).forward(batch, theirs), rtol=0, atol=5e-5)
 
 
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {
+        "post_norm": True,
+        "activation": "gelu_tanh",
+        "attention_cap": 2.0,
+        "logit_cap": 1.5,
+        "embedding_scale": 3.0,
+    },
+    {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_joint": True},
+    {"residual_scale": 0.3, "logit_scale": 0.4, "rotary_dim": 12, "unrotated_layers": (False, True)},
+)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(len(OPTIONS)))
 def test_native_row_is_bit_identical_in_any_batch_and_threads(
     seed: int, threads: int, dtype: torch.dtype
 ) -> None:
@@ -200,7 +247,8 @@ def test_native_row_is_bit_identical_in_any_batch_and_threads(
         pytest.skip("AMX sums bfloat16 in another order than AVX-512, which computes passes of few rows")
     generator = random.Random(seed)
     window = generator.choice([None, 30])
-    spec = tiny_spec(heads=6, kv_heads=2, head_dim=generator.choice([16, 24, 64]), sliding_window=window)
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": generator.choice([16, 24, 64])}
+    spec = tiny_spec(**sizes, sliding_window=window, **OPTIONS[seed])
     shapes = [
         (generator.choice([0, 0, generator.randrange(150)]), generator.randrange(1, 90)) for _ in range(9)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from baton_api.errors import SetupError
 from baton_engine.api.chat.template.prompt import TemplateInput
 from baton_engine.api.chat.template.templates import templates_of
+from baton_engine.model import gguf_tokenizer
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.gguf import GGUFFile
@@ -38,22 +40,33 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(folder, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        "llama",
-        "llama with biases",
-        "llama with its own head size",
-        "llama with tied embeddings",
-        "llama with llama3 rope",
-        "llama with yarn rope",
-        "qwen2",
-        "qwen3",
-    ],
-)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama with biases": {"mlp_bias": False},
+    "llama with its own head size": {},
+    "llama with tied embeddings": {},
+    "llama with linear rope": {},
+    "llama with llama3 rope": {},
+    "llama with yarn rope": {},
+    "qwen2": {},
+    "qwen3": {},
+    # llama.cpp derives the scale of scores from the sizes.
+    "gemma2": {"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma3": {"query_pre_attn_scalar": 24},
+    "phi3": {},
+    "phi3 with a long context": {},
+    "phi4 mini": {},
+    "granite": {},
+    "olmo2": {},
+    "glm4": {},
+    "smollm3": {},
+}
+"""Variants that llama.cpp can store, and what its format requires of their configuration."""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_gguf_answers_equal_those_of_its_source_folder(tmp_path: Path, variant: str) -> None:
-    overrides = {"mlp_bias": False} if variant == "llama with biases" else {}
-    folder = make_model(tmp_path / "model", variant, **overrides)
+    folder = make_model(tmp_path / "model", variant, **VARIANTS[variant])
     path = write_gguf(folder, tmp_path / "tiny.gguf")
     answers, contexts = [], []
     for source in (folder, path):
@@ -92,6 +105,21 @@ def test_gguf_tokenizer_equals_the_folders(tmp_path: Path) -> None:
     assert (ours.eos_ids, ours.bos_id) == (theirs.eos_ids, theirs.bos_id)
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["HelloWorld", "'s", "Ġ12345", "!!", "ĊĊ", "Ġend"]),
+        ("refact", ["HelloWorld", "'s", "Ġ", "1", "2", "3", "4", "5", "!!", "ĊĊ", "Ġend"]),
+        ("dbrx", ["HelloWorld", "'s", "Ġ", "123", "45", "!!ĊĊ", "Ġend"]),
+        ("glm4", ["HelloWorld", "'s", "Ġ", "123", "45", "!!ĊĊ", "Ġend"]),
+        ("gpt-4o", ["Hello", "World's", "Ġ", "123", "45", "!!ĊĊ", "Ġend"]),
+    ],
+)
+def test_gguf_text_is_split_as_in_llama_cpp(pre: str, pieces: list[str]) -> None:
+    split = gguf_tokenizer.PRE_TOKENIZERS[pre]().pre_tokenize_str("HelloWorld's 12345!!\n\n end")
+    assert [piece for piece, _ in split] == pieces
+
+
 def test_gguf_cut_file_is_rejected_with_its_size(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     cut = tmp_path / "cut.gguf"
@@ -126,7 +154,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "damaged|dimensions|unknown type",
     ),
     "keys without end": (lambda data: data[:16] + struct.pack("<Q", 1 << 60) + data[24:], "damaged|unknown"),
-    "another architecture": (_replaced(b"llama", b"mamba"), "'mamba' is not supported.*llama, qwen2, qwen3"),
+    "another architecture": (
+        _replaced(b"llama", b"mamba"),
+        "'mamba' is not supported.*llama, .*qwen2, qwen3",
+    ),
     "a tensor less": (
         _replaced(b"blk.1.ffn_up.weight", b"blk.1.ffn_no.weight"),
         "model.layers.1.mlp.up_proj.weight is missing",

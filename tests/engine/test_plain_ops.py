@@ -130,7 +130,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
     batch = batch_of([(3, 1), (12, 9)], random.Random(7))
     qkv = torch.randn(batch.size, (SPEC.heads + 2 * SPEC.kv_heads) * SPEC.head_dim)
     still = torch.ones(batch.size, SPEC.head_dim // 2), torch.zeros(batch.size, SPEC.head_dim // 2)
-    q = PlainOps(SPEC).rope_and_store(qkv, *still, None, None, cache, 1, batch)
+    q = PlainOps(SPEC).rope_and_store(qkv, still, None, None, cache, 1, batch)
     heads = qkv.view(batch.size, -1, SPEC.head_dim)
     torch.testing.assert_close(q, heads[:, : SPEC.heads])
     expected = torch.zeros_like(cache.kv)

@@ -268,6 +268,7 @@ def _load(
     if encoder is not None:
         return _LoadedModel(checkpoint, *load_encoder(settings, checkpoint, encoder, device, dtype, progress))
     tokenizer = load_tokenizer(checkpoint, spec)
+    spec = spec.served_to(settings.max_model_len or spec.context)
     embedder = embedder_of(checkpoint, settings.pooling, shortens=settings.matryoshka)
     if isinstance(embedder, Embedder):
         log.info("%s supports embeddings: %s", checkpoint.name, embedder)

@@ -59,7 +59,7 @@ def load_weights(
     if checkpoint.is_gguf:
         source = gguf_model.GGUFTensors(GGUFFile(checkpoint.path), spec)
     else:
-        source = SafetensorsFolder(checkpoint.path)
+        source = weights.FamilyTensors(SafetensorsFolder(checkpoint.path), spec)
     return weights.build(source, spec, dtype, progress)
 
 

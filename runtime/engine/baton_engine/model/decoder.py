@@ -20,7 +20,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
-from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.model.weights import LayerWeights, Weights, rounded
 from baton_engine.ops import Linear, Ops
 from baton_engine.ops.cpu import CpuOps
 from baton_engine.ops.plain import PlainOps
@@ -64,15 +64,19 @@ def create_model(
 class Layer:
     """One layer with its weights on the device."""
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Linear
-    mlp_norm: Tensor
+    attention_post_norm: Tensor | None
+    mlp_norm: Tensor | None
     gate_up: Linear
     down: Linear
+    mlp_post_norm: Tensor | None
     window: int | None
+    rotation: str
+    """`ModelSpec.rotation`."""
 
 
 class Decoder:
@@ -86,16 +90,16 @@ class Decoder:
         tied = weights.head is weights.embedding
         self.head = ops.prepare(self.embedding if tied else weights.head.to(device))
         self.layers = tuple(
-            _laid_out(layer, spec.window(number), ops, device) for number, layer in enumerate(weights.layers)
+            _laid_out(layer, spec, number, ops, device) for number, layer in enumerate(weights.layers)
         )
-        self.rotary = Rotary(spec, device)
+        self.rotary = Rotary.of_layers(spec, device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         states = self._states(batch, cache)
         if not len(states):
             return torch.empty((0, self.spec.vocab), dtype=torch.float32, device=states.device)
-        return self.head(states).to(torch.float32)
+        return self._logits(states)
 
     @torch.inference_mode()
     def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
@@ -105,46 +109,79 @@ class Decoder:
     def project(self, states: Tensor) -> Tensor:
         if not len(states):
             return torch.empty((0, self.spec.vocab), dtype=torch.float32, device=states.device)
-        return self.head(states.to(self.embedding.dtype)).to(torch.float32)
+        return self._logits(states.to(self.embedding.dtype))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Return the logits [S, V] fp32 of the states [S, N] after the final norm."""
+        logits = self.head(states).to(torch.float32)
+        if self.spec.logit_scale != 1:
+            logits *= self.spec.logit_scale
+        if (cap := self.spec.logit_cap) is not None:
+            logits = (logits / cap).tanh_().mul_(cap)
+        return logits
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        residual = self.embedding[tokens]  # [T, N]
+        if self.spec.embedding_scale != 1:
+            residual *= rounded(self.spec.embedding_scale, self.embedding.dtype)
+        return residual
+
+    def _added(
+        self, x: Tensor, residual: Tensor, post_norm: Tensor | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the output `x` of attention or MLP to the residual. Return the next input, and the sum."""
+        if post_norm is not None:
+            x = self.ops.rms_norm(x, post_norm, self.spec.norm_epsilon)
+        if self.spec.residual_scale != 1:
+            x = x * self.spec.residual_scale
+        if norm is not None:
+            return self.ops.add_rms_norm(x, residual, norm, self.spec.norm_epsilon)
+        residual = residual + x
+        return residual, residual
 
     def _states(self, batch: Batch, cache: KVCache) -> Tensor:
-        ops, epsilon = self.ops, self.spec.norm_epsilon
-        cos, sin = self.rotary.at(batch.positions)
+        ops = self.ops
+        rotations = {kind: rotary.at(batch.positions) for kind, rotary in self.rotary.items()}
         wanted = batch.wanted_at
-        residual = self.embedding[batch.tokens]  # [T, N]
-        x = ops.rms_norm(residual, self.layers[0].attention_norm, epsilon)
+        residual = self._embedded(batch.tokens)
+        first_norm = self.layers[0].attention_norm
+        x = residual if first_norm is None else ops.rms_norm(residual, first_norm, self.spec.norm_epsilon)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             qkv = layer.qkv(x)
-            q = ops.rope_and_store(qkv, cos, sin, layer.q_norm, layer.k_norm, cache, number, batch)
+            rotation = rotations.get(layer.rotation)
+            q = ops.rope_and_store(qkv, rotation, layer.q_norm, layer.k_norm, cache, number, batch)
             if number == last and not len(wanted):
                 break  # keys and values are stored; no output of this batch is needed
             x = ops.attention(q, cache, number, batch, layer.window)
             if number == last and len(wanted) < batch.size:
                 x, residual = x[wanted], residual[wanted]  # only the wanted tokens need the last MLP
-            x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, epsilon)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            x, residual = self._added(layer.output(x), residual, layer.attention_post_norm, layer.mlp_norm)
+            x = layer.down(ops.gated(layer.gate_up(x)))
             norm = self.final_norm if number == last else self.layers[number + 1].attention_norm
-            x, residual = ops.add_rms_norm(x, residual, norm, epsilon)
+            x, residual = self._added(x, residual, layer.mlp_post_norm, norm)
         else:
             return x
         return residual[:0]
 
 
-def _laid_out(layer: LayerWeights, window: int | None, ops: Ops, device: torch.device) -> Layer:
+def _laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, device: torch.device) -> Layer:
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
 
     return Layer(
-        attention_norm=layer.attention_norm.to(device),
+        attention_norm=moved(layer.attention_norm),
         qkv=ops.prepare(layer.qkv.to(device), moved(layer.qkv_bias)),
         q_norm=moved(layer.q_norm),
         k_norm=moved(layer.k_norm),
         output=ops.prepare(layer.output.to(device), moved(layer.output_bias)),
-        mlp_norm=layer.mlp_norm.to(device),
+        attention_post_norm=moved(layer.attention_post_norm),
+        mlp_norm=moved(layer.mlp_norm),
         gate_up=ops.prepare(layer.gate_up.to(device), moved(layer.gate_up_bias)),
         down=ops.prepare(layer.down.to(device), moved(layer.down_bias)),
-        window=window,
+        mlp_post_norm=moved(layer.mlp_post_norm),
+        window=spec.window(number),
+        rotation=spec.rotation(number),
     )
 
 

@@ -16,10 +16,17 @@ from baton_engine.model.spec import ModelSpec
 Refine = Callable[[ModelSpec, Mapping[str, Any]], ModelSpec]
 """Returns a spec with the options of the family, read from the configuration (or the metadata of GGUF)."""
 
+Normalize = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Returns a configuration with Llama's keys: nested parts flattened, and omitted values filled in."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Names of the decoder's tensors in a file format, without `.weight` and `.bias`. Defaults: Llama's."""
+    """
+    Names of the decoder's tensors in a file format, without `.weight` and `.bias`. Defaults: Llama's.
+
+    An empty name means that the format does not have the tensor.
+    """
 
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -30,19 +37,27 @@ class TensorNames:
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
+    qkv: str = ""
+    """q, k and v stacked in one tensor; then `q`, `k` and `v` are not read."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     output: str = "self_attn.o_proj"
+    attention_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    gate_up: str = ""
+    """gate and up stacked in one tensor; then `gate` and `up` are not read."""
     down: str = "mlp.down_proj"
+    mlp_post_norm: str = ""
 
     def translate(self, name: str, target: TensorNames) -> str:
         """Return the name in `target` of the tensor `name`; an unknown name stays as it is."""
         base, _, kind = name.rpartition(".")
         for part in fields(self):
             own, other = getattr(self, part.name), getattr(target, part.name)
+            if not own or not other:
+                continue
             if part.name in OUTSIDE_LAYERS:
                 if base == own:
                     return f"{other}.{kind}"
@@ -55,6 +70,9 @@ class TensorNames:
         middle = base.removeprefix(start).removesuffix(end + part)
         return middle if middle.isdecimal() and base == f"{start}{middle}{end}{part}" else None
 
+
+NORM = "norm"
+"""The names of all norms end with it, in every format."""
 
 OUTSIDE_LAYERS = frozenset({"embedding", "final_norm", "head"})
 
@@ -70,10 +88,12 @@ GGUF_NAMES = TensorNames(
     q_norm="attn_q_norm",
     k_norm="attn_k_norm",
     output="attn_output",
+    attention_post_norm="post_attention_norm",
     mlp_norm="ffn_norm",
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
+    mlp_post_norm="post_ffw_norm",
 )
 
 
@@ -108,6 +128,16 @@ class ModelFamily:
     refine: Refine
     """Called with `config.json`."""
     models: tuple[SupportedModels, ...]
+    normalize: Normalize = dict
+    """Called with `config.json` before anything is read from it."""
+    multimodal: str = ""
+    """Architecture of checkpoints with images whose text part is this family; only text is served."""
+    partial_rotary: bool = False
+    """Whether the configuration's `partial_rotary_factor` applies."""
+    interleaved: bool = False
+    """Whether safetensors checkpoints rotate adjacent pairs of dimensions instead of halves."""
+    norm_offset: float = 0.0
+    """Added to the weights of norms of safetensors checkpoints. GGUF files contain the sums."""
     gguf: GGUFFormat | None = None
     """None if GGUF files of the family use the architecture of another one."""
     tensors: TensorNames = field(default_factory=TensorNames)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3's scaling, as divisors of the frequencies."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+"""LongRoPE's divisors, for contexts beyond the original one and up to it."""
+ROPE_TENSORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
 def spec_of(file: GGUFFile) -> ModelSpec:
@@ -37,7 +40,7 @@ def spec_of(file: GGUFFile) -> ModelSpec:
         return checked(_spec(file, family.architecture, family.gguf), str(file.path))
     except KeyError as error:
         raise SetupError(f"{file.path} lacks the metadata {error}.") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise SetupError(f"{file.path} has metadata of the wrong type: {error}") from error
 
 
@@ -53,10 +56,7 @@ def _spec(file: GGUFFile, architecture: str, form: GGUFFormat) -> ModelSpec:
     hidden, heads = number("embedding_length"), number("attention.head_count")
     kv_heads = meta.get(f"{kind}.attention.head_count_kv", heads)
     head_dim = meta.get(f"{kind}.attention.key_length", hidden // max(heads, 1))
-    if (rotated := meta.get(f"{kind}.rope.dimension_count", head_dim)) != head_dim:
-        raise SetupError(
-            f"{file.path}: rotary embeddings of {rotated} of {head_dim} dimensions are not supported."
-        )
+    rotated = meta.get(f"{kind}.rope.dimension_count", head_dim)
     ends = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     context = number("context_length")
     rope = _rope(file, kind, context)
@@ -73,9 +73,10 @@ def _spec(file: GGUFFile, architecture: str, form: GGUFFormat) -> ModelSpec:
         norm_epsilon=float(meta[f"{kind}.attention.layer_norm_rms_epsilon"]),
         rope_theta=float(meta.get(f"{kind}.rope.freq_base", 10_000.0)),
         rope=rope,
-        qkv_bias=stored(f"{names.q}.bias"),
+        rotary_dim=0 if rotated == head_dim else int(rotated),
+        qkv_bias=stored(f"{names.qkv or names.q}.bias"),
         output_bias=stored(f"{names.output}.bias"),
-        mlp_bias=stored(f"{names.gate}.bias"),
+        mlp_bias=stored(f"{names.gate_up or names.gate}.bias"),
         qk_norm=stored(f"{names.q_norm}.weight"),
         tied_embeddings=f"{names.head}.weight" not in file.tensors,
         eos_ids=tuple(dict.fromkeys(int(end) for end in ends if end is not None)),
@@ -94,6 +95,14 @@ def _rope(file: GGUFFile, kind: str, context: int) -> RopeScaling:
     }
     if ROPE_FACTORS in file.tensors:
         return RopeScaling(kind="factors", factors=tuple(file.read(ROPE_FACTORS).flatten().tolist()))
+    if LONG_FACTORS in file.tensors:
+        return RopeScaling(
+            kind="factors",
+            factors=tuple(file.read(LONG_FACTORS).flatten().tolist()),
+            short_factors=tuple(file.read(SHORT_FACTORS).flatten().tolist()),
+            original_context=int(scaling.get("original_context_length", context)),
+            attention_factor=float(scaling.get("attn_factor", 1.0)),
+        )
     match scaling.get("type", "none"):
         case "none":
             return RopeScaling()
@@ -125,7 +134,7 @@ class GGUFTensors:
         self._names = family.tensors
         own = family.gguf.tensors
         self._stored = {
-            own.translate(name, self._names): name for name in file.tensors if name != ROPE_FACTORS
+            own.translate(name, self._names): name for name in file.tensors if name not in ROPE_TENSORS
         }
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
 
@@ -137,7 +146,7 @@ class GGUFTensors:
         base = tensor.rpartition(".")[0]
         if not self._interleaved or not base.endswith((self._names.q, self._names.k)):
             return values
+        from baton_engine.model.rope import in_halves
+
         heads = self._spec.heads if base.endswith(self._names.q) else self._spec.kv_heads
-        # [heads, D / 2, 2, ...] as llama.cpp stores it -> [heads, 2, D / 2, ...]
-        pairs = values.view(heads, -1, 2, *values.shape[1:])
-        return pairs.transpose(1, 2).reshape(values.shape)
+        return in_halves(values, heads, self._spec.rotated)

@@ -25,6 +25,15 @@ WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+CASED = "|".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    for word in (f"{UPPER}*{LOWER}+", f"{UPPER}+{LOWER}*")
+)
+"""Words of OpenAI's o200k: a capital begins a word."""
+CASED_REST = r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 def _gpt2() -> Any:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
@@ -35,16 +44,23 @@ def _digits_apart() -> Any:
 
 def _split(digits: int) -> Any:
     """Split into words, numbers of at most `digits` digits, and punctuation with its line breaks."""
-    pattern = Regex(WORDS % digits + REST)
+    return _matches(WORDS % digits + REST)
+
+
+def _matches(pattern: str) -> Any:
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), bytes_only])
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), bytes_only])
 
 
 PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
     "smollm": _digits_apart,
+    "refact": _digits_apart,
     "llama-bpe": partial(_split, 3),
+    "dbrx": partial(_split, 3),
+    "glm4": partial(_split, 3),
+    "gpt-4o": partial(_matches, CASED + CASED_REST),
     "qwen2": partial(_split, 1),
 }
 """Pre-tokenizers, by `tokenizer.ggml.pre`."""

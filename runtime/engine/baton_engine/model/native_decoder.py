@@ -25,7 +25,7 @@ from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
-from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.model.weights import LayerWeights, Weights, rounded
 from baton_engine.ops.native import library
 
 log = logging.getLogger(__name__)
@@ -41,18 +41,25 @@ FIELDS = {
     name: number
     for number, name in enumerate(
         (
-            "attention_norm", "qkv", "q_norm", "k_norm", "output", "mlp_norm", "gate_up", "down",
-            "final_norm", "head", "embedding",
+            "attention_norm", "qkv", "q_norm", "k_norm", "output", "attention_post_norm", "mlp_norm",
+            "gate_up", "down", "mlp_post_norm", "final_norm", "head", "embedding",
         )
     )
 }  # fmt: skip
 
 
+NORMS = tuple(name for name in FIELDS if name.endswith("norm") and name != "final_norm")
+ROTATIONS = ("none", "full", "sliding")
+"""Values of `ModelSpec.rotation`, by their number in the kernels."""
+
 IMPLEMENTED = frozenset(
     (
         "architecture", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate",
-        "context", "norm_epsilon", "rope_theta", "rope", "qkv_bias", "output_bias", "mlp_bias", "qk_norm",
-        "sliding_window", "sliding_layers", "tied_embeddings", "headless", "eos_ids", "bos_id",
+        "context", "norm_epsilon", "rope_theta", "rope", "qkv_bias", "output_bias", "mlp_bias", "pre_norm",
+        "post_norm", "qk_norm", "qk_norm_joint", "activation", "rotary_dim", "sliding_rope_theta",
+        "unrotated_layers", "attention_scale", "attention_cap", "embedding_scale", "residual_scale",
+        "logit_scale", "logit_cap", "sliding_window", "sliding_layers", "tied_embeddings", "headless",
+        "eos_ids", "bos_id",
     )
 )  # fmt: skip
 """Fields of `ModelSpec` that the kernels implement or that do not affect them. A model with another option
@@ -67,10 +74,16 @@ class _Spec(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "kind", "threads", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim",
-                "intermediate", "tied", "nodes",
+                "intermediate", "tied", "nodes", "rotated", "gelu", "joint_norm", "post_norm",
             )
         ),
-        ("epsilon", ctypes.c_double),
+        *(
+            (name, ctypes.c_double)
+            for name in (
+                "epsilon", "embedding_scale", "residual_scale", "logit_scale", "logit_cap", "score_scale",
+                "score_cap",
+            )
+        ),
     )  # fmt: skip
 
 
@@ -90,6 +103,8 @@ class _Pass(ctypes.Structure):
         ("wanted_at", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
+        ("sliding_cosines", ctypes.c_void_p),
+        ("sliding_sines", ctypes.c_void_p),
         ("cache", ctypes.c_void_p),
         ("cache_slots", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
@@ -108,33 +123,23 @@ class NativeDecoder:
         """Copy the weights, so that the caller can release its own. Raises MemoryError."""
         self.spec = spec
         self.dtype = dtype
-        self._rotary = Rotary(spec, torch.device("cpu"))
-        self._cosines, self._sines = self._rotary.at(torch.arange(FIRST_POSITIONS))
+        self._rotary = Rotary.of_layers(spec, torch.device("cpu"))
+        self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
+        self._positions = 0
+        self._turn_to(FIRST_POSITIONS // 2)
         self._kernels = kernel_library
         tied = weights.head is weights.embedding
-        sizes = _Spec(
-            kind=KINDS[dtype],
-            threads=threads,
-            vocab=spec.vocab,
-            hidden=spec.hidden,
-            layers=spec.layers,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            intermediate=spec.intermediate,
-            tied=tied,
-            nodes=machine.memory_nodes(),
-            epsilon=spec.norm_epsilon,
-        )
-        handle = kernel_library.baton_create(ctypes.byref(sizes))
+        handle = kernel_library.baton_create(ctypes.byref(_sizes(spec, dtype, threads, tied)))
         if not handle:
             raise MemoryError("no memory for the packed weights")
         self._handle = ctypes.c_void_p(handle)
         weakref.finalize(self, kernel_library.baton_destroy, self._handle)
         for number, layer in enumerate(weights.layers):
             self._load_layer(number, layer)
-            if window := spec.window(number):
-                kernel_library.baton_slide(self._handle, ctypes.c_int64(number), ctypes.c_int64(window))
+            window, rotation = spec.window(number) or 0, ROTATIONS.index(spec.rotation(number))
+            kernel_library.baton_set_attention(
+                self._handle, ctypes.c_int64(number), ctypes.c_int64(window), ctypes.c_int64(rotation)
+            )
         self._load(0, "final_norm", weights.final_norm)
         self._load(0, "head", weights.head)
         if not tied:
@@ -174,6 +179,7 @@ class NativeDecoder:
             raise TypeError(f"the cache holds {cache.kv.dtype}, the model computes in {self.dtype}")
         self._turn_to(max(batch.contexts))
         blocks, slots = batch.block_table, batch.slots
+        full, sliding = self._rotations["full"], self._rotations.get("sliding")
         starts = (ctypes.c_int64 * len(batch.starts))(*batch.starts)
         task = _Pass(
             tokens=batch.size,
@@ -186,8 +192,10 @@ class NativeDecoder:
             blocks=blocks.data_ptr(),
             width=blocks.shape[1],
             wanted_at=batch.wanted_at.data_ptr(),
-            cosines=self._cosines.data_ptr(),
-            sines=self._sines.data_ptr(),
+            cosines=full[0].data_ptr(),
+            sines=full[1].data_ptr(),
+            sliding_cosines=sliding[0].data_ptr() if sliding else None,
+            sliding_sines=sliding[1].data_ptr() if sliding else None,
             cache=cache.kv.data_ptr(),
             cache_slots=cache.blocks * cache.block_size,
             block_size=cache.block_size,
@@ -208,8 +216,10 @@ class NativeDecoder:
         The tables are cached between passes, because a parallel torch operation leaves OpenMP threads
         spinning for milliseconds on the cores that the pass needs.
         """
-        if positions > len(self._cosines):
-            self._cosines, self._sines = self._rotary.at(torch.arange(2 * positions))
+        if positions > self._positions:
+            self._positions = 2 * positions
+            table = torch.arange(self._positions)
+            self._rotations = {kind: rotary.at(table) for kind, rotary in self._rotary.items()}
 
     @property
     def bytes(self) -> int:
@@ -218,19 +228,17 @@ class NativeDecoder:
         return size
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
-        self._load(number, "attention_norm", layer.attention_norm)
+        for name in NORMS:
+            if (norm := getattr(layer, name)) is not None:
+                self._load(number, name, norm)
         self._load(number, "qkv", layer.qkv, layer.qkv_bias)
-        if layer.q_norm is not None:
-            self._load(number, "q_norm", layer.q_norm)
-        if layer.k_norm is not None:
-            self._load(number, "k_norm", layer.k_norm)
         self._load(number, "output", layer.output, layer.output_bias)
-        self._load(number, "mlp_norm", layer.mlp_norm)
         self._load(number, "gate_up", layer.gate_up, layer.gate_up_bias)
         self._load(number, "down", layer.down, layer.down_bias)
 
     def _load(self, layer: int, place: str, weight: Tensor, bias: Tensor | None = None) -> None:
-        weight = weight.to(self.dtype).contiguous()
+        # Norms are vectors. The kernels compute with fp32 norms for any dtype of the matrices.
+        weight = weight.to(self.dtype if weight.dim() == 2 else torch.float32).contiguous()
         bias = None if bias is None else bias.to(self.dtype).contiguous()
         fits = self._kernels.baton_load(
             self._handle,
@@ -243,6 +251,33 @@ class NativeDecoder:
         )
         if not fits:
             raise ValueError(f"layer {layer}: {place} {tuple(weight.shape)} does not fit the model's sizes")
+
+
+def _sizes(spec: ModelSpec, dtype: torch.dtype, threads: int, tied: bool) -> _Spec:
+    return _Spec(
+        kind=KINDS[dtype],
+        threads=threads,
+        vocab=spec.vocab,
+        hidden=spec.hidden,
+        layers=spec.layers,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        intermediate=spec.intermediate,
+        tied=tied,
+        nodes=machine.memory_nodes(),
+        rotated=spec.rotated,
+        gelu=spec.activation == "gelu_tanh",
+        joint_norm=spec.qk_norm_joint,
+        post_norm=spec.post_norm,
+        epsilon=spec.norm_epsilon,
+        embedding_scale=rounded(spec.embedding_scale, dtype),
+        residual_scale=spec.residual_scale,
+        logit_scale=spec.logit_scale,
+        logit_cap=spec.logit_cap or 0,
+        score_scale=spec.score_scale,
+        score_cap=spec.attention_cap or 0,
+    )
 
 
 def supports(spec: ModelSpec, dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ rotations.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,15 +17,23 @@ from baton_engine.model.spec import ModelSpec, RopeScaling
 
 
 class Rotary:
-    """Rotary embedding of one model: computes cosines and sines of positions."""
+    """Rotary embedding of one model: computes cosines and sines of positions. R: rotated dimensions."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self.frequencies: Tensor = inverse_frequencies(spec).to(device)
-        """[D / 2] fp32, radians per position."""
+        """[R / 2] fp32, radians per position."""
         self.factor = attention_factor(spec.rope)
 
+    @classmethod
+    def of_layers(cls, spec: ModelSpec, device: torch.device) -> dict[str, Rotary]:
+        """Return the rotary embeddings of the layers of a model, by `ModelSpec.rotation`."""
+        if spec.sliding_rope_theta is None:
+            return {"full": cls(spec, device)}
+        sliding = replace(spec, rope_theta=spec.sliding_rope_theta, rope=RopeScaling())
+        return {"full": cls(spec, device), "sliding": cls(sliding, device)}
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, [T, D / 2] fp32 each, of positions [T]."""
+        """Return cosines and sines, [T, R / 2] fp32 each, of positions [T]."""
         angles = positions.to(torch.float32)[:, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.factor != 1.0:
@@ -32,18 +41,29 @@ class Rotary:
         return cos, sin
 
 
+def in_halves(rows: Tensor, heads: int, rotated: int) -> Tensor:
+    """
+    Reorder the rows of a query or key weight that rotates adjacent pairs, for a rotation of halves.
+
+    `rows` is [heads * D, ...] or a bias [heads * D]. The first `rotated` rows of each head are reordered.
+    Scores do not depend on the order of dimensions, because queries and keys are reordered alike.
+    """
+    by_head = rows.view(heads, -1, *rows.shape[1:])
+    # [heads, R / 2, 2, ...] -> [heads, 2, R / 2, ...]
+    pairs = by_head[:, :rotated].reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).flatten(1, 2)
+    return torch.cat((pairs, by_head[:, rotated:]), dim=1).reshape(rows.shape)
+
+
 def attention_factor(rope: RopeScaling) -> float:
-    """Return the factor of cosines and sines: 1 except for YaRN."""
-    if rope.kind != "yarn":
-        return 1.0
+    """Return the factor of cosines and sines: 1 except for YaRN and LongRoPE."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
+    return 1.0 if rope.kind != "yarn" or rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Return the frequencies [D / 2] fp32 on the CPU, with the model's scaling applied."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    """Return the frequencies [R / 2] fp32 on the CPU, with the model's scaling applied."""
+    exponents = torch.arange(0, spec.rotated, 2, dtype=torch.float32) / spec.rotated
     plain = 1.0 / (spec.rope_theta**exponents)
     rope = spec.rope
     match rope.kind:
@@ -73,13 +93,13 @@ def _yarn(plain: Tensor, rope: RopeScaling, spec: ModelSpec) -> Tensor:
     def dimension(rotations: float) -> float:
         """Return the dimension with this number of rotations within the original context."""
         wave = rope.original_context / (rotations * 2 * math.pi)
-        return spec.head_dim * math.log(wave) / (2 * math.log(spec.rope_theta))
+        return spec.rotated * math.log(wave) / (2 * math.log(spec.rope_theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    low, high = max(low, 0), min(high, spec.rotated - 1)
     if low == high:
         high += 0.001  # avoids a division by zero
-    slowed = ((torch.arange(spec.head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    slowed = ((torch.arange(spec.rotated // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return plain / rope.factor * slowed + plain * (1 - slowed)

@@ -6,7 +6,8 @@ One decoder computes every model family; families differ in the flags that they 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton_api.errors import SetupError
@@ -24,11 +25,13 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """yarn only: multiplies cosine and sine; None means 0.1 ln(factor) + 1."""
+    """yarn and factors only: multiplies cosine and sine. None: 0.1 ln(factor) + 1 for yarn, 1 for factors."""
     truncate: bool = True
     """yarn only: whether the blended range ends at whole dimensions."""
     factors: tuple[float, ...] = ()
-    """factors only: one divisor per pair of dimensions, as GGUF stores llama3's scaling."""
+    """factors only: one divisor per pair of dimensions: LongRoPE, and llama3's scaling in GGUF files."""
+    short_factors: tuple[float, ...] = ()
+    """factors only: LongRoPE's divisors for contexts up to `original_context`; empty for other scalings."""
 
     @property
     def stretched_context(self) -> int:
@@ -62,8 +65,34 @@ class ModelSpec:
     output_bias: bool = False
     """Bias of the attention's output projection (Llama's `attention_bias`)."""
     mlp_bias: bool = False
+    pre_norm: bool = True
+    """RMS norm of the inputs of attention and MLP; all families but OLMo 2."""
+    post_norm: bool = False
+    """RMS norm of the outputs of attention and MLP before they are added to the residual (Gemma 2)."""
     qk_norm: bool = False
     """RMS norm of each query and key head before the rotation (Qwen3)."""
+    qk_norm_joint: bool = False
+    """Whether `qk_norm` normalizes all query heads of a token together, and all key heads (OLMo 2)."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Function of the MLP's gate. gelu_tanh is the tanh approximation of GELU."""
+    rotary_dim: int = 0
+    """Dimensions of each head that are rotated, the first ones; 0 is all."""
+    sliding_rope_theta: float | None = None
+    """`rope_theta` of the layers with a sliding window, which then have no rope scaling (Gemma 3)."""
+    unrotated_layers: tuple[bool, ...] = ()
+    """Whether each layer omits the rotation (SmolLM3); empty means that no layer does."""
+    attention_scale: float | None = None
+    """Factor of the attention scores; None is head_dim ** -0.5."""
+    attention_cap: float | None = None
+    """Attention scores s become cap * tanh(s / cap) (Gemma 2)."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings, rounded to the dtype of the model as transformers does."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP (Granite)."""
+    logit_scale: float = 1.0
+    """Factor of the logits (Granite)."""
+    logit_cap: float | None = None
+    """Logits l become cap * tanh(l / cap) (Gemma 2)."""
     sliding_window: int | None = None
     """Tokens that a position attends to, itself included; None is all."""
     sliding_layers: tuple[bool, ...] = ()
@@ -80,6 +109,16 @@ class ModelSpec:
         return self.heads // self.kv_heads
 
     @property
+    def rotated(self) -> int:
+        """Number of dimensions of each head that are rotated."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
     def kv_values_per_token(self) -> int:
         """Number of values that one token adds to the KV cache."""
         return self.layers * 2 * self.kv_heads * self.head_dim
@@ -89,6 +128,25 @@ class ModelSpec:
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
             return None
         return self.sliding_window
+
+    def rotation(self, layer: int) -> Literal["none", "sliding", "full"]:
+        """Return which rotation `layer` uses. "sliding" is that of `sliding_rope_theta`."""
+        if self.unrotated_layers and self.unrotated_layers[layer]:
+            return "none"
+        return "full" if self.sliding_rope_theta is None or self.window(layer) is None else "sliding"
+
+    def served_to(self, tokens: int) -> ModelSpec:
+        """
+        Return the spec of a worker whose longest sequence has `tokens` tokens.
+
+        LongRoPE has two sets of rotary factors. One worker uses one of them for all requests: a cached key
+        is rotated only once, and a prefix is shared by requests of any length.
+        https://arxiv.org/abs/2402.13753
+        """
+        if not self.rope.short_factors or tokens > self.rope.original_context:
+            return self
+        rope = replace(self.rope, factors=self.rope.short_factors, short_factors=())
+        return replace(self, rope=rope)
 
 
 LIMITS = {
@@ -120,12 +178,27 @@ def checked(spec: ModelSpec, source: str) -> ModelSpec:
         raise SetupError(f"{source}: rope_theta is {spec.rope_theta}; it must be above 1.")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise SetupError(f"{source}: sliding_window is {spec.sliding_window}; it must be at least 1.")
-    if spec.sliding_layers and len(spec.sliding_layers) != spec.layers:
-        raise SetupError(
-            f"{source}: layer_types lists {len(spec.sliding_layers)} layers, but the model has {spec.layers}."
-        )
+    for name, listed in (("layer_types", spec.sliding_layers), ("no_rope_layers", spec.unrotated_layers)):
+        if listed and len(listed) != spec.layers:
+            raise SetupError(f"{source}: {name} lists {len(listed)} layers, but the model has {spec.layers}.")
+    _check_factors(spec, source)
     _check_rope(spec, source)
-    return spec
+    return spec.served_to(spec.context)
+
+
+def _check_factors(spec: ModelSpec, source: str) -> None:
+    names = (
+        "attention_scale",
+        "attention_cap",
+        "embedding_scale",
+        "residual_scale",
+        "logit_scale",
+        "logit_cap",
+    )
+    for name in names:
+        value = getattr(spec, name)
+        if value is not None and not 0 < value < math.inf:
+            raise SetupError(f"{source}: the {name.replace('_', ' ')} is {value}; it must be above 0.")
 
 
 def _check_rope(spec: ModelSpec, source: str) -> None:
@@ -143,7 +216,17 @@ def _check_rope(spec: ModelSpec, source: str) -> None:
         raise SetupError(
             f"{source}: beta_slow {rope.beta_slow} must be between 0 and beta_fast {rope.beta_fast}."
         )
-    if rope.kind == "factors" and len(rope.factors) != spec.head_dim // 2:
+    if spec.rotated % 2 or not 0 < spec.rotated <= spec.head_dim:
         raise SetupError(
-            f"{source}: {len(rope.factors)} rope factors for head_dim {spec.head_dim}; expected half of it."
+            f"{source}: {spec.rotated} of {spec.head_dim} dimensions are rotated; expected an even number."
         )
+    if spec.sliding_rope_theta is not None and not spec.sliding_rope_theta > 1:
+        raise SetupError(f"{source}: the local rope theta is {spec.sliding_rope_theta}; it must be above 1.")
+    for factors in (rope.factors, rope.short_factors or rope.factors):
+        if rope.kind == "factors" and len(factors) != spec.rotated // 2:
+            raise SetupError(
+                f"{source}: {len(factors)} rope factors for {spec.rotated} rotated dimensions; expected half "
+                "as many."
+            )
+    if rope.kind == "factors" and not all(factor > 0 for factor in (*rope.factors, *rope.short_factors)):
+        raise SetupError(f"{source}: a rope factor is not above 0.")

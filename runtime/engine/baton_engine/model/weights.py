@@ -7,7 +7,8 @@ memory is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -16,34 +17,41 @@ from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_engine.model.families import BY_ARCHITECTURE
-from baton_engine.model.family import TensorNames
+from baton_engine.model.family import NORM, TensorNames
 from baton_engine.model.progress import Progress
+from baton_engine.model.rope import in_halves
 from baton_engine.model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Weights of one layer. N: hidden, H and K: query and key heads, D: head size, F: intermediate."""
 
-    attention_norm: Tensor
-    """[N]"""
+    attention_norm: Tensor | None
+    """[N]; None without `ModelSpec.pre_norm`."""
     qkv: Tensor
     """[(H + 2K) * D, N]: q, k and v stacked."""
     qkv_bias: Tensor | None
     q_norm: Tensor | None
-    """[D], Qwen3 only."""
+    """[D], or [H * D] with `ModelSpec.qk_norm_joint`; None without `ModelSpec.qk_norm`."""
     k_norm: Tensor | None
     output: Tensor
     """[N, H * D]"""
     output_bias: Tensor | None
-    mlp_norm: Tensor
-    """[N]"""
+    attention_post_norm: Tensor | None = None
+    """[N]; None without `ModelSpec.post_norm`."""
+    mlp_norm: Tensor | None
+    """[N]; None without `ModelSpec.pre_norm`."""
     gate_up: Tensor
     """[2F, N]: gate and up stacked."""
     gate_up_bias: Tensor | None
     down: Tensor
     """[N, F]"""
     down_bias: Tensor | None
+    mlp_post_norm: Tensor | None = None
+    """[N]; None without `ModelSpec.post_norm`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +115,56 @@ class Prefixed:
         return self._source.read(tensor.removeprefix(PREFIX))
 
 
+TEXT_PARTS = {
+    "language_model.model.": PREFIX,
+    "model.language_model.": PREFIX,
+    "language_model.lm_head.": "lm_head.",
+}
+"""Prefixes of the text tensors of a multimodal checkpoint, and those of a checkpoint with text only."""
+
+
+class FamilyTensors:
+    """Tensors of a safetensors checkpoint as the decoder needs them: norms with offset, halves rotated."""
+
+    def __init__(self, source: TensorSource, spec: ModelSpec) -> None:
+        self._source = source
+        self._spec = spec
+        self._family = BY_ARCHITECTURE[spec.architecture]
+        self.name = source.name
+        self._stored = {name: name for name in source.shapes}
+        if self._family.multimodal and any(name.startswith(tuple(TEXT_PARTS)) for name in self._stored):
+            self._stored = _text_only(self._stored)
+            log.info(
+                "%s: only text is served. %d tensors for other inputs are not loaded.",
+                self.name,
+                len(source.shapes) - len(self._stored),
+            )
+        self.shapes = {name: source.shapes[stored] for name, stored in self._stored.items()}
+
+    def stored_bytes(self, tensor: str) -> int:
+        return self._source.stored_bytes(self._stored[tensor])
+
+    def read(self, tensor: str) -> Tensor:
+        values, names = self._source.read(self._stored[tensor]), self._family.tensors
+        base = tensor.rpartition(".")[0]
+        if self._family.norm_offset and base.endswith(NORM):
+            return values.to(torch.float32) + self._family.norm_offset
+        if self._family.interleaved and base.endswith((names.q, names.k)):
+            heads = self._spec.heads if base.endswith(names.q) else self._spec.kv_heads
+            return in_halves(values, heads, self._spec.rotated)
+        return values
+
+
+def _text_only(names: Iterable[str]) -> dict[str, str]:
+    """Return the stored names of the text tensors, by their names in a checkpoint with text only."""
+    chosen = {name: name for name in names if name.startswith("lm_head.")}
+    for name in names:
+        for prefix, replacement in TEXT_PARTS.items():
+            if name.startswith(prefix):
+                chosen[replacement + name.removeprefix(prefix)] = name
+    return chosen
+
+
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of all tensors of a checkpoint of `spec`."""
     names = BY_ARCHITECTURE[spec.architecture].tensors
@@ -118,22 +176,24 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
     if not spec.tied_embeddings:
         shapes[f"{names.head}.weight"] = (spec.vocab, n)
+    projections = {names.q: q, names.k: k, names.v: k} if not names.qkv else {names.qkv: q + 2 * k}
+    gates = {names.gate: f, names.up: f} if not names.gate_up else {names.gate_up: 2 * f}
     matrices = {
-        names.q: (q, n, spec.qkv_bias),
-        names.k: (k, n, spec.qkv_bias),
-        names.v: (k, n, spec.qkv_bias),
+        **{name: (rows, n, spec.qkv_bias) for name, rows in projections.items()},
         names.output: (n, q, spec.output_bias),
-        names.gate: (f, n, spec.mlp_bias),
-        names.up: (f, n, spec.mlp_bias),
+        **{name: (rows, n, spec.mlp_bias) for name, rows in gates.items()},
         names.down: (n, f, spec.mlp_bias),
     }
+    norms = {names.attention_norm: n, names.mlp_norm: n} if spec.pre_norm else {}
+    if spec.post_norm:
+        norms |= {names.attention_post_norm: n, names.mlp_post_norm: n}
+    if spec.qk_norm:
+        norms |= (
+            {names.q_norm: q, names.k_norm: k} if spec.qk_norm_joint else {names.q_norm: d, names.k_norm: d}
+        )
     for number in range(spec.layers):
         layer = names.layer.format(number)
-        shapes[f"{layer}{names.attention_norm}.weight"] = (n,)
-        shapes[f"{layer}{names.mlp_norm}.weight"] = (n,)
-        if spec.qk_norm:
-            shapes[f"{layer}{names.q_norm}.weight"] = (d,)
-            shapes[f"{layer}{names.k_norm}.weight"] = (d,)
+        shapes |= {f"{layer}{name}.weight": (size,) for name, size in norms.items()}
         for name, (rows, columns, biased) in matrices.items():
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if biased:
@@ -164,16 +224,22 @@ def check(source: TensorSource, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def build(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: Progress) -> Weights:
-    """Build all weights in `dtype`, reading each tensor once. Raises SetupError."""
+    """
+    Build all weights in `dtype`, reading each tensor once. Raises SetupError.
+
+    Norms are fp32 in families that add an offset to them: bfloat16 would round the sum.
+    """
     source = Prefixed(source) if spec.headless else source
-    names = BY_ARCHITECTURE[spec.architecture].tensors
+    family = BY_ARCHITECTURE[spec.architecture]
+    names, norms = family.tensors, torch.float32 if family.norm_offset else dtype
     shapes = check(source, spec)
     progress.start(f"Loading {source.name}", sum(source.stored_bytes(name) for name in shapes))
 
     def stacked(names: Sequence[str]) -> Tensor:
         """Return the tensors stacked along the first dimension, in newly allocated memory."""
         rows = [shapes[name][0] for name in names]
-        whole = torch.empty((sum(rows), *shapes[names[0]][1:]), dtype=dtype)
+        is_norm = names[0].removesuffix(".weight").endswith(NORM)
+        whole = torch.empty((sum(rows), *shapes[names[0]][1:]), dtype=norms if is_norm else dtype)
         start = 0
         for name, count in zip(names, rows, strict=True):
             whole[start : start + count] = source.read(name)
@@ -197,6 +263,11 @@ def _layer(
 ) -> LayerWeights:
     """Build the weights of one layer. `stacked` reads and stacks tensors by name."""
     prefix = names.layer.format(number)
+    qkv = (names.qkv,) if names.qkv else (names.q, names.k, names.v)
+    gate_up = (names.gate_up,) if names.gate_up else (names.gate, names.up)
+
+    def norm(present: bool, part: str) -> Tensor | None:
+        return stacked([f"{prefix}{part}.weight"]) if present else None
 
     def matrix(*parts: str) -> Tensor:
         return stacked([f"{prefix}{part}.weight" for part in parts])
@@ -205,19 +276,26 @@ def _layer(
         return stacked([f"{prefix}{part}.bias" for part in parts]) if present else None
 
     return LayerWeights(
-        attention_norm=matrix(names.attention_norm),
-        qkv=matrix(names.q, names.k, names.v),
-        qkv_bias=bias(spec.qkv_bias, names.q, names.k, names.v),
-        q_norm=matrix(names.q_norm) if spec.qk_norm else None,
-        k_norm=matrix(names.k_norm) if spec.qk_norm else None,
+        attention_norm=norm(spec.pre_norm, names.attention_norm),
+        qkv=matrix(*qkv),
+        qkv_bias=bias(spec.qkv_bias, *qkv),
+        q_norm=norm(spec.qk_norm, names.q_norm),
+        k_norm=norm(spec.qk_norm, names.k_norm),
         output=matrix(names.output),
         output_bias=bias(spec.output_bias, names.output),
-        mlp_norm=matrix(names.mlp_norm),
-        gate_up=matrix(names.gate, names.up),
-        gate_up_bias=bias(spec.mlp_bias, names.gate, names.up),
+        attention_post_norm=norm(spec.post_norm, names.attention_post_norm),
+        mlp_norm=norm(spec.pre_norm, names.mlp_norm),
+        gate_up=matrix(*gate_up),
+        gate_up_bias=bias(spec.mlp_bias, *gate_up),
         down=matrix(names.down),
         down_bias=bias(spec.mlp_bias, names.down),
+        mlp_post_norm=norm(spec.post_norm, names.mlp_post_norm),
     )
+
+
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """Return `factor` rounded to `dtype`, as transformers rounds the factor of embeddings."""
+    return float(torch.tensor(factor, dtype=dtype))
 
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:

@@ -35,7 +35,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Normalize [..., N] over N in fp32, and multiply by `weight`."""
+        """Normalize [..., N] over N in fp32, and multiply by `weight`, in x's dtype or fp32."""
         ...
 
     def add_rms_norm(
@@ -44,15 +44,14 @@ class Ops(Protocol):
         """Return (rms_norm(x + residual), x + residual). May overwrite both inputs."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Compute [T, 2N] -> [T, N]: silu of the first half times the second half."""
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Compute [T, 2N] -> [T, N]: the model's activation of the first half times the second half."""
         ...
 
     def rope_and_store(
         self,
         qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         cache: KVCache,
@@ -62,15 +61,17 @@ class Ops(Protocol):
         """
         Split qkv [T, (H + 2K) * D] and write k and v to the cache at `batch.slots`.
 
-        Normalizes the heads if `q_norm` and `k_norm` are set. Rotates q and k by cos and sin [T, D / 2] fp32,
-        in Hugging Face's order of halves. Returns q [T, H, D].
+        Normalizes the heads if `q_norm` and `k_norm` are set. Rotates the first R dimensions of q and k by
+        `rotation`: cosines and sines [T, R / 2] fp32, in Hugging Face's order of halves. None rotates
+        nothing. Returns q [T, H, D].
         """
         ...
 
     def attention(self, q: Tensor, cache: KVCache, layer: int, batch: Batch, window: int | None) -> Tensor:
         """
-        Compute causal attention [T, H, D] -> [T, H * D] of each row over its cached context, scaled by D **
-        -0.5.
+        Compute causal attention [T, H, D] -> [T, H * D] of each row over its cached context.
+
+        Scores are scaled and capped as the model's spec says.
 
         The context includes the new tokens. With `window`, a position attends to itself and to the window - 1
         tokens before it.

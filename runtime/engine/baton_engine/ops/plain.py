@@ -66,7 +66,8 @@ class PlainOps:
         return PlainLinear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+        exact = x.to(weight.dtype)
+        return functional.rms_norm(exact, (x.shape[-1],), weight, epsilon).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
@@ -74,15 +75,16 @@ class PlainOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, epsilon), residual
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if self.spec.activation == "gelu_tanh":
+            return functional.gelu(gate, approximate="tanh").mul_(up)
         return functional.silu(gate).mul_(up)
 
     def rope_and_store(
         self,
         qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         cache: KVCache,
@@ -93,18 +95,23 @@ class PlainOps:
         heads = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
         q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if q_norm is not None:
-            q = self.rms_norm(q, q_norm, spec.norm_epsilon)
+            q = self._head_norm(q, q_norm)
         if k_norm is not None:
-            k = self.rms_norm(k, k_norm, spec.norm_epsilon)
+            k = self._head_norm(k, k_norm)
         block = batch.slots // cache.block_size
         slot = batch.slots % cache.block_size
         kv = cache.kv[:, layer]  # [blocks, 2, K, slot, D]
-        kv[block, 0, :, slot] = _rotate(k, cos, sin)
+        kv[block, 0, :, slot] = _rotate(k, rotation)
         kv[block, 1, :, slot] = v
-        return _rotate(q, cos, sin)
+        return _rotate(q, rotation)
+
+    def _head_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Normalize [T, heads, D] over each head, or over all heads of a token."""
+        if self.spec.qk_norm_joint:
+            return self.rms_norm(heads.flatten(1), weight, self.spec.norm_epsilon).view_as(heads)
+        return self.rms_norm(heads, weight, self.spec.norm_epsilon)
 
     def attention(self, q: Tensor, cache: KVCache, layer: int, batch: Batch, window: int | None) -> Tensor:
-        spec = self.spec
         result = torch.empty_like(q)
         kv = cache.kv[:, layer]
         for part in self._parts(batch, window):
@@ -117,11 +124,36 @@ class PlainOps:
                 held[row, part.last] = held[row, part.last].masked_fill(unused, 0)
             keys, values = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : part.context]
             queries = q[part.tokens].view(part.rows, -1, *q.shape[1:]).transpose(1, 2)  # [R, H, L, D]
-            mixed = functional.scaled_dot_product_attention(
-                queries, keys, values, part.mask, is_causal=part.causal, enable_gqa=spec.group > 1
-            )
+            mixed = self._mix(queries, keys, values, part)
             result[part.tokens] = mixed.transpose(1, 2).flatten(0, 1)
         return result.flatten(1)
+
+    def _mix(self, queries: Tensor, keys: Tensor, values: Tensor, part: RowGroup) -> Tensor:
+        """Compute attention [R, H, L, D] of queries over keys and values [R, K, context, D]."""
+        spec = self.spec
+        if spec.attention_cap is None:
+            return functional.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                part.mask,
+                is_causal=part.causal,
+                scale=spec.attention_scale,
+                enable_gqa=spec.group > 1,
+            )
+        # torch's kernels cannot cap scores. Query heads of a key head are stacked: [R, K, G * L, D].
+        rows, _, length, dim = queries.shape
+        stacked = queries.reshape(rows, spec.kv_heads, spec.group * length, dim)
+        scores = (stacked @ keys.transpose(2, 3)).float().mul_(spec.score_scale / spec.attention_cap)
+        scores = scores.tanh_().mul_(spec.attention_cap).view(rows, spec.kv_heads, spec.group, length, -1)
+        mask = part.mask
+        if part.causal:
+            mask = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
+        weights = scores.softmax(-1).to(values.dtype).flatten(2, 3)
+        mixed: Tensor = weights @ values
+        return mixed.view(queries.shape)
 
     def _parts(self, batch: Batch, window: int | None) -> list[RowGroup]:
         """Return the row groups of `batch`, cached for all layers with the same window."""
@@ -132,11 +164,15 @@ class PlainOps:
         return self._plans[window]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of [T, heads, D] by [T, D / 2] in fp32."""
-    first, second = x.to(torch.float32).chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Rotate the halves of the first R dimensions of [T, heads, D] by [T, R / 2] in fp32."""
+    if rotation is None:
+        return x
+    cos, sin = (table[:, None] for table in rotation)
+    rotated, rest = torch.split(x, [2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    first, second = rotated.to(torch.float32).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def _plan(batch: Batch, window: int | None) -> list[RowGroup]:

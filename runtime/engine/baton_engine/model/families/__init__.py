@@ -23,4 +23,5 @@ FAMILIES = _find()
 
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 HEADLESS = {family.headless: family for family in FAMILIES}
+MULTIMODAL = {family.multimodal: family for family in FAMILIES if family.multimodal}
 BY_GGUF = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}

@@ -104,12 +104,15 @@ INLINE void pack_keys(struct scratch *scratch, const struct context *context, si
 
 /*
  * Converts one row of scores to weights 2 ** (scale * (score - best)), and rescales its running sums to the new
- * maximum `best`. Of the 64 keys, those from `seen_from` to `seen_to` are visible.
+ * maximum `best`. Of the 64 keys, those from `seen_from` to `seen_to` are visible. With `cap_scale`, a score is first
+ * replaced by tanh(cap_scale * score).
  */
-INLINE void soften(float *scores, uint32_t *weights, float scale, int seen_from, int seen_to, float *best, float *total,
-                   float *sums, size_t sums_length, const int kind) {
+INLINE void soften(float *scores, uint32_t *weights, float scale, float cap_scale, int seen_from, int seen_to, float *best,
+                   float *total, float *sums, size_t sums_length, const int kind) {
     floats score[KEYS / LANES], top;
     for (int i = 0; i < KEYS / LANES; i++) score[i] = load(scores + i * LANES);
+    if (cap_scale != 0.0f)
+        for (int i = 0; i < KEYS / LANES; i++) score[i] = tanhs(score[i] * cap_scale);
     if (seen_from > 0 || seen_to < KEYS) {
         ints lane;
         for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -150,12 +153,15 @@ struct span {
     size_t position;  /* position of the first token */
     size_t window;    /* visible keys per token, including itself; 0: all */
     size_t dim;
+    float scale;      /* factor of the scores */
+    float cap;        /* a scaled score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
 /* Writes the weighted means of the values, for each row of `span`, to scratch->sums [rows][padded dim]. */
 INLINE void attend(struct scratch *scratch, const struct context *context, const struct span *span, const int kind) {
     const size_t rows = span->tokens * span->group, padded = round_up(span->dim, PANEL);
-    const float scale = LOG2_E / __builtin_sqrtf((float)span->dim);
+    const float scale = LOG2_E * (span->cap != 0.0f ? span->cap : span->scale);
+    const float cap_scale = span->cap != 0.0f ? span->scale / span->cap : 0.0f;
     const size_t end = span->position + span->tokens;
     size_t first = 0;
     if (span->window && span->position + 1 > span->window) first = (span->position + 1 - span->window) / KEYS * KEYS;
@@ -174,7 +180,7 @@ INLINE void attend(struct scratch *scratch, const struct context *context, const
             for (size_t i = 0; i < count; i++) {
                 long position = (long)(span->position + (row + i) / span->group);
                 long to = position + 1 - (long)first, from = span->window ? to - (long)span->window : 0;
-                soften(scratch->scores[i], scratch->weights[i], scale, from < 0 ? 0 : from > KEYS ? KEYS : (int)from,
+                soften(scratch->scores[i], scratch->weights[i], scale, cap_scale, from < 0 ? 0 : from > KEYS ? KEYS : (int)from,
                        to < 0 ? 0 : to > KEYS ? KEYS : (int)to, scratch->best + row + i, scratch->total + row + i,
                        scratch->sums + (row + i) * padded, padded, kind);
             }

@@ -17,7 +17,7 @@
 
 enum step { NORM_BEFORE_ATTENTION, PROJECT, ROTATE, ATTEND, JOIN, NORM_BEFORE_MLP, GATE, CLOSE, STEPS };
 
-/* How a product is stored: written, added to the result, or gated by SiLU. */
+/* How a product is stored: written, added to the result, or gated by the activation of its first half. */
 enum store_mode { WRITE, ADD, GATED };
 
 struct product {
@@ -27,6 +27,9 @@ struct product {
     enum store_mode mode;
     void *result;
     size_t result_stride; /* items */
+    int gelu;     /* GATED: whether the activation is GELU */
+    float scale;  /* factor of the result */
+    float cap;    /* a scaled result x becomes cap * tanh(x / cap); 0: it stays */
 };
 
 INLINE void norm_row(const float *from, const float *weight, size_t count, float epsilon, void *to, const int kind) {
@@ -36,7 +39,20 @@ INLINE void norm_row(const float *from, const float *weight, size_t count, float
     for (size_t i = 0; i < count; i += LANES) put(to, i, load(from + i) * scale * load(weight + i), kind);
 }
 
-INLINE void embed(struct model *model, size_t token, const int kind) {
+/* Adds the normalized row `from`, the output of attention or MLP, to the residual `to`. */
+INLINE void add_normed_row(const float *from, const float *weight, size_t count, float epsilon, float factor, float *to) {
+    floats squares = splat(0.0f);
+    for (size_t i = 0; i < count; i += LANES) squares += load(from + i) * load(from + i);
+    float scale = factor / __builtin_sqrtf(sum(squares) / (float)count + epsilon);
+    for (size_t i = 0; i < count; i += LANES) store(to + i, load(to + i) + load(from + i) * scale * load(weight + i));
+}
+
+INLINE void scale_row(float *row, size_t count, float scale) {
+    if (scale != 1.0f)
+        for (size_t i = 0; i < count; i++) row[i] *= scale;
+}
+
+INLINE void embed_row(struct model *model, size_t token, const int kind) {
     const size_t hidden = (size_t)model->spec.hidden, id = (size_t)model->pass->ids[token];
     float *to = model->residual + token * model->residual_stride;
     if (model->embedding) {
@@ -54,6 +70,11 @@ INLINE void embed(struct model *model, size_t token, const int kind) {
     }
 }
 
+INLINE void embed(struct model *model, size_t token, const int kind) {
+    embed_row(model, token, kind);
+    scale_row(model->residual + token * model->residual_stride, (size_t)model->spec.hidden, (float)model->spec.embedding_scale);
+}
+
 INLINE char *cache_at(const struct model *model, size_t block, size_t layer, size_t which, size_t head, size_t slot,
                       const int kind) {
     const struct spec *spec = &model->spec;
@@ -62,20 +83,26 @@ INLINE char *cache_at(const struct model *model, size_t block, size_t layer, siz
     return (char *)model->pass->cache + index * (size_t)spec->head_dim * item_bytes(kind);
 }
 
-/* Normalizes and rotates one head into `to`, which is padded to whole vectors. */
-INLINE void rotate_head(float *restrict from, float *restrict to, const float *norm, float epsilon,
-                        const float *restrict cosines, const float *restrict sines, size_t dim) {
-    if (norm) {
+/* Normalizes `heads` heads of `dim` numbers: each one, or all of them together. */
+INLINE void norm_heads(float *from, const float *norm, size_t heads, size_t dim, int joint, float epsilon) {
+    const size_t count = joint ? heads * dim : dim;
+    for (float *head = from; norm && head < from + heads * dim; head += count) {
         float squares = 0.0f;
-        for (size_t i = 0; i < dim; i++) squares += from[i] * from[i];
-        float scale = 1.0f / __builtin_sqrtf(squares / (float)dim + epsilon);
-        for (size_t i = 0; i < dim; i++) from[i] = from[i] * scale * norm[i];
+        for (size_t i = 0; i < count; i++) squares += head[i] * head[i];
+        float scale = 1.0f / __builtin_sqrtf(squares / (float)count + epsilon);
+        for (size_t i = 0; i < count; i++) head[i] = head[i] * scale * norm[i];
     }
-    size_t half = dim / 2;
+}
+
+/* Rotates the first `rotated` numbers of one head into `to`, which is padded to whole vectors; the others stay. */
+INLINE void rotate_head(const float *restrict from, float *restrict to, const float *restrict cosines,
+                        const float *restrict sines, size_t dim, size_t rotated) {
+    size_t half = rotated / 2;
     for (size_t i = 0; i < half; i++) {
         to[i] = from[i] * cosines[i] - from[i + half] * sines[i];
         to[i + half] = from[i + half] * cosines[i] + from[i] * sines[i];
     }
+    for (size_t i = rotated; i < dim; i++) to[i] = from[i];
 }
 
 /* Rotates a token's queries and keys, and writes keys and values to the cache. */
@@ -86,20 +113,24 @@ INLINE void rotate(struct model *model, size_t layer_index, size_t token, const 
     const size_t dim = (size_t)spec->head_dim, heads = (size_t)spec->heads, kv_heads = (size_t)spec->kv_heads;
     const size_t group = heads / kv_heads, bytes = dim * item_bytes(kind);
     const size_t block = (size_t)(pass->slots[token] / pass->block_size), slot = (size_t)(pass->slots[token] % pass->block_size);
-    const size_t angle = (size_t)pass->positions[token] * dim / 2;
-    const float *cosines = pass->cosines + angle, *sines = pass->sines + angle;
-    float *qkv = model->qkv + token * model->qkv_stride, epsilon = (float)spec->epsilon;
-    float rotated[MOST_HEAD_DIM + LANES] = {0};
+    const size_t angle = (size_t)(pass->positions[token] * spec->rotated / 2);
+    const size_t rotated = layer->rotation == UNROTATED ? 0 : (size_t)spec->rotated;
+    const float *cosines = (layer->rotation == SLIDING ? pass->sliding_cosines : pass->cosines) + angle;
+    const float *sines = (layer->rotation == SLIDING ? pass->sliding_sines : pass->sines) + angle;
+    float *qkv = model->qkv + token * model->qkv_stride;
+    norm_heads(qkv, layer->q_norm, heads, dim, (int)spec->joint_norm, (float)spec->epsilon);
+    norm_heads(qkv + heads * dim, layer->k_norm, kv_heads, dim, (int)spec->joint_norm, (float)spec->epsilon);
+    float turned[MOST_HEAD_DIM + LANES] = {0};
     char packed[(MOST_HEAD_DIM + LANES) * 4];
     for (size_t head = 0; head < heads; head++) {
-        rotate_head(qkv + head * dim, rotated, layer->q_norm, epsilon, cosines, sines, dim);
+        rotate_head(qkv + head * dim, turned, cosines, sines, dim, rotated);
         size_t row = (head / group * (size_t)pass->tokens + token) * group + head % group;
-        for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(rotated + i), kind);
+        for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(turned + i), kind);
         memcpy(model->queries + row * model->query_lanes * 4, packed, bytes);
     }
     for (size_t head = 0; head < kv_heads; head++) {
-        rotate_head(qkv + (heads + head) * dim, rotated, layer->k_norm, epsilon, cosines, sines, dim);
-        for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(rotated + i), kind);
+        rotate_head(qkv + (heads + head) * dim, turned, cosines, sines, dim, rotated);
+        for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(turned + i), kind);
         memcpy(cache_at(model, block, layer_index, 0, head, slot, kind), packed, bytes);
         /* Reads up to LANES numbers beyond the value; the rows of qkv are padded. */
         for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(qkv + (heads + kv_heads + head) * dim + i), kind);
@@ -166,6 +197,8 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
         .position = (size_t)pass->positions[token],
         .window = model->layers[layer_index].window,
         .dim = dim,
+        .scale = (float)spec->score_scale,
+        .cap = (float)spec->score_cap,
     };
     attend(scratch, &context, &span, kind);
     tiles_end(&before);
@@ -187,8 +220,14 @@ INLINE void finish_tile(const struct product *product, const float *tile, size_t
     for (size_t i = 0; i < count; i++) {
         floats left = load(tile + i * PANEL) + left_bias, right = load(tile + i * PANEL + LANES) + right_bias;
         if (product->mode == GATED) {
-            put(product->result, (row + i) * product->result_stride + panel * LANES, silu(left) * right, kind);
+            const floats gate = product->gelu ? gelu_tanh(left) : silu(left);
+            put(product->result, (row + i) * product->result_stride + panel * LANES, gate * right, kind);
             continue;
+        }
+        if (product->scale != 1.0f) left *= product->scale, right *= product->scale;
+        if (product->cap != 0.0f) {
+            left = tanhs(left / product->cap) * product->cap;
+            right = tanhs(right / product->cap) * product->cap;
         }
         float *to = (float *)product->result + (row + i) * product->result_stride + from;
         if (product->mode == ADD) left += load(to), right += load(to + LANES);
@@ -255,15 +294,17 @@ static int among_chosen(const struct model *model, size_t layer, size_t step) {
 /* Returns the product of a phase that computes one. */
 static struct product product_of(const struct model *model, size_t layer_index, size_t step) {
     const struct layer *layer = model->layers + layer_index;
-    const int chosen = among_chosen(model, layer_index, step);
+    const int chosen = among_chosen(model, layer_index, step), joins = step == JOIN || step == CLOSE;
     const size_t item = item_bytes((int)model->spec.kind);
     struct product product = {
         .rows = step == JOIN ? model->attended : step == CLOSE ? model->gated : model->normed,
         .row_bytes = (step == JOIN ? model->attended_stride : step == CLOSE ? model->gated_stride : model->normed_stride) * item,
         .count = (size_t)(chosen ? model->pass->wanted : model->pass->tokens),
-        .mode = step == PROJECT ? WRITE : step == GATE ? GATED : ADD,
-        .result = chosen ? model->chosen : model->residual,
+        .mode = step == GATE ? GATED : joins && !model->joined ? ADD : WRITE,
+        .result = model->joined ? model->joined : chosen ? model->chosen : model->residual,
         .result_stride = model->residual_stride,
+        .gelu = (int)model->spec.gelu,
+        .scale = joins && !model->joined ? (float)model->spec.residual_scale : 1.0f,
     };
     switch (step) {
     case PROJECT: product.weight = &layer->qkv, product.result = model->qkv, product.result_stride = model->qkv_stride; break;
@@ -283,6 +324,8 @@ static struct product product_of_head(const struct model *model) {
         .mode = WRITE,
         .result = model->pass->logits,
         .result_stride = (size_t)model->spec.vocab,
+        .scale = (float)model->spec.logit_scale,
+        .cap = (float)model->spec.logit_cap,
     };
 }
 
@@ -320,12 +363,24 @@ static size_t chunks_in(void *self, size_t phase) {
     }
 }
 
-/* Normalizes the rows of one chunk: NORM_ROWS rows from `chunk` * NORM_ROWS on, below `count`. */
-INLINE void norm_rows(const struct model *model, const float *from, const float *weight, size_t count, size_t chunk,
-                      char *to, const int kind) {
-    for (size_t row = chunk * NORM_ROWS; row < count && row < (chunk + 1) * NORM_ROWS; row++)
-        norm_row(from + row * model->residual_stride, weight, (size_t)model->spec.hidden, (float)model->spec.epsilon,
-                 to + row * model->normed_stride * item_bytes(kind), kind);
+/*
+ * Stores the normalized rows of one chunk in `to`: NORM_ROWS rows from `chunk` * NORM_ROWS on, below `count`. Before,
+ * adds the output of attention or MLP to the residual if it has the norm `post`. Without `weight`, rows are only rounded.
+ */
+INLINE void norm_rows(const struct model *model, float *residual, const float *post, const float *weight, size_t count,
+                      size_t chunk, char *to, const int kind) {
+    const size_t hidden = (size_t)model->spec.hidden;
+    const float epsilon = (float)model->spec.epsilon;
+    for (size_t row = chunk * NORM_ROWS; row < count && row < (chunk + 1) * NORM_ROWS; row++) {
+        float *from = residual + row * model->residual_stride;
+        char *normed = to + row * model->normed_stride * item_bytes(kind);
+        if (post)
+            add_normed_row(model->joined + row * model->residual_stride, post, hidden, epsilon,
+                           (float)model->spec.residual_scale, from);
+        if (weight) norm_row(from, weight, hidden, epsilon, normed, kind);
+        else
+            for (size_t i = 0; i < hidden; i += LANES) put(normed, i, load(from + i), kind);
+    }
 }
 
 /* The same rows before rounding to the weights' kind. */
@@ -345,7 +400,8 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
         return;
     }
     if (phase == final_norm_phase(model)) {
-        norm_rows(model, model->chosen, model->final_norm, wanted, chunk, model->final, kind);
+        norm_rows(model, model->chosen, model->layers[model->spec.layers - 1].mlp_post_norm, model->final_norm, wanted, chunk,
+                  model->final, kind);
         if (model->pass->states) show_rows(model, chunk);
         return;
     }
@@ -354,7 +410,8 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
     const struct layer *layer = model->layers + layer_index;
     switch (step) {
     case NORM_BEFORE_ATTENTION:
-        norm_rows(model, model->residual, layer->attention_norm, tokens, chunk, model->normed, kind);
+        norm_rows(model, model->residual, layer_index ? layer[-1].mlp_post_norm : NULL, layer->attention_norm, tokens, chunk,
+                  model->normed, kind);
         return;
     case ROTATE:
         for (size_t token = from; token < to; token++) rotate(model, layer_index, token, kind);
@@ -362,9 +419,9 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
     case ATTEND: attend_chunk(model, layer_index, chunk, thread, kind); return;
     case NORM_BEFORE_MLP:
         if (is_last(model, layer_index))
-            norm_rows(model, model->chosen, layer->mlp_norm, wanted, chunk, model->normed, kind);
+            norm_rows(model, model->chosen, layer->attention_post_norm, layer->mlp_norm, wanted, chunk, model->normed, kind);
         else
-            norm_rows(model, model->residual, layer->mlp_norm, tokens, chunk, model->normed, kind);
+            norm_rows(model, model->residual, layer->attention_post_norm, layer->mlp_norm, tokens, chunk, model->normed, kind);
         return;
     default: {
         const struct product product = at_head ? product_of_head(model) : product_of(model, layer_index, step);

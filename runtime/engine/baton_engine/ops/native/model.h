@@ -24,7 +24,9 @@
 struct spec {
     int64_t kind, threads, vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, tied;
     int64_t nodes; /* mask of the NUMA nodes of the threads; 0 if unknown */
-    double epsilon;
+    int64_t rotated; /* dimensions of a head that are rotated, the first ones */
+    int64_t gelu, joint_norm, post_norm; /* flags: GELU gates, one norm of all heads, norms of outputs */
+    double epsilon, embedding_scale, residual_scale, logit_scale, logit_cap, score_scale, score_cap; /* cap 0: none */
 };
 
 /* Input and output of one pass; same order as in native_decoder.py. */
@@ -37,7 +39,8 @@ struct pass {
     const int32_t *blocks;             /* [R, width] */
     int64_t width;
     const int64_t *wanted_at;          /* [S] */
-    const float *cosines, *sines;      /* [position, head_dim / 2], for all positions of the pass */
+    const float *cosines, *sines;      /* [position, rotated / 2], for all positions of the pass */
+    const float *sliding_cosines, *sliding_sines; /* the same, of layers with the rotation SLIDING */
     void *cache;                       /* [block, layer, 2, kv_head, slot, dim] */
     int64_t cache_slots, block_size;   /* cache_slots: blocks * block_size */
     float *logits;                     /* [S, vocab], or NULL if only the states are needed */
@@ -45,10 +48,14 @@ struct pass {
     int64_t states_stride;             /* hidden, padded to whole vectors */
 };
 
+enum rotation { UNROTATED, FULL, SLIDING };
+
 struct layer {
-    float *attention_norm, *mlp_norm, *q_norm, *k_norm;
+    /* NULL: no such norm. A post norm is applied to the output of attention or MLP. */
+    float *attention_norm, *mlp_norm, *q_norm, *k_norm, *attention_post_norm, *mlp_post_norm;
     struct linear qkv, output, gate_up, down;
     size_t window; /* visible keys per token; 0: all */
+    enum rotation rotation;
 };
 
 struct model {
@@ -65,6 +72,7 @@ struct model {
     size_t token_capacity, wanted_capacity;
     size_t residual_stride, normed_stride, qkv_stride, query_lanes, attended_stride, gated_stride;
     float *residual, *qkv, *chosen; /* chosen: residual of the tokens whose logits are needed */
+    float *joined; /* outputs of attention or MLP before their post norm; NULL without post norms */
     char *normed, *queries, *attended, *gated, *final;
     const struct pass *pass;
     size_t query_tokens;  /* tokens per chunk of attention */
@@ -102,8 +110,8 @@ static size_t weights_bytes(const struct spec *spec) {
     const int kind = (int)spec->kind;
     size_t layer = panels_bytes(kind, qkv, hidden) + panels_bytes(kind, hidden, heads * dim) +
                    panels_bytes(kind, round_up(inner, LANES) * 2, hidden) + panels_bytes(kind, hidden, inner);
-    size_t vectors = 4 * (round_up(qkv, PANEL) + 4 * round_up(hidden, PANEL) + 2 * round_up(inner, LANES) +
-                          2 * round_up(dim, PANEL) + 12 * PANEL);
+    size_t vectors = 4 * (2 * round_up(qkv, PANEL) + 6 * round_up(hidden, PANEL) + 2 * round_up(inner, LANES) +
+                          2 * round_up(dim, PANEL) + 16 * PANEL);
     return (size_t)spec->layers * (layer + vectors) + panels_bytes(kind, (size_t)spec->vocab, hidden) +
            (spec->tied ? 0 : (size_t)(spec->vocab * spec->hidden) * item_bytes(kind)) + 4 * round_up(hidden, PANEL) + HUGE_PAGE;
 }
@@ -154,8 +162,8 @@ struct model *baton_create(const struct spec *spec) {
 
 static void forget_activations(struct model *model) {
     free(model->residual), free(model->qkv), free(model->chosen), free(model->normed), free(model->queries);
-    free(model->attended), free(model->gated), free(model->final), free(model->query_chunks);
-    model->residual = model->qkv = model->chosen = NULL;
+    free(model->attended), free(model->gated), free(model->final), free(model->query_chunks), free(model->joined);
+    model->residual = model->qkv = model->chosen = model->joined = NULL;
     model->normed = model->queries = model->attended = model->gated = model->final = NULL;
     model->query_chunks = NULL;
     model->token_capacity = model->wanted_capacity = model->row_capacity = 0;
@@ -187,8 +195,9 @@ static int reserve_activations(struct model *model, size_t tokens, size_t wanted
     model->chosen = zeros(wanted * model->residual_stride * 4);
     model->final = zeros(wanted * model->normed_stride * item);
     model->query_chunks = zeros((rows + 1) * sizeof(int64_t));
+    if (model->spec.post_norm) model->joined = zeros(tokens * model->residual_stride * 4);
     if (!model->residual || !model->qkv || !model->chosen || !model->normed || !model->queries || !model->attended || !model->gated ||
-        !model->final || !model->query_chunks) {
+        !model->final || !model->query_chunks || (model->spec.post_norm && !model->joined)) {
         forget_activations(model);
         return 0;
     }
@@ -198,12 +207,15 @@ static int reserve_activations(struct model *model, size_t tokens, size_t wanted
 
 /* ---- Weights ---- */
 
-enum place { ATTENTION_NORM, QKV, Q_NORM, K_NORM, OUTPUT, MLP_NORM, GATE_UP, DOWN, FINAL_NORM, HEAD, EMBEDDING };
+enum place {
+    ATTENTION_NORM, QKV, Q_NORM, K_NORM, OUTPUT, ATTENTION_POST_NORM, MLP_NORM, GATE_UP, DOWN, MLP_POST_NORM, FINAL_NORM, HEAD,
+    EMBEDDING
+};
 
+/* Copies a norm's weights, which are float32 for any kind. */
 static float *load_vector(struct model *model, const void *from, size_t count) {
     float *vector = place(model, round_up(count, PANEL) * 4);
-    for (size_t i = 0; vector && i < count; i++) vector[i] = get(from, i, (int)model->spec.kind);
-    return vector;
+    return vector ? memcpy(vector, from, count * 4) : NULL;
 }
 
 /* Packs gate and up, stacked in `from`, side by side: one tile has a vector of each. */
@@ -234,6 +246,8 @@ int baton_load(struct model *model, int64_t layer_index, int64_t where, const vo
     size_t outputs = (size_t)outputs_given, inputs = (size_t)inputs_given;
     switch ((enum place)where) {
     case ATTENTION_NORM: return (layer->attention_norm = load_vector(model, from, outputs)) != NULL;
+    case ATTENTION_POST_NORM: return (layer->attention_post_norm = load_vector(model, from, outputs)) != NULL;
+    case MLP_POST_NORM: return (layer->mlp_post_norm = load_vector(model, from, outputs)) != NULL;
     case MLP_NORM: return (layer->mlp_norm = load_vector(model, from, outputs)) != NULL;
     case Q_NORM: return (layer->q_norm = load_vector(model, from, outputs)) != NULL;
     case K_NORM: return (layer->k_norm = load_vector(model, from, outputs)) != NULL;
@@ -253,7 +267,11 @@ int baton_load(struct model *model, int64_t layer_index, int64_t where, const vo
     return 0;
 }
 
-void baton_slide(struct model *model, int64_t layer, int64_t window) { model->layers[layer].window = (size_t)window; }
+/* Sets how a layer attends: `window` 0 is all keys. */
+void baton_set_attention(struct model *model, int64_t layer, int64_t window, int64_t rotation) {
+    model->layers[layer].window = (size_t)window;
+    model->layers[layer].rotation = (enum rotation)rotation;
+}
 
 int64_t baton_bytes(const struct model *model) { return (int64_t)model->arena_used; }
 

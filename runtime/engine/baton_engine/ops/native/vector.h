@@ -164,6 +164,18 @@ INLINE floats silu(floats x) {
     return x / (1.0f + exp2s(-exponent));
 }
 
+/* The tanh approximation of GELU: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3)) */
+INLINE floats gelu_tanh(floats x) {
+    floats exponent = larger(splat(-126.0f), (x + 0.044715f * x * x * x) * (1.5957691216f * LOG2_E));
+    return x / (1.0f + exp2s(-exponent));
+}
+
+/* tanh(x) with an absolute error of about 1e-7 */
+INLINE floats tanhs(floats x) {
+    floats exponent = larger(splat(-126.0f), x * (2.0f * LOG2_E));
+    return 2.0f / (1.0f + exp2s(-exponent)) - 1.0f;
+}
+
 /* Transposes LANES rows of LANES lanes: lane i of rows[j] is stored at to[i * stride + j]. */
 INLINE void transpose(const uint32_t *const rows[LANES], size_t offset, uint32_t *to, size_t stride) {
 #if defined(__AVX512F__)
