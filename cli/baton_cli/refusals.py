@@ -181,7 +181,7 @@ REFUSALS = (
     ),
     Refusal(
         "--speculative-* --spec-*",
-        "speculative decoding is not supported",
+        "use --speculation, --speculation-tokens and --draft-model",
     ),
     Refusal(
         "--enable-multimodal --mm-* --limit-mm-per-prompt --disable-fast-image-processor "

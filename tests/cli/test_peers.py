@@ -238,7 +238,7 @@ FACTS: dict[str, bool] = {
     "--generation-config": get_args(_kind("sampling_defaults")) == ("model", "openai"),
     "--preferred-sampling-params": '"generation_config.json"' in SOURCES,
     "--enable-lora": WORDS.isdisjoint({"lora", "loras", "adapter", "adapters"}),
-    "--speculative-*": WORDS.isdisjoint({"speculative", "draft", "spec"}),
+    "--speculative-*": {"speculation", "speculation_tokens"} <= WORKER,
     "--enable-multimodal": WORDS.isdisjoint({"multimodal", "image", "media", "mm"}),
     "--is-embedding": "/v1/embeddings" in PATHS and {"mean", "last"} <= {*get_args(_kind("pooling"))},
     "--enable-auto-tool-choice": "tool_call_parser" in WORKER and "auto_tool_choice" not in WORKER,

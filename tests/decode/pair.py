@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Side:
         chunk_tokens: int = 8,
         local_prefill_tokens: int = 0,
         max_running: int = 64,
+        speculation_tokens: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Side:
         limits = EngineLimits(
             max_model_len=model.spec.context,
@@ -68,10 +71,11 @@ class Side:
             max_running=max_running,
             local_prefill_tokens=local_prefill_tokens,
             quarantine_limit=1.0,
+            speculation_tokens=speculation_tokens,
         )
         compatibility = Compatibility.of(model.spec, dtype, weights, cache.block_size)
         me = Identity(name, uuid.uuid4().hex, "fake", compatibility)
-        client = AsyncEngine(model, cache, limits)
+        client = AsyncEngine(model, cache, limits, clock=clock)
         transfer = FaultyTransfer(LoopbackTransfer(cache, name), cache)
         return cls(name, model, cache, client, transfer, me)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +16,9 @@ CPU = torch.device("cpu")
 BLOCKS = 400
 
 
-def real_side(name: str, folder: Path, chunk_tokens: int) -> Side:
+def real_side(name: str, folder: Path, chunk_tokens: int, **how: Any) -> Side:
     checkpoint = Checkpoint(folder, folder.name)
     spec = load_spec(checkpoint)
     model = create_model(spec, load_weights(checkpoint, spec, torch.float32), CPU, torch.float32)
     cache = KVCache(spec, BLOCKS, torch.float32, CPU)
-    return Side.make(name, model, cache, chunk_tokens=chunk_tokens)
+    return Side.make(name, model, cache, chunk_tokens=chunk_tokens, **how)

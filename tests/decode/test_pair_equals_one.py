@@ -151,9 +151,11 @@ def prefill_at(folder: Path) -> Iterator[Callable[[str], str]]:
 
 
 @contextlib.asynccontextmanager
-async def open_race(folder: Path, route: str = LOOPBACK, prefill: str = "") -> AsyncIterator[Race]:
-    """`prefill` is the address of a worker of another process."""
-    one, decode = (real_side(name, folder, 4 * BLOCK) for name in ("one", "decode"))
+async def open_race(
+    folder: Path, route: str = LOOPBACK, prefill: str = "", **how: Any
+) -> AsyncIterator[Race]:
+    """`prefill` is the address of a worker of another process. `how` is for the decode worker."""
+    one, decode = real_side("one", folder, 4 * BLOCK), real_side("decode", folder, 4 * BLOCK, **how)
     await one.open()
     try:
         if prefill:
@@ -180,6 +182,27 @@ async def open_nixl(decode: Side, ucx_tls: str) -> AsyncIterator[PrefillWorkers]
     finally:
         await prefills.close()
         await decode.close()
+
+
+async def test_pair_with_speculation_gives_the_bits_of_one(folder: Path) -> None:
+    """All passes take as long by this clock, so drafts look free."""
+    drafting: dict[str, Any] = {"speculation_tokens": 8, "clock": itertools.count().__next__}
+    async with open_race(folder, **drafting) as race:
+        if not race.decode.model.exact_rows:
+            pytest.skip("no native kernels: speculation is off")
+        for number, way in enumerate(WAYS.values()):
+            prompt = [(3 + number + place * 7) % VOCAB for place in range(40)]
+            request = race.request(prompt, max_tokens=40, logprobs=2, **way)
+            local = Request(request.id, request.prompt, request.sampling)
+            expected = await race.one.generate(local)
+            answer = tokens(expected)
+            request.prediction = (*answer[:15], 3, *answer[15:])
+            ours = await race.decode.generate(request)
+            assert choices(ours) == choices(expected)
+            assert ours[-1].finish is expected[-1].finish
+        totals = race.decode.now.totals
+        assert totals.draft_tokens > totals.accepted_tokens > 20
+        assert race.one.now.totals.drafts == 0
 
 
 def choices(outputs: list[Output]) -> list[Any]:

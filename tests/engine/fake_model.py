@@ -40,9 +40,11 @@ def make_cache(blocks: int, block_size: int = 4) -> KVCache:
 class FakeModel:
     """Logits are a fixed function of the tokens and positions that the cache holds for a row."""
 
-    def __init__(self, spec: ModelSpec = SPEC) -> None:
+    exact_rows = True
+
+    def __init__(self, spec: ModelSpec = SPEC, seed: int = 7) -> None:
         self.spec = spec
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator().manual_seed(seed)
         self._table = torch.randn((1009, spec.vocab), generator=generator) * 2
         self._weights = torch.randint(1, 1 << 30, (spec.context,), generator=generator)
         self.passes = 0

@@ -28,7 +28,13 @@ class Serving:
     """`with Serving(...) as serving`: submit, wait, look."""
 
     def __init__(
-        self, blocks: int = 65, block_size: int = 4, model: FakeModel | None = None, **limits: Any
+        self,
+        blocks: int = 65,
+        block_size: int = 4,
+        model: FakeModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        draft: FakeModel | None = None,
+        **limits: Any,
     ) -> None:
         self.model = model or FakeModel()
         self.cache = make_cache(blocks, block_size)
@@ -40,6 +46,8 @@ class Serving:
             EngineLimits(**limits),
             on_outputs=self._collect,
             on_fatal=self.fatal.append,
+            clock=clock,
+            draft=None if draft is None else (draft, make_cache(blocks, block_size)),
         )
         self.outputs: dict[str, list[Output]] = {}
         self._changed = threading.Condition()
@@ -187,6 +195,10 @@ def request_of(
     name: str, length: int = 10, *, seed: int = 0, prompt: tuple[int, ...] | None = None, **fields: Any
 ) -> Request:
     """Greedy and 8 tokens by default; sampling fields and request fields may be mixed."""
-    own = {field: fields.pop(field) for field in ("salt", "patient", "remote", "export") if field in fields}
+    own = {
+        field: fields.pop(field)
+        for field in ("salt", "patient", "remote", "export", "prediction", "matcher")
+        if field in fields
+    }
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})
     return Request(name, prompt if prompt is not None else prompt_of(length, seed), sampling, **own)

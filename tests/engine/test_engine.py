@@ -305,7 +305,7 @@ def test_passes_time_includes_work_the_device_has_queued() -> None:
 
     masks = MaskFiller(model.spec.vocab)
     with torch.inference_mode(), contextlib.closing(masks):
-        _, seconds = forward_pass.run(
+        result = forward_pass.run(
             model,
             cache,
             [forward_pass.schedule(sequence, 10)],
@@ -313,7 +313,7 @@ def test_passes_time_includes_work_the_device_has_queued() -> None:
             clock=lambda: now,
             synchronize=synchronize,
         )
-    assert seconds == 2.0
+    assert result.seconds == 2.0
 
 
 def test_engine_failed_pass_publishes_no_block() -> None:

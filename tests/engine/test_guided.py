@@ -36,7 +36,7 @@ class Speaker(FakeModel):
         return super().logits(tokens) + self._bias
 
 
-def serving_of(**how: int) -> Serving:
+def serving_of(**how: Any) -> Serving:
     return Serving(model=Speaker(), **how)
 
 

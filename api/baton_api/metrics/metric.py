@@ -22,6 +22,7 @@ Unit = Literal[
     "lines",
     "blocks",
     "chunks",
+    "drafts",
     "workers",
     "tenants",
     "batches",

@@ -148,6 +148,24 @@ WORKER_RETRACTIONS = Metric(
     "requests",
     "Sequences that released their blocks and were queued again, because the KV cache was full.",
 )
+WORKER_DRAFTS = Metric(
+    "baton_worker_drafts_total",
+    "counter",
+    "drafts",
+    "Drafts that speculation computed: one per generating sequence and forward pass.",
+)
+WORKER_DRAFT_TOKENS = Metric(
+    "baton_worker_draft_tokens_total",
+    "counter",
+    "tokens",
+    "Draft tokens that speculation computed.",
+)
+WORKER_ACCEPTED_TOKENS = Metric(
+    "baton_worker_accepted_draft_tokens_total",
+    "counter",
+    "tokens",
+    "Draft tokens that became part of an answer. Their ratio to all draft tokens is the acceptance rate.",
+)
 WORKER_STEP = Metric(
     "baton_worker_step_seconds",
     "histogram",

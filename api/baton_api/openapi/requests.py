@@ -153,6 +153,10 @@ def _chat(model: Schema) -> Schema:
             verbosity=one_of("low", "medium", "high"),
             store=BOOLEAN,
             modalities=array(one_of("text")),
+            prediction=record(
+                {"type": one_of("content"), "content": either(TEXT, array(ref("TextPart"), limits.PARTS))},
+                ["type", "content"],
+            ),
             separate_reasoning=BOOLEAN,
             stream_reasoning=BOOLEAN,
             include_reasoning=BOOLEAN,

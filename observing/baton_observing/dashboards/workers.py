@@ -145,6 +145,21 @@ KV_CACHE = Row(
             queries=(Query(WORKERS.rate(metrics.WORKER_CACHE_EVICTIONS, "worker"), "{{worker}}"),),
         ),
         Panel(
+            title="Accepted draft tokens",
+            description="Ratio of draft tokens that became part of an answer. No data: speculation computed "
+            "no drafts, because they would not have made the answers faster.",
+            unit=PERCENT,
+            queries=(
+                Query(
+                    ratio(
+                        WORKERS.rate(metrics.WORKER_ACCEPTED_TOKENS, "worker"),
+                        WORKERS.rate(metrics.WORKER_DRAFT_TOKENS, "worker"),
+                    ),
+                    "{{worker}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Engine step and forward pass, p95",
             description="Duration of an engine step, and of its forward pass. The difference is the engine's "
             "overhead; it should stay below 1 ms.",

@@ -34,6 +34,7 @@ class AsyncEngine:
         on_fatal: Callable[[str], None] | None = None,
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
+        draft: tuple[Model, KVCache] | None = None,
     ) -> None:
         self.engine = Engine(
             model,
@@ -43,6 +44,7 @@ class AsyncEngine:
             on_fatal=on_fatal,
             kv_events=kv_events,
             clock=clock,
+            draft=draft,
         )
         self._block_size = cache.block_size
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -37,6 +37,8 @@ from baton_engine.scheduling.commands import Command, CommandQueue
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.sequence import Sequence, Stage
+from baton_engine.speculation.draft_model import DraftModel
+from baton_engine.speculation.speculator import Speculator
 
 __all__ = ["Engine", "EngineLimits"]
 
@@ -64,7 +66,9 @@ class Engine:
         on_fatal: Callable[[str], None] | None = None,
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
+        draft: tuple[Model, KVCache] | None = None,
     ) -> None:
+        """`draft` is a model for drafts, with the vocabulary of `model` and a cache of as many blocks."""
         self.limits = limits
         self._model = model
         self._cache = cache
@@ -75,6 +79,9 @@ class Engine:
         self._pool = BlockPool(cache.blocks, kv_events.removed if kv_events is not None else None)
         self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events)
         self._counters = EngineCounters(clock)
+        draft_tokens = limits.speculation_tokens if model.exact_rows else 0
+        draft_model = None if draft is None else DraftModel(*draft, clock)
+        self._speculator = Speculator(self._scheduler, self._counters, draft_tokens, draft_model)
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)
         self._commands = CommandQueue()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
@@ -200,21 +207,23 @@ class Engine:
         for sequence in plan.admitted:
             self._note_admission(sequence)
         # A sequence of this plan may have ended already: it could not be announced.
+        drafts = self._speculator.plan(plan)
         chunks = [
-            forward_pass.schedule(sequence, tokens)
+            forward_pass.schedule(sequence, tokens, drafts.get(sequence, ()))
             for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]
             if sequence.stage is Stage.RUNNING
         ]
         if chunks:
-            self._compute(chunks)
-            self._counters.add_step(self._clock() - started, mixed=bool(plan.prefills))
-            self._log.note(plan, self._scheduler)
+            accepted = self._compute(chunks)
+            self._counters.add_step(self._clock() - started, plan, accepted)
+            self._log.note(plan, self._scheduler, accepted)
         self._report()
         return plan.changed
 
-    def _compute(self, chunks: list[ScheduledChunk]) -> None:
+    def _compute(self, chunks: list[ScheduledChunk]) -> int:
+        """Compute and process a pass. Returns the number of accepted draft tokens."""
         try:
-            sampled, seconds = forward_pass.run(
+            result = forward_pass.run(
                 self._model,
                 self._cache,
                 chunks,
@@ -228,31 +237,50 @@ class Engine:
             for chunk in chunks:
                 self._lifecycle.end(chunk.sequence, FinishReason.ERROR, InternalError())
             self._check_failures(error)
-            return
+            return 0
         self._failures = 0
+        seconds = result.seconds
         self._counters.forward_times.add(seconds)
-        self._counters.add_generated(len(sampled))
         self._counters.add_computed(sum(chunk.tokens for chunk in chunks if not chunk.is_decode))
-        choices = iter(sampled)
+        choices = iter(result.sampled)
         for chunk in chunks:
             self._advance(chunk, seconds, next(choices) if chunk.samples else None)
+        accepted = self._speculator.verify(chunks, result, self._mask_filler, self._take_further)
+        self._counters.add_generated(len(result.sampled) + accepted)
+        return accepted
+
+    def _take_further(self, sequence: Sequence, choice: Sampled) -> None:
+        """Process the token sampled after an accepted draft token."""
+        if choice is None:
+            sequence.speculates = False  # a later draft token may be the cause: computed again without one
+        else:
+            self._scheduler.advance(sequence, 1)
+            self._take(sequence, choice)
 
     def _advance(self, chunk: ScheduledChunk, seconds: float, choice: Sampled) -> None:
         """Process the results of a chunk that was computed in a forward pass of `seconds`."""
         sequence = chunk.sequence
         request = sequence.request
         if request.step_summary is not None:
-            request.step_summary.add(self._clock(), seconds, chunk.tokens, is_decode=chunk.is_decode)
+            request.step_summary.add(self._clock(), seconds, chunk.size, is_decode=chunk.is_decode)
+        if chunk.draft and choice is None:
+            sequence.speculates = False  # a draft token may be the cause: computed again without one
+            return
         self._scheduler.advance(sequence, chunk.tokens)
         if request.export is not None:
             self._announce(sequence)
-        if not (chunk.samples or chunk.ends) or sequence.stage is not Stage.RUNNING:
-            return
+        if (chunk.samples or chunk.ends) and sequence.stage is Stage.RUNNING:
+            self._take(sequence, choice, samples=chunk.samples)
+
+    def _take(self, sequence: Sequence, choice: Sampled, *, samples: bool = True) -> None:
+        """Process the results of the last pending token: `choice` if it `samples`, and the prompt output."""
         output, sequence.prompt_output = sequence.prompt_output, None
         result = None if output is None else output.result
-        if (chunk.samples and choice is None) or (output is not None and result is None):
+        if (samples and choice is None) or (output is not None and result is None):
             log.error(
-                "Request %s ends: the model's logits are not finite.", request.id, extra=log_fields(sequence)
+                "Request %s ends: the model's logits are not finite.",
+                sequence.request.id,
+                extra=log_fields(sequence),
             )
             self._lifecycle.end(sequence, FinishReason.ERROR, InternalError())
         elif isinstance(choice, BatonError):

@@ -36,15 +36,24 @@ class ScheduledChunk(NamedTuple):
     """Number of tokens before the first one that the prompt output needs."""
     output_tokens: int = 0
     """Number of tokens after these that the prompt output needs."""
+    draft: tuple[int, ...] = ()
+    """Draft tokens that the pass computes after the pending tokens. Their results count only if the sampled
+    tokens are equal."""
 
     @property
     def wanted(self) -> int:
         """Number of last tokens whose hidden states are needed."""
-        return self.tokens - self.skipped if self.output_tokens else int(self.samples)
+        needed = self.tokens - self.skipped if self.output_tokens else int(self.samples)
+        return needed + len(self.draft)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that the pass computes, the draft included."""
+        return self.tokens + len(self.draft)
 
 
-def schedule(sequence: Sequence, tokens: int) -> ScheduledChunk:
-    """Return the chunk of the next `tokens` pending tokens."""
+def schedule(sequence: Sequence, tokens: int, draft: tuple[int, ...] = ()) -> ScheduledChunk:
+    """Return the chunk of the next `tokens` pending tokens. Only a generating sequence has a draft."""
     request, output = sequence.request, sequence.prompt_output
     last, generates = tokens == request.pending, request.generates
     skipped = output_tokens = 0
@@ -59,11 +68,25 @@ def schedule(sequence: Sequence, tokens: int) -> ScheduledChunk:
         is_decode=sequence.decoding,
         skipped=skipped,
         output_tokens=output_tokens,
+        draft=draft,
     )
 
 
 Sampled = TokenChoice | BatonError | None
 """A token, the error if no token is allowed, or None for a sequence whose logits are not finite."""
+
+
+class PassResult(NamedTuple):
+    """The results of a forward pass."""
+
+    sampled: list[Sampled]
+    """The token of each chunk with `samples`, in their order."""
+    seconds: float
+    """Duration of the model's computation."""
+    logits: Tensor
+    """[S, V] fp32 of all results, if a chunk has a draft."""
+    offsets: list[int]
+    """For each chunk with `samples`, the first of its 1 + len(draft) rows of `logits`."""
 
 
 def run(
@@ -74,12 +97,11 @@ def run(
     mask_filler: MaskFiller,
     clock: Callable[[], float],
     synchronize: Callable[[], None],
-) -> tuple[list[Sampled], float]:
+) -> PassResult:
     """
-    Compute `chunks` and sample a token for each chunk with `samples`, in their order.
+    Compute `chunks` and sample the token after the pending ones of each chunk with `samples`.
 
-    Returns the sampled tokens and the duration of the model's forward pass in seconds. `synchronize` is the
-    `synchronizer` of the cache's device.
+    `synchronize` is the `synchronizer` of the cache's device.
     """
     batch = Batch([_row(chunk) for chunk in chunks], cache.block_size, cache.kv.device)
     states = [chunk.sequence.sampling_state for chunk in chunks if chunk.samples]
@@ -95,7 +117,21 @@ def run(
         seconds = clock() - started
     finally:
         masks = pending.wait()
-    return (_sample(logits, states, masks) if states else []), seconds
+    offsets, rows = [], 0
+    for chunk in chunks:
+        if chunk.samples:
+            offsets.append(rows)
+            rows += 1 + len(chunk.draft)
+    first = logits if rows == len(offsets) else logits[offsets]
+    return PassResult(_sample(first, states, masks) if states else [], seconds, logits, offsets)
+
+
+def sample_rows(
+    logits: Tensor, rows: list[int], states: list[SamplingState], mask_filler: MaskFiller
+) -> list[Sampled]:
+    """Sample a token from each of `rows` of `logits` [S, V] with the state at the same index."""
+    masks = mask_filler.begin([state.token_mask for state in states]).wait()
+    return _sample(logits[rows], states, masks)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
@@ -139,11 +175,13 @@ def _update_prompt_outputs(model: Model, chunks: list[ScheduledChunk], hidden: T
             chunk.sequence.prompt_output.update(hidden[place : place + chunk.output_tokens], model.project)
         place += chunk.wanted
         if chunk.samples:
-            sampled.append(place - 1)
+            sampled += range(place - 1 - len(chunk.draft), place)
     return hidden[sampled]
 
 
 def _row(chunk: ScheduledChunk) -> BatchRow:
     sequence, start = chunk.sequence, chunk.sequence.request.computed
     tokens = sequence.tokens(start, start + chunk.tokens)
+    if chunk.draft:
+        tokens = [*tokens, *chunk.draft]
     return BatchRow(tokens, start, sequence.request.blocks, chunk.wanted, table=sequence.table)

@@ -235,6 +235,8 @@ class Request:
     """`traceparent` that the prefill worker receives."""
     step_summary: StepSummary | None = None
     """Collects the duration of the request's passes, if it is traced."""
+    prediction: tuple[int, ...] = ()
+    """Tokens of a text that the client expects as the answer: a source of drafts."""
     patient: bool = False
     """Whether the request is background work: it is scheduled after all others, and retracted for them."""
     remote: RemotePrefill | None = None

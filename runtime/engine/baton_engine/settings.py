@@ -180,6 +180,20 @@ class WorkerSettings(BaseSettings):
     """Maximum number of prompt tokens in a forward pass that also generates tokens. 0: 128 on a CPU,
     --chunk-tokens on a GPU."""
 
+    speculation: Literal["ngram", "draft", "off"] = "ngram"
+    """Compute draft tokens beside the pending token of a generating sequence, where this is faster. Answers
+    do not change. ngram: drafts continue an earlier occurrence of the latest tokens in the prompt, the answer
+    or the request's `prediction`. draft: drafts come from --draft-model. off: none."""
+
+    draft_model: str = ""
+    """Model for --speculation draft: a path, a Hub id or a .gguf file, as for MODEL. It needs the same
+    vocabulary, and a KV cache of its own for the same number of tokens, which is part of the KV cache's
+    size."""
+
+    speculation_tokens: int = Field(default=16, ge=1, le=64)
+    """Maximum number of draft tokens per sequence and forward pass. The worker uses fewer if they are
+    unlikely to be accepted, or if its measured times show that they cost more than they gain."""
+
     # --- Prefill and decode ---
 
     local_prefill_tokens: int = Field(default=64, ge=0)

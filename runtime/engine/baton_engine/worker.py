@@ -29,11 +29,10 @@ from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.kv.cache import (
     BLOCK_SIZE,
-    RESERVED_BLOCKS,
     KVCache,
     MemoryBudget,
     block_bytes,
-    cache_blocks,
+    open_cache,
 )
 from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
@@ -51,6 +50,7 @@ from baton_engine.ops.cpu import preferred_dtype
 from baton_engine.requests import Pooling, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
+from baton_engine.speculation.loading import load_draft
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility, weights_digest
 from baton_engine.transfer.handshake import Identity
@@ -158,6 +158,8 @@ class _LoadedModel:
     model: Model
     weights_digest: str
     weights_bytes: int
+    """Those of the draft model included."""
+    draft: Model | None = None
 
 
 @contextlib.asynccontextmanager
@@ -179,14 +181,15 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         free=_free(device),
         gpu=device.type == "cuda",
     )
-    cache = _cache(settings, loaded.spec, dtype, device, memory)
+    beside = block_bytes(loaded.draft.spec, dtype) if loaded.draft else 0
+    cache = open_cache(settings, loaded.spec, dtype, device, memory, beside)
     limits = _limits(settings, loaded, device)
     async with contextlib.AsyncExitStack() as stack:
         tracing = _open_tracing(settings, name, stack)
         publisher = _open_publisher(settings, cache, stack)
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, f"{name}-{epoch[:8]}", stack)
-        client, fatal = _open_engine(loaded.model, cache, limits, publisher, stack)
+        client, fatal = _open_engine(loaded, cache, limits, publisher, stack)
         worker = Worker(
             settings=settings,
             name=name,
@@ -230,7 +233,7 @@ async def _open_transfer(
 
 
 def _open_engine(
-    model: Model,
+    loaded: _LoadedModel,
     cache: KVCache,
     limits: EngineLimits,
     publisher: KvPublisher | None,
@@ -248,7 +251,12 @@ def _open_engine(
         loop.call_soon_threadsafe(settle, reason)
 
     kv_events = KvEvents(publisher) if publisher is not None else None
-    client = AsyncEngine(model, cache, limits, on_fatal=on_fatal, kv_events=kv_events)
+    if limits.speculation_tokens and not (loaded.model.exact_rows or loaded.spec.headless):
+        log.info("Speculation is off: with these kernels, answers could depend on the draft tokens.")
+    draft = None
+    if loaded.draft is not None:
+        draft = (loaded.draft, KVCache(loaded.draft.spec, cache.blocks, cache.kv.dtype, cache.kv.device))
+    client = AsyncEngine(loaded.model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft)
     client.start()
     stack.push_async_callback(client.close)
     return client, fatal
@@ -285,29 +293,8 @@ def _load(
         _show_free(device),
         time.monotonic() - began,
     )
-    return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, model, digest, size)
-
-
-def _cache(
-    settings: WorkerSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: MemoryBudget
-) -> KVCache:
-    size = block_bytes(spec, dtype)
-    blocks = cache_blocks(settings, memory, size, spec.context)
-    try:
-        cache = KVCache(spec, blocks, dtype, device)
-    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError if the CPU's memory is exhausted
-        raise SetupError(
-            f"Cannot allocate a KV cache of {show_size(blocks * size)}: {error}. Set a smaller "
-            "--kv-cache-memory."
-        ) from error
-    half = show_size(blocks * size / 2)
-    log.info(
-        "KV Cache is allocated. #tokens: %d, K size: %s, V size: %s",
-        (blocks - RESERVED_BLOCKS) * BLOCK_SIZE,
-        half,
-        half,
-    )
-    return cache
+    draft, draft_size = load_draft(settings, spec, device, dtype, progress)
+    return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, model, digest, size + draft_size, draft)
 
 
 def _open_publisher(
@@ -340,6 +327,7 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         max_queued=settings.max_queued,
         local_prefill_tokens=settings.local_prefill_tokens,
         quarantine_limit=settings.quarantine_limit,
+        speculation_tokens=0 if settings.speculation == "off" else settings.speculation_tokens,
     )
     log.info(
         "chunked_prefill_size=%d, max_running_requests=%d, context_len=%d",

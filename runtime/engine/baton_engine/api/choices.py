@@ -67,10 +67,11 @@ class Choices:
                     client_id=exchange.request_id,
                     trace=exchange.onward,
                     step_summary=None if exchange.spans is None else exchange.spans.step_summary(),
+                    prediction=work.prediction,
                     patient=patient,
                     remote=remote if index % n == 0 else None,
                 ),
-                transcript=Transcript(served.tokenizer, work.parameters, work.reader(), work.marks),
+                transcript=_transcript(served, work),
                 followers=[],
             )
             for index in range(n * len(work.prompts))
@@ -92,6 +93,10 @@ class Choices:
             completion_tokens=sum(choice.transcript.count for choice in self.all),
             cached_tokens=sum(lead.cached_tokens for lead in self._leads),
             reasoning_tokens=sum(choice.transcript.reasoning_tokens for choice in self.all),
+            accepted_prediction_tokens=sum(choice.transcript.predicted for choice in self.all),
+            rejected_prediction_tokens=sum(
+                len(self._work.prediction) - choice.transcript.predicted for choice in self.all
+            ),
         )
 
     @property
@@ -217,6 +222,10 @@ class Choices:
         usage = self.usage
         self._exchange.prompt_tokens = usage.prompt_tokens
         self._exchange.completion_tokens = usage.completion_tokens
+
+
+def _transcript(served: Served, work: Work) -> Transcript:
+    return Transcript(served.tokenizer, work.parameters, work.reader(), work.marks, work.prediction)
 
 
 def report_of(request: Request, output: Output) -> PromptReport | None:

@@ -66,6 +66,10 @@ class Usage:
     cached_tokens: int
     reasoning_tokens: int = 0
     """Completion tokens up to the end of the reasoning, including the marks."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of the request's `prediction` that the choices contain."""
+    rejected_prediction_tokens: int = 0
+    """The other tokens of `prediction`, for each choice. They are not completion tokens."""
 
     def body(self) -> dict[str, Any]:
         return {
@@ -76,7 +80,7 @@ class Usage:
             "completion_tokens_details": {
                 "reasoning_tokens": self.reasoning_tokens,
                 "audio_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": self.accepted_prediction_tokens,
+                "rejected_prediction_tokens": self.rejected_prediction_tokens,
             },
         }

@@ -17,6 +17,7 @@ from baton_engine.api.parsing.parts import Part, Reader
 from baton_engine.api.parsing.reasoning.formats import Thinker
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import FinishReason, Output
+from baton_engine.speculation.lookup import Lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Transcript:
     reader: Reader
     marks: frozenset[str] | None = frozenset()
     """Special tokens that the reader needs in the text. None: all."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the client expects as the answer."""
     count: int = 0
     """Number of generated tokens, including the end token."""
     finish: FinishReason | None = None
@@ -65,6 +68,12 @@ class Transcript:
         self._stream = self.tokenizer.stream(self.parameters.skip_special_tokens, self.marks)
         self._stops = StopStrings(self.parameters.stops, self.parameters.include_stop)
         self._characters = 0
+        self._lookup = Lookup((), self.prediction) if self.prediction else None
+
+    @property
+    def predicted(self) -> int:
+        """Number of tokens of the prediction that the text contains so far, in the prediction's order."""
+        return 0 if self._lookup is None else min(self._lookup.predicted, len(self.prediction))
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -82,6 +91,9 @@ class Transcript:
         for position, choice in enumerate(output.tokens, start=1):
             offsets.append(self._characters)
             self.count += 1
+            if self._lookup is not None:
+                self._lookup.push(choice.token)
+                self._lookup.propose(1)  # finds the place to compare the next token with
             if silent and position == len(output.tokens):
                 break
             shown = self._take(self._stream.push(choice.token))

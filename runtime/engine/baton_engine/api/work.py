@@ -46,6 +46,8 @@ class Work:
     """Resume state of the answer that this request continues. Its tokens are the last ones of the prompt."""
     failure: Callable[[BatonError], bytes] = error_event
     """Encodes the error event of a stream."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the client expects as the answer; they only make it faster."""
     done: bytes = DONE
     """Regular end of a stream."""
 

@@ -12,6 +12,7 @@ the kernel kills a process that uses more than the available memory.
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
 from baton_engine.model.spec import ModelSpec
 from baton_engine.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 """Tokens in a block."""
@@ -144,6 +147,38 @@ def cache_blocks(settings: WorkerSettings, memory: MemoryBudget, block: int, con
             f"{show_size(memory.free)} are free. Reduce the size, or stop other processes."
         )
     return blocks
+
+
+def open_cache(
+    settings: WorkerSettings,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: MemoryBudget,
+    beside: int = 0,
+) -> KVCache:
+    """
+    Allocate the KV cache of a worker. Raises SetupError as `cache_blocks`, or if the allocation fails.
+
+    `beside` are the bytes of a block of a draft model, whose cache has as many blocks.
+    """
+    size = block_bytes(spec, dtype) + beside
+    blocks = cache_blocks(settings, memory, size, spec.context)
+    try:
+        cache = KVCache(spec, blocks, dtype, device)
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError if the CPU's memory is exhausted
+        raise SetupError(
+            f"Cannot allocate a KV cache of {show_size(blocks * size)}: {error}. Set a smaller "
+            "--kv-cache-memory."
+        ) from error
+    half = show_size(blocks * size / 2)
+    log.info(
+        "KV Cache is allocated. #tokens: %d, K size: %s, V size: %s",
+        (blocks - RESERVED_BLOCKS) * BLOCK_SIZE,
+        half,
+        half,
+    )
+    return cache
 
 
 def _shared(share: float, memory: MemoryBudget) -> int:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from baton_api.metrics import FIRST_TOKEN_BUCKETS, STEP_BUCKETS
 from baton_api.reports import Fallback
 from baton_engine.requests import FetchResult, PromptTiming
-from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence
 
 SMOOTHING = 0.05
@@ -90,6 +90,11 @@ class Totals:
     generated_tokens: int = 0
     retractions: int = 0
     steps: int = 0
+    drafts: int = 0
+    """Rows of forward passes with draft tokens."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Draft tokens that were part of an answer."""
     finished: Counter[str] = field(default_factory=Counter)
     """Requests by `FinishReason`."""
     local_prefills: Counter[str] = field(default_factory=Counter)
@@ -113,6 +118,9 @@ class Totals:
             generated_tokens=self.generated_tokens,
             retractions=self.retractions,
             steps=self.steps,
+            drafts=self.drafts,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
             finished=self.finished.copy(),
             local_prefills=self.local_prefills.copy(),
             transfer_failures=self.transfer_failures.copy(),
@@ -162,7 +170,8 @@ class EngineSnapshot:
     max_running: int = 0
     """Most requests in the batch."""
     decode_step_s: float = 0.0
-    """Seconds of a step without prompt tokens, averaged; 0 before the first one."""
+    """Seconds of a step without prompt tokens, by generated token of a sequence, averaged; 0 before the first
+    one."""
 
     @property
     def available_blocks(self) -> int:
@@ -186,16 +195,24 @@ class EngineCounters:
         self.prefill_times = Histogram(FIRST_TOKEN_BUCKETS)
         self._clock = clock
         self.decode_step_s = 0.0
-        """Seconds of a step without prompt tokens, averaged over about the last 20 steps."""
+        """Seconds of a step without prompt tokens, by generated token of a sequence, averaged over about the
+        last 20 steps."""
         self._generated = Rate(clock())
         self._computed = Rate(clock())
 
-    def add_step(self, seconds: float, *, mixed: bool) -> None:
-        """Count a step; `mixed` if it computed prompt tokens too."""
+    def add_step(self, seconds: float, plan: StepPlan, accepted: int) -> None:
+        """Count a step that accepted `accepted` draft tokens."""
         self.totals.steps += 1
         self.step_times.add(seconds)
-        if not mixed:
-            self.decode_step_s += (seconds - self.decode_step_s) * (SMOOTHING if self.decode_step_s else 1.0)
+        if not plan.prefills:
+            each_s = seconds * len(plan.decodes) / (len(plan.decodes) + accepted)
+            self.decode_step_s += (each_s - self.decode_step_s) * (SMOOTHING if self.decode_step_s else 1.0)
+
+    def add_drafts(self, drafts: int, proposed: int, accepted: int) -> None:
+        """Count the draft tokens of a pass: `proposed` in `drafts` rows, of which `accepted` were correct."""
+        self.totals.drafts += drafts
+        self.totals.draft_tokens += proposed
+        self.totals.accepted_tokens += accepted
 
     def add_computed(self, prompt_tokens: int) -> None:
         self.totals.prompt_tokens_computed += prompt_tokens

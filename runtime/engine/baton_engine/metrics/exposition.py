@@ -171,6 +171,9 @@ class EngineCollector(Collector):
             },
         )
         yield _counter(metrics.WORKER_RETRACTIONS, {(): totals.retractions})
+        yield _counter(metrics.WORKER_DRAFTS, {(): totals.drafts})
+        yield _counter(metrics.WORKER_DRAFT_TOKENS, {(): totals.draft_tokens})
+        yield _counter(metrics.WORKER_ACCEPTED_TOKENS, {(): totals.accepted_tokens})
         yield _counter(
             metrics.WORKER_LOCAL_PREFILLS,
             {(reason,): count for reason, count in totals.local_prefills.items()},

@@ -22,8 +22,8 @@ class BatchLog:
         self._passes = 0
         self._tokens = 0
 
-    def note(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """Record a completed pass."""
+    def note(self, plan: StepPlan, scheduler: Scheduler, accepted: int = 0) -> None:
+        """Record a completed pass that accepted `accepted` draft tokens."""
         if plan.prefills:
             log.info(
                 "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
@@ -40,7 +40,7 @@ class BatchLog:
         if not self._tokens:
             self._since = self._clock()  # excludes idle time and passes without decoding
         self._passes += 1
-        self._tokens += len(plan.decodes)
+        self._tokens += len(plan.decodes) + accepted
         if self._passes == DECODE_INTERVAL:
             now = self._clock()
             log.info(

@@ -123,6 +123,7 @@ class NativeDecoder:
         """Copy the weights, so that the caller can release its own. Raises MemoryError."""
         self.spec = spec
         self.dtype = dtype
+        self.exact_rows = not (dtype == torch.bfloat16 and kernel_library.baton_uses_tiles())
         self._rotary = Rotary.of_layers(spec, torch.device("cpu"))
         self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
         self._positions = 0

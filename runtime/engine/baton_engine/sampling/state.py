@@ -10,6 +10,8 @@ therefore gets the same tokens in any batch, after a retraction, and on another 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +69,23 @@ class SamplingState:
         self.seen = Seen(given if params.repetition_penalty != 1.0 else ()) if penalized else None
         for token in prompt[len(given) :]:
             self.push(token)
+
+    def ahead(self, tokens: int) -> SamplingState:
+        """
+        Return a state for the draft token `tokens` positions later.
+
+        It has the random number of that position. The draft tokens before it are not penalized, and token
+        masks do not apply.
+        """
+        state = copy(self)
+        state.position += tokens
+        state.drawn += tokens
+        state.token_mask = None
+        state.params = (
+            replace(self.params, logprobs=None) if self.params.logprobs is not None else self.params
+        )
+        state.plain = self.greedy and not self.adjusted
+        return state
 
     def push(self, token: int) -> None:
         """Add a token sampled by this worker or by the prefill worker. Raises as `TokenMask.push`."""

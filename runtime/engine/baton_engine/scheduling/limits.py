@@ -31,6 +31,8 @@ class EngineLimits:
     whole_prompts: bool = False
     """Whether a prompt is computed in one pass, because an encoder attends to all tokens. A pass then has at
     least the longest prompt's tokens."""
+    speculation_tokens: int = 0
+    """Maximum draft tokens of a generating sequence in a pass. 0 disables speculation."""
     quarantine_limit: float = 0.25
     """Fraction of quarantined blocks above which the process must be restarted."""
 

@@ -94,6 +94,22 @@ class Scheduler:
         self._plan_prompts(plan, budget if shared else self._prompt_tokens(plan.decodes), patient=True)
         return plan
 
+    def reserve(self, sequence: Sequence, tokens: int) -> int:
+        """
+        Return how many of `tokens` draft tokens fit into the blocks of a generating sequence.
+
+        Adds available blocks, but retracts no other sequence for them. Call `trim` after the pass.
+        """
+        missing = sequence.blocks_for(sequence.request.length + tokens) - len(sequence.request.blocks)
+        if missing > 0:
+            sequence.grow(self.pool.allocate(min(missing, self.pool.available)))
+        return min(tokens, sequence.capacity - sequence.request.length)
+
+    def trim(self, sequence: Sequence, tokens: int) -> None:
+        """Release the blocks after the first `tokens` tokens, which were reserved for draft tokens."""
+        if sequence.stage is Stage.RUNNING and (blocks := sequence.trim(tokens)):
+            self.pool.release(blocks)
+
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """Count `tokens` computed tokens, and publish complete blocks."""
         request = sequence.request

@@ -17,6 +17,8 @@ from baton_api.hashing import block_hashes, chain_hash, root_hash
 from baton_engine.requests import Fetch, Request
 from baton_engine.sampling.prompt_outputs import prompt_output_of
 from baton_engine.sampling.state import SamplingState
+from baton_engine.speculation.draft_state import DraftState
+from baton_engine.speculation.lookup import Lookup
 
 
 class Stage(enum.Enum):
@@ -42,15 +44,18 @@ class Sequence:
         "block_size",
         "cancelled",
         "capacity",
+        "draft_state",
         "fetch",
         "fetchable",
         "hashes",
         "local_tokens",
+        "lookup",
         "prompt_output",
         "published",
         "request",
         "root",
         "sampling_state",
+        "speculates",
         "stage",
         "table",
     )
@@ -82,6 +87,12 @@ class Sequence:
         self.fetch: Fetch | None = None
         self.cancelled = False
         """Aborted during the fetch: the end is reported, and the blocks are released after the fetch."""
+        self.lookup: Lookup | None = None
+        """Its tokens as a source of drafts; None until the first draft is planned."""
+        self.draft_state: DraftState | None = None
+        """State of the draft model; None without one, or before its first draft."""
+        self.speculates = True
+        """Whether drafts may be planned."""
         self.sampling_state = SamplingState(request.sampling, request.prompt, request.matcher)
 
     @property
@@ -120,6 +131,14 @@ class Sequence:
         self.table[len(held) : len(held) + len(blocks)] = blocks
         held.extend(blocks)
         self.capacity = len(held) * self.block_size
+
+    def trim(self, tokens: int) -> list[int]:
+        """Remove and return the blocks after the first `tokens` tokens. The caller releases the blocks."""
+        kept = self.blocks_for(tokens)
+        blocks = self.request.blocks[kept:]
+        del self.request.blocks[kept:]
+        self.capacity = kept * self.block_size
+        return blocks
 
     def drop_blocks(self) -> list[int]:
         """Remove and return all blocks, and reset the computed tokens. The caller releases the blocks."""

@@ -111,6 +111,17 @@ async def test_chat_prediction_and_ignored_fields_change_nothing(api: Api) -> No
         "service_tier": "priority", "verbosity": "low", "user": "u", "prompt_cache_key": "k",
         "prompt_cache_options": {"x": 1}, "safety_identifier": "s", "moderation": {"x": 1},
     }  # fmt: skip
-    body = (await api.chat(**fields)).json()
+    body = (await api.chat(**fields, seed=1)).json()
     assert body["service_tier"] == "default"
-    assert body["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
+    assert body["choices"] == (await api.chat(seed=1)).json()["choices"]
+
+
+@pytest.mark.parametrize(
+    "content", ["abcxef", [{"type": "text", "text": "abc"}, {"type": "text", "text": "xef"}]]
+)
+async def test_chat_usage_has_predicted_tokens(api: Api, content: object) -> None:
+    api.model.script = "abcdef"
+    body = (await api.chat(prediction={"type": "content", "content": content})).json()
+    details = body["usage"]["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (3, 3)
+    assert body["usage"]["completion_tokens"] == 7

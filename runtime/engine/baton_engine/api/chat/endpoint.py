@@ -17,6 +17,7 @@ from baton_api.sampling import SamplingParams, Thinking
 from baton_engine.api import parameters, structured_output
 from baton_engine.api.chat.answer import ChatShape
 from baton_engine.api.chat.format import ChatFormat
+from baton_engine.api.chat.messages import read_content
 from baton_engine.api.chat.prompt import ChatPrompt, read_prompt
 from baton_engine.api.fields import Fields
 from baton_engine.api.logprobs import token_name
@@ -79,6 +80,7 @@ def prepare(fields: Fields, served: Served) -> Work:
         shape,
         reader=_reader(served.chat, opening, options, held),
         marks=_marks(served.chat, chat_prompt),
+        prediction=_prediction(fields, served),
     )
 
 
@@ -159,20 +161,18 @@ def _check_the_rest(fields: Fields) -> None:
     fields.text("user")
     fields.text("safety_identifier", limits.SAFETY_IDENTIFIER.most)
     fields.text("prompt_cache_key")
-    _check_prediction(fields)
     _check_metadata(fields)
 
 
-def _check_prediction(fields: Fields) -> None:
-    """Validate `prediction`, which has no effect."""
+def _prediction(fields: Fields, served: Served) -> tuple[int, ...]:
+    """Return the tokens of the text that the client expects as the answer; empty without one."""
     prediction = fields.mapping("prediction")
     if prediction is None:
-        return
+        return ()
     inner = Fields(prediction, "prediction")
     inner.require("type")
     inner.choice("type", ("content",))
-    if not isinstance(inner.require("content"), str | list):
-        inner.wrong_type("content", "a string or an array of text parts", inner.get("content"))
+    return tuple(served.tokenizer.encode("".join(read_content(inner)), add_special_tokens=False))
 
 
 def _check_metadata(fields: Fields) -> None:

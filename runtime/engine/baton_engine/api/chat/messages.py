@@ -80,16 +80,16 @@ def _message(fields: Fields, called: Called) -> Message:
         case "tool":
             fields.require("tool_call_id")
             call = fields.text("tool_call_id") or ""
-            message = {"role": "tool", "content": _content(fields), "tool_call_id": call}
+            message = {"role": "tool", "content": read_content(fields), "tool_call_id": call}
             if name := called.name(call):
                 message["name"] = name
         case "function":
             fields.require("name")
-            content = "" if fields.get("content") is None else _content(fields)
+            content = "" if fields.get("content") is None else read_content(fields)
             call = called.latest(fields.text("name") or "")
             message = {"role": "tool", "content": content, "tool_call_id": call}
         case _:
-            message = {"role": role, "content": _content(fields)}
+            message = {"role": role, "content": read_content(fields)}
     speaker = fields.text("name")
     return message if speaker is None else message | {"name": speaker}
 
@@ -108,7 +108,7 @@ def _assistant(fields: Fields, called: Called) -> Message:
         message["reasoning_content"] = thoughts
     refusal = fields.text("refusal")
     if fields.get("content") is not None:
-        message["content"] = _content(fields)
+        message["content"] = read_content(fields)
     elif refusal or thoughts:
         message["content"] = refusal or ""
     elif not calls:
@@ -170,7 +170,8 @@ def _function_call(fields: Fields, called: Called) -> list[Message]:
     return [{"id": called.fresh(), "type": "function", "function": call}]
 
 
-def _content(fields: Fields) -> str | Sequence[str]:
+def read_content(fields: Fields) -> str | Sequence[str]:
+    """Read `content`: a text, or its parts."""
     content = fields.require("content")
     if isinstance(content, str):
         return content

@@ -501,6 +501,15 @@ int baton_project(struct model *model, const struct pass *pass) {
     return DONE;
 }
 
+/* Returns whether bfloat16 products of many rows use AMX, which adds in another order than those of few rows. */
+int baton_uses_tiles(void) {
+#if TILES
+    return tiles_allowed();
+#else
+    return 0;
+#endif
+}
+
 /* Integers from -8 to 7: sums of their products are exact in any order. */
 static bfloat16 small_number(int seed) {
     float value = (float)(seed % 16 - 8);

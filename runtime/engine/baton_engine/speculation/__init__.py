@@ -1,0 +1,1 @@
+"""Speculation: draft tokens that a forward pass computes beside the pending one, and their verification."""

@@ -1,0 +1,148 @@
+"""
+Choice of draft tokens by their cost: the measured time of forward passes, by their number of tokens.
+
+A pass of few tokens is limited by memory bandwidth, and further tokens are nearly free. A pass of many tokens
+is limited by arithmetic, and each further token takes its share. Both are measured during operation, because
+they depend on the model, the machine and its other load.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
+
+FALL, RISE = 0.5, 0.1
+"""Weights of a measurement below and above the known time. A pass that other processes slow down
+therefore changes it little."""
+
+UNKNOWN_SLOPE = 0.25
+"""Time per token beyond the largest measured pass, relative to its time per token. It is low, so that larger
+passes are tried."""
+
+LIFETIME = 1000
+"""Passes after which a time that was not measured again is dropped, because contexts have grown or the
+machine's load has changed."""
+
+LOOKAHEAD = 16
+"""Number of further tokens that are tried without an improvement. The kernels compute tokens in tiles, so
+the next token may cost much and those after it little."""
+
+EXACT = 8
+"""Up to this number of tokens each one has its own time."""
+
+
+class PassTimes:
+    """Seconds of forward passes without prompt tokens, by number of tokens."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._seconds: dict[int, float] = {}
+        self._measured: dict[int, int] = {}
+        self._passes = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Record a pass of `tokens` tokens."""
+        size = _rounded(tokens)
+        seconds *= size / tokens if size > EXACT else 1.0
+        average = self._seconds.get(size)
+        if average is None:
+            self._sizes.insert(bisect_left(self._sizes, size), size)
+            average = seconds
+        self._seconds[size] = average + (seconds - average) * (FALL if seconds < average else RISE)
+        self._passes += 1
+        self._measured[size] = self._passes
+        if self._passes % LIFETIME == 0:
+            self._forget()
+
+    @property
+    def largest(self) -> int:
+        """Return the size of the largest measured pass."""
+        return self._sizes[-1] if self._sizes else 0
+
+    def of(self, tokens: int) -> float:
+        """Return the estimated seconds of a pass of `tokens` tokens; 0 before the first measurement."""
+        sizes, seconds = self._sizes, self._seconds
+        if not sizes:
+            return 0.0
+        above = bisect_right(sizes, tokens)
+        if not above:
+            return seconds[sizes[0]]
+        low = sizes[above - 1]
+        if above == len(sizes):
+            return seconds[low] * (1 + UNKNOWN_SLOPE * (tokens - low) / low)
+        high = sizes[above]
+        share = (tokens - low) / (high - low)
+        return seconds[low] + share * max(0.0, seconds[high] - seconds[low])
+
+    def _forget(self) -> None:
+        stale = [size for size, at in self._measured.items() if at <= self._passes - LIFETIME]
+        for size in stale:
+            del self._seconds[size], self._measured[size]
+        self._sizes = sorted(self._seconds)
+
+
+def _rounded(tokens: int) -> int:
+    """Round down to a multiple of an eighth of the next lower power of two."""
+    if tokens <= EXACT:
+        return tokens
+    step = 1 << (tokens.bit_length() - 4)
+    return tokens // step * step
+
+
+def common_length(
+    acceptances: Sequence[float], most: int, tokens: int, times: PassTimes, draft_times: PassTimes
+) -> int:
+    """
+    Return the number of draft tokens of each row of a draft model, so that tokens per second are highest.
+
+    `acceptances` has the probability of each row that a draft token is accepted if those before it are.
+    `draft_times` are those of the draft model. `tokens` is the size of the pass without drafts. A pass has at
+    most twice the size of the largest measured one.
+    """
+    rows = len(acceptances)
+    best, gain, least = 0, 0.0, times.of(tokens) / tokens
+    chances = list(acceptances)
+    for count in range(1, most + 1):
+        size = tokens + count * rows
+        if size > 2 * max(tokens, times.largest):
+            break
+        gain += sum(chances)
+        chances = [chance * each for chance, each in zip(chances, acceptances, strict=True)]
+        each = (times.of(size) + count * draft_times.of(rows)) / (tokens + gain)
+        if each < least:
+            best, least = count, each
+    return best
+
+
+def allot(chances: Sequence[Sequence[float]], tokens: int, times: PassTimes) -> list[int]:
+    """
+    Return the number of draft tokens for each row, so that tokens per second are highest.
+
+    `chances` has the probabilities of acceptance of each row's draft, which do not increase. `tokens` is the
+    size of the pass without drafts, one result for each row of it. A pass has at most twice the size of the
+    largest measured one, because the estimates beyond it are low.
+    """
+    counts = [0] * len(chances)
+    heap = [(-row[0], index) for index, row in enumerate(chances) if row]
+    heapify(heap)
+    best, gain = 0, 0.0
+    order: list[int] = []
+    least = times.of(tokens) / tokens
+    most = 2 * max(tokens, times.largest) - tokens
+    while heap and len(order) < min(most, best + LOOKAHEAD):
+        chance, index = heap[0]
+        gain -= chance
+        order.append(index)
+        counts[index] += 1
+        row = chances[index]
+        if counts[index] < len(row):
+            heapreplace(heap, (-row[counts[index]], index))
+        else:
+            heappop(heap)
+        each = times.of(tokens + len(order)) / (tokens + gain)
+        if each < least:
+            best, least = len(order), each
+    for index in order[best:]:
+        counts[index] -= 1
+    return counts

@@ -1,0 +1,53 @@
+"""Loads the draft model of a worker."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from baton_api.errors import SetupError
+from baton_engine.model.checkpoint import load_spec, load_weights
+from baton_engine.model.decoder import Model, create_model
+from baton_engine.model.progress import Progress
+from baton_engine.model.resolve import resolve
+from baton_engine.model.spec import ModelSpec
+from baton_engine.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+
+def load_draft(
+    settings: WorkerSettings, spec: ModelSpec, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> tuple[Model | None, int]:
+    """
+    Load the draft model for a model of `spec`. Returns it, if there is one, and the bytes of its weights.
+
+    Raises SetupError if the settings contradict each other, or the draft model does not fit the model.
+    """
+    if settings.speculation != "draft":
+        if settings.draft_model:
+            raise SetupError(
+                f"--draft-model {settings.draft_model} has no effect with "
+                f"--speculation {settings.speculation}. Set --speculation draft, or omit the draft model."
+            )
+        return None, 0
+    if not settings.draft_model:
+        raise SetupError("--speculation draft requires a draft model. Set --draft-model.")
+    checkpoint = resolve(settings.draft_model, progress)
+    draft = load_spec(checkpoint)
+    if draft.headless or draft.vocab != spec.vocab:
+        size = "no head" if draft.headless else f"a vocabulary of {draft.vocab} tokens"
+        raise SetupError(
+            f"The draft model {checkpoint.name} has {size}, and the model has a vocabulary of {spec.vocab} "
+            "tokens. Use a smaller generative model of the same family."
+        )
+    context = settings.max_model_len or spec.context
+    if draft.context < context:
+        raise SetupError(
+            f"The draft model {checkpoint.name} has a context of {draft.context} tokens, the model has "
+            f"{context}. Set --max-model-len {draft.context}, or use another draft model."
+        )
+    weights = load_weights(checkpoint, draft, dtype, progress)
+    log.info("Draft model: %s, %s", checkpoint.name, draft.architecture)
+    return create_model(draft, weights, device, dtype), weights.bytes
