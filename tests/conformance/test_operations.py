@@ -60,6 +60,24 @@ def test_K2_what_cannot_be_embedded_is_named(served: Deployment, wrong: Any) -> 
     check_error(unknown, 404, "model", ModelNotFound.code)
 
 
+def test_K2_documents_are_sorted_by_the_query(thinker: Deployment) -> None:
+    query, documents = "capital of Spain", ["a relay race", "capital of Spain", "Rome"]
+    body = {"model": thinker.model, "query": query, "documents": documents}
+    answer = thinker.post("/v1/rerank", body)
+    assert answer.status_code == 200, answer.text
+    results = answer.json()["results"]
+    scores = [row["relevance_score"] for row in results]
+    assert scores == sorted(scores, reverse=True) and len(scores) == len(documents)
+    assert results[0]["index"] == 1 and scores[0] == pytest.approx(1, abs=1e-3)
+    assert results[0]["document"] == {"text": query}
+    pairs = thinker.post("/v1/score", {"model": thinker.model, "text_1": query, "text_2": documents})
+    by_index = {row["index"]: row["relevance_score"] for row in results}
+    assert [row["score"] for row in pairs.json()["data"]] == pytest.approx(
+        [by_index[index] for index in range(len(documents))], abs=1e-3
+    )
+    check_error(thinker.post("/v1/rerank", {**body, "documents": []}), 400, "documents")
+
+
 def test_K3_a_response(served: Deployment) -> None:
     response = respond(served)
     assert response.object == "response" and response.id.startswith("resp_")

@@ -12,6 +12,7 @@ import pytest
 from baton_api import anthropic
 from baton_api import headers as header_names
 from baton_api.errors import SetupError, Unauthorized
+from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 from baton_router.app import create_app
 from baton_router.server import log_startup
 from baton_router.settings import RouterSettings
@@ -177,3 +178,12 @@ async def test_error_of_messages_has_anthropics_shape() -> None:
         ):
             assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
             assert answer.json()["type"] == "error"
+
+
+@pytest.mark.parametrize("path", [*RERANK_PATHS, *SCORE_PATHS])
+async def test_requests_for_scores_reach_a_worker(path: str) -> None:
+    async with FakeWorker() as worker, running_router([worker], api_key=["k"]) as router:
+        body = {"model": "tiny", "query": "a", "documents": ["b"]}
+        answer = await router.client.post(path, json=body, headers=bearer("k"))
+        assert answer.status_code == 200
+        assert [request.target for request in worker.requests] == [path]
