@@ -35,6 +35,6 @@ def test_families_name_existing_parsers() -> None:
     for family in FAMILIES:
         for models in family.models:
             assert set(models.tool_parsers) <= set(tools.FAMILIES)
-            assert set(models.reasoning_parsers) <= set(reasoning.FAMILIES)
+            assert set(models.reasoning_parsers) <= {*reasoning.FAMILIES, reasoning.HARMONY}
         assert set(family.tool_parser_aliases.values()) <= set(tools.FAMILIES)
         assert set(family.reasoning_parser_aliases.values()) <= set(reasoning.FAMILIES)

@@ -231,7 +231,10 @@ async def test_pair_equals_one_for_every_prompt_length(
         assert race.decode.now.totals.prompt_tokens_computed == 0
 
 
-FAMILIES = ("gemma2", "gemma3", "phi4 mini", "granite", "olmo2", "glm4", "smollm3")
+FAMILIES = (
+    "gemma2", "gemma3", "phi4 mini", "granite", "olmo2", "glm4", "smollm3", "mixtral",
+    "gpt-oss", "deepseek-v3", "llama 4",
+)  # fmt: skip
 """With the layer options that the other tests' model lacks."""
 
 

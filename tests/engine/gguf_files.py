@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,22 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from baton_engine.model.checkpoint import Checkpoint, load_spec
+from baton_engine.model.expert_tensors import ExpertTensors
+from baton_engine.model.experts import ExpertSpec
 from baton_engine.model.families import BY_ARCHITECTURE, BY_GGUF
 from baton_engine.model.family import NORM
+from baton_engine.model.latent import LatentSpec
 from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.spec import ModelSpec
 from tests.engine.models import BOS, CHAT_TEMPLATE, EOS, SPECIAL, UNKNOWN
 
 CONTROL, NORMAL = 3, 1
+
+STORED_AS = {
+    "MixtralForCausalLM": "LlamaForCausalLM",
+    "DeepseekV3ForCausalLM": "DeepseekV2ForCausalLM",
+}
+"""Architectures for which llama.cpp has no name of its own."""
 
 
 def write_gguf(
@@ -27,7 +38,8 @@ def write_gguf(
 ) -> Path:
     """The checkpoint in `folder` as one file; `quantised` stores its matrices as Q8_0."""
     spec = load_spec(Checkpoint(folder, folder.name))
-    kind = next(kind for kind, family in BY_GGUF.items() if family.architecture == spec.architecture)
+    stored = STORED_AS.get(spec.architecture, spec.architecture)
+    kind = next(kind for kind, family in BY_GGUF.items() if family.architecture == stored)
     writer = gguf.GGUFWriter(target, kind)
     writer.add_context_length(spec.rope.original_context if spec.rope.kind == "yarn" else spec.context)
     writer.add_embedding_length(spec.hidden)
@@ -49,7 +61,7 @@ def write_gguf(
     _add_vocabulary(writer, folder, pre)
     if adds_eos:
         writer.add_add_eos_token(True)
-    _add_tensors(writer, folder, spec, quantised)
+    _add_tensors(writer, folder, spec, kind, quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,6 +88,12 @@ def _add_options(writer: Any, spec: ModelSpec, kind: str) -> None:
         writer.add_rope_scaling_attn_factors(spec.rope.attention_factor)
         writer.add_tensor("rope_factors_long.weight", numpy.array(spec.rope.factors, numpy.float32))
         writer.add_tensor("rope_factors_short.weight", numpy.array(spec.rope.short_factors, numpy.float32))
+    if spec.latent is not None and spec.experts is not None:
+        _add_latent(writer, spec, spec.latent, spec.experts)
+    if spec.experts is not None:
+        writer.add_expert_count(spec.experts.count)
+        writer.add_expert_used_count(spec.experts.chosen)
+        writer.add_expert_feed_forward_length(spec.experts.intermediate)
     if kind == "granite":
         writer.add_embedding_scale(spec.embedding_scale)
         writer.add_residual_scale(spec.residual_scale)
@@ -100,25 +118,62 @@ def _add_vocabulary(writer: Any, folder: Path, pre: str) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, quantised: bool) -> None:
-    source, family = SafetensorsFolder(folder), BY_ARCHITECTURE[spec.architecture]
-    assert family.gguf is not None
-    reordered = family.gguf.interleaved and not family.interleaved
-    for name in source.shapes:
-        values: NDArray[Any] = source.read(name).to(torch.float32).numpy()
+def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, kind: str, quantised: bool) -> None:
+    source, family = ExpertTensors(SafetensorsFolder(folder), spec), BY_ARCHITECTURE[spec.architecture]
+    form = BY_GGUF[kind].gguf
+    assert form is not None
+    reordered = form.interleaved and not family.interleaved
+
+    def stacked(name: str) -> str:
+        return re.sub(r"\.experts\.\d+\.", ".experts.{}.", name)
+
+    for name, parts in itertools.groupby(sorted(source.shapes, key=_by_number), stacked):
+        read = [source.read(part).to(torch.float32).numpy() for part in parts]
+        values: NDArray[Any] = numpy.stack(read) if "{}" in name else read[0]
         part = name.rpartition(".")[0]
         if reordered and part.endswith(("self_attn.q_proj", "self_attn.k_proj")):
             values = _reordered(values, spec.heads if part.endswith("q_proj") else spec.kv_heads)
         if part.endswith(NORM):
             values = values + numpy.float32(family.norm_offset)
-        stored = family.tensors.translate(name, family.gguf.tensors)
-        if quantised and values.ndim == 2:
+        stored = family.tensors.translate(name, form.tensors)
+        if stored.endswith(".attn_kv_b.weight") and spec.latent is not None:
+            heads = values.reshape(spec.heads, -1, spec.latent.kv_rank)
+            keys, expanded = heads[:, : spec.latent.plain], heads[:, spec.latent.plain :]
+            writer.add_tensor(stored.replace("kv_b", "k_b"), numpy.ascontiguousarray(keys.swapaxes(1, 2)))
+            stored, values = stored.replace("kv_b", "v_b"), expanded
+        if quantised and values.ndim > 1:
             packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(stored, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
             writer.add_tensor(stored, numpy.ascontiguousarray(values))
     if spec.rope.kind == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(spec))
+
+
+def _add_latent(writer: Any, spec: ModelSpec, latent: LatentSpec, experts: ExpertSpec) -> None:
+    writer.add_kv_lora_rank(latent.kv_rank)
+    if latent.q_rank:
+        writer.add_q_lora_rank(latent.q_rank)
+    writer.add_key_length_mla(latent.plain + spec.rotated)
+    writer.add_value_length_mla(latent.value)
+    writer.add_leading_dense_block_count(experts.layers.index(True))
+    writer.add_expert_shared_count(experts.shared // experts.intermediate)
+    writer.add_expert_weights_scale(experts.scale)
+    writer.add_expert_weights_norm(experts.normalized)
+    writer.add_expert_group_count(experts.groups)
+    writer.add_expert_group_used_count(experts.chosen_groups)
+    sigmoid = experts.scoring == "sigmoid"
+    writer.add_expert_gating_func(
+        gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX
+    )
+    if spec.rope.kind == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * 0.9)
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    """Names of the same tensor of different experts in sequence, in the experts' order."""
+    number = re.search(r"\.experts\.(\d+)\.", name)
+    return (name, 0) if number is None else (name.replace(number[0], ".experts."), int(number[1]))
 
 
 def _reordered(values: NDArray[Any], heads: int) -> NDArray[Any]:

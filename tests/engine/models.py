@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.engine.expert_models import EXPERT_ARCHITECTURES
+
 VOCAB = 320
 BOS, EOS, UNKNOWN = 0, 1, 2
 SPECIAL = ("<|bos|>", "<|end|>", "<|unknown|>")
@@ -177,6 +179,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("Glm4", PADDED | {"head_dim": 24}),
     "smollm3": ("SmolLM3", PADDED | {"num_hidden_layers": 5}),
+    **EXPERT_ARCHITECTURES,
 }
 """Named variants: the family, and what its configuration sets beyond `SIZES`."""
 
@@ -199,10 +202,13 @@ def make_model(folder: Path, variant: str = "llama", **overrides: Any) -> Path:
         model = architecture(architecture.config_class(**(SIZES | flags | overrides)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.3)  # transformers starts them at 0, where they prove nothing
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder

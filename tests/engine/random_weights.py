@@ -40,7 +40,11 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> Weight
     def vector(size: int, around: float = 1.0) -> Tensor:
         return (around + 0.1 * torch.randn(size, generator=generator)).to(dtype)
 
-    def layer() -> LayerWeights:
+    def stacked(count: int, outputs: int, inputs: int) -> Tensor:
+        return torch.stack([matrix(outputs, inputs) for _ in range(count)])
+
+    def layer(number: int) -> LayerWeights:
+        experts = spec.experts_of(number)
         qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         return LayerWeights(
             attention_norm=vector(spec.hidden) if spec.pre_norm else None,
@@ -56,17 +60,22 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> Weight
             output_bias=vector(spec.hidden, 0.0) if spec.output_bias else None,
             attention_post_norm=vector(spec.hidden) if spec.post_norm else None,
             mlp_norm=vector(spec.hidden) if spec.pre_norm else None,
-            gate_up=matrix(2 * spec.intermediate, spec.hidden),
+            gate_up=matrix(2 * spec.intermediate, spec.hidden) if experts is None else None,
             gate_up_bias=vector(2 * spec.intermediate, 0.0) if spec.mlp_bias else None,
-            down=matrix(spec.hidden, spec.intermediate),
+            down=matrix(spec.hidden, spec.intermediate) if experts is None else None,
             down_bias=vector(spec.hidden, 0.0) if spec.mlp_bias else None,
             mlp_post_norm=vector(spec.hidden) if spec.post_norm else None,
+            router=matrix(experts.count, spec.hidden) if experts else None,
+            expert_gate_up=(
+                stacked(experts.count, 2 * experts.intermediate, spec.hidden) if experts else None
+            ),
+            expert_down=stacked(experts.count, spec.hidden, experts.intermediate) if experts else None,
         )
 
     embedding = matrix(spec.vocab, spec.hidden)
     return Weights(
         embedding=embedding,
-        layers=tuple(layer() for _ in range(spec.layers)),
+        layers=tuple(layer(number) for number in range(spec.layers)),
         final_norm=vector(spec.hidden),
         head=embedding if spec.tied_embeddings else matrix(spec.vocab, spec.hidden),
     )

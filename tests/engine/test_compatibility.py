@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from baton_api.messages import PROTOCOL
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache, block_bytes
+from baton_engine.model.experts import ExpertSpec
+from baton_engine.model.latent import LatentSpec
 from baton_engine.model.spec import ModelSpec, RopeScaling
 from baton_engine.model.weights import LayerWeights, Weights
 from baton_engine.transfer.compatibility import Compatibility, compatibility_digest, weights_digest
@@ -60,6 +63,8 @@ def digest(**changes: Any) -> str:
     return compatibility_digest(spec, torch.float32, "w")
 
 
+LATENT = LatentSpec(q_rank=0, kv_rank=4, plain=2, value=2)
+
 CHANGES: dict[str, Any] = {
     "layers": 3,
     "kv_heads": 2,
@@ -70,6 +75,8 @@ CHANGES: dict[str, Any] = {
     "qk_norm": True,
     "norm_epsilon": 1e-6,
     "architecture": "MistralForCausalLM",
+    "experts": ExpertSpec(count=4, chosen=2, intermediate=8),
+    "latent": LATENT,
 }
 
 
@@ -78,9 +85,21 @@ def test_compatibility_field_of_block_bytes_changes_the_digest(field: str) -> No
     assert digest(**{field: CHANGES[field]}) != digest()
 
 
-@pytest.mark.parametrize("field, value", [("context", 4096), ("eos_ids", (1, 2)), ("bos_id", 1)])
+@pytest.mark.parametrize(
+    "field, value",
+    [("context", 4096), ("eos_ids", (1, 2)), ("bos_id", 1), ("draft_layers", 1)],
+)
 def test_compatibility_other_fields_keep_the_digest(field: str, value: object) -> None:
     assert digest(**{field: value}) == digest()
+
+
+def test_latent_blocks_have_a_layout_of_their_own() -> None:
+    latent = dataclasses.replace(SPEC, kv_heads=1, head_dim=6, rotary_dim=2, latent=LATENT)
+    assert block_bytes(latent, torch.float32) == latent.layers * 6 * BLOCK_SIZE * 4
+    cache = KVCache(latent, 3, torch.float32, torch.device("cpu"))
+    assert cache.kv.shape == (3, latent.layers, 1, 1, BLOCK_SIZE, 6)
+    ours, theirs = (Compatibility.of(spec, torch.float32, "w") for spec in (SPEC, latent))
+    assert "layout is block, layer, key/value, kv head, slot, dim here" in ours.differences(theirs.labels)
 
 
 def test_dtype_block_size_and_weights_count() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from baton_api.errors import SetupError
 from baton_engine.model.config import spec_of
+from baton_engine.model.experts import ExpertSpec
+from baton_engine.model.latent import LatentSpec
 from baton_engine.model.spec import RopeScaling
 
 LLAMA: dict[str, Any] = {
@@ -21,6 +23,22 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 1,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 PHI3: dict[str, Any] = LLAMA | {
@@ -197,6 +215,43 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         LLAMA | {"architectures": ["SmolLM3ForCausalLM"]},
         {"unrotated_layers": (False, False, False, True), "tied_embeddings": True},
     ),
+    "mixtral": (
+        MIXTRAL,
+        {"experts": ExpertSpec(count=8, chosen=2, intermediate=128, normalized=True)},
+    ),
+    "qwen3 with experts in every other layer": (
+        MIXTRAL
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+        },
+        {
+            "head_dim": 8,
+            "experts": ExpertSpec(count=8, chosen=2, intermediate=24, layers=(False, False, False, True)),
+        },
+    ),
+    "deepseek-v3": (
+        DEEPSEEK,
+        {
+            "kv_heads": 1,
+            "head_dim": 40,
+            "rotated": 8,
+            "kv_planes": 1,
+            "kv_values_per_token": 4 * 40,
+            "latent": LatentSpec(q_rank=0, kv_rank=32, plain=12, value=10),
+            "draft_layers": 1,
+        },
+    ),
+    "llama 4 with images": (
+        {"architectures": ["Llama4ForConditionalGeneration"], "text_config": MIXTRAL},
+        {
+            "architecture": "Llama4ForCausalLM",
+            "unrotated_layers": (False, False, False, True),
+            "sliding_window": None,
+        },
+    ),
     "qwen3": (
         LLAMA | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
         {"qk_norm": True, "head_dim": 128, "qkv_bias": False, "tied_embeddings": True},
@@ -268,6 +323,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a factor of nothing": (
         LLAMA | {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0},
         "the residual scale is 0",
+    ),
+    "no experts": (MIXTRAL | {"num_local_experts": 0}, "number of experts is 0, expected 1 to 4096"),
+    "more experts for a token than there are": (
+        MIXTRAL | {"num_experts_per_tok": 9},
+        "each token uses 9 experts, expected 1 to 8",
+    ),
+    "experts without a number": (MIXTRAL | {"num_local_experts": None}, "lacks 'num_experts'"),
+    "experts of nothing": (MIXTRAL | {"intermediate_size": 0}, "intermediate is 0"),
+    "experts that form no groups": (DEEPSEEK | {"n_group": 3}, "8 experts cannot form 3 groups"),
+    "more experts than their groups have": (
+        DEEPSEEK | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
+        "3 experts of a token cannot be in 1 of 4 groups",
+    ),
+    "a latent of nothing": (DEEPSEEK | {"v_head_dim": 0}, "v_head_dim is 0, expected 1 to"),
+    "another routing": (
+        DEEPSEEK | {"topk_method": "greedy"},
+        "'greedy'.*is not supported. Supported: noaux_tc",
+    ),
+    "biases of a latent": (DEEPSEEK | {"attention_bias": True}, "attention_bias is not supported"),
+    "gpt-oss in another format": (
+        MIXTRAL | {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "awq"}},
+        "quantized by 'awq'",
     ),
     "too few layer types": (
         QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},

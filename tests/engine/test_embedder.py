@@ -204,4 +204,4 @@ def test_checkpoint_without_head_is_read_as_headless(tmp_path: Path) -> None:
     theirs = load_weights(whole, load_spec(whole), torch.float32)
     ours = load_weights(bare, spec, torch.float32)
     assert torch.equal(ours.embedding, theirs.embedding) and torch.equal(ours.final_norm, theirs.final_norm)
-    assert torch.equal(ours.layers[1].down, theirs.layers[1].down)
+    assert torch.equal(ours.layers[1].output, theirs.layers[1].output)

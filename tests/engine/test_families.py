@@ -30,6 +30,7 @@ def test_families_are_found_by_each_of_their_names() -> None:
         ("output.weight", "lm_head.weight"),
         ("blk.12.attn_q.bias", "model.layers.12.self_attn.q_proj.bias"),
         ("blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight"),
+        ("blk.3.ffn_gate_exps.weight", "model.layers.3.mlp.experts.{}.gate_proj.weight"),
         ("blk.x.attn_q.weight", "blk.x.attn_q.weight"),
         ("blk.0.other.weight", "blk.0.other.weight"),
     ],

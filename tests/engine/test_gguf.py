@@ -60,6 +60,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "glm4": {},
     "smollm3": {},
+    "qwen3 with experts": {},
+    "mixtral": {},
+    # llama.cpp has one limit of the activation.
+    "gpt-oss": {"swiglu_limit": 7.0},
+    "deepseek-v2": {},
+    # llama.cpp stores one factor of YaRN.
+    "deepseek-v2 with groups": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "mscale": 0.9,
+            "mscale_all_dim": 0.9,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "deepseek-v3": {},
 }
 """Variants that llama.cpp can store, and what its format requires of their configuration."""
 

@@ -1,9 +1,10 @@
 """
 The memory behind the KV blocks, and how many blocks there are.
 
-The layout is block-outermost, `kv[block, layer, 2, kv_head, slot, dim]`. The bytes of a block are contiguous,
-so a block is one descriptor of a transfer: 2 MiB for an 8B model. A layer-outermost layout would have 64
-pieces of 32 KiB. Block 0 is never allocated; padding refers to it.
+The layout is block-outermost, `kv[block, layer, 2, kv_head, slot, dim]`. Latent attention has
+one vector instead of a key and a value: `kv[block, layer, 1, 1, slot, dim]`. The bytes of a block are
+contiguous, so a block is one descriptor of a transfer: 2 MiB for an 8B model. A layer-outermost layout would
+have 64 pieces of 32 KiB. Block 0 is never allocated; padding refers to it.
 
 The size is set in bytes, in tokens, or as a fraction of the memory, or derived from the free memory. A number
 of tokens limits the other three. Bytes and a fraction cannot be combined. The memory must be free, because
@@ -52,7 +53,7 @@ class KVCache:
         self.block_size = block_size
         # Zeroed, because values after a request's last token are multiplied by 0, and 0 * NaN is NaN.
         self.kv: Tensor = _zeros(
-            (blocks, spec.layers, 2, spec.kv_heads, block_size, spec.head_dim), dtype, device
+            (blocks, spec.layers, spec.kv_planes, spec.kv_heads, block_size, spec.head_dim), dtype, device
         )
 
     @property

@@ -53,13 +53,14 @@ def load_weights(
 ) -> Weights:
     """Load all weights in `dtype` on the CPU. Checks all names and shapes first. Raises SetupError."""
     from baton_engine.model import weights
+    from baton_engine.model.expert_tensors import ExpertTensors
     from baton_engine.model.safetensors import SafetensorsFolder
 
     source: weights.TensorSource
     if checkpoint.is_gguf:
         source = gguf_model.GGUFTensors(GGUFFile(checkpoint.path), spec)
     else:
-        source = weights.FamilyTensors(SafetensorsFolder(checkpoint.path), spec)
+        source = weights.FamilyTensors(ExpertTensors(SafetensorsFolder(checkpoint.path), spec), spec)
     return weights.build(source, spec, dtype, progress)
 
 

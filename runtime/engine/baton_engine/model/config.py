@@ -14,7 +14,7 @@ from typing import Any, Literal
 from baton_api.errors import SetupError
 from baton_engine.model.families import BY_ARCHITECTURE, HEADLESS, MULTIMODAL
 from baton_engine.model.family import ModelFamily
-from baton_engine.model.spec import ModelSpec, RopeScaling, checked
+from baton_engine.model.spec import ModelSpec, RopeScaling, checked, mscale
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -124,7 +124,7 @@ def _yarn(parameters: Mapping[str, Any], original: int, context: int) -> RopeSca
     given = parameters.get("attention_factor")
     one, all_dimensions = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if given is None and one and all_dimensions:
-        given = _stretch(factor, float(one)) / _stretch(factor, float(all_dimensions))
+        given = mscale(factor, float(one)) / mscale(factor, float(all_dimensions))
     return RopeScaling(
         kind="yarn",
         factor=factor,
@@ -156,10 +156,6 @@ def _partial_rotary(config: Mapping[str, Any]) -> Any:
     return parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
 
 
-def _stretch(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
 def _reject_unsupported(config: Mapping[str, Any], family: ModelFamily, source: str) -> None:
     if (activation := config.get("hidden_act") or "silu") not in ACTIVATIONS:
         raise SetupError(
@@ -167,6 +163,8 @@ def _reject_unsupported(config: Mapping[str, Any], family: ModelFamily, source: 
         )
     if (quantization := config.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if method in family.quantizations:
+            return
         raise SetupError(
             f"{source}: weights quantized by {method!r} are not supported. Use the bfloat16 checkpoint, or a "
             ".gguf file."

@@ -23,6 +23,8 @@ from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights, rounded
 from baton_engine.ops import Linear, Ops
 from baton_engine.ops.cpu import CpuOps
+from baton_engine.ops.experts import Experts
+from baton_engine.ops.latent import LatentAttention
 from baton_engine.ops.plain import PlainOps
 
 
@@ -74,10 +76,14 @@ class Layer:
     output: Linear
     attention_post_norm: Tensor | None
     mlp_norm: Tensor | None
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    """None if the layer has experts only."""
+    down: Linear | None
+    experts: Experts | None
     mlp_post_norm: Tensor | None
     window: int | None
+    sinks: Tensor | None
+    latent: LatentAttention | None
     rotation: str
     """`ModelSpec.rotation`."""
 
@@ -156,24 +162,40 @@ class Decoder:
         for number, layer in enumerate(self.layers):
             qkv = layer.qkv(x)
             rotation = rotations.get(layer.rotation)
-            q = ops.rope_and_store(qkv, rotation, layer.q_norm, layer.k_norm, cache, number, batch)
+            if layer.latent is not None and rotation is not None:
+                q = layer.latent.store(qkv, rotation, cache, number, batch)
+            else:
+                q = ops.rope_and_store(qkv, rotation, layer.q_norm, layer.k_norm, cache, number, batch)
             if number == last and not len(wanted):
                 break  # keys and values are stored; no output of this batch is needed
-            x = ops.attention(q, cache, number, batch, layer.window)
+            x = ops.attention(q, cache, number, batch, layer.window, layer.sinks)
+            if layer.latent is not None:
+                x = layer.latent.expand(x)
             if number == last and len(wanted) < batch.size:
                 x, residual = x[wanted], residual[wanted]  # only the wanted tokens need the last MLP
             x, residual = self._added(layer.output(x), residual, layer.attention_post_norm, layer.mlp_norm)
-            x = layer.down(ops.gated(layer.gate_up(x)))
+            x = self._mlp(layer, x)
             norm = self.final_norm if number == last else self.layers[number + 1].attention_norm
             x, residual = self._added(x, residual, layer.mlp_post_norm, norm)
         else:
             return x
         return residual[:0]
 
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """Compute the MLP, the experts, or the sum of both."""
+        if layer.gate_up is None or layer.down is None:
+            assert layer.experts is not None
+            return layer.experts(x)
+        dense = layer.down(self.ops.gated(layer.gate_up(x)))
+        return dense if layer.experts is None else dense.add_(layer.experts(x))
+
 
 def _laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, device: torch.device) -> Layer:
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
+
+    def prepared(weight: Tensor | None, bias: Tensor | None) -> Linear | None:
+        return None if weight is None else ops.prepare(weight.to(device), moved(bias))
 
     return Layer(
         attention_norm=moved(layer.attention_norm),
@@ -183,11 +205,55 @@ def _laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, devic
         output=ops.prepare(layer.output.to(device), moved(layer.output_bias)),
         attention_post_norm=moved(layer.attention_post_norm),
         mlp_norm=moved(layer.mlp_norm),
-        gate_up=ops.prepare(layer.gate_up.to(device), moved(layer.gate_up_bias)),
-        down=ops.prepare(layer.down.to(device), moved(layer.down_bias)),
+        gate_up=prepared(layer.gate_up, layer.gate_up_bias),
+        down=prepared(layer.down, layer.down_bias),
+        experts=_experts(layer, spec, number, ops, device),
+        sinks=moved(layer.sinks),
+        latent=_latent(layer, spec, ops, device),
         mlp_post_norm=moved(layer.mlp_post_norm),
         window=spec.window(number),
         rotation=spec.rotation(number),
+    )
+
+
+def _experts(
+    layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, device: torch.device
+) -> Experts | None:
+    experts = spec.experts_of(number)
+    if experts is None or layer.router is None or layer.expert_gate_up is None or layer.expert_down is None:
+        return None
+
+    def exact(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device, torch.float32)
+
+    def prepared(weights: Tensor, biases: Tensor | None) -> list[Linear]:
+        of_each = [None] * len(weights) if biases is None else list(biases.to(device))
+        return [ops.prepare(weight.to(device), bias) for weight, bias in zip(weights, of_each, strict=True)]
+
+    return Experts(
+        spec=experts,
+        router=layer.router.to(device, torch.float32),
+        router_bias=exact(layer.router_bias),
+        correction=exact(layer.router_correction),
+        gate_up=prepared(layer.expert_gate_up, layer.expert_gate_up_bias),
+        down=prepared(layer.expert_down, layer.expert_down_bias),
+        ops=ops,
+    )
+
+
+def _latent(layer: LayerWeights, spec: ModelSpec, ops: Ops, device: torch.device) -> LatentAttention | None:
+    latent = spec.latent
+    if latent is None or layer.latent_kv is None or layer.k_norm is None:
+        return None
+    expanded = layer.latent_kv.to(device).view(spec.heads, latent.plain + latent.value, latent.kv_rank)
+    return LatentAttention(
+        q_norm=None if layer.q_norm is None else layer.q_norm.to(device),
+        kv_norm=layer.k_norm.to(device),
+        expand_q=None if layer.latent_q is None else ops.prepare(layer.latent_q.to(device)),
+        keys=expanded[:, : latent.plain].contiguous(),
+        values=expanded[:, latent.plain :].contiguous(),
+        spec=spec,
+        ops=ops,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from baton_engine.model.spec import ModelSpec
 
@@ -49,6 +49,22 @@ class TensorNames:
     gate_up: str = ""
     """gate and up stacked in one tensor; then `gate` and `up` are not read."""
     down: str = "mlp.down_proj"
+    q_latent: str = "self_attn.q_a_proj"
+    q_latent_norm: str = "self_attn.q_a_layernorm"
+    q_expand: str = "self_attn.q_b_proj"
+    kv_latent: str = "self_attn.kv_a_proj_with_mqa"
+    kv_latent_norm: str = "self_attn.kv_a_layernorm"
+    kv_expand: str = "self_attn.kv_b_proj"
+    sinks: str = "self_attn.sinks"
+    router: str = "mlp.gate"
+    router_correction: str = "mlp.gate.e_score_correction"
+    expert_gate: str = "mlp.experts.{}.gate_proj"
+    """With the expert's number in place of {}. A name without {} is of all experts stacked, as in GGUF."""
+    expert_up: str = "mlp.experts.{}.up_proj"
+    expert_down: str = "mlp.experts.{}.down_proj"
+    shared_gate: str = "mlp.shared_experts.gate_proj"
+    shared_up: str = "mlp.shared_experts.up_proj"
+    shared_down: str = "mlp.shared_experts.down_proj"
     mlp_post_norm: str = ""
 
     def translate(self, name: str, target: TensorNames) -> str:
@@ -93,6 +109,21 @@ GGUF_NAMES = TensorNames(
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
+    q_latent="attn_q_a",
+    q_latent_norm="attn_q_a_norm",
+    q_expand="attn_q_b",
+    kv_latent="attn_kv_a_mqa",
+    kv_latent_norm="attn_kv_a_norm",
+    kv_expand="attn_kv_b",
+    sinks="attn_sinks",
+    router="ffn_gate_inp",
+    router_correction="exp_probs_b",
+    expert_gate="ffn_gate_exps",
+    expert_up="ffn_up_exps",
+    expert_down="ffn_down_exps",
+    shared_gate="ffn_gate_shexp",
+    shared_up="ffn_up_shexp",
+    shared_down="ffn_down_shexp",
     mlp_post_norm="post_ffw_norm",
 )
 
@@ -136,6 +167,10 @@ class ModelFamily:
     """Whether the configuration's `partial_rotary_factor` applies."""
     interleaved: bool = False
     """Whether safetensors checkpoints rotate adjacent pairs of dimensions instead of halves."""
+    fused_experts: Literal["", "halves", "interleaved"] = ""
+    """Order of gate and up in safetensors checkpoints with one tensor for all experts of a layer."""
+    quantizations: tuple[str, ...] = ()
+    """Supported `quant_method`s of safetensors checkpoints. Their weights are expanded while loading."""
     norm_offset: float = 0.0
     """Added to the weights of norms of safetensors checkpoints. GGUF files contain the sums."""
     gguf: GGUFFormat | None = None

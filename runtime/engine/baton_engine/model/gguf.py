@@ -68,22 +68,26 @@ class GGUFFile:
             self.metadata[key] = cursor.value(cursor.scalar("I"))
         self.tensors = self._locate([_described(cursor) for _ in range(tensors)], cursor.position)
 
-    def read(self, name: str) -> Tensor:
-        """Return tensor `name`, dequantized to fp32."""
+    def read(self, name: str, part: int | None = None) -> Tensor:
+        """Return tensor `name`, dequantized to fp32: all of it, or one `part` of its outermost dimension."""
         import numpy
         import torch
         from gguf import GGMLQuantizationType, quants
 
         stored = self.tensors[name]
         kind = GGMLQuantizationType(stored.type)
-        raw = numpy.frombuffer(self._data, numpy.uint8, stored.size, stored.offset)
+        shape, size, offset = stored.shape, stored.size, stored.offset
+        if part is not None:
+            shape, size = shape[1:], size // shape[0]
+            offset += part * size
+        raw = numpy.frombuffer(self._data, numpy.uint8, size, offset)
         try:
-            values = quants.dequantize(raw.reshape(math.prod(stored.shape[:-1]), -1), kind)
+            values = quants.dequantize(raw.reshape(math.prod(shape[:-1]), -1), kind)
         except NotImplementedError as error:
             raise SetupError(f"{self.path}: tensor {name} is stored as {kind.name}: {error}.") from error
         # A view of the mapped file is read-only, which torch does not support.
         owned = numpy.array(values, dtype=numpy.float32, copy=not values.flags.writeable)
-        return torch.from_numpy(owned).reshape(stored.shape)
+        return torch.from_numpy(owned).reshape(shape)
 
     def _locate(
         self, described: list[tuple[str, tuple[int, ...], int, int]], end_of_header: int

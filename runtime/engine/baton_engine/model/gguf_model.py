@@ -120,6 +120,10 @@ def _rope(file: GGUFFile, kind: str, context: int) -> RopeScaling:
             raise ValueError(f"rope scaling {other!r} is not supported. Supported: none, linear, yarn.")
 
 
+KEYS, VALUES = ".attn_k_b.weight", ".attn_v_b.weight"
+"""Endings of tensors that expand a latent, which llama.cpp stores apart, the keys transposed."""
+
+
 class GGUFTensors:
     """Implementation of `TensorSource` for a GGUF file."""
 
@@ -133,17 +137,53 @@ class GGUFTensors:
         self._interleaved = family.gguf.interleaved
         self._names = family.tensors
         own = family.gguf.tensors
-        self._stored = {
-            own.translate(name, self._names): name for name in file.tensors if name not in ROPE_TENSORS
-        }
-        self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
+        self._stored: dict[str, tuple[str, int | None]] = {}
+        """The tensor of the file, and the part of it if it has all experts stacked."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._halves: dict[str, tuple[str, str]] = {}
+        """The tensors of keys and values that make up the expansion of a latent."""
+        for stored in file.tensors:
+            if stored.endswith(KEYS) and (values := stored.removesuffix(KEYS) + VALUES) in file.tensors:
+                self._add_expansion(
+                    own.translate(stored.replace(KEYS, ".attn_kv_b.weight"), self._names), stored, values
+                )
+            elif stored not in ROPE_TENSORS and not (stored.endswith(VALUES) and spec.latent is not None):
+                self._add(own.translate(stored, self._names), stored)
+
+    def _add_expansion(self, name: str, keys: str, values: str) -> None:
+        # [heads, rank, plain] and [heads, value, rank]
+        heads, rank, plain = self._file.tensors[keys].shape
+        self._halves[name] = keys, values
+        self.shapes[name] = (heads * (plain + self._file.tensors[values].shape[1]), rank)
+
+    def _add(self, name: str, stored: str) -> None:
+        shape = self._file.tensors[stored].shape
+        if "{}" not in name:
+            self._stored[name], self.shapes[name] = (stored, None), shape
+            return
+        for expert in range(shape[0]):
+            each = name.format(expert)
+            self._stored[each], self.shapes[each] = (stored, expert), shape[1:]
 
     def stored_bytes(self, tensor: str) -> int:
-        return self._file.tensors[self._stored[tensor]].size
+        if tensor in self._halves:
+            return sum(self._file.tensors[half].size for half in self._halves[tensor])
+        stored, part = self._stored[tensor]
+        whole = self._file.tensors[stored]
+        return whole.size if part is None else whole.size // whole.shape[0]
 
     def read(self, tensor: str) -> Tensor:
-        values = self._file.read(self._stored[tensor])
+        if tensor in self._halves:
+            keys, expanded = (self._file.read(half) for half in self._halves[tensor])
+            from torch import cat
+
+            return cat((keys.transpose(1, 2), expanded), dim=1).flatten(0, 1)
+        values = self._file.read(*self._stored[tensor])
         base = tensor.rpartition(".")[0]
+        if self._interleaved and self._spec.latent is not None:
+            from baton_engine.model.latent_weights import rotated_in_halves
+
+            return rotated_in_halves(values, base, self._spec, self._names)
         if not self._interleaved or not base.endswith((self._names.q, self._names.k)):
             return values
         from baton_engine.model.rope import in_halves

@@ -23,6 +23,7 @@ from torch import Tensor
 from baton_engine import machine
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.model import native_experts
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights, rounded
@@ -58,8 +59,8 @@ IMPLEMENTED = frozenset(
         "context", "norm_epsilon", "rope_theta", "rope", "qkv_bias", "output_bias", "mlp_bias", "pre_norm",
         "post_norm", "qk_norm", "qk_norm_joint", "activation", "rotary_dim", "sliding_rope_theta",
         "unrotated_layers", "attention_scale", "attention_cap", "embedding_scale", "residual_scale",
-        "logit_scale", "logit_cap", "sliding_window", "sliding_layers", "tied_embeddings", "headless",
-        "eos_ids", "bos_id",
+        "logit_scale", "logit_cap", "sliding_window", "sliding_layers", "experts", "draft_layers",
+        "tied_embeddings", "headless", "eos_ids", "bos_id",
     )
 )  # fmt: skip
 """Fields of `ModelSpec` that the kernels implement or that do not affect them. A model with another option
@@ -75,13 +76,14 @@ class _Spec(ctypes.Structure):
             for name in (
                 "kind", "threads", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim",
                 "intermediate", "tied", "nodes", "rotated", "gelu", "joint_norm", "post_norm",
+                "experts", "chosen", "expert_intermediate", "expert_layers", "sigmoid", "normalized",
             )
         ),
         *(
             (name, ctypes.c_double)
             for name in (
                 "epsilon", "embedding_scale", "residual_scale", "logit_scale", "logit_cap", "score_scale",
-                "score_cap",
+                "score_cap", "expert_scale",
             )
         ),
     )  # fmt: skip
@@ -234,8 +236,12 @@ class NativeDecoder:
                 self._load(number, name, norm)
         self._load(number, "qkv", layer.qkv, layer.qkv_bias)
         self._load(number, "output", layer.output, layer.output_bias)
-        self._load(number, "gate_up", layer.gate_up, layer.gate_up_bias)
-        self._load(number, "down", layer.down, layer.down_bias)
+        if layer.gate_up is not None and layer.down is not None:
+            self._load(number, "gate_up", layer.gate_up, layer.gate_up_bias)
+            self._load(number, "down", layer.down, layer.down_bias)
+        if layer.router is not None and layer.expert_gate_up is not None and layer.expert_down is not None:
+            weights = (layer.router, layer.expert_gate_up, layer.expert_down)
+            native_experts.load(self._kernels, self._handle, number, *weights, self.dtype)
 
     def _load(self, layer: int, place: str, weight: Tensor, bias: Tensor | None = None) -> None:
         # Norms are vectors. The kernels compute with fp32 norms for any dtype of the matrices.
@@ -278,6 +284,7 @@ def _sizes(spec: ModelSpec, dtype: torch.dtype, threads: int, tied: bool) -> _Sp
         logit_cap=spec.logit_cap or 0,
         score_scale=spec.score_scale,
         score_cap=spec.attention_cap or 0,
+        **native_experts.sizes(spec),
     )
 
 
@@ -291,6 +298,7 @@ def supports(spec: ModelSpec, dtype: torch.dtype) -> bool:
         and spec.head_dim <= MOST_HEAD_DIM
         and spec.heads % spec.kv_heads == 0
         and spec.group <= MOST_GROUP
+        and native_experts.supports(spec)
     )
 
 

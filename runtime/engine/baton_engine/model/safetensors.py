@@ -22,6 +22,7 @@ INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Supported dtypes, with their size in bytes."""
+BYTES = "U8"
 HEADER_LIMIT = 100_000_000
 """Maximum size of a header in bytes, the limit of safetensors itself."""
 
@@ -33,6 +34,7 @@ class SafetensorsFolder:
         self.name = folder.name
         self._files = {path: _header(path) for path in _weight_files(folder)}
         self._homes: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path, header in self._files.items():
             for tensor, entry in header.items():
@@ -48,8 +50,6 @@ class SafetensorsFolder:
         return int(end - begin)
 
     def read(self, tensor: str) -> Tensor:
-        from safetensors import SafetensorError, safe_open
-
         path = self._homes[tensor]
         dtype = self._files[path][tensor]["dtype"]
         if dtype not in FLOATS:
@@ -57,9 +57,23 @@ class SafetensorsFolder:
                 f"{path}: tensor {tensor} has the unsupported dtype {dtype}. Supported: {', '.join(FLOATS)}. "
                 "Use a .gguf file for quantized weights."
             )
+        return self._mapped(tensor)
+
+    def read_bytes(self, tensor: str) -> Tensor:
+        """Return a tensor of uint8, such as quantized values."""
+        path = self._homes[tensor]
+        if (dtype := self._files[path][tensor]["dtype"]) != BYTES:
+            raise SetupError(f"{path}: tensor {tensor} has the unsupported dtype {dtype}. Expected {BYTES}.")
+        return self._mapped(tensor)
+
+    def _mapped(self, tensor: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        path = self._homes[tensor]
         try:
-            with safe_open(path, framework="pt") as file:
-                stored: Tensor = file.get_tensor(tensor)
+            if path not in self._open:  # a header of thousands of experts takes long to parse
+                self._open[path] = safe_open(path, framework="pt")
+            stored: Tensor = self._open[path].get_tensor(tensor)
         except SafetensorError as error:
             raise SetupError(f"Cannot read tensor {tensor} of {path}: {error}") from error
         return stored

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton_api.errors import SetupError
+from baton_engine.model.experts import ExpertSpec, check_experts
+from baton_engine.model.latent import LatentSpec, check_latent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,21 @@ class ModelSpec:
     """Tokens that a position attends to, itself included; None is all."""
     sliding_layers: tuple[bool, ...] = ()
     """Whether each layer uses the window; empty means that all layers use it."""
+    window_chunks: bool = False
+    """Whether `sliding_window` splits the sequence into chunks; a position attends to its own (Llama 4)."""
+    sinks: bool = False
+    """Whether each head has a learned score without a value, which all positions attend to (gpt-oss)."""
+    qk_norm_after: bool = False
+    """RMS norm without weights of each query and key head after the rotation, in rotated layers (Llama 4)."""
+    temperature: tuple[float, int] | None = None
+    """Factor f and length l: at position p, queries of unrotated layers are multiplied by
+    1 + f ln(1 + floor((p + 1) / l)) (Llama 4)."""
+    latent: LatentSpec | None = None
+    """Multi-head latent attention; `kv_heads` is then 1, and `head_dim` the size of the cached vector."""
+    experts: ExpertSpec | None = None
+    """None: all layers have a dense MLP."""
+    draft_layers: int = 0
+    """Layers after `layers` that predict further tokens. They are not loaded (DeepSeek-V3)."""
     tied_embeddings: bool = False
     headless: bool = False
     """Whether the checkpoint has no language model head: it computes embeddings and cannot generate text."""
@@ -121,13 +138,22 @@ class ModelSpec:
     @property
     def kv_values_per_token(self) -> int:
         """Number of values that one token adds to the KV cache."""
-        return self.layers * 2 * self.kv_heads * self.head_dim
+        return self.layers * self.kv_planes * self.kv_heads * self.head_dim
+
+    @property
+    def kv_planes(self) -> int:
+        """Number of vectors that the cache keeps per head and token: key and value, or one latent vector."""
+        return 1 if self.latent is not None else 2
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of `layer`, or None."""
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
             return None
         return self.sliding_window
+
+    def experts_of(self, layer: int) -> ExpertSpec | None:
+        """Return the experts of `layer`, or None if it has a dense MLP only."""
+        return self.experts if self.experts is not None and self.experts.in_layer(layer) else None
 
     def rotation(self, layer: int) -> Literal["none", "sliding", "full"]:
         """Return which rotation `layer` uses. "sliding" is that of `sliding_rope_theta`."""
@@ -147,6 +173,11 @@ class ModelSpec:
             return self
         rope = replace(self.rope, factors=self.rope.short_factors, short_factors=())
         return replace(self, rope=rope)
+
+
+def mscale(factor: float, scale: float) -> float:
+    """Return YaRN's factor of attention for a stretch by `factor`. https://arxiv.org/abs/2309.00071"""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 LIMITS = {
@@ -178,6 +209,10 @@ def checked(spec: ModelSpec, source: str) -> ModelSpec:
         raise SetupError(f"{source}: rope_theta is {spec.rope_theta}; it must be above 1.")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise SetupError(f"{source}: sliding_window is {spec.sliding_window}; it must be at least 1.")
+    if spec.experts is not None:
+        check_experts(spec.experts, spec.layers, source)
+    if spec.latent is not None:
+        check_latent(spec.latent, source)
     for name, listed in (("layer_types", spec.sliding_layers), ("no_rope_layers", spec.unrotated_layers)):
         if listed and len(listed) != spec.layers:
             raise SetupError(f"{source}: {name} lists {len(listed)} layers, but the model has {spec.layers}.")

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.model.expert_weights import mlp_shapes, mlp_weights
 from baton_engine.model.families import BY_ARCHITECTURE
-from baton_engine.model.family import NORM, TensorNames
+from baton_engine.model.family import NORM, ModelFamily, TensorNames
+from baton_engine.model.latent_weights import latent_norms, latent_shapes, rotated_in_halves
 from baton_engine.model.progress import Progress
 from baton_engine.model.rope import in_halves
 from baton_engine.model.spec import ModelSpec
@@ -27,7 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one layer. N: hidden, H and K: query and key heads, D: head size, F: intermediate."""
+    """
+    Weights of one layer.
+
+    N: hidden, H and K: query and key heads, D: head size, F: intermediate, E: experts, G: their intermediate.
+    """
 
     attention_norm: Tensor | None
     """[N]; None without `ModelSpec.pre_norm`."""
@@ -44,12 +50,31 @@ class LayerWeights:
     """[N]; None without `ModelSpec.post_norm`."""
     mlp_norm: Tensor | None
     """[N]; None without `ModelSpec.pre_norm`."""
-    gate_up: Tensor
-    """[2F, N]: gate and up stacked."""
+    gate_up: Tensor | None
+    """[2F, N]: gate and up stacked. None if the layer has experts only."""
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | None
     """[N, F]"""
     down_bias: Tensor | None
+    router: Tensor | None = None
+    """[E, N]. None if the layer has no experts."""
+    router_bias: Tensor | None = None
+    router_correction: Tensor | None = None
+    """[E]: added to the scores that choose experts, but not to their weights."""
+    expert_gate_up: Tensor | None = None
+    """[E, 2G, N]: gate and up of each expert stacked."""
+    expert_gate_up_bias: Tensor | None = None
+    expert_down: Tensor | None = None
+    """[E, N, G]"""
+    expert_down_bias: Tensor | None = None
+    latent_q: Tensor | None = None
+    """[H * (plain + rotated), q_rank]: expands the latent of queries. With latent attention, `qkv` has rows
+    of the query (or its latent), the latent of keys and values, and the rotated part of the key. `q_norm` and
+    `k_norm` are of the latents, and `output` is [N, H * value]."""
+    latent_kv: Tensor | None = None
+    """[H * (plain + value), kv_rank]: expands the latent of keys and values."""
+    sinks: Tensor | None = None
+    """[H]; None without `ModelSpec.sinks`."""
     mlp_post_norm: Tensor | None = None
     """[N]; None without `ModelSpec.post_norm`."""
 
@@ -149,6 +174,8 @@ class FamilyTensors:
         base = tensor.rpartition(".")[0]
         if self._family.norm_offset and base.endswith(NORM):
             return values.to(torch.float32) + self._family.norm_offset
+        if self._family.interleaved and self._spec.latent is not None:
+            return rotated_in_halves(values, base, self._spec, names)
         if self._family.interleaved and base.endswith((names.q, names.k)):
             heads = self._spec.heads if base.endswith(names.q) else self._spec.kv_heads
             return in_halves(values, heads, self._spec.rotated)
@@ -168,7 +195,7 @@ def _text_only(names: Iterable[str]) -> dict[str, str]:
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of all tensors of a checkpoint of `spec`."""
     names = BY_ARCHITECTURE[spec.architecture].tensors
-    n, f, d = spec.hidden, spec.intermediate, spec.head_dim
+    n, d = spec.hidden, spec.head_dim
     q, k = spec.heads * d, spec.kv_heads * d
     shapes: dict[str, tuple[int, ...]] = {
         f"{names.embedding}.weight": (spec.vocab, n),
@@ -177,14 +204,15 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tied_embeddings:
         shapes[f"{names.head}.weight"] = (spec.vocab, n)
     projections = {names.q: q, names.k: k, names.v: k} if not names.qkv else {names.qkv: q + 2 * k}
-    gates = {names.gate: f, names.up: f} if not names.gate_up else {names.gate_up: 2 * f}
     matrices = {
         **{name: (rows, n, spec.qkv_bias) for name, rows in projections.items()},
         names.output: (n, q, spec.output_bias),
-        **{name: (rows, n, spec.mlp_bias) for name, rows in gates.items()},
-        names.down: (n, f, spec.mlp_bias),
     }
     norms = {names.attention_norm: n, names.mlp_norm: n} if spec.pre_norm else {}
+    if spec.latent is not None:
+        matrices, norms = latent_shapes(spec, spec.latent, names), norms | latent_norms(spec.latent, names)
+    if spec.sinks:
+        norms |= {names.sinks: spec.heads}
     if spec.post_norm:
         norms |= {names.attention_post_norm: n, names.mlp_post_norm: n}
     if spec.qk_norm:
@@ -194,10 +222,12 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for number in range(spec.layers):
         layer = names.layer.format(number)
         shapes |= {f"{layer}{name}.weight": (size,) for name, size in norms.items()}
-        for name, (rows, columns, biased) in matrices.items():
+        for name, (rows, columns, biased) in (matrices | mlp_shapes(spec, names, number)).items():
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if biased:
                 shapes[f"{layer}{name}.bias"] = (rows,)
+        if (experts := spec.experts_of(number)) is not None and experts.corrected:
+            shapes[f"{layer}{names.router_correction}.bias"] = (experts.count,)
     return shapes
 
 
@@ -231,15 +261,15 @@ def build(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: P
     """
     source = Prefixed(source) if spec.headless else source
     family = BY_ARCHITECTURE[spec.architecture]
-    names, norms = family.tensors, torch.float32 if family.norm_offset else dtype
+    names = family.tensors
     shapes = check(source, spec)
     progress.start(f"Loading {source.name}", sum(source.stored_bytes(name) for name in shapes))
 
     def stacked(names: Sequence[str]) -> Tensor:
         """Return the tensors stacked along the first dimension, in newly allocated memory."""
         rows = [shapes[name][0] for name in names]
-        is_norm = names[0].removesuffix(".weight").endswith(NORM)
-        whole = torch.empty((sum(rows), *shapes[names[0]][1:]), dtype=norms if is_norm else dtype)
+        shape = (sum(rows), *shapes[names[0]][1:])
+        whole = torch.empty(shape, dtype=_kept(names[0], family, dtype))
         start = 0
         for name, count in zip(names, rows, strict=True):
             whole[start : start + count] = source.read(name)
@@ -263,33 +293,40 @@ def _layer(
 ) -> LayerWeights:
     """Build the weights of one layer. `stacked` reads and stacks tensors by name."""
     prefix = names.layer.format(number)
-    qkv = (names.qkv,) if names.qkv else (names.q, names.k, names.v)
-    gate_up = (names.gate_up,) if names.gate_up else (names.gate, names.up)
+    qkv: tuple[str, ...] = (names.qkv,) if names.qkv else (names.q, names.k, names.v)
+    latent = spec.latent
+    q_norm, k_norm = names.q_norm, names.k_norm
+    if latent is not None:
+        qkv = (names.q_latent if latent.q_rank else names.q, names.kv_latent)
+        q_norm, k_norm = names.q_latent_norm, names.kv_latent_norm
+
+    def read(present: bool, kind: str, *parts: str) -> Tensor | None:
+        return stacked([f"{prefix}{part}.{kind}" for part in parts]) if present else None
 
     def norm(present: bool, part: str) -> Tensor | None:
-        return stacked([f"{prefix}{part}.weight"]) if present else None
+        return read(present, "weight", part)
 
     def matrix(*parts: str) -> Tensor:
         return stacked([f"{prefix}{part}.weight" for part in parts])
 
     def bias(present: bool, *parts: str) -> Tensor | None:
-        return stacked([f"{prefix}{part}.bias" for part in parts]) if present else None
+        return read(present, "bias", *parts)
 
     return LayerWeights(
         attention_norm=norm(spec.pre_norm, names.attention_norm),
         qkv=matrix(*qkv),
         qkv_bias=bias(spec.qkv_bias, *qkv),
-        q_norm=norm(spec.qk_norm, names.q_norm),
-        k_norm=norm(spec.qk_norm, names.k_norm),
+        q_norm=norm(spec.qk_norm if latent is None else latent.q_rank > 0, q_norm),
+        k_norm=norm(spec.qk_norm or latent is not None, k_norm),
+        latent_q=norm(latent is not None and latent.q_rank > 0, names.q_expand),
+        latent_kv=norm(latent is not None, names.kv_expand),
         output=matrix(names.output),
         output_bias=bias(spec.output_bias, names.output),
         attention_post_norm=norm(spec.post_norm, names.attention_post_norm),
         mlp_norm=norm(spec.pre_norm, names.mlp_norm),
-        gate_up=matrix(*gate_up),
-        gate_up_bias=bias(spec.mlp_bias, *gate_up),
-        down=matrix(names.down),
-        down_bias=bias(spec.mlp_bias, names.down),
         mlp_post_norm=norm(spec.post_norm, names.mlp_post_norm),
+        sinks=norm(spec.sinks, names.sinks),
+        **mlp_weights(spec, names, number, read),
     )
 
 
@@ -298,10 +335,21 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(factor, dtype=dtype))
 
 
+def _kept(name: str, family: ModelFamily, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the tensor is kept: fp32 if rounding to `dtype` would change the results."""
+    base, names = name.rpartition(".")[0], family.tensors
+    exact = (family.norm_offset and base.endswith(NORM)) or base.endswith(names.router_correction)
+    return torch.float32 if exact else dtype
+
+
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    """Return whether `name` is redundant: rotary frequencies, or a copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or (
-        name == f"{BY_ARCHITECTURE[spec.architecture].tensors.head}.weight" and spec.tied_embeddings
+    """Return whether `name` is redundant: rotary frequencies, a copy of a tied head, a draft layer."""
+    names = BY_ARCHITECTURE[spec.architecture].tensors
+    drafts = [names.layer.format(spec.layers + number) for number in range(spec.draft_layers)]
+    return (
+        name.startswith(tuple(drafts))
+        or name.endswith("rotary_emb.inv_freq")
+        or (name == f"{names.head}.weight" and spec.tied_embeddings)
     )
 
 

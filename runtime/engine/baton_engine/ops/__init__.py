@@ -67,13 +67,22 @@ class Ops(Protocol):
         """
         ...
 
-    def attention(self, q: Tensor, cache: KVCache, layer: int, batch: Batch, window: int | None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: Batch,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """
         Compute causal attention [T, H, D] -> [T, H * D] of each row over its cached context.
 
         Scores are scaled and capped as the model's spec says.
 
         The context includes the new tokens. With `window`, a position attends to itself and to the window - 1
-        tokens before it.
+        tokens before it, or with `ModelSpec.window_chunks` to those of its chunk. `sinks` [H] are scores
+        without a value, which every position attends to. A cache of latents has them as keys and as values.
         """
         ...

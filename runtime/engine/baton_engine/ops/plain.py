@@ -19,6 +19,9 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Linear
 
+SINK_DIMENSIONS = 8
+"""Dimensions that attention with sinks adds to a head. One is needed; torch's kernels want multiples of 8."""
+
 PADDING_LIMIT = 2
 """Maximum ratio of padded to actual size of rows that are computed together."""
 
@@ -101,9 +104,28 @@ class PlainOps:
         block = batch.slots // cache.block_size
         slot = batch.slots % cache.block_size
         kv = cache.kv[:, layer]  # [blocks, 2, K, slot, D]
-        kv[block, 0, :, slot] = _rotate(k, rotation)
+        kv[block, 0, :, slot] = self._turned(k, rotation)
         kv[block, 1, :, slot] = v
-        return _rotate(q, rotation)
+        q = self._turned(q, rotation)
+        return (
+            q * self._temperatures(batch.positions).to(q.dtype)
+            if rotation is None and spec.temperature
+            else q
+        )
+
+    def _turned(self, heads: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Rotate heads [T, heads, D], and normalize them if the model does so after the rotation."""
+        turned = rotate(heads, rotation)
+        if rotation is None or not self.spec.qk_norm_after:
+            return turned
+        exact = functional.rms_norm(turned.float(), turned.shape[-1:], None, self.spec.norm_epsilon)
+        return exact.to(turned.dtype)
+
+    def _temperatures(self, positions: Tensor) -> Tensor:
+        """Return the factors [T, 1, 1] of queries at `positions`. https://arxiv.org/abs/2501.19399"""
+        factor, length = self.spec.temperature or (0.0, 1)
+        grown = (positions + 1) // length
+        return (grown.to(torch.float32).log1p() * factor + 1)[:, None, None]
 
     def _head_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
         """Normalize [T, heads, D] over each head, or over all heads of a token."""
@@ -111,7 +133,15 @@ class PlainOps:
             return self.rms_norm(heads.flatten(1), weight, self.spec.norm_epsilon).view_as(heads)
         return self.rms_norm(heads, weight, self.spec.norm_epsilon)
 
-    def attention(self, q: Tensor, cache: KVCache, layer: int, batch: Batch, window: int | None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: Batch,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         result = torch.empty_like(q)
         kv = cache.kv[:, layer]
         for part in self._parts(batch, window):
@@ -122,9 +152,13 @@ class PlainOps:
                 row = torch.arange(part.rows, device=held.device)
                 unused = part.unused[:, None, None, :, None]
                 held[row, part.last] = held[row, part.last].masked_fill(unused, 0)
-            keys, values = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : part.context]
+            planes = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : part.context]
+            keys, values = planes[0], planes[-1]
             queries = q[part.tokens].view(part.rows, -1, *q.shape[1:]).transpose(1, 2)  # [R, H, L, D]
-            mixed = self._mix(queries, keys, values, part)
+            if sinks is not None:
+                mixed = self._mix_with_sinks(queries, keys, values, part, sinks)
+            else:
+                mixed = self._mix(queries, keys, values, part)
             result[part.tokens] = mixed.transpose(1, 2).flatten(0, 1)
         return result.flatten(1)
 
@@ -155,16 +189,43 @@ class PlainOps:
         mixed: Tensor = weights @ values
         return mixed.view(queries.shape)
 
+    def _mix_with_sinks(
+        self, queries: Tensor, keys: Tensor, values: Tensor, part: RowGroup, sinks: Tensor
+    ) -> Tensor:
+        """
+        Compute attention with one more key, whose score is the head's sink and whose value is 0.
+
+        torch's kernels have no sinks. One more dimension holds the score in the query, and 1 in this key.
+        """
+        length, context = queries.shape[2], keys.shape[2]
+        queries = functional.pad(queries, (0, SINK_DIMENSIONS))
+        queries[..., self.spec.head_dim] = (sinks / self.spec.score_scale)[:, None]
+        keys, values = (functional.pad(each, (0, SINK_DIMENSIONS, 0, 1)) for each in (keys, values))
+        keys[:, :, context, self.spec.head_dim] = 1
+        mask = part.mask
+        if mask is None:
+            mask = torch.ones(length, context, dtype=torch.bool, device=keys.device)
+            mask = mask.tril()[None, None] if part.causal else mask[None, None]
+        mixed = functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            functional.pad(mask, (0, 1), value=True),
+            scale=self.spec.score_scale,
+            enable_gqa=self.spec.group > 1,
+        )
+        return mixed[..., : self.spec.head_dim]
+
     def _parts(self, batch: Batch, window: int | None) -> list[RowGroup]:
         """Return the row groups of `batch`, cached for all layers with the same window."""
         if self._planned is not batch:
             self._planned, self._plans = batch, {}
         if window not in self._plans:
-            self._plans[window] = _plan(batch, window)
+            self._plans[window] = _plan(batch, window, self.spec.window_chunks)
         return self._plans[window]
 
 
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
     """Rotate the halves of the first R dimensions of [T, heads, D] by [T, R / 2] in fp32."""
     if rotation is None:
         return x
@@ -175,18 +236,23 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _plan(batch: Batch, window: int | None) -> list[RowGroup]:
+def _plan(batch: Batch, window: int | None, chunks: bool) -> list[RowGroup]:
     single = [r for r, row in enumerate(batch.rows) if len(row.tokens) == 1]
     most = max((batch.contexts[r] for r in single), default=0)
     together = len(single) > 1 and most * len(single) <= PADDING_LIMIT * sum(
         batch.contexts[r] for r in single
     )
-    parts = [_single_tokens(batch, single, window)] if together else []
+    parts = [_single_tokens(batch, single, window, chunks)] if together else []
     separate = [r for r in range(len(batch.rows)) if not together or len(batch.rows[r].tokens) > 1]
-    return parts + [_row(batch, r, window) for r in separate]
+    return parts + [_row(batch, r, window, chunks) for r in separate]
 
 
-def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> RowGroup:
+def _seen_from(positions: Tensor, window: int, chunks: bool) -> Tensor:
+    """Return the first position that each of `positions` attends to."""
+    return positions // window * window if chunks else positions - window + 1
+
+
+def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None, chunks: bool) -> RowGroup:
     """Group rows of one token each, padded to the longest context."""
     device = batch.device
     contexts = [batch.contexts[r] for r in rows]
@@ -196,7 +262,7 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> Row
     keys = torch.arange(longest, device=device)
     mask = keys < ends
     if window is not None:
-        mask &= keys >= ends - window
+        mask &= keys >= _seen_from(ends - 1, window, chunks)
     padded = min(contexts) < longest
     last = (ends[:, 0] - 1) // batch.block_size
     slots = torch.arange(batch.block_size, device=device)
@@ -212,19 +278,21 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> Row
     )
 
 
-def _row(batch: Batch, r: int, window: int | None) -> RowGroup:
+def _row(batch: Batch, r: int, window: int | None, chunks: bool) -> RowGroup:
     """Return the group of one row, without keys before the windows of all its tokens."""
     row, size = batch.rows[r], batch.block_size
-    first = 0 if window is None else max(0, row.start - window + 1) // size
+    first = 0
+    if window is not None:
+        first = (row.start // window * window if chunks else max(0, row.start - window + 1)) // size
     context = row.context - first * size
     mask = None
     causal = row.start == 0 and len(row.tokens) > 1 and window is None
     if not causal and (len(row.tokens) > 1 or window is not None):
-        queries = torch.arange(row.start - first * size, context, device=batch.device)[:, None]
-        keys = torch.arange(context, device=batch.device)
+        queries = torch.arange(row.start, row.context, device=batch.device)[:, None]
+        keys = torch.arange(first * size, row.context, device=batch.device)
         mask = keys <= queries
         if window is not None:
-            mask &= keys > queries - window
+            mask &= keys >= _seen_from(queries, window, chunks)
         mask = mask[None, None]
     return RowGroup(
         tokens=slice(batch.starts[r], batch.starts[r + 1]),

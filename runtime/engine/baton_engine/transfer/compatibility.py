@@ -22,12 +22,17 @@ from baton_engine.model.weights import Weights
 LAYOUT = "block, layer, key/value, kv head, slot, dim"
 """The order of `KVCache.kv`'s dimensions."""
 
+LATENT_LAYOUT = "block, layer, latent, slot, dim"
+"""The order for latent attention, whose blocks have neither keys and values nor heads."""
+
 SAMPLES = 16
 """Number of samples of each tensor in the digest of the weights."""
 
 SAMPLE_BYTES = 64
 
-BYTES_DO_NOT_DEPEND_ON = frozenset({"context", "eos_ids", "bos_id", "tied_embeddings", "headless"})
+BYTES_DO_NOT_DEPEND_ON = frozenset(
+    {"context", "eos_ids", "bos_id", "tied_embeddings", "headless", "draft_layers"}
+)
 """Fields of a spec that do not affect the bytes of blocks."""
 
 
@@ -57,7 +62,7 @@ class Compatibility:
                 "dtype": kind,
                 "kv dtype": kind,
                 "block size": str(block_size),
-                "layout": LAYOUT,
+                "layout": LAYOUT if spec.latent is None else LATENT_LAYOUT,
             }
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from baton_engine.model.experts import gguf_experts
 from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
 from baton_engine.model.sliding import gguf_window
 from baton_engine.model.spec import ModelSpec
@@ -21,11 +22,15 @@ def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
+def _refine_gguf(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
+    """Read the options of models that llama.cpp stores as Llama: Mistral's window, Mixtral's experts."""
+    return replace(gguf_window(spec, metadata), experts=gguf_experts(metadata, spec.intermediate))
+
+
 FAMILY = ModelFamily(
     architecture="LlamaForCausalLM",
     refine=_refine,
-    # GGUF files of Mistral models use this architecture, with a sliding window.
-    gguf=GGUFFormat(architecture="llama", refine=gguf_window, interleaved=True),
+    gguf=GGUFFormat(architecture="llama", refine=_refine_gguf, interleaved=True),
     models=(
         SupportedModels(name="Llama 2, SmolLM2", tool_parsers=("hermes",)),
         SupportedModels(name="Llama 3", tool_parsers=("llama3", "pythonic")),

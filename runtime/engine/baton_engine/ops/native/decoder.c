@@ -15,7 +15,11 @@
 #define CHUNKS_PER_THREAD 6  /* enough that threads finish a phase at about the same time */
 #define RUNS_PER_THREAD 1    /* a run has 1 / (threads * RUNS_PER_THREAD) of the remaining panels */
 
-enum step { NORM_BEFORE_ATTENTION, PROJECT, ROTATE, ATTEND, JOIN, NORM_BEFORE_MLP, GATE, CLOSE, STEPS };
+enum step { NORM_BEFORE_ATTENTION, PROJECT, ROTATE, ATTEND, JOIN, NORM_BEFORE_MLP, GATE, CLOSE, DENSE_STEPS };
+
+/* Steps of a layer with experts after NORM_BEFORE_MLP. */
+enum expert_step { ROUTE = DENSE_STEPS, GROUP, GATHER, EXPERT_GATE, EXPERT_CLOSE, COMBINE, IDLE };
+#define EXPERT_STEPS (IDLE - ROUTE)
 
 /* How a product is stored: written, added to the result, or gated by the activation of its first half. */
 enum store_mode { WRITE, ADD, GATED };
@@ -286,6 +290,8 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
     tiles_end(&before);
 }
 
+#include "experts.h"
+
 /* After the attention of the last layer, only the wanted tokens are computed, in the rows of `chosen`. */
 static int among_chosen(const struct model *model, size_t layer, size_t step) {
     return is_last(model, layer) && step > ROTATE;
@@ -329,13 +335,23 @@ static struct product product_of_head(const struct model *model) {
     };
 }
 
-/* Phase 0 is the embedding, followed by STEPS phases per layer, the final norm and the head. */
-static size_t final_norm_phase(const struct model *model) { return 1 + (size_t)model->spec.layers * STEPS; }
+/* Returns the number of steps per layer. In a model with experts, dense layers have idle steps. */
+static size_t step_count(const struct model *model) {
+    return model->spec.experts ? NORM_BEFORE_MLP + 1 + EXPERT_STEPS : DENSE_STEPS;
+}
+
+static size_t step_at(const struct model *model, size_t layer, size_t nth) {
+    if (!model->layers[layer].experts.router) return nth < DENSE_STEPS ? nth : IDLE;
+    return nth <= NORM_BEFORE_MLP ? nth : nth - NORM_BEFORE_MLP - 1 + ROUTE;
+}
+
+/* Phase 0 is the embedding, followed by the steps of each layer, the final norm and the head. */
+static size_t final_norm_phase(const struct model *model) { return 1 + (size_t)model->spec.layers * step_count(model); }
 
 /* Without wanted logits, a pass ends when the last layer's keys and values are stored. */
 static size_t phase_count(const struct model *model) {
     const size_t norm = final_norm_phase(model);
-    if (!model->pass->wanted) return norm - STEPS + ROTATE + 1;
+    if (!model->pass->wanted) return norm - step_count(model) + ROTATE + 1;
     return norm + (model->pass->logits ? 2 : 1);
 }
 
@@ -351,7 +367,9 @@ static size_t chunks_in(void *self, size_t phase) {
     if (phase == 0) return by_tokens;
     if (phase == final_norm_phase(model)) return by_wanted;
     if (phase > final_norm_phase(model)) return chunks_of_product(model, product_of_head(model));
-    const size_t layer = (phase - 1) / STEPS, step = (phase - 1) % STEPS;
+    const size_t layer = (phase - 1) / step_count(model), step = step_at(model, layer, (phase - 1) % step_count(model));
+    if (step >= ROUTE)
+        return chunks_of_experts(model, step, (size_t)(is_last(model, layer) ? model->pass->wanted : model->pass->tokens));
     switch (step) {
     case NORM_BEFORE_ATTENTION:
     case NORM_BEFORE_MLP:
@@ -406,8 +424,15 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
         return;
     }
     const int at_head = phase > final_norm_phase(model);
-    const size_t layer_index = (phase - 1) / STEPS, step = at_head ? (size_t)STEPS : (phase - 1) % STEPS;
+    const size_t layer_index = (phase - 1) / step_count(model);
+    const size_t step = at_head ? (size_t)IDLE : step_at(model, layer_index, (phase - 1) % step_count(model));
     const struct layer *layer = model->layers + layer_index;
+    if (step >= ROUTE && !at_head) {
+        const int last = is_last(model, layer_index);
+        if (step != IDLE)
+            run_experts(model, layer_index, step, chunk, last ? model->chosen : model->residual, last ? wanted : tokens, kind);
+        return;
+    }
     switch (step) {
     case NORM_BEFORE_ATTENTION:
         norm_rows(model, model->residual, layer_index ? layer[-1].mlp_post_norm : NULL, layer->attention_norm, tokens, chunk,

@@ -34,7 +34,7 @@ from baton_engine.machine import bundled_folder, cache_folder, owned
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("decoder.c", "model.h", "attention.h", "linear.h", "tiles.h", "pool.h", "vector.h")
+SOURCES = ("decoder.c", "experts.h", "model.h", "attention.h", "linear.h", "tiles.h", "pool.h", "vector.h")
 NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 FLAGS = (
     "-O3",

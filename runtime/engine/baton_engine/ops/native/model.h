@@ -26,7 +26,9 @@ struct spec {
     int64_t nodes; /* mask of the NUMA nodes of the threads; 0 if unknown */
     int64_t rotated; /* dimensions of a head that are rotated, the first ones */
     int64_t gelu, joint_norm, post_norm; /* flags: GELU gates, one norm of all heads, norms of outputs */
-    double epsilon, embedding_scale, residual_scale, logit_scale, logit_cap, score_scale, score_cap; /* cap 0: none */
+    /* Experts; 0: none. expert_layers: number of layers that have them. Flags: sigmoid scores, normalized weights. */
+    int64_t experts, chosen, expert_intermediate, expert_layers, sigmoid, normalized;
+    double epsilon, embedding_scale, residual_scale, logit_scale, logit_cap, score_scale, score_cap, expert_scale; /* cap 0: none */
 };
 
 /* Input and output of one pass; same order as in native_decoder.py. */
@@ -50,10 +52,34 @@ struct pass {
 
 enum rotation { UNROTATED, FULL, SLIDING };
 
+#define MOST_EXPERTS 1024
+
+/* The experts of a layer. */
+struct experts {
+    float *router; /* [experts][residual_stride]; NULL: a dense layer */
+    struct linear *gate_up, *down; /* [experts] */
+};
+
+/*
+ * Choices of experts in a pass, of `token_capacity` rows, and the rows sorted by expert. An expert has the sorted rows
+ * from starts[expert] to starts[expert + 1], and the chunks of its products from gate_chunks[expert] and
+ * down_chunks[expert] on.
+ */
+struct expert_rows {
+    int32_t *choices; /* [rows][chosen] */
+    float *shares;    /* [rows][chosen] weights of the choices */
+    int64_t *places, *sources; /* sorted row of a choice, and row of a sorted row */
+    int64_t *starts, *next, *gate_chunks, *down_chunks; /* [experts + 1] */
+    char *gathered, *gated; /* sorted rows of `normed`, and their gated states in rows of gated_stride */
+    float *results;         /* sorted rows in rows of residual_stride */
+    size_t gated_stride;
+};
+
 struct layer {
     /* NULL: no such norm. A post norm is applied to the output of attention or MLP. */
     float *attention_norm, *mlp_norm, *q_norm, *k_norm, *attention_post_norm, *mlp_post_norm;
     struct linear qkv, output, gate_up, down;
+    struct experts experts;
     size_t window; /* visible keys per token; 0: all */
     enum rotation rotation;
 };
@@ -74,6 +100,7 @@ struct model {
     float *residual, *qkv, *chosen; /* chosen: residual of the tokens whose logits are needed */
     float *joined; /* outputs of attention or MLP before their post norm; NULL without post norms */
     char *normed, *queries, *attended, *gated, *final;
+    struct expert_rows expert_rows;
     const struct pass *pass;
     size_t query_tokens;  /* tokens per chunk of attention */
     int64_t *query_chunks; /* [rows + 1] number of attention chunks before row r, per key head */
@@ -108,11 +135,15 @@ static size_t weights_bytes(const struct spec *spec) {
     const size_t hidden = (size_t)spec->hidden, inner = (size_t)spec->intermediate, dim = (size_t)spec->head_dim;
     const size_t heads = (size_t)spec->heads, qkv = (heads + 2 * (size_t)spec->kv_heads) * dim;
     const int kind = (int)spec->kind;
-    size_t layer = panels_bytes(kind, qkv, hidden) + panels_bytes(kind, hidden, heads * dim) +
-                   panels_bytes(kind, round_up(inner, LANES) * 2, hidden) + panels_bytes(kind, hidden, inner);
+    const size_t expert_inner = (size_t)spec->expert_intermediate, expert_layers = (size_t)spec->expert_layers;
+    size_t attention = panels_bytes(kind, qkv, hidden) + panels_bytes(kind, hidden, heads * dim);
+    size_t mlp = panels_bytes(kind, round_up(inner, LANES) * 2, hidden) + panels_bytes(kind, hidden, inner);
+    size_t expert = panels_bytes(kind, round_up(expert_inner, LANES) * 2, hidden) + panels_bytes(kind, hidden, expert_inner) +
+                    4 * stride_of(FLOAT32, hidden) + 2 * 64;
     size_t vectors = 4 * (2 * round_up(qkv, PANEL) + 6 * round_up(hidden, PANEL) + 2 * round_up(inner, LANES) +
                           2 * round_up(dim, PANEL) + 16 * PANEL);
-    return (size_t)spec->layers * (layer + vectors) + panels_bytes(kind, (size_t)spec->vocab, hidden) +
+    return (size_t)spec->layers * (attention + vectors) + ((size_t)spec->layers - expert_layers) * mlp +
+           expert_layers * ((size_t)spec->experts * expert + 64) + panels_bytes(kind, (size_t)spec->vocab, hidden) +
            (spec->tied ? 0 : (size_t)(spec->vocab * spec->hidden) * item_bytes(kind)) + 4 * round_up(hidden, PANEL) + HUGE_PAGE;
 }
 
@@ -160,7 +191,31 @@ struct model *baton_create(const struct spec *spec) {
     return NULL;
 }
 
+static void forget_expert_rows(struct expert_rows *rows) {
+    free(rows->choices), free(rows->shares), free(rows->places), free(rows->sources), free(rows->starts), free(rows->next);
+    free(rows->gate_chunks), free(rows->down_chunks), free(rows->gathered), free(rows->gated), free(rows->results);
+    memset(rows, 0, sizeof *rows);
+}
+
+/* Allocates the rows of experts for `tokens` tokens; returns 0 if memory is exhausted. */
+static int reserve_expert_rows(struct model *model, size_t tokens) {
+    struct expert_rows *rows = &model->expert_rows;
+    const size_t experts = (size_t)model->spec.experts, choices = tokens * (size_t)model->spec.chosen;
+    const size_t item = item_bytes((int)model->spec.kind), read = choices + TILE_ROWS;
+    if (!experts) return 1;
+    rows->gated_stride = stride_of((int)model->spec.kind, (size_t)model->spec.expert_intermediate);
+    rows->choices = zeros(choices * sizeof(int32_t)), rows->shares = zeros(choices * sizeof(float));
+    rows->places = zeros(choices * sizeof(int64_t)), rows->sources = zeros(choices * sizeof(int64_t));
+    rows->starts = zeros((experts + 1) * sizeof(int64_t)), rows->next = zeros((experts + 1) * sizeof(int64_t));
+    rows->gate_chunks = zeros((experts + 1) * sizeof(int64_t)), rows->down_chunks = zeros((experts + 1) * sizeof(int64_t));
+    rows->gathered = zeros(read * model->normed_stride * item), rows->gated = zeros(read * rows->gated_stride * item);
+    rows->results = zeros(choices * model->residual_stride * 4);
+    return rows->choices && rows->shares && rows->places && rows->sources && rows->starts && rows->next &&
+           rows->gate_chunks && rows->down_chunks && rows->gathered && rows->gated && rows->results;
+}
+
 static void forget_activations(struct model *model) {
+    forget_expert_rows(&model->expert_rows);
     free(model->residual), free(model->qkv), free(model->chosen), free(model->normed), free(model->queries);
     free(model->attended), free(model->gated), free(model->final), free(model->query_chunks), free(model->joined);
     model->residual = model->qkv = model->chosen = model->joined = NULL;
@@ -174,6 +229,8 @@ void baton_destroy(struct model *model) {
     forget_activations(model);
     free(model->scratches);
     if (model->arena) munmap(model->arena, model->arena_bytes);
+    for (int64_t layer = 0; model->layers && layer < model->spec.layers; layer++)
+        free(model->layers[layer].experts.gate_up), free(model->layers[layer].experts.down);
     free(model->layers);
     free(model);
 }
@@ -197,7 +254,7 @@ static int reserve_activations(struct model *model, size_t tokens, size_t wanted
     model->query_chunks = zeros((rows + 1) * sizeof(int64_t));
     if (model->spec.post_norm) model->joined = zeros(tokens * model->residual_stride * 4);
     if (!model->residual || !model->qkv || !model->chosen || !model->normed || !model->queries || !model->attended || !model->gated ||
-        !model->final || !model->query_chunks || (model->spec.post_norm && !model->joined)) {
+        !model->final || !model->query_chunks || !reserve_expert_rows(model, tokens) || (model->spec.post_norm && !model->joined)) {
         forget_activations(model);
         return 0;
     }
@@ -265,6 +322,26 @@ int baton_load(struct model *model, int64_t layer_index, int64_t where, const vo
     }
     }
     return 0;
+}
+
+/* Copies a router [experts, hidden] of float32, and prepares the layer's experts. Returns 0 if it does not fit. */
+int baton_load_router(struct model *model, int64_t layer_index, const float *from) {
+    const size_t experts = (size_t)model->spec.experts, hidden = (size_t)model->spec.hidden;
+    struct experts *layer = &model->layers[layer_index].experts;
+    layer->router = place(model, experts * model->residual_stride * 4);
+    layer->gate_up = calloc(experts, sizeof(struct linear)), layer->down = calloc(experts, sizeof(struct linear));
+    if (!layer->router || !layer->gate_up || !layer->down) return 0;
+    for (size_t expert = 0; expert < experts; expert++)
+        memcpy(layer->router + expert * model->residual_stride, from + expert * hidden, hidden * 4);
+    return 1;
+}
+
+/* Copies gate and up [2 * expert_intermediate, hidden] and down [hidden, expert_intermediate] of one expert. */
+int baton_load_expert(struct model *model, int64_t layer_index, int64_t expert, const void *gate_up, const void *down) {
+    const size_t hidden = (size_t)model->spec.hidden, inner = (size_t)model->spec.expert_intermediate;
+    struct experts *experts = &model->layers[layer_index].experts;
+    return load_linear(model, experts->gate_up + expert, gate_up, NULL, 2 * inner, hidden, 1) &&
+           load_linear(model, experts->down + expert, down, NULL, hidden, inner, 0);
 }
 
 /* Sets how a layer attends: `window` 0 is all keys. */

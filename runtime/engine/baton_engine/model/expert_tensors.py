@@ -1,0 +1,110 @@
+"""
+Tensors of safetensors checkpoints whose experts are stored together, under names of single experts.
+
+gpt-oss and Llama 4 have one tensor [E, inputs, outputs] for all gates and ups of a layer, and one for all
+downs.
+
+gpt-oss also stores them in MXFP4: 32 values of 4 bits share one exponent of 8 bits.
+https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from baton_engine.model.families import BY_ARCHITECTURE
+from baton_engine.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from baton_engine.model.safetensors import SafetensorsFolder
+
+FUSED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|)")
+"""Names of fused tensors. MXFP4 has `_scales` beside `_blocks`."""
+
+REGULAR = {".sinks": ".sinks.weight", ".e_score_correction_bias": ".e_score_correction.bias"}
+"""Endings of names without `.weight` or `.bias`, and regular ones."""
+
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MXFP4_BIAS = 127
+"""Of the exponent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlice:
+    """The rows of one expert's gate, up or down in a stored tensor."""
+
+    stored: str
+    expert: int
+    experts: int
+    rows: slice
+    share: float
+    """Of the expert's part of the stored tensor."""
+
+
+class ExpertTensors:
+    """Implementation of `TensorSource`: the tensors of a folder, with one name for each expert's matrix."""
+
+    def __init__(self, source: SafetensorsFolder, spec: ModelSpec) -> None:
+        self.name = source.name
+        self._source = source
+        self._order = order = BY_ARCHITECTURE[spec.architecture].fused_experts
+        self._whole: dict[str, str] = {}
+        self._parts: dict[str, ExpertSlice] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for stored, shape in source.shapes.items():
+            if order and (match := FUSED.fullmatch(stored)):
+                self._add(stored, shape, *match.groups())
+            elif not (
+                stored.endswith("_scales") and stored.removesuffix("scales") + "blocks" in source.shapes
+            ):
+                ending = next((ending for ending in REGULAR if stored.endswith(ending)), "")
+                name = stored.removesuffix(ending) + REGULAR[ending] if ending else stored
+                self._whole[name], self.shapes[name] = stored, shape
+
+    def _add(self, stored: str, shape: tuple[int, ...], stem: str, matrix: str, form: str) -> None:
+        kind = "bias" if form == "_bias" else "weight"
+        outputs, inputs = shape[-1], shape[1:-1]
+        if form == "_blocks":  # [E, outputs, inputs / 32, 16]
+            outputs, inputs = shape[1], (32 * shape[2],)
+        pieces = {"down_proj": slice(0, outputs)}
+        if matrix == "gate_up_proj":
+            half = outputs // 2
+            halves = (slice(0, half), slice(half, outputs))
+            gate, up = halves if self._order == "halves" else (slice(0, None, 2), slice(1, None, 2))
+            pieces = {"gate_proj": gate, "up_proj": up}
+        for expert in range(shape[0]):
+            for piece, rows in pieces.items():
+                name = f"{stem}{expert}.{piece}.{kind}"
+                self._parts[name] = ExpertSlice(stored, expert, shape[0], rows, 1 / len(pieces))
+                self.shapes[name] = (outputs // len(pieces), *inputs)
+
+    def stored_bytes(self, tensor: str) -> int:
+        if (part := self._parts.get(tensor)) is None:
+            return self._source.stored_bytes(self._whole[tensor])
+        return int(self._source.stored_bytes(part.stored) * part.share / part.experts)
+
+    def read(self, tensor: str) -> Tensor:
+        if (part := self._parts.get(tensor)) is None:
+            return self._source.read(self._whole[tensor])
+        if part.stored.endswith("_blocks"):
+            blocks = self._source.read_bytes(part.stored)[part.expert, part.rows]
+            scales = self._source.read_bytes(part.stored.removesuffix("blocks") + "scales")
+            return expand_mxfp4(blocks, scales[part.expert, part.rows])
+        values = self._source.read(part.stored)[part.expert]
+        return (values.T if values.dim() == 2 else values)[part.rows]
+
+
+def expand_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """
+    Return the values [rows, 32 * B] fp32 of blocks [rows, B, 16] and scales [rows, B], both uint8.
+
+    The low four bits of a byte are the first value. A scale is the exponent of a power of two.
+    """
+    table = torch.tensor(MXFP4_VALUES)
+    values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1).flatten(-2)
+    return torch.ldexp(values, (scales.to(torch.int32) - MXFP4_BIAS)[..., None]).flatten(-2)
