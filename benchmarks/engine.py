@@ -27,6 +27,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import create_model
 from baton_engine.model.resolve import resolve
+from baton_engine.model.spec import Quantize
 from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 
@@ -43,10 +44,13 @@ def _prompt(length: int) -> tuple[int, ...]:
 class Baton:
     """The engine, asked directly: no HTTP, no tokenizer."""
 
-    def __init__(self, folder: str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: str, dtype: torch.dtype, quantize: Quantize = "off") -> None:
         checkpoint = resolve(folder)
         spec = load_spec(checkpoint)
-        model = create_model(spec, load_weights(checkpoint, spec, dtype), torch.device("cpu"), dtype)
+        weights = load_weights(checkpoint, spec, dtype, quantize=quantize)
+        self.formats = weights.formats
+        self.model = model = create_model(spec, weights, torch.device("cpu"), dtype)
+        del weights
         blocks = 1 + max(32 * (PROMPT + OUTPUT), 2 * CONTEXT) // 16 + 64
         cache = KVCache(spec, blocks, dtype, torch.device("cpu"))
         limits = EngineLimits(max_model_len=min(CONTEXT, spec.context))

@@ -147,7 +147,7 @@ REFUSALS = (
         "--quantization* -q --torchao-config --load-format --custom-weight-loader --weight-* "
         "--safetensors-load-strategy --ignore-patterns --config-format --max-parallel-loading-workers "
         "--model-loader-extra-config --remote-instance-* --delete-ckpt-after-loading",
-        "weights are loaded from safetensors or GGUF; use a .gguf file for quantized weights",
+        "the format is detected; --quantize converts or expands weights while loading",
     ),
     Refusal(
         "--revision --code-revision --tokenizer-revision --hf-config-path --hf-token",

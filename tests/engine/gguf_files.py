@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,14 @@ STORED_AS = {
 
 
 def write_gguf(
-    folder: Path, target: Path, quantised: bool = False, pre: str = "gpt-2", adds_eos: bool = False
+    folder: Path,
+    target: Path,
+    quantised: bool = False,
+    pre: str = "gpt-2",
+    adds_eos: bool = False,
+    forms: Mapping[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
-    """The checkpoint in `folder` as one file; `quantised` stores its matrices as Q8_0."""
+    """The checkpoint in `folder` as one file; `quantised` stores its matrices as Q8_0, or as in `forms`."""
     spec = load_spec(Checkpoint(folder, folder.name))
     stored = STORED_AS.get(spec.architecture, spec.architecture)
     kind = next(kind for kind, family in BY_GGUF.items() if family.architecture == stored)
@@ -61,7 +67,7 @@ def write_gguf(
     _add_vocabulary(writer, folder, pre)
     if adds_eos:
         writer.add_add_eos_token(True)
-    _add_tensors(writer, folder, spec, kind, quantised)
+    _add_tensors(writer, folder, spec, kind, quantised, forms or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -118,7 +124,14 @@ def _add_vocabulary(writer: Any, folder: Path, pre: str) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, kind: str, quantised: bool) -> None:
+def _add_tensors(
+    writer: Any,
+    folder: Path,
+    spec: ModelSpec,
+    kind: str,
+    quantised: bool,
+    forms: Mapping[str, gguf.GGMLQuantizationType],
+) -> None:
     source, family = ExpertTensors(SafetensorsFolder(folder), spec), BY_ARCHITECTURE[spec.architecture]
     form = BY_GGUF[kind].gguf
     assert form is not None
@@ -142,8 +155,8 @@ def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, kind: str, quantise
             writer.add_tensor(stored.replace("kv_b", "k_b"), numpy.ascontiguousarray(keys.swapaxes(1, 2)))
             stored, values = stored.replace("kv_b", "v_b"), expanded
         if quantised and values.ndim > 1:
-            packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(stored, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            kept = forms.get(stored.split(".")[-2], gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(stored, gguf.quants.quantize(values, kept), raw_dtype=kept)
         else:
             writer.add_tensor(stored, numpy.ascontiguousarray(values))
     if spec.rope.kind == "llama3":

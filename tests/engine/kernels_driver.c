@@ -30,10 +30,34 @@ static void *numbers(size_t count, int kind) {
     return all;
 }
 
+static int64_t stored_format; /* of the matrices of the next model */
+
+static int is_matrix(enum place place) {
+    return place == QKV || place == OUTPUT || place == GATE_UP || place == DOWN || place == HEAD || place == EMBEDDING;
+}
+
+/* Random blocks whose scales are between 2 ** -8 and 2 ** -6. */
+static uint8_t *blocks_of(size_t outputs, size_t inputs) {
+    const struct layout layout = layout_of((enum format)stored_format);
+    const size_t count = outputs * inputs / BLOCK / layout.stored_blocks;
+    uint8_t *all = zeros(count * layout.stored + 64);
+    for (size_t i = 0; i < count * layout.stored; i++) all[i] = (uint8_t)draw(256);
+    for (size_t block = 0; block < count; block++) {
+        uint8_t *scale = all + block * layout.stored + (stored_format == Q6_K ? layout.stored - 2 : 0);
+        scale[1] = 0x1c | (scale[1] & 0x83);
+        if (layout.header == 4 || stored_format == Q4_1) scale[3] = 0x1c | (scale[3] & 0x83);
+    }
+    return all;
+}
+
 static void fill(struct model *model, enum place place, int64_t layer, int64_t outputs, int64_t inputs, int biased) {
     const int kind = inputs > 1 ? (int)model->spec.kind : FLOAT32; /* norms */
-    void *from = numbers((size_t)(outputs * inputs), kind), *bias = biased ? numbers((size_t)outputs, kind) : NULL;
-    if (!baton_load(model, layer, place, from, bias, outputs, inputs)) {
+    const int quantized = stored_format && is_matrix(place);
+    void *from = quantized ? (void *)blocks_of((size_t)outputs, (size_t)inputs) : numbers((size_t)(outputs * inputs), kind);
+    void *bias = biased ? numbers((size_t)outputs, kind) : NULL;
+    const struct part part = {stored_format, outputs, from};
+    if (!(quantized ? baton_load_quantized(model, layer, place, &part, 1, bias, inputs)
+                    : baton_load(model, layer, place, from, bias, outputs, inputs))) {
         printf("weight %d does not fit\n", (int)place);
         exit(1);
     }
@@ -126,7 +150,23 @@ static int differ(struct model *one, struct model *four) {
     return bad;
 }
 
+/* Returns whether one and four threads write the same for a model with these sizes. */
+static int agree(struct spec spec, const char *name) {
+    spec.epsilon = 1e-5, spec.nodes = 3;
+    if (!spec.rotated) spec.rotated = spec.head_dim;
+    spec.embedding_scale = spec.score_cap ? 3 : 1, spec.residual_scale = spec.joint_norm ? 0.5 : 1;
+    spec.logit_scale = spec.score_cap ? 0.5 : 1, spec.score_scale = 0.3;
+    struct model *one = make(spec, 1, 7), *four = make(spec, 4, 7);
+    int agreed = 1;
+    for (int round = 0; agreed && round < 6; round++) agreed = !differ(one, four);
+    if (!agreed) printf("%s, kind %d, format %d: four threads do not write what one writes\n", name, (int)spec.kind,
+                        (int)stored_format);
+    baton_destroy(one), baton_destroy(four);
+    return agreed;
+}
+
 int main(void) {
+    static const int64_t formats[] = {Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4};
     const struct spec specs[] = {
         {.vocab = 96, .hidden = 64, .layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16, .intermediate = 96, .tied = 1},
         {.vocab = 33, .hidden = 51, .layers = 3, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 77},
@@ -141,17 +181,14 @@ int main(void) {
     for (size_t nth = 0; nth < sizeof specs / sizeof *specs; nth++)
         for (int kind = FLOAT32; kind <= BFLOAT16; kind++) {
             struct spec spec = specs[nth];
-            spec.kind = kind, spec.epsilon = 1e-5, spec.nodes = 3;
-            if (!spec.rotated) spec.rotated = spec.head_dim;
-            spec.embedding_scale = spec.score_cap ? 3 : 1, spec.residual_scale = spec.joint_norm ? 0.5 : 1;
-            spec.logit_scale = spec.score_cap ? 0.5 : 1, spec.score_scale = 0.3;
-            struct model *one = make(spec, 1, 7), *four = make(spec, 4, 7);
-            for (int round = 0; round < 6; round++)
-                if (differ(one, four)) {
-                    printf("model %d, kind %d, round %d: four threads do not write what one writes\n", (int)nth, kind, round);
-                    return 1;
-                }
-            baton_destroy(one), baton_destroy(four);
+            spec.kind = kind;
+            if (!agree(spec, "floats")) return 1;
         }
+    for (size_t nth = 0; nth < sizeof formats / sizeof *formats; nth++) {
+        stored_format = formats[nth];
+        struct spec spec = {.vocab = 40, .hidden = 256, .layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 64, .intermediate = 256,
+                            .kind = nth % 2, .tied = nth % 3 == 0};
+        if (!agree(spec, "quantized")) return 1;
+    }
     return 0;
 }

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.config import spec_of
+from baton_engine.model.quantized import floats
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import load_tokenizer
 from baton_engine.model.weights import Weights
@@ -181,7 +182,7 @@ def test_checkpoint_weights_have_requested_dtype_and_tied_head(tmp_path: Path) -
     checkpoint = Checkpoint(folder, "tiny")
     weights = load_weights(checkpoint, load_spec(checkpoint), torch.bfloat16)
     assert weights.head is weights.embedding
-    assert weights.embedding.dtype == weights.layers[0].qkv.dtype == torch.bfloat16
+    assert floats(weights.embedding).dtype == floats(weights.layers[0].qkv).dtype == torch.bfloat16
 
 
 class Watching:

@@ -19,6 +19,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.experts import ExpertSpec
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
+from baton_engine.model.quantized import floats
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.cpu import CpuOps, preferred_dtype
 from baton_engine.ops.native import library
@@ -195,8 +196,8 @@ def plain_in_float(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
         type(layer)(**{name: widened(getattr(layer, name)) for name in layer.__dataclass_fields__})
         for layer in rounded.layers
     )
-    embedding = rounded.embedding.float()
-    head = embedding if rounded.head is rounded.embedding else rounded.head.float()
+    embedding = floats(rounded.embedding).float()
+    head = embedding if rounded.head is rounded.embedding else floats(rounded.head).float()
     weights = type(rounded)(
         embedding=embedding, layers=layers, final_norm=rounded.final_norm.float(), head=head
     )
@@ -359,8 +360,8 @@ def test_native_cache_of_another_dtype_is_rejected() -> None:
 def test_weights_are_held_once_in_16_bits() -> None:
     spec = tiny_spec(vocab=4096, hidden=128, intermediate=256)
     weights = random_weights(spec, torch.bfloat16)
-    numbers = weights.embedding.numel() + sum(
-        tensor.numel()
+    numbers = floats(weights.embedding).numel() + sum(
+        floats(tensor).numel()
         for layer in weights.layers
         for tensor in (layer.qkv, layer.output, layer.gate_up, layer.down)
         if tensor is not None

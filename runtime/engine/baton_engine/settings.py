@@ -17,6 +17,7 @@ from baton_api.logs import Format
 from baton_api.metrics.peers import Peer
 from baton_api.setting_types import Bytes, JsonObject, Names, Origins, split
 from baton_api.workers import Role
+from baton_engine.model.spec import Quantize
 
 PeerNames = Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(split)]
 
@@ -143,6 +144,11 @@ class WorkerSettings(BaseSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of weights and KV cache. auto: bfloat16 if the device computes in it natively, otherwise
     float32."""
+
+    quantize: Quantize = "keep"
+    """Format of the model's matrices on a CPU. With keep, it is the stored one, and inputs of quantized
+    matrices are rounded to 8 bits. With off, all matrices are expanded to DTYPE. With q8_0 and q4_0, matrices
+    that are not quantized are converted while loading. A GPU expands all formats."""
 
     threads: int = Field(default=0, ge=0)
     """CPU threads per forward pass. 0: all cores available to the process."""

@@ -281,8 +281,9 @@ def _load(
     if isinstance(embedder, Embedder):
         log.info("%s supports embeddings: %s", checkpoint.name, embedder)
     began = time.monotonic()
+    quantize = native_decoder.quantization(settings.quantize, spec, device, dtype)
     log.info("Load weight begin. avail mem=%s", _show_free(device))
-    weights = load_weights(checkpoint, spec, dtype, progress)
+    weights = load_weights(checkpoint, spec, dtype, progress, quantize)
     digest, size = weights_digest(weights), weights.bytes
     model = create_model(spec, weights, device, dtype)
     del weights  # the model has its own copy, in the device's layout

@@ -16,7 +16,7 @@ from baton_api.errors import SetupError
 from baton_engine.model import config, gguf_model
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.progress import SILENT, Progress
-from baton_engine.model.spec import ModelSpec
+from baton_engine.model.spec import ModelSpec, Quantize
 
 if TYPE_CHECKING:
     import torch
@@ -49,19 +49,28 @@ def load_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def load_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, progress: Progress = SILENT
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    progress: Progress = SILENT,
+    quantize: Quantize = "off",
 ) -> Weights:
-    """Load all weights in `dtype` on the CPU. Checks all names and shapes first. Raises SetupError."""
-    from baton_engine.model import weights
-    from baton_engine.model.expert_tensors import ExpertTensors
-    from baton_engine.model.safetensors import SafetensorsFolder
+    """
+    Load all weights in `dtype` on the CPU. Checks all names and shapes first. Raises SetupError.
 
-    source: weights.TensorSource
+    Only the native kernels support matrices in quantized formats, so other models need `quantize="off"`.
+    """
+    from baton_engine.model import weights
+    from baton_engine.model.quantized_folder import source_of
+    from baton_engine.model.tensor_reader import TensorSource
+
+    source: TensorSource
     if checkpoint.is_gguf:
         source = gguf_model.GGUFTensors(GGUFFile(checkpoint.path), spec)
     else:
-        source = weights.FamilyTensors(ExpertTensors(SafetensorsFolder(checkpoint.path), spec), spec)
-    return weights.build(source, spec, dtype, progress)
+        folder = source_of(checkpoint.path, read_json(checkpoint.path / "config.json"), spec)
+        source = weights.FamilyTensors(folder, spec)
+    return weights.build(source, spec, dtype, progress, quantize)
 
 
 def read_json(path: Path) -> dict[str, Any]:

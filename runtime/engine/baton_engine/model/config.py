@@ -14,6 +14,7 @@ from typing import Any, Literal
 from baton_api.errors import SetupError
 from baton_engine.model.families import BY_ARCHITECTURE, HEADLESS, MULTIMODAL
 from baton_engine.model.family import ModelFamily
+from baton_engine.model.scheme import scheme_of
 from baton_engine.model.spec import ModelSpec, RopeScaling, checked, mscale
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -161,14 +162,7 @@ def _reject_unsupported(config: Mapping[str, Any], family: ModelFamily, source: 
         raise SetupError(
             f"{source}: hidden_act {activation!r} is not supported. Supported: {', '.join(ACTIVATIONS)}."
         )
-    if (quantization := config.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if method in family.quantizations:
-            return
-        raise SetupError(
-            f"{source}: weights quantized by {method!r} are not supported. Use the bfloat16 checkpoint, or a "
-            ".gguf file."
-        )
+    scheme_of(config, source, family.quantizations)
     if not family.partial_rotary and (partial := _partial_rotary(config)) not in (None, 1, 1.0):
         raise SetupError(
             f"{source}: partial_rotary_factor {partial} is not supported for {family.architecture}. "

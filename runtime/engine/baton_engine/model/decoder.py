@@ -18,6 +18,7 @@ from torch import Tensor
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.native_decoder import native_decoder
+from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights, rounded
@@ -97,10 +98,10 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, device: torch.device) -> None:
         self.spec = spec
         self.ops = ops
-        self.embedding = weights.embedding.to(device)
+        self.embedding = floats(weights.embedding).to(device)
         self.final_norm = weights.final_norm.to(device)
         tied = weights.head is weights.embedding
-        self.head = ops.prepare(self.embedding if tied else weights.head.to(device))
+        self.head = ops.prepare(self.embedding if tied else floats(weights.head).to(device))
         self.layers = tuple(
             _laid_out(layer, spec, number, ops, device) for number, layer in enumerate(weights.layers)
         )
@@ -194,15 +195,15 @@ def _laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, devic
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
 
-    def prepared(weight: Tensor | None, bias: Tensor | None) -> Linear | None:
-        return None if weight is None else ops.prepare(weight.to(device), moved(bias))
+    def prepared(weight: Matrix | None, bias: Tensor | None) -> Linear | None:
+        return None if weight is None else ops.prepare(floats(weight).to(device), moved(bias))
 
     return Layer(
         attention_norm=moved(layer.attention_norm),
-        qkv=ops.prepare(layer.qkv.to(device), moved(layer.qkv_bias)),
+        qkv=ops.prepare(floats(layer.qkv).to(device), moved(layer.qkv_bias)),
         q_norm=moved(layer.q_norm),
         k_norm=moved(layer.k_norm),
-        output=ops.prepare(layer.output.to(device), moved(layer.output_bias)),
+        output=ops.prepare(floats(layer.output).to(device), moved(layer.output_bias)),
         attention_post_norm=moved(layer.attention_post_norm),
         mlp_norm=moved(layer.mlp_norm),
         gate_up=prepared(layer.gate_up, layer.gate_up_bias),

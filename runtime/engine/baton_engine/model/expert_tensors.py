@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.model.families import BY_ARCHITECTURE
+from baton_engine.model.quantized import Quantized
 from baton_engine.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -87,6 +88,13 @@ class ExpertTensors:
         if (part := self._parts.get(tensor)) is None:
             return self._source.stored_bytes(self._whole[tensor])
         return int(self._source.stored_bytes(part.stored) * part.share / part.experts)
+
+    def format(self, tensor: str) -> str:
+        part = self._parts.get(tensor)
+        return self._source.format(self._whole[tensor] if part is None else part.stored)
+
+    def read_quantized(self, tensor: str) -> Quantized | None:
+        return None
 
     def read(self, tensor: str) -> Tensor:
         if (part := self._parts.get(tensor)) is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from baton_engine.model.experts import ExpertSpec
@@ -12,6 +12,8 @@ from baton_engine.model.spec import ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from baton_engine.model.quantized import Matrix
+
 Shape = tuple[int, int, bool]
 """Outputs, inputs, and whether there is a bias."""
 
@@ -19,9 +21,9 @@ Shape = tuple[int, int, bool]
 class MLPWeights(TypedDict):
     """Fields of `LayerWeights`."""
 
-    gate_up: Tensor | None
+    gate_up: Matrix | None
     gate_up_bias: Tensor | None
-    down: Tensor | None
+    down: Matrix | None
     down_bias: Tensor | None
     router: Tensor | None
     router_bias: Tensor | None
@@ -32,7 +34,7 @@ class MLPWeights(TypedDict):
     expert_down_bias: Tensor | None
 
 
-class TensorReader(Protocol):
+class PartReader(Protocol):
     def __call__(self, present: bool, kind: str, *parts: str) -> Tensor | None:
         """Return the tensors of `kind` (weight or bias) of one layer, stacked; None if not `present`."""
         ...
@@ -59,8 +61,10 @@ def _gated_shapes(gates: Sequence[str], down: str, n: int, f: int, biased: bool)
     return {**dict.fromkeys(gates, (rows, n, biased)), down: (n, f, biased)}
 
 
-def mlp_weights(spec: ModelSpec, names: TensorNames, layer: int, read: TensorReader) -> MLPWeights:
-    """TensorReader the MLP and the experts of `layer`."""
+def mlp_weights(
+    spec: ModelSpec, names: TensorNames, layer: int, read: PartReader, matrix: Callable[..., Matrix]
+) -> MLPWeights:
+    """Read the MLP and the experts of `layer`."""
     experts = spec.experts_of(layer)
     dense, biased = experts is None, experts is None and spec.mlp_bias
     gates, down = _dense_gates(names), names.down
@@ -69,9 +73,9 @@ def mlp_weights(spec: ModelSpec, names: TensorNames, layer: int, read: TensorRea
     has_mlp = experts is None or experts.shared > 0
     gates_of, downs_of = [names.expert_gate, names.expert_up], [names.expert_down]
     return {
-        "gate_up": read(has_mlp, "weight", *gates),
+        "gate_up": matrix(*gates) if has_mlp else None,
         "gate_up_bias": read(biased, "bias", *gates),
-        "down": read(has_mlp, "weight", down),
+        "down": matrix(down) if has_mlp else None,
         "down_bias": read(biased, "bias", down),
         "router": read(not dense, "weight", names.router),
         "router_bias": read(experts is not None and experts.biased, "bias", names.router),
@@ -84,7 +88,7 @@ def mlp_weights(spec: ModelSpec, names: TensorNames, layer: int, read: TensorRea
 
 
 def _of_experts(
-    experts: ExpertSpec | None, kind: str, parts: Sequence[str], read: TensorReader
+    experts: ExpertSpec | None, kind: str, parts: Sequence[str], read: PartReader
 ) -> Tensor | None:
     if experts is None:
         return None

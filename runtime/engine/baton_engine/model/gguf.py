@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from baton_api.errors import SetupError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 MAGIC = b"GGUF"
@@ -25,6 +26,15 @@ ALIGNMENT = 32
 """Default alignment of tensor data in bytes; `general.alignment` overrides it."""
 DIMENSIONS_LIMIT = 4
 STRING, ARRAY = 8, 9
+SCALES = {
+    "Q4_0": slice(2),
+    "Q4_1": slice(4),
+    "Q8_0": slice(2),
+    "Q4_K": slice(4),
+    "Q5_K": slice(4),
+    "Q6_K": slice(-2, None),
+}
+"""Bytes of the float16 scales in a block, by format."""
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Format characters of `struct`, by GGUF's type numbers."""
 
@@ -76,18 +86,50 @@ class GGUFFile:
 
         stored = self.tensors[name]
         kind = GGMLQuantizationType(stored.type)
-        shape, size, offset = stored.shape, stored.size, stored.offset
+        shape, rows = stored.shape, self._rows(stored)
         if part is not None:
-            shape, size = shape[1:], size // shape[0]
-            offset += part * size
-        raw = numpy.frombuffer(self._data, numpy.uint8, size, offset)
+            shape, count = shape[1:], len(rows) // shape[0]
+            rows = rows[part * count : (part + 1) * count]
         try:
-            values = quants.dequantize(raw.reshape(math.prod(shape[:-1]), -1), kind)
+            values = quants.dequantize(rows, kind)
         except NotImplementedError as error:
             raise SetupError(f"{self.path}: tensor {name} is stored as {kind.name}: {error}.") from error
         # A view of the mapped file is read-only, which torch does not support.
         owned = numpy.array(values, dtype=numpy.float32, copy=not values.flags.writeable)
         return torch.from_numpy(owned).reshape(shape)
+
+    def read_rows(self, name: str) -> Tensor:
+        """Return a copy of the stored blocks of tensor `name`: [rows, bytes per row] uint8.
+
+        Raises SetupError if a scale is not a finite number.
+        """
+        import numpy
+        import torch
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        stored = self.tensors[name]
+        rows = self._rows(stored).copy()
+        kind = GGMLQuantizationType(stored.type)
+        blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
+        scales = numpy.ascontiguousarray(blocks[:, SCALES[kind.name]]).view(numpy.float16)
+        if (invalid := scales[~numpy.isfinite(scales)]).size:
+            raise SetupError(
+                f"{self.path}: tensor {name} in {kind.name} has a scale that is {invalid[0]}. The file is "
+                "damaged. Download it again."
+            )
+        return torch.from_numpy(rows)
+
+    def format(self, name: str) -> str:
+        """Return the name of the format of tensor `name`, such as Q8_0."""
+        from gguf import GGMLQuantizationType
+
+        return str(GGMLQuantizationType(self.tensors[name].type).name)
+
+    def _rows(self, stored: StoredTensor) -> NDArray[Any]:
+        import numpy
+
+        raw = numpy.frombuffer(self._data, numpy.uint8, stored.size, stored.offset)
+        return raw.reshape(math.prod(stored.shape[:-1]), -1)
 
     def _locate(
         self, described: list[tuple[str, tuple[int, ...], int, int]], end_of_header: int

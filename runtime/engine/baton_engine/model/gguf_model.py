@@ -18,6 +18,8 @@ from baton_engine.model.spec import ModelSpec, RopeScaling, checked
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from baton_engine.model.quantized import Quantized
+
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3's scaling, as divisors of the frequencies."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -178,7 +180,27 @@ class GGUFTensors:
             from torch import cat
 
             return cat((keys.transpose(1, 2), expanded), dim=1).flatten(0, 1)
-        values = self._file.read(*self._stored[tensor])
+        return self._in_order(tensor, self._file.read(*self._stored[tensor]))
+
+    def format(self, tensor: str) -> str:
+        return self._file.format(
+            self._halves[tensor][0] if tensor in self._halves else self._stored[tensor][0]
+        )
+
+    def read_quantized(self, tensor: str) -> Quantized | None:
+        from baton_engine.model.quantized import Format, Quantized, QuantizedPart
+
+        if tensor in self._halves or self._spec.latent is not None:
+            return None
+        stored, part = self._stored[tensor]
+        kind = self._file.tensors[stored].type
+        if part is not None or kind not in set(Format) or len(self.shapes[tensor]) != 2:
+            return None
+        rows = self._in_order(tensor, self._file.read_rows(stored))
+        return Quantized((QuantizedPart(Format(kind), rows),), self.shapes[tensor][1])
+
+    def _in_order(self, tensor: str, values: Tensor) -> Tensor:
+        """Return rows in the decoder's order."""
         base = tensor.rpartition(".")[0]
         if self._interleaved and self._spec.latent is not None:
             from baton_engine.model.latent_weights import rotated_in_halves

@@ -20,12 +20,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from baton_api.errors import SetupError
 from baton_engine import machine
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model import native_experts
+from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.rope import Rotary
-from baton_engine.model.spec import ModelSpec
+from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.model.weights import LayerWeights, Weights, rounded
 from baton_engine.ops.native import library
 
@@ -87,6 +89,12 @@ class _Spec(ctypes.Structure):
             )
         ),
     )  # fmt: skip
+
+
+class _Part(ctypes.Structure):
+    """`struct part` of model.h."""
+
+    _fields_ = (("format", ctypes.c_int64), ("outputs", ctypes.c_int64), ("rows", ctypes.c_void_p))
 
 
 class _Pass(ctypes.Structure):
@@ -243,19 +251,31 @@ class NativeDecoder:
             weights = (layer.router, layer.expert_gate_up, layer.expert_down)
             native_experts.load(self._kernels, self._handle, number, *weights, self.dtype)
 
-    def _load(self, layer: int, place: str, weight: Tensor, bias: Tensor | None = None) -> None:
-        # Norms are vectors. The kernels compute with fp32 norms for any dtype of the matrices.
-        weight = weight.to(self.dtype if weight.dim() == 2 else torch.float32).contiguous()
+    def _load(self, layer: int, place: str, weight: Matrix, bias: Tensor | None = None) -> None:
         bias = None if bias is None else bias.to(self.dtype).contiguous()
-        fits = self._kernels.baton_load(
-            self._handle,
-            ctypes.c_int64(layer),
-            ctypes.c_int64(FIELDS[place]),
-            ctypes.c_void_p(weight.data_ptr()),
-            ctypes.c_void_p(None if bias is None else bias.data_ptr()),
-            ctypes.c_int64(weight.shape[0]),
-            ctypes.c_int64(weight.shape[1] if weight.dim() == 2 else 1),
-        )
+        where = (self._handle, ctypes.c_int64(layer), ctypes.c_int64(FIELDS[place]))
+        bias_at = ctypes.c_void_p(None if bias is None else bias.data_ptr())
+        if isinstance(weight, Quantized):
+            rows = [part.rows.contiguous() for part in weight.parts]
+            parts = (_Part * len(rows))(
+                *(
+                    _Part(part.format, len(data), data.data_ptr())
+                    for part, data in zip(weight.parts, rows, strict=True)
+                )
+            )
+            fits = self._kernels.baton_load_quantized(
+                *where, ctypes.byref(parts), ctypes.c_int64(len(rows)), bias_at, ctypes.c_int64(weight.inputs)
+            )
+        else:
+            # Norms are vectors. The kernels compute with fp32 norms for any dtype of the matrices.
+            weight = weight.to(self.dtype if weight.dim() == 2 else torch.float32).contiguous()
+            fits = self._kernels.baton_load(
+                *where,
+                ctypes.c_void_p(weight.data_ptr()),
+                bias_at,
+                ctypes.c_int64(weight.shape[0]),
+                ctypes.c_int64(weight.shape[1] if weight.dim() == 2 else 1),
+            )
         if not fits:
             raise ValueError(f"layer {layer}: {place} {tuple(weight.shape)} does not fit the model's sizes")
 
@@ -318,6 +338,30 @@ def native_decoder(
         log.warning("native kernels are unavailable, using slower torch operations: %s", reason)
         return None
     return NativeDecoder(spec, weights, dtype, kernel_library, threads or torch.get_num_threads())
+
+
+def quantization(
+    choice: Quantize,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    environment: Mapping[str, str] = os.environ,
+) -> Quantize:
+    """
+    Return how to load the matrices: `choice`, or "off" instead of "keep" if the kernels do not run the model.
+
+    Raises SetupError if `choice` is a format that requires them.
+    """
+    if choice == "off" or (
+        device.type == "cpu" and spec.experts is None and supports(spec, dtype) and available(environment)
+    ):
+        return choice
+    if choice != "keep":
+        raise SetupError(
+            f"--quantize {choice} requires the native CPU kernels, which do not run {spec.architecture} in "
+            f"{dtype} on {device}. Use --quantize off, or a CPU with a C compiler."
+        )
+    return "off"
 
 
 def available(environment: Mapping[str, str] = os.environ) -> bool:

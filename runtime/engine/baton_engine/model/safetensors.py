@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.model.quantized import Quantized
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -49,24 +50,31 @@ class SafetensorsFolder:
         begin, end = self._files[self._homes[tensor]][tensor]["data_offsets"]
         return int(end - begin)
 
+    def format(self, tensor: str) -> str:
+        return str(self._files[self._homes[tensor]][tensor]["dtype"])
+
+    def read_quantized(self, tensor: str) -> Quantized | None:
+        return None
+
     def read(self, tensor: str) -> Tensor:
         path = self._homes[tensor]
         dtype = self._files[path][tensor]["dtype"]
         if dtype not in FLOATS:
             raise SetupError(
                 f"{path}: tensor {tensor} has the unsupported dtype {dtype}. Supported: {', '.join(FLOATS)}. "
-                "Use a .gguf file for quantized weights."
+                "The quantization_config of config.json must describe quantized weights."
             )
-        return self._mapped(tensor)
+        return self.read_raw(tensor)
 
     def read_bytes(self, tensor: str) -> Tensor:
         """Return a tensor of uint8, such as quantized values."""
         path = self._homes[tensor]
         if (dtype := self._files[path][tensor]["dtype"]) != BYTES:
             raise SetupError(f"{path}: tensor {tensor} has the unsupported dtype {dtype}. Expected {BYTES}.")
-        return self._mapped(tensor)
+        return self.read_raw(tensor)
 
-    def _mapped(self, tensor: str) -> Tensor:
+    def read_raw(self, tensor: str) -> Tensor:
+        """Return the tensor in the dtype in which it is stored."""
         from safetensors import SafetensorError, safe_open
 
         path = self._homes[tensor]

@@ -14,6 +14,9 @@ from baton_api.errors import SetupError
 from baton_engine.model.experts import ExpertSpec, check_experts
 from baton_engine.model.latent import LatentSpec, check_latent
 
+Quantize = Literal["keep", "off", "q8_0", "q4_0"]
+"""How matrices are loaded: quantized formats as they are, expanded, or the others converted to a format."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:

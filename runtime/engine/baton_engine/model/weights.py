@@ -8,21 +8,25 @@ memory is allocated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_api.setting_types import show_size
 from baton_engine.model.expert_weights import mlp_shapes, mlp_weights
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import NORM, ModelFamily, TensorNames
 from baton_engine.model.latent_weights import latent_norms, latent_shapes, rotated_in_halves
 from baton_engine.model.progress import Progress
+from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.rope import in_halves
-from baton_engine.model.spec import ModelSpec
+from baton_engine.model.spec import ModelSpec, Quantize
+from baton_engine.model.tensor_reader import TensorReader, TensorSource
 
 log = logging.getLogger(__name__)
 
@@ -37,23 +41,23 @@ class LayerWeights:
 
     attention_norm: Tensor | None
     """[N]; None without `ModelSpec.pre_norm`."""
-    qkv: Tensor
+    qkv: Matrix
     """[(H + 2K) * D, N]: q, k and v stacked."""
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     """[D], or [H * D] with `ModelSpec.qk_norm_joint`; None without `ModelSpec.qk_norm`."""
     k_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     """[N, H * D]"""
     output_bias: Tensor | None
     attention_post_norm: Tensor | None = None
     """[N]; None without `ModelSpec.post_norm`."""
     mlp_norm: Tensor | None
     """[N]; None without `ModelSpec.pre_norm`."""
-    gate_up: Tensor | None
+    gate_up: Matrix | None
     """[2F, N]: gate and up stacked. None if the layer has experts only."""
     gate_up_bias: Tensor | None
-    down: Tensor | None
+    down: Matrix | None
     """[N, F]"""
     down_bias: Tensor | None
     router: Tensor | None = None
@@ -83,21 +87,32 @@ class LayerWeights:
 class Weights:
     """Weights of a model."""
 
-    embedding: Tensor
+    embedding: Matrix
     """[V, N]"""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     """[N]"""
-    head: Tensor
+    head: Matrix
     """[V, N]; the same tensor as `embedding` if they are tied."""
 
     @property
     def bytes(self) -> int:
         """Size in bytes; a shared tensor counts once."""
+        return sum(self.formats.values())
+
+    @property
+    def formats(self) -> Counter[str]:
+        """Size in bytes by format, such as bfloat16 or Q8_0; a shared tensor counts once."""
         parts = [getattr(layer, part.name) for layer in self.layers for part in fields(layer)]
-        tensors = [self.embedding, self.final_norm, self.head, *parts]
-        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
-        return sum(sizes.values())
+        sizes: Counter[str] = Counter()
+        everything = (self.embedding, self.final_norm, self.head, *parts)
+        for matrix in {id(each): each for each in everything}.values():
+            if isinstance(matrix, Quantized):
+                for part in matrix.parts:
+                    sizes[part.format.name] += part.rows.nbytes
+            elif matrix is not None:
+                sizes[str(matrix.dtype).removeprefix("torch.")] += matrix.nbytes
+        return sizes
 
 
 PREFIX = "model."
@@ -105,24 +120,6 @@ PREFIX = "model."
 
 NAMED_AT_MOST = 5
 """Maximum number of tensors that an error lists by name."""
-
-
-class TensorSource(Protocol):
-    """The tensors of one checkpoint."""
-
-    @property
-    def name(self) -> str:
-        """The checkpoint's name in errors."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def stored_bytes(self, tensor: str) -> int: ...
-
-    def read(self, tensor: str) -> Tensor:
-        """Return the tensor in a float dtype on the CPU. May be a view of a mapped file."""
-        ...
 
 
 class Prefixed:
@@ -138,6 +135,12 @@ class Prefixed:
 
     def read(self, tensor: str) -> Tensor:
         return self._source.read(tensor.removeprefix(PREFIX))
+
+    def format(self, tensor: str) -> str:
+        return self._source.format(tensor.removeprefix(PREFIX))
+
+    def read_quantized(self, tensor: str) -> Quantized | None:
+        return self._source.read_quantized(tensor.removeprefix(PREFIX))
 
 
 TEXT_PARTS = {
@@ -168,6 +171,15 @@ class FamilyTensors:
 
     def stored_bytes(self, tensor: str) -> int:
         return self._source.stored_bytes(self._stored[tensor])
+
+    def format(self, tensor: str) -> str:
+        return self._source.format(self._stored[tensor])
+
+    def read_quantized(self, tensor: str) -> Quantized | None:
+        names = self._family.tensors
+        if self._family.interleaved and tensor.rpartition(".")[0].endswith((names.q, names.k)):
+            return None  # the rows are in another order
+        return self._source.read_quantized(self._stored[tensor])
 
     def read(self, tensor: str) -> Tensor:
         values, names = self._source.read(self._stored[tensor]), self._family.tensors
@@ -253,11 +265,15 @@ def check(source: TensorSource, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return wanted
 
 
-def build(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: Progress) -> Weights:
+def build(
+    source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: Progress, choice: Quantize = "off"
+) -> Weights:
     """
     Build all weights in `dtype`, reading each tensor once. Raises SetupError.
 
-    Norms are fp32 in families that add an offset to them: bfloat16 would round the sum.
+    Norms are fp32 in families that add an offset to them: bfloat16 would round the sum. `choice` applies to
+    matrices: keep the formats of the checkpoint that the kernels support, or also convert the other ones to a
+    quantized format.
     """
     source = Prefixed(source) if spec.headless else source
     family = BY_ARCHITECTURE[spec.architecture]
@@ -265,33 +281,23 @@ def build(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: P
     shapes = check(source, spec)
     progress.start(f"Loading {source.name}", sum(source.stored_bytes(name) for name in shapes))
 
-    def stacked(names: Sequence[str]) -> Tensor:
-        """Return the tensors stacked along the first dimension, in newly allocated memory."""
-        rows = [shapes[name][0] for name in names]
-        shape = (sum(rows), *shapes[names[0]][1:])
-        whole = torch.empty(shape, dtype=_kept(names[0], family, dtype))
-        start = 0
-        for name, count in zip(names, rows, strict=True):
-            whole[start : start + count] = source.read(name)
-            start += count
-            progress.advance(source.stored_bytes(name))
-        return whole
-
-    embedding = stacked([f"{names.embedding}.weight"])
+    reader = TensorReader(source, shapes, partial(_kept, family=family, dtype=dtype), progress, choice)
+    embedding = reader.matrix([f"{names.embedding}.weight"])
     weights = Weights(
         embedding=embedding,
-        layers=tuple(_layer(spec, names, number, stacked) for number in range(spec.layers)),
-        final_norm=stacked([f"{names.final_norm}.weight"]),
-        head=embedding if spec.tied_embeddings else stacked([f"{names.head}.weight"]),
+        layers=tuple(_layer(spec, names, number, reader) for number in range(spec.layers)),
+        final_norm=reader.stacked([f"{names.final_norm}.weight"]),
+        head=embedding if spec.tied_embeddings else reader.matrix([f"{names.head}.weight"]),
     )
     progress.done()
+    reader.report()
+    formats = weights.formats.most_common()
+    log.info("Weights: %s", ", ".join(f"{show_size(size)} in {form}" for form, size in formats))
     return weights
 
 
-def _layer(
-    spec: ModelSpec, names: TensorNames, number: int, stacked: Callable[[Sequence[str]], Tensor]
-) -> LayerWeights:
-    """Build the weights of one layer. `stacked` reads and stacks tensors by name."""
+def _layer(spec: ModelSpec, names: TensorNames, number: int, reader: TensorReader) -> LayerWeights:
+    """Build the weights of one layer."""
     prefix = names.layer.format(number)
     qkv: tuple[str, ...] = (names.qkv,) if names.qkv else (names.q, names.k, names.v)
     latent = spec.latent
@@ -301,16 +307,16 @@ def _layer(
         q_norm, k_norm = names.q_latent_norm, names.kv_latent_norm
 
     def read(present: bool, kind: str, *parts: str) -> Tensor | None:
-        return stacked([f"{prefix}{part}.{kind}" for part in parts]) if present else None
+        return reader.stacked([f"{prefix}{part}.{kind}" for part in parts]) if present else None
 
     def norm(present: bool, part: str) -> Tensor | None:
-        return read(present, "weight", part)
+        return reader.stacked([f"{prefix}{part}.weight"]) if present else None
 
-    def matrix(*parts: str) -> Tensor:
-        return stacked([f"{prefix}{part}.weight" for part in parts])
+    def matrix(*parts: str, paired: bool = False) -> Matrix:
+        return reader.matrix([f"{prefix}{part}.weight" for part in parts], paired)
 
     def bias(present: bool, *parts: str) -> Tensor | None:
-        return read(present, "bias", *parts)
+        return reader.stacked([f"{prefix}{part}.bias" for part in parts]) if present else None
 
     return LayerWeights(
         attention_norm=norm(spec.pre_norm, names.attention_norm),
@@ -326,7 +332,7 @@ def _layer(
         mlp_norm=norm(spec.pre_norm, names.mlp_norm),
         mlp_post_norm=norm(spec.post_norm, names.mlp_post_norm),
         sinks=norm(spec.sinks, names.sinks),
-        **mlp_weights(spec, names, number, read),
+        **mlp_weights(spec, names, number, read, partial(matrix, paired=True)),
     )
 
 
@@ -335,7 +341,7 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(factor, dtype=dtype))
 
 
-def _kept(name: str, family: ModelFamily, dtype: torch.dtype) -> torch.dtype:
+def _kept(name: str, *, family: ModelFamily, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the tensor is kept: fp32 if rounding to `dtype` would change the results."""
     base, names = name.rpartition(".")[0], family.tensors
     exact = (family.norm_offset and base.endswith(NORM)) or base.endswith(names.router_correction)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton_api.messages import PROTOCOL
 from baton_engine.kv.cache import BLOCK_SIZE
+from baton_engine.model.quantized import Format, Matrix, Quantized
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import Weights
 
@@ -102,21 +103,31 @@ def weights_digest(weights: Weights) -> str:
     Return a fast digest of `weights`: names, shapes, types and some bytes of each tensor.
 
     It distinguishes checkpoints, but does not prove that all bytes are equal. Call it before an `Ops` changes
-    the layout of the weights.
+    the layout of the weights. Formats that are kept follow it, for the error that names a difference.
     """
     hasher = hashlib.sha256(b"baton-weights")
-    for place, tensor in _tensors(weights):
-        hasher.update(f"{place} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    for place, kind, tensor in _tensors(weights):
+        hasher.update(f"{place} {tuple(tensor.shape)} {kind}\n".encode())
         flat = tensor.detach().reshape(-1)
         length = max(1, SAMPLE_BYTES // tensor.dtype.itemsize)
         last = max(0, flat.numel() - length)
         for start in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
             piece = flat[start : start + length].cpu().contiguous()
             hasher.update(piece.view(torch.uint8).numpy().tobytes())
-    return hasher.hexdigest()[:16]
+    kept = sorted(form for form in weights.formats if form in Format.__members__)
+    return f"{hasher.hexdigest()[:16]}{' with ' if kept else ''}{', '.join(kept)}"
 
 
-def _tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+def _tensors(weights: Weights) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield place, format and bytes of each tensor. A kept format computes otherwise than an expanded one."""
+    for place, matrix in _matrices(weights):
+        if isinstance(matrix, Quantized):
+            yield from ((place, part.format.name, part.rows) for part in matrix.parts)
+        else:
+            yield place, str(matrix.dtype), matrix
+
+
+def _matrices(weights: Weights) -> Iterator[tuple[str, Matrix]]:
     yield "embedding", weights.embedding
     for number, layer in enumerate(weights.layers):
         for field in fields(layer):

@@ -2,8 +2,8 @@
  * The forward pass of a Llama-like decoder in one call.
  *
  * The pass is a sequence of phases on a thread pool. Each layer has the phases norm, qkv, rotation, attention,
- * output, norm, gate and up, down. Inputs of products have the kind (data type) of the weights; all other
- * activations, such as the residual, are float32. A row's numbers are computed from that row only, in an order
+ * output, norm, gate and up, down. Inputs of products have the kind (data type) of the weights, or 8 bits if those are
+ * quantized; all other activations, such as the residual, are float32. A row's numbers are computed from that row only, in an order
  * that does not depend on the batch or on the number of threads.
  */
 #define _GNU_SOURCE
@@ -15,7 +15,10 @@
 #define CHUNKS_PER_THREAD 6  /* enough that threads finish a phase at about the same time */
 #define RUNS_PER_THREAD 1    /* a run has 1 / (threads * RUNS_PER_THREAD) of the remaining panels */
 
-enum step { NORM_BEFORE_ATTENTION, PROJECT, ROTATE, ATTEND, JOIN, NORM_BEFORE_MLP, GATE, CLOSE, DENSE_STEPS };
+/* ROUND_ATTENDED and ROUND_GATED prepare the inputs of quantized products; without one they have nothing to do. */
+enum step {
+    NORM_BEFORE_ATTENTION, PROJECT, ROTATE, ATTEND, ROUND_ATTENDED, JOIN, NORM_BEFORE_MLP, GATE, ROUND_GATED, CLOSE, DENSE_STEPS
+};
 
 /* Steps of a layer with experts after NORM_BEFORE_MLP. */
 enum expert_step { ROUTE = DENSE_STEPS, GROUP, GATHER, EXPERT_GATE, EXPERT_CLOSE, COMBINE, IDLE };
@@ -34,7 +37,18 @@ struct product {
     int gelu;     /* GATED: whether the activation is GELU */
     float scale;  /* factor of the result */
     float cap;    /* a scaled result x becomes cap * tanh(x / cap); 0: it stays */
+    int result_kind;      /* of gated results; others are float32 */
 };
+
+/* Returns the kind of the rows that are written as input of a product with `weight`. */
+INLINE int input_kind(const struct linear *weight, int kind) { return weight->quantized ? FLOAT32 : kind; }
+
+/* Rounds the rows of one chunk for a product with `weight`, if it is quantized. */
+INLINE void round_rows(const struct model *model, const struct linear *weight, const char *from, size_t stride,
+                       size_t count, size_t chunk) {
+    for (size_t row = chunk * NORM_ROWS; weight->quantized && row < count && row < (chunk + 1) * NORM_ROWS; row++)
+        round_row((const float *)from + row * stride, weight->inputs, model->rounded + row * model->rounded_stride);
+}
 
 INLINE void norm_row(const float *from, const float *weight, size_t count, float epsilon, void *to, const int kind) {
     floats squares = splat(0.0f);
@@ -61,6 +75,11 @@ INLINE void embed_row(struct model *model, size_t token, const int kind) {
     float *to = model->residual + token * model->residual_stride;
     if (model->embedding) {
         for (size_t i = 0; i < hidden; i++) to[i] = get(model->embedding, id * hidden + i, kind);
+        return;
+    }
+    const struct linear *rows = model->embedding_rows.quantized ? &model->embedding_rows : &model->head;
+    if (rows->quantized) {
+        unpack_quantized_row(rows->quantized[id / PANEL], id % PANEL, hidden, to, (enum format)rows->formats[id / PANEL]);
         return;
     }
     const uint32_t *from = panel_at(&model->head, id / PANEL) + id % PANEL;
@@ -207,16 +226,16 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
     attend(scratch, &context, &span, kind);
     tiles_end(&before);
     char packed[MOST_HEAD_DIM * 4];
+    const int to_kind = input_kind(&model->layers[layer_index].output, kind);
     for (size_t query = 0; query < tokens * group; query++) {
         const float *sums = scratch->sums + query * round_up(dim, PANEL);
-        for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(sums + i), kind);
+        for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(sums + i), to_kind);
         size_t item = (to + query / group) * model->attended_stride + (head * group + query % group) * dim;
-        memcpy(model->attended + item * item_bytes(kind), packed, dim * item_bytes(kind));
+        memcpy(model->attended + item * item_bytes(to_kind), packed, dim * item_bytes(to_kind));
     }
 }
 
-INLINE void finish_tile(const struct product *product, const float *tile, size_t row, size_t count, size_t panel,
-                        const int kind) {
+INLINE void finish_tile(const struct product *product, const float *tile, size_t row, size_t count, size_t panel) {
     const struct linear *weight = product->weight;
     const size_t from = panel * PANEL;
     floats left_bias = weight->bias ? load(weight->bias + from) : splat(0.0f);
@@ -225,7 +244,7 @@ INLINE void finish_tile(const struct product *product, const float *tile, size_t
         floats left = load(tile + i * PANEL) + left_bias, right = load(tile + i * PANEL + LANES) + right_bias;
         if (product->mode == GATED) {
             const floats gate = product->gelu ? gelu_tanh(left) : silu(left);
-            put(product->result, (row + i) * product->result_stride + panel * LANES, gate * right, kind);
+            put(product->result, (row + i) * product->result_stride + panel * LANES, gate * right, product->result_kind);
             continue;
         }
         if (product->scale != 1.0f) left *= product->scale, right *= product->scale;
@@ -277,7 +296,18 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
     size_t left = cut.panels;
     for (size_t run = 0; run < chunk % cut.runs; run++) left -= run_length(left, cut.shares);
     const size_t first_panel = cut.panels - left, panels_end = first_panel + run_length(left, cut.shares);
-    _Alignas(64) float tile[TILE_ROWS * PANEL];
+    _Alignas(64) float tile[(TILE_ROWS > QUANTIZED_ROWS ? TILE_ROWS : QUANTIZED_ROWS) * PANEL];
+    if (weight->quantized) {
+        for (size_t panel = first_panel; panel < panels_end; panel++)
+            for (size_t row = first_row; row < rows_end; row += QUANTIZED_ROWS) {
+                size_t count = rows_end - row < QUANTIZED_ROWS ? rows_end - row : QUANTIZED_ROWS;
+                multiply_quantized(count, model->rounded + row * model->rounded_stride, model->rounded_stride,
+                                   weight->quantized[panel], weight->inputs / BLOCK, tile,
+                                   (enum format)weight->formats[panel]);
+                finish_tile(product, tile, row, count, panel);
+            }
+        return;
+    }
     struct tile_shapes before;
     tiles_begin(&before);
     for (size_t panel = first_panel; panel < panels_end; panel++)
@@ -285,7 +315,7 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
             size_t count = rows_end - row < TILE_ROWS ? rows_end - row : TILE_ROWS;
             multiply(count, (const uint32_t *)(product->rows + row * product->row_bytes), product->row_bytes / 4,
                      panel_at(weight, panel), weight->units, tile, PANEL, 0, kind);
-            finish_tile(product, tile, row, count, panel, kind);
+            finish_tile(product, tile, row, count, panel);
         }
     tiles_end(&before);
 }
@@ -311,6 +341,7 @@ static struct product product_of(const struct model *model, size_t layer_index, 
         .result_stride = model->residual_stride,
         .gelu = (int)model->spec.gelu,
         .scale = joins && !model->joined ? (float)model->spec.residual_scale : 1.0f,
+        .result_kind = input_kind(&layer->down, (int)model->spec.kind),
     };
     switch (step) {
     case PROJECT: product.weight = &layer->qkv, product.result = model->qkv, product.result_stride = model->qkv_stride; break;
@@ -374,6 +405,12 @@ static size_t chunks_in(void *self, size_t phase) {
     case NORM_BEFORE_ATTENTION:
     case NORM_BEFORE_MLP:
     case ROTATE: return among_chosen(model, layer, step) ? by_wanted : by_tokens;
+    case ROUND_ATTENDED:
+    case ROUND_GATED: {
+        const struct layer *of = model->layers + layer;
+        if (!(step == ROUND_GATED ? &of->down : &of->output)->quantized) return 1;
+        return among_chosen(model, layer, step) ? by_wanted : by_tokens;
+    }
     case ATTEND:
         return (size_t)(is_last(model, layer) ? model->pass->wanted : model->query_chunks[model->pass->rows]) *
                (size_t)model->spec.kv_heads;
@@ -384,21 +421,24 @@ static size_t chunks_in(void *self, size_t phase) {
 /*
  * Stores the normalized rows of one chunk in `to`: NORM_ROWS rows from `chunk` * NORM_ROWS on, below `count`. Before,
  * adds the output of attention or MLP to the residual if it has the norm `post`. Without `weight`, rows are only rounded.
+ * The rows are the input of a product with `next`.
  */
 INLINE void norm_rows(const struct model *model, float *residual, const float *post, const float *weight, size_t count,
-                      size_t chunk, char *to, const int kind) {
+                      size_t chunk, char *to, const struct linear *next, const int kind) {
     const size_t hidden = (size_t)model->spec.hidden;
     const float epsilon = (float)model->spec.epsilon;
+    const int to_kind = input_kind(next, kind);
     for (size_t row = chunk * NORM_ROWS; row < count && row < (chunk + 1) * NORM_ROWS; row++) {
         float *from = residual + row * model->residual_stride;
-        char *normed = to + row * model->normed_stride * item_bytes(kind);
+        char *normed = to + row * model->normed_stride * item_bytes(to_kind);
         if (post)
             add_normed_row(model->joined + row * model->residual_stride, post, hidden, epsilon,
                            (float)model->spec.residual_scale, from);
-        if (weight) norm_row(from, weight, hidden, epsilon, normed, kind);
+        if (weight) norm_row(from, weight, hidden, epsilon, normed, to_kind);
         else
-            for (size_t i = 0; i < hidden; i += LANES) put(normed, i, load(from + i), kind);
+            for (size_t i = 0; i < hidden; i += LANES) put(normed, i, load(from + i), to_kind);
     }
+    round_rows(model, next, to, model->normed_stride, count, chunk);
 }
 
 /* The same rows before rounding to the weights' kind. */
@@ -419,7 +459,7 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
     }
     if (phase == final_norm_phase(model)) {
         norm_rows(model, model->chosen, model->layers[model->spec.layers - 1].mlp_post_norm, model->final_norm, wanted, chunk,
-                  model->final, kind);
+                  model->final, &model->head, kind);
         if (model->pass->states) show_rows(model, chunk);
         return;
     }
@@ -436,7 +476,7 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
     switch (step) {
     case NORM_BEFORE_ATTENTION:
         norm_rows(model, model->residual, layer_index ? layer[-1].mlp_post_norm : NULL, layer->attention_norm, tokens, chunk,
-                  model->normed, kind);
+                  model->normed, &layer->qkv, kind);
         return;
     case ROTATE:
         for (size_t token = from; token < to; token++) rotate(model, layer_index, token, kind);
@@ -444,10 +484,19 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
     case ATTEND: attend_chunk(model, layer_index, chunk, thread, kind); return;
     case NORM_BEFORE_MLP:
         if (is_last(model, layer_index))
-            norm_rows(model, model->chosen, layer->attention_post_norm, layer->mlp_norm, wanted, chunk, model->normed, kind);
+            norm_rows(model, model->chosen, layer->attention_post_norm, layer->mlp_norm, wanted, chunk, model->normed,
+                      &layer->gate_up, kind);
         else
-            norm_rows(model, model->residual, layer->attention_post_norm, layer->mlp_norm, tokens, chunk, model->normed, kind);
+            norm_rows(model, model->residual, layer->attention_post_norm, layer->mlp_norm, tokens, chunk, model->normed,
+                      &layer->gate_up, kind);
         return;
+    case ROUND_ATTENDED:
+    case ROUND_GATED: {
+        const size_t count = among_chosen(model, layer_index, step) ? wanted : tokens;
+        if (step == ROUND_GATED) round_rows(model, &layer->down, model->gated, model->gated_stride, count, chunk);
+        else round_rows(model, &layer->output, model->attended, model->attended_stride, count, chunk);
+        return;
+    }
     default: {
         const struct product product = at_head ? product_of_head(model) : product_of(model, layer_index, step);
         multiply_chunk(model, &product, chunk, kind);
@@ -491,7 +540,7 @@ int baton_forward(struct model *model, const struct pass *pass) {
     return DONE;
 }
 
-/* The head only: phase 0 rounds the states to the weights' kind, phase 1 multiplies. */
+/* The head only: phase 0 rounds the states to the weights' kind or to 8 bits, phase 1 multiplies. */
 static size_t chunks_of_head(void *self, size_t phase) {
     const struct model *model = self;
     return phase ? chunks_of_product(model, product_of_head(model)) : ((size_t)model->pass->wanted + NORM_ROWS - 1) / NORM_ROWS;
@@ -509,7 +558,8 @@ static void run_head(void *self, size_t phase, size_t chunk, size_t thread) {
         else multiply_chunk(model, &product, chunk, FLOAT32);
         return;
     }
-    for (size_t row = chunk * NORM_ROWS; row < wanted && row < (chunk + 1) * NORM_ROWS; row++) {
+    round_rows(model, &model->head, (const char *)pass->states, (size_t)pass->states_stride, wanted, chunk);
+    for (size_t row = chunk * NORM_ROWS; !model->head.quantized && row < wanted && row < (chunk + 1) * NORM_ROWS; row++) {
         const float *from = pass->states + row * (size_t)pass->states_stride;
         char *to = model->final + row * model->normed_stride * item_bytes(kind);
         for (size_t i = 0; i < hidden; i += LANES) put(to, i, load(from + i), kind);
@@ -568,5 +618,5 @@ int baton_sound(void) {
             }
     }
     tiles_end(&before);
-    return 1;
+    return quantized_sound();
 }

@@ -34,7 +34,17 @@ from baton_engine.machine import bundled_folder, cache_folder, owned
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("decoder.c", "experts.h", "model.h", "attention.h", "linear.h", "tiles.h", "pool.h", "vector.h")
+SOURCES = (
+    "decoder.c",
+    "experts.h",
+    "model.h",
+    "attention.h",
+    "quantized.h",
+    "linear.h",
+    "tiles.h",
+    "pool.h",
+    "vector.h",
+)
 NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 FLAGS = (
     "-O3",
@@ -200,7 +210,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-BF16 = V4 | {"avx512_bf16"}
+VNNI = V4 | {"avx512_vnni"}
+BF16 = VNNI | {"avx512_bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +233,13 @@ class Target:
 TARGETS = (
     Target(
         "amx",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
         BF16 | {"amx_tile", "amx_bf16"},
     ),
-    Target("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), BF16),
+    Target("avx512-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), BF16),
+    Target("avx512-vnni", ("-march=x86-64-v4", "-mavx512vnni"), VNNI),
     Target("avx512", ("-march=x86-64-v4",), V4),
+    Target("avx-vnni", ("-march=x86-64-v3", "-mavxvnni"), V3 | {"avx_vnni"}),
     Target("avx2", ("-march=x86-64-v3",), V3),
 )
 """Kinds of processors, fastest first. Other processors compile the kernels or use torch."""

@@ -103,6 +103,8 @@ struct linear {
     uint32_t *panels;
     float *bias; /* padded to whole panels; NULL: no bias */
     size_t inputs, outputs, units;
+    char **quantized; /* panels of quantized.h, NULL if `panels` are set */
+    uint8_t *formats; /* of each quantized panel */
 };
 
 INLINE size_t panel_count(const struct linear *weight) { return (weight->outputs + PANEL - 1) / PANEL; }

@@ -15,8 +15,8 @@
 #endif
 
 #include "attention.h"
-#include "linear.h"
 #include "pool.h"
+#include "quantized.h"
 
 #define HUGE_PAGE ((size_t)2 << 20)
 
@@ -93,7 +93,8 @@ struct model {
     struct layer *layers;
     float *final_norm;
     struct linear head;
-    const void *embedding; /* [vocab, hidden]; NULL if tied to the head */
+    const void *embedding; /* [vocab, hidden]; NULL if tied to the head, or quantized */
+    struct linear embedding_rows; /* a quantized embedding of its own */
     /* Activations, in rows of `stride` items, for `token_capacity` tokens and `wanted_capacity` rows of logits. */
     size_t token_capacity, wanted_capacity;
     size_t residual_stride, normed_stride, qkv_stride, query_lanes, attended_stride, gated_stride;
@@ -101,6 +102,9 @@ struct model {
     float *joined; /* outputs of attention or MLP before their post norm; NULL without post norms */
     char *normed, *queries, *attended, *gated, *final;
     struct expert_rows expert_rows;
+    /* Inputs of quantized products: the rows of normed, attended, gated or final, rounded to 8 bits. */
+    struct rounded *rounded;
+    size_t rounded_stride; /* blocks per row; 0 if no weight is quantized */
     const struct pass *pass;
     size_t query_tokens;  /* tokens per chunk of attention */
     int64_t *query_chunks; /* [rows + 1] number of attention chunks before row r, per key head */
@@ -218,6 +222,8 @@ static void forget_activations(struct model *model) {
     forget_expert_rows(&model->expert_rows);
     free(model->residual), free(model->qkv), free(model->chosen), free(model->normed), free(model->queries);
     free(model->attended), free(model->gated), free(model->final), free(model->query_chunks), free(model->joined);
+    free(model->rounded);
+    model->rounded = NULL;
     model->residual = model->qkv = model->chosen = model->joined = NULL;
     model->normed = model->queries = model->attended = model->gated = model->final = NULL;
     model->query_chunks = NULL;
@@ -238,7 +244,8 @@ void baton_destroy(struct model *model) {
 /* Allocates the activations of a pass; returns 0 if memory is exhausted. The padding of rows is zero. */
 static int reserve_activations(struct model *model, size_t tokens, size_t wanted, size_t rows) {
     if (tokens <= model->token_capacity && wanted <= model->wanted_capacity && rows <= model->row_capacity) return 1;
-    const size_t item = item_bytes((int)model->spec.kind);
+    /* The inputs of quantized products are float32 before they are rounded. */
+    const size_t item = model->rounded_stride ? 4 : item_bytes((int)model->spec.kind);
     tokens = round_up(tokens > model->token_capacity ? tokens : model->token_capacity, 64);
     wanted = round_up(wanted > model->wanted_capacity ? wanted : model->wanted_capacity, 64);
     rows = round_up(rows > model->row_capacity ? rows : model->row_capacity, 64);
@@ -253,8 +260,10 @@ static int reserve_activations(struct model *model, size_t tokens, size_t wanted
     model->final = zeros(wanted * model->normed_stride * item);
     model->query_chunks = zeros((rows + 1) * sizeof(int64_t));
     if (model->spec.post_norm) model->joined = zeros(tokens * model->residual_stride * 4);
+    model->rounded = zeros((tokens > wanted ? tokens : wanted) * model->rounded_stride * sizeof(struct rounded) + 64);
     if (!model->residual || !model->qkv || !model->chosen || !model->normed || !model->queries || !model->attended || !model->gated ||
-        !model->final || !model->query_chunks || !reserve_expert_rows(model, tokens) || (model->spec.post_norm && !model->joined)) {
+        !model->final || !model->query_chunks || !model->rounded || !reserve_expert_rows(model, tokens) ||
+        (model->spec.post_norm && !model->joined)) {
         forget_activations(model);
         return 0;
     }
@@ -275,20 +284,25 @@ static float *load_vector(struct model *model, const void *from, size_t count) {
     return vector ? memcpy(vector, from, count * 4) : NULL;
 }
 
-/* Packs gate and up, stacked in `from`, side by side: one tile has a vector of each. */
+/* Returns where an output is packed. Gate and up are stacked, but packed side by side: one tile has a vector of each. */
+static size_t packed_at(size_t output, size_t outputs, int paired) {
+    const size_t half = outputs / 2, upper = output >= half, within = upper ? output - half : output;
+    return paired ? within / LANES * PANEL + upper * LANES + within % LANES : output;
+}
+
+static size_t packed_outputs(size_t outputs, int paired) { return paired ? round_up(outputs / 2, LANES) * 2 : outputs; }
+
 static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
                        size_t inputs, int paired) {
     const int kind = (int)model->spec.kind;
-    const size_t half = outputs / 2;
     weight->inputs = inputs;
     weight->units = units_of(kind, inputs);
-    weight->outputs = paired ? round_up(half, LANES) * 2 : outputs;
+    weight->outputs = packed_outputs(outputs, paired);
     weight->panels = place(model, panels_bytes(kind, weight->outputs, inputs));
     weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
     if (!weight->panels || (bias && !weight->bias)) return 0;
     for (size_t output = 0; output < outputs; output++) {
-        const size_t upper = paired && output >= half, within = upper ? output - half : output;
-        const size_t at = paired ? within / LANES * PANEL + upper * LANES + within % LANES : output;
+        const size_t at = packed_at(output, outputs, paired);
         pack_row(weight->panels + at / PANEL * weight->units * PANEL, at % PANEL,
                  (const char *)from + output * inputs * item_bytes(kind), inputs, kind);
         if (bias) weight->bias[at] = get(bias, output, kind);
@@ -342,6 +356,71 @@ int baton_load_expert(struct model *model, int64_t layer_index, int64_t expert, 
     struct experts *experts = &model->layers[layer_index].experts;
     return load_linear(model, experts->gate_up + expert, gate_up, NULL, 2 * inner, hidden, 1) &&
            load_linear(model, experts->down + expert, down, NULL, hidden, inner, 0);
+}
+
+/* Rows of a quantized tensor as stored in GGUF; same order as in native_decoder.py. */
+struct part {
+    int64_t format, outputs;
+    const uint8_t *rows;
+};
+
+/* Returns 0 if two formats would share a panel, or if a format does not suit the number of inputs. */
+static int place_quantized(struct model *model, struct linear *weight, const struct part *parts, size_t count,
+                           size_t outputs, int paired) {
+    weight->quantized = place(model, panel_count(weight) * sizeof(char *));
+    weight->formats = place(model, panel_count(weight));
+    if (!weight->quantized || !weight->formats) return 0;
+    size_t output = 0;
+    for (const struct part *part = parts; part < parts + count; part++)
+        for (size_t row = 0; row < (size_t)part->outputs; row++) {
+            uint8_t *format = weight->formats + packed_at(output++, outputs, paired) / PANEL;
+            if (*format && *format != part->format) return 0;
+            *format = (uint8_t)part->format;
+        }
+    for (size_t panel = 0; panel < panel_count(weight); panel++) {
+        const size_t bytes = quantized_panel_bytes((enum format)weight->formats[panel], weight->inputs);
+        weight->quantized[panel] = bytes ? place(model, bytes) : NULL;
+        if (!weight->quantized[panel]) return 0;
+    }
+    return 1;
+}
+
+static int load_quantized(struct model *model, struct linear *weight, const struct part *parts, size_t count,
+                          const void *bias, size_t inputs, int paired) {
+    size_t outputs = 0, output = 0;
+    for (size_t nth = 0; nth < count; nth++) outputs += (size_t)parts[nth].outputs;
+    weight->inputs = inputs;
+    weight->outputs = packed_outputs(outputs, paired);
+    weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
+    if ((bias && !weight->bias) || !place_quantized(model, weight, parts, count, outputs, paired)) return 0;
+    for (const struct part *part = parts; part < parts + count; part++) {
+        const struct layout layout = layout_of((enum format)part->format);
+        const size_t row_bytes = inputs / (layout.stored_blocks * BLOCK) * layout.stored;
+        for (size_t row = 0; row < (size_t)part->outputs; row++, output++) {
+            const size_t at = packed_at(output, outputs, paired);
+            pack_quantized_row(weight->quantized[at / PANEL], at % PANEL, part->rows + row * row_bytes, inputs,
+                               (enum format)part->format);
+            if (bias) weight->bias[at] = get(bias, output, (int)model->spec.kind);
+        }
+    }
+    if (model->rounded_stride < inputs / BLOCK) model->rounded_stride = inputs / BLOCK;
+    return 1;
+}
+
+/* Copies a quantized tensor of `count` stacked parts. Returns 0 if it does not fit. */
+int baton_load_quantized(struct model *model, int64_t layer_index, int64_t where, const struct part *parts, int64_t count,
+                         const void *bias, int64_t inputs) {
+    struct layer *layer = model->layers + layer_index;
+    const size_t given = (size_t)count, wide = (size_t)inputs;
+    switch ((enum place)where) {
+    case QKV: return load_quantized(model, &layer->qkv, parts, given, bias, wide, 0);
+    case OUTPUT: return load_quantized(model, &layer->output, parts, given, bias, wide, 0);
+    case GATE_UP: return load_quantized(model, &layer->gate_up, parts, given, bias, wide, 1);
+    case DOWN: return load_quantized(model, &layer->down, parts, given, bias, wide, 0);
+    case HEAD: return load_quantized(model, &model->head, parts, given, bias, wide, 0);
+    case EMBEDDING: return load_quantized(model, &model->embedding_rows, parts, given, bias, wide, 0);
+    default: return 0;
+    }
 }
 
 /* Sets how a layer attends: `window` 0 is all keys. */

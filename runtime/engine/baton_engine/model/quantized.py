@@ -1,0 +1,113 @@
+"""
+Matrices in GGUF's quantized formats, which the native kernels keep instead of expanding them.
+
+`ops/native/quantized.h` defines the layout in memory. The kernels round activations to 8 bits with one scale
+per 32 inputs, as llama.cpp does, so results differ from those of expanded weights within that rounding.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+"""Inputs that share a scale."""
+
+
+class Format(enum.IntEnum):
+    """Formats that the kernels keep. The numbers are those of GGUF's tensor types, but for INT4."""
+
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 8
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    INT4 = 63
+    """Blocks of a float16 scale, the byte that stands for zero, and 32 numbers of 4 bits as in Q4_0."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPart:
+    """Some rows of a matrix in one format."""
+
+    format: Format
+    rows: Tensor
+    """[outputs, bytes per row] uint8, the blocks of each row as GGUF stores them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix [outputs, inputs] of stacked parts."""
+
+    parts: tuple[QuantizedPart, ...]
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(len(part.rows) for part in self.parts), self.inputs
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.rows.nbytes for part in self.parts)
+
+
+Matrix = Tensor | Quantized
+
+
+def floats(matrix: Matrix) -> Tensor:
+    """Return a matrix that is not quantized. torch's operations support no other."""
+    if isinstance(matrix, Quantized):
+        raise TypeError(f"a matrix in {matrix.parts[0].format.name} requires the native kernels")
+    return matrix
+
+
+def quantize(values: Tensor, target: Format) -> Quantized:
+    """
+    Round a matrix [outputs, inputs] to Q8_0 or Q4_0. `inputs` is a multiple of 32.
+
+    The same blocks as those of llama.cpp's reference quantization (ggml-quants.c), to the bit.
+    """
+    rows, inputs = values.shape
+    blocks = values.to(torch.float32).reshape(rows, inputs // BLOCK, BLOCK)
+    if target is Format.Q8_0:
+        scale = blocks.abs().amax(dim=2, keepdim=True) / 127
+        numbers = _away_from_zero(blocks * _inverse(scale))
+    else:
+        largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
+        scale = largest / -8
+        numbers = (blocks * _inverse(scale) + 8.5).trunc().clamp(max=15)
+    return pack(target, numbers.reshape(rows, inputs), scale.to(torch.float16).squeeze(2))
+
+
+def pack(target: Format, numbers: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Quantized:
+    """
+    Write blocks of Q8_0, Q4_0 or INT4.
+
+    `numbers` [outputs, inputs]: -128 to 127, or 0 to 15 of which 8, or `zeros`, stands for zero. `scales`
+    float16 and `zeros` [outputs, inputs / 32]. `zeros` are those of INT4.
+    """
+    rows, inputs = numbers.shape
+    blocks = numbers.reshape(rows, inputs // BLOCK, BLOCK)
+    fields = [scales.contiguous().unsqueeze(2).view(torch.uint8)]
+    if target is Format.Q8_0:
+        fields.append(blocks.to(torch.int8).view(torch.uint8))
+    else:
+        if zeros is not None:
+            fields.append(zeros.to(torch.uint8).unsqueeze(2))
+        nibbles = blocks.to(torch.uint8)
+        fields.append(nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4)
+    return Quantized((QuantizedPart(target, torch.cat(fields, dim=2).reshape(rows, -1)),), inputs)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 0.0, 1.0 / scale)
+
+
+def _away_from_zero(values: Tensor) -> Tensor:
+    """Round to the nearest integer, halves away from zero, as C's `roundf`."""
+    whole = values.trunc()
+    return whole + (values - whole).abs().ge(0.5) * values.sign()

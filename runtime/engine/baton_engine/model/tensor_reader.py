@@ -1,0 +1,109 @@
+"""
+Reading of tensors: stacked in one dtype, or quantized matrices as the checkpoint stores them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton_engine.model.progress import Progress
+from baton_engine.model.quantized import BLOCK, Format, Matrix, Quantized, quantize
+from baton_engine.model.spec import Quantize
+
+log = logging.getLogger(__name__)
+
+MIXED_ROWS = 32
+"""Rows per panel of the kernels at most. A panel has one format, so stacked formats meet at a multiple."""
+PLAIN = ("F64", "F32", "F16", "BF16")
+"""Formats of tensors that are not quantized."""
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name in errors."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def stored_bytes(self, tensor: str) -> int: ...
+
+    def read(self, tensor: str) -> Tensor:
+        """Return the tensor in a float dtype on the CPU. May be a view of a mapped file."""
+        ...
+
+    def format(self, tensor: str) -> str:
+        """Return the name of the tensor's format in the checkpoint, such as BF16 or Q8_0."""
+        ...
+
+    def read_quantized(self, tensor: str) -> Quantized | None:
+        """Return the matrix as it is stored, or None if that is not a format of the kernels."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReader:
+    """Reads and stacks tensors."""
+
+    source: TensorSource
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype_of: Callable[[str], torch.dtype]
+    """Dtype in which a tensor is stored here, by name."""
+    progress: Progress
+    choice: Quantize
+    expanded: Counter[str] = field(default_factory=Counter)
+    """Number of matrices by format that are stored quantized and expanded here."""
+
+    def stacked(self, names: Sequence[str]) -> Tensor:
+        """Return the tensors stacked along the first dimension, in newly allocated memory."""
+        rows = [self.shapes[name][0] for name in names]
+        whole = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=self.dtype_of(names[0]))
+        start = 0
+        for name, count in zip(names, rows, strict=True):
+            whole[start : start + count] = self.source.read(name)
+            start += count
+            self.progress.advance(self.source.stored_bytes(name))
+        return whole
+
+    def matrix(self, names: Sequence[str], paired: bool = False) -> Matrix:
+        """Return the matrices stacked, quantized if possible. `paired`: they must have one format."""
+        kept = [self._quantized(name) for name in names] if self.choice != "off" else []
+        parts = [part for matrix in kept if matrix is not None for part in matrix.parts]
+        whole = len(parts) == len(names) and (
+            len({part.format for part in parts}) == 1
+            or (not paired and all(len(part.rows) % MIXED_ROWS == 0 for part in parts))
+        )
+        if not whole:
+            self.expanded.update(form for form in map(self.source.format, names) if form not in PLAIN)
+            return self.stacked(names)
+        for name in names:
+            self.progress.advance(self.source.stored_bytes(name))
+        return Quantized(tuple(parts), self.shapes[names[0]][1])
+
+    def _quantized(self, name: str) -> Quantized | None:
+        kept = self.source.read_quantized(name)
+        if kept is not None or self.choice == "keep" or self.shapes[name][1] % BLOCK:
+            return kept
+        return quantize(self.source.read(name), Format[self.choice.upper()])
+
+    def report(self) -> None:
+        """Log the quantized matrices that were expanded."""
+        for form, count in sorted(self.expanded.items()):
+            log.log(
+                logging.INFO if self.choice == "off" else logging.WARNING,
+                "%s: %d matrices in %s were expanded%s",
+                self.source.name,
+                count,
+                form,
+                "" if self.choice == "off" else f". Formats that are kept: {', '.join(Format.__members__)}",
+            )

@@ -1,0 +1,290 @@
+"""Quantized matrices: kernels against dequantized weights, and the formats that loading keeps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shlex
+import struct
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+
+from baton_api.errors import SetupError
+from baton_engine.batch import Batch, BatchRow
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.gguf import GGUFFile
+from baton_engine.model.native_decoder import NativeDecoder, native_decoder
+from baton_engine.model.quantized import BLOCK, Format, Matrix, Quantized, QuantizedPart, quantize
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.ops import Linear
+from baton_engine.ops.native import library
+from baton_engine.ops.plain import PlainLinear, PlainOps
+from baton_engine.transfer.compatibility import weights_digest
+from tests.engine.gguf_files import write_gguf
+from tests.engine.models import make_model
+from tests.engine.random_weights import random_weights, tiny_spec
+from tests.engine.test_cpu_ops import CPU, ROWS, filled_cache, rows_of
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "heads of 64, tied": {"hidden": 256, "heads": 4, "head_dim": 64, "intermediate": 512},
+    "own head, biases and a vocabulary of no multiple": {
+        "hidden": 256,
+        "heads": 8,
+        "head_dim": 32,
+        "intermediate": 256,
+        "qkv_bias": True,
+        "mlp_bias": True,
+        "output_bias": True,
+        "tied_embeddings": False,
+    },
+}
+ROUNDING = 0.01
+"""Tolerance of logits, relative to their norm: activations at the edge of two 8-bit numbers fall apart."""
+
+
+def expanded(matrix: Matrix) -> Tensor:
+    """Dequantize by the gguf package."""
+    if isinstance(matrix, Tensor):
+        return matrix
+    kinds = [(part.rows.numpy(), GGMLQuantizationType(part.format)) for part in matrix.parts]
+    return torch.from_numpy(numpy.concatenate([gguf.quants.dequantize(rows, kind) for rows, kind in kinds]))
+
+
+def random_blocks(outputs: int, inputs: int, form: Format, generator: torch.Generator) -> Quantized:
+    """Random bytes, with scales that give numbers of about 1 / sqrt(inputs)."""
+    values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType(form)]
+    blocks = torch.randint(0, 256, (outputs * inputs // values, size), generator=generator, dtype=torch.uint8)
+    steps = {Format.Q4_K: 15 * 32, Format.Q5_K: 31 * 32, Format.Q6_K: 32 * 64, Format.Q8_0: 128}.get(form, 15)
+    scale = torch.rand(len(blocks), 1, generator=generator) * 2 / inputs**0.5 / steps
+    bits = scale.to(torch.float16).view(torch.uint8)
+    if form is Format.Q6_K:
+        blocks[:, -2:] = bits
+    else:
+        blocks[:, :2] = bits
+    if form in (Format.Q4_1, Format.Q4_K, Format.Q5_K):
+        blocks[:, 2:4] = (scale * (-7.5 if form is Format.Q4_1 else 7)).to(torch.float16).view(torch.uint8)
+    return Quantized((QuantizedPart(form, blocks.reshape(outputs, -1)),), inputs)
+
+
+def quantized_weights(spec: ModelSpec, forms: Sequence[Format]) -> tuple[Weights, Weights]:
+    """Weights whose matrices take the formats in turn, and the same dequantized. Stacked ones are mixed."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = iter(range(1000))
+
+    def of(matrix: Matrix) -> Quantized:
+        form = forms[next(numbers) % len(forms)]
+        assert isinstance(matrix, Tensor)
+        return random_blocks(matrix.shape[0], matrix.shape[1], form, generator)
+
+    base = random_weights(spec, torch.float32)
+    layers = []
+    for layer in base.layers:
+        parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        for name in ("output", "gate_up", "down"):
+            parts[name] = of(parts[name])
+        rows = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim)
+        stacked = [of(piece) for piece in parts["qkv"].split(rows)]
+        parts["qkv"] = Quantized(tuple(part for each in stacked for part in each.parts), spec.hidden)
+        layers.append(LayerWeights(**parts))
+    embedding = of(base.embedding)
+    head = embedding if spec.tied_embeddings else of(base.head)
+    kept = Weights(embedding=embedding, layers=tuple(layers), final_norm=base.final_norm, head=head)
+    return kept, dequantized(kept)
+
+
+def dequantized(kept: Weights) -> Weights:
+    def plain(value: Any) -> Any:
+        return expanded(value) if isinstance(value, Quantized) else value
+
+    layers = tuple(
+        LayerWeights(**{field.name: plain(getattr(layer, field.name)) for field in fields(layer)})
+        for layer in kept.layers
+    )
+    embedding = expanded(kept.embedding)
+    head = embedding if kept.head is kept.embedding else expanded(kept.head)
+    return Weights(embedding=embedding, layers=layers, final_norm=kept.final_norm, head=head)
+
+
+class RoundingOps(PlainOps):
+    """Plain operations whose products have rows in 8 bits with a scale per 32 numbers."""
+
+    def __init__(self, spec: ModelSpec, exact_head: bool = False) -> None:
+        super().__init__(spec)
+        self._exact = spec.vocab if exact_head else None
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        product = PlainLinear(weight, bias)
+        if len(weight) == self._exact:
+            return product
+
+        def rounded(x: Tensor) -> Tensor:
+            blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+            scale = blocks.abs().amax(-1, keepdim=True) / 127
+            return product((torch.round(blocks / scale.clamp(min=1e-30)) * scale).reshape(x.shape))
+
+        return rounded
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def native_model(spec: ModelSpec, weights: Weights, threads: int = 2, **changes: str) -> NativeDecoder:
+    try:
+        library.load(os.environ)
+    except library.Unavailable as reason:
+        pytest.skip(f"no native kernels: {reason}")
+    model = native_decoder(spec, weights, torch.float32, {**os.environ, **changes}, threads)
+    assert model is not None
+    return model
+
+
+STORED = [form for form in Format if form is not Format.INT4]
+"""Formats of GGUF."""
+FORMATS = [*([form] for form in STORED), [Format.Q4_K, Format.Q6_K, Format.Q8_0, Format.Q4_0, Format.Q5_K]]
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("forms", FORMATS, ids=lambda forms: "+".join(form.name for form in forms))
+def test_quantized_logits_are_those_of_expanded(forms: list[Format], changes: dict[str, Any]) -> None:
+    """With activations rounded alike they are equal; with exact ones they differ by that rounding only."""
+    spec = tiny_spec(**changes)
+    kept, exact = quantized_weights(spec, forms)
+    batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
+    ours, theirs = filled_cache(spec, torch.float32), filled_cache(spec, torch.float32)
+    logits = native_model(spec, kept).forward(batch, ours)
+    expected = Decoder(spec, exact, RoundingOps(spec), CPU).forward(batch, theirs)
+    assert distance(logits, expected) < ROUNDING
+    unrounded = Decoder(spec, exact, PlainOps(spec), CPU).forward(batch, filled_cache(spec, torch.float32))
+    assert distance(logits, unrounded) < 0.05
+
+
+@pytest.mark.parametrize("forms", FORMATS, ids=lambda forms: "+".join(form.name for form in forms))
+def test_quantized_row_is_bit_identical_in_any_batch(forms: list[Format]) -> None:
+    spec = tiny_spec(**SHAPES["heads of 64, tied"])
+    kept, _ = quantized_weights(spec, forms)
+    rows = rows_of(ROWS, spec.vocab, random.Random(6))
+    batched, single = native_model(spec, kept, threads=3), native_model(spec, kept, threads=1)
+    whole, pieces = filled_cache(spec, torch.float32), filled_cache(spec, torch.float32)
+    logits = batched.forward(Batch(rows, 16, CPU), whole)
+    generator = random.Random(9)
+    for number, row in enumerate(rows):
+        done = 0
+        while done < len(row.tokens):
+            count = generator.randrange(1, min(40, len(row.tokens) - done) + 1)
+            piece = BatchRow(row.tokens[done : done + count], row.start + done, row.blocks, True)
+            result = single.forward(Batch([piece], 16, CPU), pieces)
+            done += count
+        assert torch.equal(result[0], logits[number])
+    assert torch.equal(whole.kv, pieces.kv)
+    batch = Batch(rows, 16, CPU)
+    states = batched.hidden_states(batch, filled_cache(spec, torch.float32))
+    assert torch.equal(batched.project(states), logits)
+
+
+def test_quantized_kernels_for_vnni_give_the_same(tmp_path: Path) -> None:
+    """The sums are integers, so only the order of the instructions may differ. VNNI is emulated."""
+    if "avx2" not in library.instructions():
+        pytest.skip("the emulated instructions are beside AVX2's")
+    spec = tiny_spec(**SHAPES["heads of 64, tied"])
+    header = Path(__file__).with_name("emulated_vnni.h")
+    compiler = shlex.join([*library.find_compiler(os.environ), "-include", str(header)])
+    kept, _ = quantized_weights(spec, STORED)
+    batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
+    ours, theirs = (
+        model.forward(batch, filled_cache(spec, torch.float32))
+        for model in (
+            native_model(spec, kept),
+            native_model(spec, kept, CC=compiler, BATON_CACHE=str(tmp_path)),
+        )
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_quantized_invalid_activations_give_nan_in_one_row() -> None:
+    spec = tiny_spec(**SHAPES["own head, biases and a vocabulary of no multiple"])
+    kept, _ = quantized_weights(spec, [Format.Q8_0])
+    model, cache = native_model(spec, kept), filled_cache(spec, torch.float32)
+    broken, sound = rows_of([(20, 1), (20, 1)], spec.vocab, random.Random(2))
+    cache.kv[broken.blocks[0], 0, 1, :, 3] = float("inf")
+    logits = model.forward(Batch([broken, sound], 16, CPU), cache)
+    assert logits[0].isnan().all()
+    assert logits[1].isfinite().all()
+
+
+@pytest.mark.parametrize("form", [Format.Q8_0, Format.Q4_0])
+def test_quantize_equals_llama_cpps_blocks(form: Format) -> None:
+    values = torch.randn(40, 96, generator=torch.Generator().manual_seed(1))
+    values[3] = 0.0
+    (part,) = quantize(values, form).parts
+    expected = gguf.quants.quantize(values.numpy(), GGMLQuantizationType(form))
+    assert numpy.array_equal(part.rows.numpy(), expected)
+
+
+def load(path: Path, choice: Any) -> tuple[ModelSpec, Weights]:
+    checkpoint = Checkpoint(path, path.name)
+    spec = load_spec(checkpoint)
+    return spec, load_weights(checkpoint, spec, torch.float32, quantize=choice)
+
+
+def test_gguf_quantized_matrices_are_kept(tmp_path: Path) -> None:
+    """Also those of query and key, whose rows llama.cpp reorders."""
+    path = write_gguf(make_model(tmp_path / "model"), tmp_path / "tiny.gguf", quantised=True)
+    spec, kept = load(path, "keep")
+    _, exact = load(path, "off")
+    assert set(kept.formats) == {"Q8_0", "float32"}
+    for ours, theirs in zip(kept.layers, exact.layers, strict=True):
+        for name in ("qkv", "output", "gate_up", "down"):
+            assert isinstance(getattr(ours, name), Quantized)
+            torch.testing.assert_close(expanded(getattr(ours, name)), getattr(theirs, name), rtol=0, atol=0)
+    assert kept.bytes < 0.4 * exact.bytes
+    assert weights_digest(kept).endswith(" with Q8_0")
+    assert weights_digest(kept) != weights_digest(exact)
+    assert native_model(spec, kept).bytes == pytest.approx(kept.bytes, rel=0.15)
+
+
+def test_gguf_other_formats_are_expanded_and_logged(tmp_path: Path, caplog: Any) -> None:
+    """A format without kernels, and gate and up in two formats: the kernels read them side by side."""
+    forms = {"attn_output": GGMLQuantizationType.Q5_0, "ffn_gate": GGMLQuantizationType.Q4_0}
+    path = write_gguf(make_model(tmp_path / "model"), tmp_path / "tiny.gguf", quantised=True, forms=forms)
+    with caplog.at_level(logging.WARNING):
+        _, kept = load(path, "keep")
+    assert isinstance(kept.layers[0].output, Tensor)
+    assert isinstance(kept.layers[0].gate_up, Tensor)
+    assert isinstance(kept.layers[0].down, Quantized)
+    assert "2 matrices in Q5_0 were expanded to float32" in caplog.text
+    assert "2 matrices in Q4_0 were expanded to float32" in caplog.text
+
+
+def test_gguf_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(make_model(tmp_path / "model"), tmp_path / "tiny.gguf", quantised=True)
+    data = bytearray(path.read_bytes())
+    at = GGUFFile(path).tensors["blk.1.ffn_down.weight"].offset + 34 * 5
+    data[at : at + 2] = struct.pack("<e", float("inf"))
+    path.write_bytes(data)
+    with pytest.raises(SetupError, match=r"blk\.1\.ffn_down\.weight in Q8_0 has a scale that is inf"):
+        load(path, "keep")
+
+
+def test_safetensors_matrices_are_quantized_while_loading(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama with tied embeddings")
+    spec, exact = load(folder, "off")
+    _, kept = load(folder, "q8_0")
+    assert set(kept.formats) == {"Q8_0", "float32"}
+    assert kept.head is kept.embedding
+    batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
+    logits = native_model(spec, kept).forward(batch, filled_cache(spec, torch.float32))
+    expected = Decoder(spec, exact, PlainOps(spec), CPU).forward(batch, filled_cache(spec, torch.float32))
+    assert distance(logits, expected) < 0.1
