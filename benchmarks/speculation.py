@@ -1,7 +1,7 @@
 """
 Tokens per second with speculation and without, in turn, in one process with one model.
 
-    python benchmarks/speculation.py [MODEL] [--threads 2] [--streams 1,4,8,32] [--repeats 3]
+    python -m benchmarks.speculation [MODEL] [--threads 2] [--streams 1,4,8,32] [--repeats 3]
 
 Tasks: edits of code, quotes from a text, a story, and a story whose text the request predicts (the ideal
 case). Answers are greedy and must be equal with and without speculation. Prompts are in the prefix cache, so
