@@ -21,7 +21,6 @@ from baton_engine import engine
 from baton_engine.api import generate
 from baton_engine.kv.cache import BLOCK_SIZE
 from baton_engine.model import resolve
-from baton_engine.model.checkpoint import GGUF_SUFFIX
 from baton_engine.sampling.state import uniform
 from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings
@@ -127,7 +126,7 @@ def test_peer_launch_line_gives_the_same_settings(line: str, fields: dict[str, A
         ("serve --kv-transfer-config {}", ("NIXL",)),
         ("serve --enable-prefix-caching", ("always",)),
         ("serve --disable-radix-cache", ("always",)),
-        ("serve --quantization fp8", (".gguf",)),
+        ("serve --quantization fp8", ("--quantize",)),
         ("serve --trust-remote-code", ("no code",)),
         ("serve --enable-auto-tool-choice", ("--tool-call-parser",)),
         ("serve --generation-config vllm", ("--sampling-defaults",)),
@@ -230,7 +229,7 @@ FACTS: dict[str, bool] = {
     "--kv-cache-dtype": "Data type of weights and KV cache."
     in str(WorkerSettings.model_fields["dtype"].description),
     "--download-dir": "HF_HOME" in str(resolve.__doc__),
-    "--quantization*": GGUF_SUFFIX == ".gguf" and WORDS.isdisjoint({"quantization", "loader"}),
+    "--quantization*": "quantize" in WORKER and WORDS.isdisjoint({"quantization", "loader"}),
     "--revision": "HF_TOKEN" in str(resolve.__doc__) and "revision" not in WORKER,
     "--tokenizer-path": "tokenizer" not in WORDS,
     "--trust-remote-code": "trust_remote_code=True" not in SOURCES,

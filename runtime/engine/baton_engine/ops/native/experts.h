@@ -64,6 +64,7 @@ static struct product product_of_expert(const struct model *model, size_t layer_
                         : (void *)(rows->results + first * model->residual_stride),
         .result_stride = gates ? rows->gated_stride : model->residual_stride,
         .scale = 1.0f,
+        .result_kind = (int)model->spec.kind,
     };
 }
 
