@@ -283,7 +283,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another scaling": (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported"),
     "a scaling without factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
     "a part of the head": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-    "quantised weights": (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "quantized by 'awq'"),
+    "quantised weights": (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "quantized by 'hqq'"),
+    "quantised weights of unknown size": (
+        LLAMA | {"quantization_config": {"quant_method": "awq"}},
+        "bits None",
+    ),
     "a window of nothing": (
         LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
         "sliding_window is 0",
@@ -343,8 +347,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "biases of a latent": (DEEPSEEK | {"attention_bias": True}, "attention_bias is not supported"),
     "gpt-oss in another format": (
-        MIXTRAL | {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "awq"}},
-        "quantized by 'awq'",
+        MIXTRAL | {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "hqq"}},
+        "quantized by 'hqq'",
     ),
     "too few layer types": (
         QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},

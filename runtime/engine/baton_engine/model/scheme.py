@@ -107,7 +107,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
-    _four_bits(config, "bits" if "bits" in config else "w_bit")
+    _four_bits(config, "w_bit" if "w_bit" in config else "bits")
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
         raise _UnsupportedOption("version", version, "gemm")
