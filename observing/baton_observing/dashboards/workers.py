@@ -136,6 +136,7 @@ KV_CACHE = Row(
             queries=(Query(WORKERS.rate(metrics.WORKER_RETRACTIONS, "worker"), "{{worker}}"),),
             threshold=1,
             runbook="BatonKvCacheFull",
+            width=12,
         ),
         Panel(
             title="Evictions",
@@ -143,6 +144,7 @@ KV_CACHE = Row(
             "for the KV cache would help.",
             unit=per_second("blocks"),
             queries=(Query(WORKERS.rate(metrics.WORKER_CACHE_EVICTIONS, "worker"), "{{worker}}"),),
+            width=12,
         ),
         Panel(
             title="Accepted draft tokens",
@@ -158,6 +160,7 @@ KV_CACHE = Row(
                     "{{worker}}",
                 ),
             ),
+            width=12,
         ),
         Panel(
             title="Engine step and forward pass, p95",
@@ -168,6 +171,7 @@ KV_CACHE = Row(
                 Query(WORKERS.quantile(0.95, metrics.WORKER_STEP, "role"), "{{role}} step"),
                 Query(WORKERS.quantile(0.95, metrics.WORKER_FORWARD, "role"), "{{role}} forward"),
             ),
+            width=12,
         ),
     ),
 )
