@@ -26,7 +26,7 @@ import msgspec
 from baton_api.errors import TransferFailed
 from baton_api.sampling import SamplingParams
 
-PROTOCOL = 5
+PROTOCOL = 6
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -100,6 +100,10 @@ class Prefill(Message, frozen=True, tag="prefill"):
     sampling: SamplingParams
     """`SamplingParams.first_token` of the request."""
     salt: str = ""
+    adapter: str = ""
+    """Name of the LoRA adapter; empty: the base model."""
+    adapter_digest: str = ""
+    """The prefill worker computes the prompt only with an adapter of this digest."""
     ticket: str = ""
     request_id: str = ""
     trace: str = ""

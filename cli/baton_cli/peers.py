@@ -28,6 +28,8 @@ WORKER_ALIASES = {
     "log_requests_length": ("--max-log-len",),
     "control_port": ("--disaggregation-bootstrap-port",),
     "allowed_origins": ("--cors-allowed-origins",),
+    "lora_modules": ("--lora-paths",),
+    "max_loras": ("--max-loaded-loras", "--max-cpu-loras"),
 }
 
 ROUTER_ALIASES = {
@@ -65,6 +67,8 @@ NOTES = {
     "log_requests": "Logs no text unless --log-requests-level is 2.",
     "seed": "Determines the seeds of requests without one.",
     "control_port": "Prefill workers only.",
+    "lora_modules": "NAME=PATH. JSON objects and paths without a name are not supported.",
+    "max_loras": "One batch may use all loaded adapters. In vLLM: the adapters of one batch.",
     "decode": "One URL per flag, repeatable. Use --prefill for prefill workers.",
     "max_body": "Bytes, or a size with a unit.",
 }

@@ -176,8 +176,9 @@ REFUSALS = (
         "set them in generation_config.json in the folder of the model",
     ),
     Refusal(
-        "--enable-lora --lora-* --max-lora* --max-loaded-loras --max-loras* --fully-sharded-loras",
-        "adapters are not supported; merge them into the weights",
+        "--max-loras-per-batch --lora-eviction-policy --lora-backend --lora-dtype --lora-target-modules "
+        "--fully-sharded-loras --max-lora-chunk-size --enable-lora-overlap-loading --lora-extra-vocab-size",
+        "one batch may use all loaded adapters; --max-loras and --max-lora-rank limit them",
     ),
     Refusal(
         "--speculative-* --spec-*",

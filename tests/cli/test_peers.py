@@ -236,7 +236,7 @@ FACTS: dict[str, bool] = {
     "--hf-overrides": WORDS.isdisjoint({"rope", "overrides"}),
     "--generation-config": get_args(_kind("sampling_defaults")) == ("model", "openai"),
     "--preferred-sampling-params": '"generation_config.json"' in SOURCES,
-    "--enable-lora": WORDS.isdisjoint({"lora", "loras", "adapter", "adapters"}),
+    "--max-loras-per-batch": {"max_loras", "max_lora_rank"} <= WORKER,
     "--speculative-*": {"speculation", "speculation_tokens"} <= WORKER,
     "--enable-multimodal": WORDS.isdisjoint({"multimodal", "image", "media", "mm"}),
     "--is-embedding": "/v1/embeddings" in PATHS and {"mean", "last"} <= {*get_args(_kind("pooling"))},

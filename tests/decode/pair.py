@@ -15,6 +15,7 @@ import torch
 from baton_api.errors import InvalidRequest
 from baton_api.sampling import Constraint, SamplingParams, Thinking
 from baton_decode.prefill_workers import PrefillWorkers
+from baton_engine.adapters import AdapterRegistry
 from baton_engine.client import AsyncEngine
 from baton_engine.engine import EngineLimits
 from baton_engine.kv.cache import KVCache
@@ -169,6 +170,7 @@ def serve(
     wall_clock: Callable[[], float] = lambda: 1000.0,
     matchers: MatchersOf = no_matcher,
     client: PromptClient | None = None,
+    adapters: AdapterRegistry | None = None,
 ) -> PrefillServer:
     limits = PromptLimits(side.model.spec.vocab, side.model.spec.context - 1, side.cache.block_size)
     return PrefillServer(
@@ -184,6 +186,7 @@ def serve(
         pace=pace,
         secret=secret,
         wall_clock=wall_clock,
+        adapters=adapters,
     )
 
 
@@ -225,10 +228,18 @@ async def open_pair(
     transfer_deadline_s: float = 10.0,
     answer_deadline_s: float = 15.0,
     matchers: MatchersOf = no_matcher,
+    adapters: AdapterRegistry | None = None,
 ) -> AsyncIterator[Pair]:
     """Both workers, started; at the end nothing may be held on either side."""
     prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
-    server = serve(prefill, sessions=sessions, secret=secret, wall_clock=wall_clock, matchers=matchers)
+    server = serve(
+        prefill,
+        sessions=sessions,
+        secret=secret,
+        wall_clock=wall_clock,
+        matchers=matchers,
+        adapters=adapters,
+    )
     prefills = ask(
         decode,
         transfer_deadline_s=transfer_deadline_s,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.lora import LoraWeights
 from baton_engine.model.spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -84,7 +85,11 @@ class FakeModel:
                 continue
             tokens = self._read(memory, batch, row, batch.contexts[row])
             assert torch.equal(tokens[: len(prefix)], prefix), "a prefix was written during the pass"
-            logits += [self.logits(tokens[: len(tokens) - back].tolist()) for back in reversed(range(wanted))]
+            before_all = [] if batch.rows[row].adapter is None else [batch.rows[row].adapter]
+            logits += [
+                self.logits(before_all + tokens[: len(tokens) - back].tolist())
+                for back in reversed(range(wanted))
+            ]
         self.inside.clear()
         return torch.stack(logits) if logits else torch.empty((0, self.spec.vocab))
 
@@ -94,6 +99,10 @@ class FakeModel:
 
     def project(self, states: Tensor) -> Tensor:
         return states.clone()
+
+    def prepare_adapter(self, weights: LoraWeights) -> int:
+        """An adapter is a token before all others."""
+        return int(weights.digest[:4], 16) % self.spec.vocab
 
     def logits(self, tokens: list[int]) -> Tensor:
         """[V] for the token after these."""

@@ -35,9 +35,14 @@ def by_transformers(model: Any, prompt: Sequence[int], answer: Sequence[int]) ->
 
 
 def by_baton(
-    model: Model, prompts: Sequence[Sequence[int]], count: int, chunk: int, dtype: torch.dtype = torch.float32
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    chunk: int,
+    dtype: torch.dtype = torch.float32,
+    adapters: Sequence[Any] = (),
 ) -> list[Greedy]:
-    """The same for several prompts in one batch, each prefilled `chunk` tokens at a time."""
+    """The same for prompts in one batch with their adapters, each prefilled `chunk` tokens at a time."""
     width = -(-(max(len(prompt) for prompt in prompts) + count) // BLOCK_SIZE)
     cache = KVCache(model.spec, 1 + width * len(prompts), dtype, CPU)
     # The blocks of the prompts are interleaved: nothing may rely on their order.
@@ -50,9 +55,9 @@ def by_baton(
         for r in live:
             pending = sequences[r][computed[r] : computed[r] + chunk]
             computed[r] += len(pending)
-            rows.append(
-                BatchRow(pending, computed[r] - len(pending), blocks[r], computed[r] == len(sequences[r]))
-            )
+            start, ends = computed[r] - len(pending), computed[r] == len(sequences[r])
+            adapter = adapters[r] if adapters else None
+            rows.append(BatchRow(pending, start, blocks[r], ends, adapter=adapter))
         logits = model.forward(Batch(rows, BLOCK_SIZE, CPU), cache)
         drawn = [r for r, row in zip(live, rows, strict=True) if row.wanted]
         for r, scores in zip(drawn, logits.log_softmax(-1), strict=True):

@@ -118,6 +118,7 @@ def test_library_of_another_user_is_not_loaded(
         pytest.skip("only root can give a file to another user")
     library.load(environment)
     (planted,) = Path(environment["BATON_CACHE"]).iterdir()
+    planted.unlink()  # this process has mapped it: truncated, it would end the process at its exit
     planted.write_bytes(b"not a library")
     os.chown(planted, 12345, -1)
     with caplog.at_level(logging.WARNING):

@@ -20,12 +20,15 @@ from torch import Tensor
 from baton_api.errors import ConstraintBroken
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
-from baton_engine.requests import FinishReason, GrammarMatcher, Output, Request
+from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
 from tests.engine.fake_model import FakeModel
 from tests.engine.serving import Prefiller, Serving, prompt_of, request_of
 
 FEW = tuple(range(3, 9))
 """A text of few tokens repeats itself, so that many drafts are accepted."""
+
+
+ADAPTER = LoadedAdapter("pirate", "/pirate", "12" * 16, 8, 70)
 
 
 class Alternating:
@@ -71,7 +74,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def requests_of(seed: int) -> list[Request]:
-    """One request of each kind, with and without few tokens, a prediction and a grammar."""
+    """One request of each kind, with and without few tokens, a prediction, an adapter and a grammar."""
     numbers, requests = random.Random(seed), []
     for number, (kind, sampling) in enumerate(KINDS.items()):
         usual: dict[str, Any] = {
@@ -87,6 +90,8 @@ def requests_of(seed: int) -> list[Request]:
         request = request_of(kind, prompt=prompt, **{**usual, **sampling})
         if numbers.random() < 0.5:
             request.prediction = tuple(numbers.choices(FEW, k=30))
+        if number % 4 == 1:
+            request.adapter = ADAPTER
         requests.append(request)
     constrained = request_of("constrained", 9, seed=seed, temperature=1.0, allowed_ids=FEW, max_tokens=40)
     constrained.matcher = matcher_of()

@@ -21,6 +21,7 @@ from baton_api.workers import Role
 from baton_engine import service
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.lora import LoraWeights
 from baton_engine.model.progress import SILENT
 from baton_engine.model.spec import ModelSpec
 from baton_engine.requests import Request
@@ -86,6 +87,9 @@ class BrokenModel:
 
     def project(self, states: Tensor) -> Tensor:
         return states
+
+    def prepare_adapter(self, weights: LoraWeights) -> None:
+        raise MemoryError("no memory for the adapter")
 
 
 class Listener(Announcer):

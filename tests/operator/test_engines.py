@@ -123,6 +123,14 @@ class TestVllm:
         assert not [one for one in container["args"] if "lora" in one]
         assert vllm.LORA_VARIABLE not in variables(container)
 
+    def test_baton_workers_load_adapters_only_with_lora(self) -> None:
+        baton = {"model": {"uri": "pvc://models/a"}, "prefill": {}, "decode": {}}
+        cluster = settled(baton, engine={"lora": {"maxAdapters": 9}})
+        for role in ("prefill", "decode"):
+            args = main(cluster, role)["args"]
+            assert args[-3:] == ["--enable-lora", "--max-loras=9", "--max-lora-rank=16"]
+        assert not [one for one in main(settled(baton), "decode")["args"] if "lora" in one]
+
     def test_kv_events_are_published_and_replayed(self) -> None:
         container = main(settled(VLLM), "prefill")
         assert events(container) == {

@@ -138,6 +138,8 @@ def status_of(
 
 PAIR = [pod("prefill-0", HAS), pod("decode-0", HAS)]
 VLLM = spec_of()
+BATON = spec_of(engine={"lora": {"maxAdapters": 2}})
+SECURED = spec_of(engine={"lora": {}}, security={"mutualTls": {"secretName": "certificates"}})
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,10 @@ VLLM = spec_of()
         (adapter(), [], VLLM, {}, "False NoReadyPods", ""),
         (adapter(), [pod(ready=False)], VLLM, {}, "False NoReadyPods", ""),
         (adapter(), PAIR, None, {}, "False ServiceNotFound", "chat does not exist"),
-        (adapter(), [], spec_of(engine={}), {}, "False EngineNotSupported", "type Baton"),
+        (
+            adapter(), [], spec_of(engine={"type": "SGLang", "image": "s:1"}), {},
+            "False EngineNotSupported", "type SGLang",
+        ),
         (
             adapter(), [pod(template=replace(TEMPLATE, adapters=False))],
             spec_of(engine={"type": "vLLM"}), {}, "False AdaptersNotEnabled", "spec.engine.lora",
@@ -176,11 +181,13 @@ VLLM = spec_of()
         (adapter(uri="pvc://other/a"), [pod()], VLLM, {}, "False FilesNotReachable", "they mount models"),
         (adapter(uri="s3://bucket/a"), [pod()], VLLM, {}, "False FilesNotReachable", "pvc://CLAIM/PATH"),
         (adapter(deleted=NOW, **OURS), PAIR, VLLM, {}, "False Unloading", ""),
+        (adapter(), PAIR, BATON, {}, "True LoadedOnAllPods", "All 2 ready pods"),
+        (adapter(), PAIR, SECURED, {}, "False EngineNotSupported", "--lora-modules"),
     ],
     ids=[
         "all", "a pod starts", "a new pod", "one side of a pair", "one fails", "loading", "busy", "fails",
         "cannot be read", "no pods", "none ready", "no service", "engine", "not enabled", "old revision",
-        "base model", "foreign", "rank", "claim", "scheme", "deleted",
+        "base model", "foreign", "rank", "claim", "scheme", "deleted", "Baton", "certificates",
     ],
 )  # fmt: skip
 def test_condition_says_what_is_true(

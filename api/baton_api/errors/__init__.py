@@ -9,6 +9,7 @@ Every error that a client or an operator of Baton can meet.
   + Unauthorized                401
   + Forbidden                   403
   + ModelNotFound               404
+  + AdapterNotFound             404
   + ResponseNotFound            404
   + FileNotFound                404
   + BatchNotFound               404

@@ -141,6 +141,17 @@ class ModelNotFound(BatonError):
         self.served = served
 
 
+class AdapterNotFound(BatonError):
+    """
+    The LoRA adapter is not loaded, or its files do not exist.
+
+    `GET /v1/models` lists the loaded adapters. Check the path in the worker's container.
+    """
+
+    status = 404
+    type = "invalid_request_error"
+
+
 class ResponseNotFound(BatonError):
     """
     The response is not stored: unknown, of another key, or expired.

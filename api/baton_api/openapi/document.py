@@ -178,6 +178,11 @@ def _operations() -> Iterator[Operation]:
                     statuses=WITH_A_BODY, others=("/v1/detokenize",))  # fmt: skip
     yield Operation("post", "/abort_request", "Abort requests by id", "Aborted", "AbortRequest",
                     statuses=WITH_A_BODY)  # fmt: skip
+    yield Operation("post", "/v1/load_lora_adapter", "Load a LoRA adapter", request="LoadAdapterRequest",
+                    kind="text/plain", statuses=(*WITH_A_BODY, 404), served_by=("worker",))  # fmt: skip
+    yield Operation("post", "/v1/unload_lora_adapter", "Unload a LoRA adapter",
+                    request="UnloadAdapterRequest", kind="text/plain", statuses=(*WITH_A_BODY, 404),
+                    served_by=("worker",))  # fmt: skip
     yield Operation("post", "/flush_cache", "Empty the prefix cache", "Flushed")
     yield Operation("get", "/health", "Liveness probe", statuses=(431, 500), others=("/ping",))
     yield Operation("get", "/ready", "Readiness probe", statuses=(431, 500, 503))

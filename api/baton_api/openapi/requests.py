@@ -230,6 +230,11 @@ def _tokens(model: Schema) -> dict[str, Schema]:
                 abort_all=BOOLEAN,
             )
         ),
+        "LoadAdapterRequest": record(
+            {"lora_name": TEXT, "lora_path": TEXT} | optional(load_inplace=BOOLEAN),
+            ["lora_name", "lora_path"],
+        ),
+        "UnloadAdapterRequest": record({"lora_name": TEXT}, ["lora_name"]),
     }
 
 

@@ -144,11 +144,18 @@ def _problem(
         return _inactive("Unloading", "The object is deleted. Pods unload the adapter.")
     if spec is None:
         return _inactive("ServiceNotFound", f"The InferenceService {service} does not exist.")
-    if spec.engine.type != "vLLM":
+    if spec.engine.type not in ("Baton", "vLLM"):
         return _inactive(
             "EngineNotSupported",
-            f"{service} has spec.engine.type {spec.engine.type}. This release loads adapters in vLLM "
-            "workers only.",
+            f"{service} has spec.engine.type {spec.engine.type}. This release loads adapters in Baton and "
+            "vLLM workers only.",
+        )
+    if spec.security.mutual_tls is not None:
+        return _inactive(
+            "EngineNotSupported",
+            f"The workers of {service} require client certificates (spec.security.mutualTls), which the "
+            "operator does not have. Load adapters at startup: spec.engine.args with "
+            "--lora-modules=NAME=PATH.",
         )
     holder = holders[adapter.name]
     if holder is not adapter:

@@ -3,9 +3,9 @@ The pod template of one role and revision, as far as it concerns adapters.
 
 It is read from the object that creates the pods.
 
-The `lora_path` of vLLM's API is a folder in the container, or a repository of the Hugging Face Hub that vLLM
-downloads itself. Pods keep running when an adapter is added, so its files have to be where a running pod can
-read them.
+The `lora_path` of the workers' API is a folder in the container, or a repository of the Hugging Face Hub
+that the worker downloads itself. Pods keep running when an adapter is added, so its files have to be where a
+running pod can read them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from baton_operator import names
 from baton_operator.kinds.lora_adapter import LoraAdapterSpec
-from baton_operator.manifests.engines.vllm import ENABLE_LORA, MAX_LORA_RANK
+from baton_operator.manifests.engines.arguments import ENABLE_LORA, MAX_LORA_RANK
 from baton_operator.manifests.objects import Manifest
 
 EVERYWHERE: Manifest = {}
@@ -70,7 +70,7 @@ class WorkerTemplate:
         )
 
     def lora_path(self, adapter: LoraAdapterSpec) -> str:
-        """Return the adapter's path in vLLM's API. Raises FilesNotReachable."""
+        """Return the adapter's path in the workers' API. Raises FilesNotReachable."""
         scheme, _, rest = adapter.uri.partition("://")
         if scheme == "file":
             return rest
@@ -102,13 +102,13 @@ class WorkerTemplate:
             raise FilesNotReachable(f"hf://{repository} is not of the form hf://ORGANIZATION/NAME.")
         if adapter.credentials_secret_ref is not None:
             raise FilesNotReachable(
-                "vLLM downloads an hf:// adapter itself, so credentialsSecretRef has no effect. Remove it, "
-                "and give the workers HF_TOKEN by spec.engine.env of the InferenceService."
+                "Workers download an hf:// adapter themselves, so credentialsSecretRef has no effect. Remove "
+                "it, and give the workers HF_TOKEN by spec.engine.env of the InferenceService."
             )
         if not self.downloads:
             raise FilesNotReachable(
-                "vLLM downloads an hf:// adapter itself, and the NetworkPolicy of these workers allows no "
-                "downloads. Copy the files into a claim that the workers mount, and set spec.uri to "
+                "Workers download an hf:// adapter themselves, and the NetworkPolicy of these workers allows "
+                "no downloads. Copy the files into a claim that the workers mount, and set spec.uri to "
                 "pvc://CLAIM/PATH."
             )
         return repository

@@ -1,5 +1,5 @@
 """
-The client of vLLM's API for adapters: list, load and unload.
+The client of the API for adapters, which Baton's and vLLM's workers have: list, load and unload.
 
 vLLM loads in the process that computes, so a load may take as long as the current batch and, with a
 repository of the Hub, as long as its download. A pod may answer anything: answers are bounded, and redirects
@@ -28,7 +28,7 @@ ANSWER_LIMIT = 1 << 20
 MESSAGE_LIMIT = 600
 
 KEY_HINT = "The worker requires an API key. Set the operator's --worker-api-key-file."
-NO_PATHS_HINT = "The worker does not serve {path}. Its image may not be vLLM."
+NO_PATHS_HINT = "The worker does not serve {path}. Its image may be too old, or of another engine."
 
 
 class AdapterApiError(Exception):
@@ -55,12 +55,12 @@ class AdapterApi:
             raise AdapterApiError(f"{url}/v1/models returned an invalid list of models.") from error
 
     async def load(self, url: str, name: str, path: str) -> None:
-        """Load an adapter. Raises AdapterApiError with the message of vLLM."""
+        """Load an adapter. Raises AdapterApiError with the message of the worker."""
         body = {"lora_name": name, "lora_path": path}
         await self._answer("POST", url, "/v1/load_lora_adapter", body, self._load_s)
 
     async def unload(self, url: str, name: str) -> None:
-        """Unload an adapter. Raises AdapterApiError with the message of vLLM."""
+        """Unload an adapter. Raises AdapterApiError with the message of the worker."""
         await self._answer("POST", url, "/v1/unload_lora_adapter", {"lora_name": name}, self._load_s)
 
     async def close(self) -> None:

@@ -30,14 +30,15 @@ Environment = Annotated[list[Variable], Field(max_length=64)]
 
 
 class Lora(Part):
-    """Adapters that vLLM workers can load while they run."""
+    """LoRA adapters that workers can load while they run."""
 
     max_adapters: Annotated[int, Field(ge=1, le=256)] = 4
-    """Maximum number of adapters in one batch of a worker. Each takes accelerator memory. More LoraAdapters
-    may exist: the worker then loads the ones that a batch needs."""
+    """Maximum number of adapters. Baton: of loaded ones, which may all be in one batch. vLLM: in one batch of
+    a worker; each takes accelerator memory. More LoraAdapters may exist in vLLM: the worker then loads the
+    ones that a batch needs."""
 
     max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16
-    """Maximum rank of an adapter. A larger value takes more accelerator memory."""
+    """Maximum rank of an adapter. In vLLM, a larger value takes more accelerator memory."""
 
 
 EngineType = Literal["Baton", "vLLM", "SGLang", "Custom"]
@@ -55,7 +56,7 @@ EngineType = Literal["Baton", "vLLM", "SGLang", "Custom"]
         "maxModelLen and dtype are not for type Custom: give the engine its own flags in args",
         ".type",
     ),
-    Rule("self.type == 'vLLM' || !has(self.lora)", "lora is for type vLLM", ".lora"),
+    Rule("self.type in ['Baton', 'vLLM'] || !has(self.lora)", "lora is for type Baton and vLLM", ".lora"),
 )
 class Engine(Part):
     """The inference engine in all workers. A change rolls out a new revision."""
@@ -90,8 +91,8 @@ class Engine(Part):
     weights are loaded."""
 
     lora: Lora | None = None
-    """Lets workers of type vLLM load LoraAdapters. Without it, they load none. Adding a LoraAdapter then
-    restarts no worker."""
+    """Lets workers of type Baton and vLLM load LoraAdapters. Without it, they load none. Adding a LoraAdapter
+    then restarts no worker."""
 
 
 class Topology(Part):

@@ -1,4 +1,4 @@
-"""`LoraAdapter`: an adapter of a model, which the operator loads in the vLLM workers of a service."""
+"""`LoraAdapter`: an adapter of a model, which the operator loads in the workers of a service."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ class LoraAdapterSpec(Part):
     """Adapter, and the service whose workers load it. Needs spec.engine.lora of the service."""
 
     service_name: Label
-    """Name of the InferenceService in the same namespace, with engine.type vLLM. Immutable."""
+    """Name of the InferenceService in the same namespace, with engine.type Baton or vLLM. Immutable."""
 
     uri: Annotated[str, Field(min_length=8, max_length=1024)]
     """Location of the adapter's files, which have the format of PEFT. pvc://CLAIM/PATH is a folder of a claim
-    that the workers mount. file:///PATH is a folder in their container. With hf://ORGANIZATION/NAME, vLLM
-    downloads the newest commit, and the worker computes nothing meanwhile. s3://, gs:// and oci:// are not
-    implemented in this release. Changed files need another location: workers do not notice a change."""
+    that the workers mount. file:///PATH is a folder in their container. With hf://ORGANIZATION/NAME, the
+    worker downloads the newest commit; a vLLM worker computes nothing meanwhile. s3://, gs:// and oci://
+    are not implemented in this release. Changed files need another location: workers do not notice a
+    change."""
 
     name: AdapterName | None = None
     """Name of the adapter in requests, as `model`. Default: the name of this object."""
 
     rank: Annotated[int, Field(ge=1, le=512)] | None = None
     """Rank of the adapter. If it is set and above spec.engine.lora.maxRank of the service, the operator does
-    not try to load the adapter. Default: vLLM reads it from the adapter's configuration."""
+    not try to load the adapter. Default: the worker reads it from the adapter's
+    configuration."""
 
     credentials_secret_ref: SecretReference | None = None
-    """Secret for the download. Not implemented in this release: vLLM downloads hf:// adapters with HF_TOKEN
+    """Secret for the download. Not implemented in this release: workers download hf:// adapters with HF_TOKEN
     from spec.engine.env of the service."""
 
 
@@ -58,7 +60,7 @@ class AdapterPodStatus(Part):
     the message has the cause; the operator tries again."""
 
     message: Annotated[str, Field(max_length=1024)] = ""
-    """Cause of the state, such as the error of vLLM."""
+    """Cause of the state, such as the error of the worker."""
 
 
 class LoraAdapterStatus(Part):

@@ -106,6 +106,8 @@ class SessionSpec:
             parent=fetch.parent,
             sampling=fetch.sampling.first_token(),
             salt=fetch.salt,
+            adapter="" if fetch.adapter is None else fetch.adapter.name,
+            adapter_digest="" if fetch.adapter is None else fetch.adapter.digest,
             ticket=ticket,
             request_id=request_id,
             trace=fetch.trace,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ class BatchRow:
     a request with outputs about its prompt."""
     table: NDArray[np.int32] | None = None
     """`blocks` as an array, if the caller has one: it is copied faster."""
+    adapter: Any = None
+    """The request's adapter, as `Model.prepare_adapter` returned it. None: the base model."""
 
     @property
     def context(self) -> int:
@@ -74,6 +77,16 @@ class Batch:
             wanted += range(stop - row.wanted, stop)
         self.wanted_at: Tensor = self._tensor(np.array(wanted, dtype=np.int64))
         """[S] offsets of the tokens whose results are needed, in order."""
+
+    def adapted(self, *, wanted: bool) -> list[tuple[slice, Any]]:
+        """Return the tokens of each row with an adapter, among all tokens or among `wanted_at`."""
+        counts = [row.wanted if wanted else len(row.tokens) for row in self.rows]
+        spans, start = [], 0
+        for row, count in zip(self.rows, counts, strict=True):
+            if row.adapter is not None:
+                spans.append((slice(start, start + count), row.adapter))
+            start += count
+        return spans
 
     def _tensor(self, values: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)

@@ -178,6 +178,7 @@ class Engine:
             while (commands := self._commands.take(wait=idle)) is not None:
                 try:
                     self._run_commands(commands)
+                    commands.clear()  # else they would keep requests, and their adapters, until the next one
                     idle = not self._step()
                 except Exception:  # a bug in the engine; without this, clients would wait forever
                     log.exception("The engine's step failed; every request of this worker ends.")

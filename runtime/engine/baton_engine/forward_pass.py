@@ -184,4 +184,6 @@ def _row(chunk: ScheduledChunk) -> BatchRow:
     tokens = sequence.tokens(start, start + chunk.tokens)
     if chunk.draft:
         tokens = [*tokens, *chunk.draft]
-    return BatchRow(tokens, start, sequence.request.blocks, chunk.wanted, table=sequence.table)
+    request, table = sequence.request, sequence.table
+    adapter = None if request.adapter is None else request.adapter.weights
+    return BatchRow(tokens, start, request.blocks, chunk.wanted, table=table, adapter=adapter)

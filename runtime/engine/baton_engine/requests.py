@@ -11,11 +11,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from baton_api.hashing import root_hash
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.metrics.tracing import StepSummary
@@ -54,6 +55,21 @@ class GrammarMatcher(Protocol):
         Raises a BatonError if the token is not allowed.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class LoadedAdapter:
+    """A LoRA adapter. Requests hold it until they end, even if it is unloaded; then its memory is freed."""
+
+    name: str
+    """Name in requests, as `model`."""
+    path: str
+    """Location from which it was loaded, as given."""
+    digest: str
+    """Digest of its files. Prompts with adapters of equal digests share their blocks."""
+    rank: int
+    weights: Any
+    """As `Model.prepare_adapter` returned it."""
 
 
 class Pooling(enum.StrEnum):
@@ -162,6 +178,8 @@ class Fetch:
     salt: str
     trace: str = ""
     """`traceparent` of the request; empty if it is not traced."""
+    adapter: LoadedAdapter | None = None
+    """The prefill worker must have an adapter with this digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +240,10 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     salt: str = ""
+    adapter: LoadedAdapter | None = None
+    """None: the base model."""
     hashes: Sequence[bytes] | None = None
-    """Chain hashes of the prompt's full blocks under `salt`; several requests may share them. None: `submit`
+    """Chain hashes of the prompt's full blocks under `root`; several requests may share them. None: `submit`
     computes them, which takes 18 ms for 131k tokens and must not run on the event loop."""
     matcher: GrammarMatcher | None = None
     """Enforces `sampling.constraint` and `sampling.thinking`; set if and only if one of these is set."""
@@ -252,6 +272,11 @@ class Request:
     """Chain hash of the prompt's last full block; empty without one, or before the engine computed it."""
     fallback: str = ""
     """Why `remote` did not fetch the prompt, mostly a value of `baton_api.reports.Fallback`; else empty."""
+
+    @property
+    def root(self) -> bytes:
+        """Parent hash of the first block. It depends on everything but the tokens that decides the blocks."""
+        return root_hash(self.salt, "" if self.adapter is None else self.adapter.digest)
 
     @property
     def generates(self) -> bool:

@@ -154,6 +154,7 @@ def served_of(
             lambda: mutual_tls.validity(tls),
         ),
         load=load,
+        adapters=worker.adapters,
         ready=ready,
         remote=services.remote,
         tracing=worker.tracing,

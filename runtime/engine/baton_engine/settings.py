@@ -35,6 +35,7 @@ class WorkerSettings(BaseSettings):
 
     GROUPS: ClassVar[Mapping[str, str]] = {
         "model": "Model",
+        "enable_lora": "LoRA adapters",
         "role": "Server",
         "api_key": "Authentication",
         "device": "Device and memory",
@@ -98,6 +99,22 @@ class WorkerSettings(BaseSettings):
     matryoshka: bool = False
     """Accept `dimensions` in requests for embeddings. Needed only if the model was trained for it and its
     config.json has neither is_matryoshka nor matryoshka_dimensions."""
+
+    # --- LoRA adapters ---
+
+    enable_lora: bool = False
+    """Load LoRA adapters in PEFT's format, which requests use by their name as `model`. Clients can then load
+    folders of this machine as adapters by POST /v1/load_lora_adapter, so require an API key."""
+
+    lora_modules: Names = ()
+    """Adapters to load at startup, as NAME=PATH: a folder, a Hugging Face Hub id, or a URI that begins with
+    hf://, s3:// or gs://. Repeat the flag or separate entries by commas."""
+
+    max_loras: int = Field(default=8, ge=1)
+    """Maximum number of loaded adapters. One batch may use all of them."""
+
+    max_lora_rank: int = Field(default=16, ge=1, le=512)
+    """Maximum rank of an adapter. Adapters of a higher rank are rejected."""
 
     # --- Server ---
 

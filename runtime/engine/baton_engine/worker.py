@@ -24,6 +24,7 @@ from baton_api.sampling import SamplingParams
 from baton_api.setting_types import show_size
 from baton_api.workers import Load, Role
 from baton_engine import machine
+from baton_engine.adapters import AdapterRegistry, quantize_beside, registry_of
 from baton_engine.client import AsyncEngine
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
@@ -78,6 +79,7 @@ class Worker:
     embedder: Embedder | Unable
     encoder: EncoderSpec | None
     """The encoder, which generates no text. None: a decoder."""
+    adapters: AdapterRegistry
     cache: KVCache
     engine: Engine
     client: AsyncEngine
@@ -112,6 +114,7 @@ class Worker:
             role=self.settings.role,
             model=self.model_name,
             names=self.model_names,
+            adapters=self.adapters.names,
             max_model_len=self.engine.limits.max_model_len,
             running=snapshot.running,
             queued=snapshot.queued,
@@ -200,6 +203,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             grammars=grammars,
             embedder=loaded.embedder,
             encoder=loaded.encoder,
+            adapters=registry_of(settings, loaded.spec, loaded.model, loaded.checkpoint),
             cache=cache,
             engine=client.engine,
             client=client,
@@ -209,6 +213,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             tracing=tracing,
             fatal=fatal,
         )
+        await worker.adapters.load_all(settings.lora_modules)
         await worker.warm_up()
         yield worker
 
@@ -281,7 +286,7 @@ def _load(
     if isinstance(embedder, Embedder):
         log.info("%s supports embeddings: %s", checkpoint.name, embedder)
     began = time.monotonic()
-    quantize = native_decoder.quantization(settings.quantize, spec, device, dtype)
+    quantize = native_decoder.quantization(quantize_beside(settings), spec, device, dtype)
     log.info("Load weight begin. avail mem=%s", _show_free(device))
     weights = load_weights(checkpoint, spec, dtype, progress, quantize)
     digest, size = weights_digest(weights), weights.bytes

@@ -47,7 +47,7 @@ def check(prefill: Prefill, limits: PromptLimits) -> list[bytes]:
     if problem:
         raise InvalidRequest(problem)
     hashes: list[bytes] = []
-    parent = root_hash(prefill.salt)
+    parent = root_hash(prefill.salt, prefill.adapter_digest)
     for block in range(blocks):
         if block == prefill.start_block and parent != prefill.parent:
             raise InvalidRequest(f"the tokens before block {block} are not those that the decode worker has")

@@ -46,6 +46,7 @@ async def prefill(worker: Worker) -> AsyncIterator[RoleServices]:
         secret=worker.settings.ticket_secret.encode(),
         tls=mutual_tls.server(worker.settings.tls_folder, worker.settings.tls_name),
         tracing=worker.tracing,
+        adapters=worker.adapters,
     )
     await server.start()
     try:

@@ -12,16 +12,17 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton_api import logs, trace_context
 from baton_api.errors import BatonError, InvalidRequest
 from baton_api.otlp import Attributes
 from baton_api.sampling import Constraint, SamplingParams, Thinking
+from baton_engine.adapters import AdapterRegistry
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.tracing import WorkerTrace, WorkerTracing
-from baton_engine.requests import FinishReason, GrammarMatcher, Output, Request
+from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
 from baton_engine.transfer.control import ControlConnection
 from baton_engine.transfer.integrity import block_checksums
 from baton_prefill.sessions import (
@@ -67,6 +68,8 @@ class ComputeContext:
     """`Grammars.prepare`: creates the matcher of a prompt's first token."""
     tracing: WorkerTracing | None = None
     """Creates this worker's spans, if tracing is on."""
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
+    """Its LoRA adapters."""
 
 
 class PromptTask:
@@ -147,6 +150,7 @@ class PromptTask:
         prefill = self.session.prefill
         sampling = prefill.sampling
         try:
+            adapter = self._adapter()  # held from now on, even if it is unloaded meanwhile
             matcher = await self._matcher(sampling)
             if self.session.state is PrefillState.RELEASED:  # released before this task ran, or meanwhile
                 return
@@ -155,6 +159,7 @@ class PromptTask:
                 prompt=tuple(prefill.tokens),
                 sampling=sampling,
                 salt=prefill.salt,
+                adapter=adapter,
                 hashes=self._hashes,
                 matcher=matcher,
                 client_id=prefill.request_id,
@@ -166,6 +171,19 @@ class PromptTask:
                     self._ended(output)
         except BatonError as error:  # an invalid constraint, or refused by the engine
             self.do(self.session.failed(error.message, retry=not isinstance(error, InvalidRequest)))
+
+    def _adapter(self) -> LoadedAdapter | None:
+        """Return the prompt's adapter. Raises InvalidRequest if no adapter has the same digest."""
+        prefill = self.session.prefill
+        if not prefill.adapter_digest:
+            return None
+        adapter = self._context.adapters.of_digest(prefill.adapter_digest)
+        if adapter is None:
+            raise InvalidRequest(
+                f"the adapter {prefill.adapter[:NAME_LENGTH]!r} with digest {prefill.adapter_digest[:32]} is "
+                "not loaded on the prefill worker"
+            )
+        return adapter
 
     async def _matcher(self, sampling: SamplingParams) -> GrammarMatcher | None:
         if sampling.constraint is None and sampling.thinking is None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from baton_api import exposure, logs, tickets
 from baton_api.errors import IncompatiblePeer, InvalidRequest, SetupError, TransferFailed
 from baton_api.messages import Abort, AnyMessage, Done, Drained, Failed, Hello, Pong, Prefill, Welcome
+from baton_engine.adapters import AdapterRegistry
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.tracing import WorkerTracing
 from baton_engine.transfer import Transfer, handshake
@@ -79,6 +80,7 @@ class PrefillServer:
         pace: Pace | None = None,
         tls: ssl.SSLContext | None = None,
         tracing: WorkerTracing | None = None,
+        adapters: AdapterRegistry | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """
@@ -87,7 +89,9 @@ class PrefillServer:
         """
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._admissions = ThreadPoolExecutor(1, thread_name_prefix="admission")
-        self._context = ComputeContext(client, engine, cache, self._executor, matchers, tracing)
+        self._context = ComputeContext(
+            client, engine, cache, self._executor, matchers, tracing, adapters or AdapterRegistry()
+        )
         self._transfer = transfer
         self._peer_reads = PeerReads(transfer)
         self._me = me

@@ -153,14 +153,14 @@ class Watched(AsyncEngine):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.hashed: list[tuple[tuple[int, ...], str]] = []
+        self.hashed: list[tuple[tuple[int, ...], bytes]] = []
         self.threads: set[int] = set()
         self.requests: list[Request] = []
 
-    def hashes(self, prompt: Sequence[int], salt: str) -> Sequence[bytes]:
-        self.hashed.append((tuple(prompt), salt))
+    def hashes(self, prompt: Sequence[int], root: bytes) -> Sequence[bytes]:
+        self.hashed.append((tuple(prompt), root))
         self.threads.add(threading.get_ident())
-        return super().hashes(prompt, salt)
+        return super().hashes(prompt, root)
 
     def generate(self, request: Request) -> Generation:
         self.requests.append(request)
@@ -179,7 +179,7 @@ async def test_completions_hash_each_prompt_once_off_the_event_loop() -> None:
             headers={headers.SALT: "t"},
         )
         assert response.status_code == 200, response.text
-        assert watched.hashed == [(tuple(prompt), "t") for prompt in prompts]
+        assert watched.hashed == [(tuple(prompt), root_hash("t")) for prompt in prompts]
         assert threading.get_ident() not in watched.threads
         assert len(watched.requests) == 6
         for request in watched.requests:

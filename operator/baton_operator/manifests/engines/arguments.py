@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from baton_operator.kinds.engine import Engine
+
+ENABLE_LORA, MAX_LORAS, MAX_LORA_RANK = "--enable-lora", "--max-loras", "--max-lora-rank"
+
+
+def lora_flags(engine: Engine) -> list[str]:
+    """Return the flags with which workers load adapters, the same for Baton and vLLM."""
+    if engine.lora is None:
+        return []
+    limits = engine.lora
+    return [ENABLE_LORA, f"{MAX_LORAS}={limits.max_adapters}", f"{MAX_LORA_RANK}={limits.max_rank}"]
+
 
 def flag_name(argument: str) -> str:
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.manifests import tickets
+from baton_operator.manifests.engines.arguments import lora_flags
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod, event_ports
 from baton_operator.manifests.objects import Manifest
 
@@ -51,7 +52,7 @@ def _flags(worker: WorkerPod) -> list[str]:
         flags.append(f"--max-model-len={engine.max_model_len}")
     if engine.kv_cache_memory is not None:
         flags.append(f"--kv-cache-memory={engine.kv_cache_memory}")
-    return flags
+    return flags + lora_flags(engine)
 
 
 def _tickets(worker: WorkerPod) -> list[Variable]:

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from baton_operator.kinds.engine import EngineType, Variable
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
-from baton_operator.manifests.engines.arguments import flag_name, last_value
-from baton_operator.manifests.engines.vllm import (
+from baton_operator.manifests.engines.arguments import (
     ENABLE_LORA,
     MAX_LORA_RANK,
     MAX_LORAS,
-    SIDE_CHANNEL_VARIABLES,
+    flag_name,
+    last_value,
 )
+from baton_operator.manifests.engines.vllm import SIDE_CHANNEL_VARIABLES
 
 GROUP_NAME_LIMIT = 29
 """Maximum characters of the name of a service with several nodes per worker: Kubernetes limits the names of

@@ -12,7 +12,7 @@ import json
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.manifests.drift import amount
-from baton_operator.manifests.engines.arguments import data_parallel
+from baton_operator.manifests.engines.arguments import data_parallel, lora_flags
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
     NODE_RANK,
@@ -32,7 +32,6 @@ KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 CHECKED = ("/health", "/metrics", "/v1/models")
 """Paths that routers, kubelets and Prometheus read every few seconds, which otherwise fill its log."""
 
-ENABLE_LORA, MAX_LORAS, MAX_LORA_RANK = "--enable-lora", "--max-loras", "--max-lora-rank"
 LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """Variable that adds the paths to load and unload adapters to vLLM's API."""
 
@@ -96,10 +95,7 @@ def _flags(worker: WorkerPod, stop_s: int) -> list[str]:
         flags.append(f"--max-model-len={engine.max_model_len}")
     if engine.kv_cache_memory is not None:
         flags.append(f"--kv-cache-memory-bytes={_bytes(engine.kv_cache_memory)}")
-    if engine.lora is not None:
-        lora = engine.lora
-        flags += [ENABLE_LORA, f"{MAX_LORAS}={lora.max_adapters}", f"{MAX_LORA_RANK}={lora.max_rank}"]
-    return flags
+    return flags + lora_flags(engine)
 
 
 def _parallelism(worker: WorkerPod) -> list[str]:

@@ -41,12 +41,12 @@ def create_app(served: Served) -> ASGIApp:
     """Create the ASGI app with the API of `served`."""
 
     async def models(request: Request) -> Response:
-        return as_json({"object": "list", "data": [model_card(served, name) for name in served.names]})
+        return as_json({"object": "list", "data": [model_card(served, name) for name in served.models]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in served.names:
-            raise ModelNotFound(name, served.names)
+        if name not in served.models:
+            raise ModelNotFound(name, served.models)
         return as_json(model_card(served, name))
 
     tokenizing, detokenizing = JsonEndpoint(served, tokens.tokenize), JsonEndpoint(served, tokens.detokenize)

@@ -62,6 +62,7 @@ class Choices:
                     prompt=work.prompts[index // n].tokens,
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
                     salt=salt,
+                    adapter=work.adapter,
                     hashes=work.prompts[index // n].hashes,
                     matcher=None if work.matchers is None else work.matchers(),
                     client_id=exchange.request_id,

@@ -91,7 +91,7 @@ def prepare(fields: Fields, served: Served) -> Work:
     shape = CompletionShape(
         tokenizer=served.tokenizer,
         name=token_name(served.tokenizer, common.tokens_as_ids),
-        model=served.name,
+        model=served.answering(fields.text("model")),
         streaming=common.streaming,
         n=n,
         alternatives=shown,

@@ -25,7 +25,7 @@ from baton_engine.requests import Vector
 
 def prepare(fields: Fields, served: Served) -> PooledInputs:
     """Validate and tokenize a request. Blocks for long inputs, so do not call it on the event loop."""
-    embedder = able(served)
+    embedder, model = able(served), served.answering(fields.text("model"))
     shape = read_format(fields, embedder, served.hidden)
     inputs = read_prompts(fields, "input", served.tokenizer, limits.INPUTS.most)
     for position, given in enumerate(inputs):
@@ -43,7 +43,7 @@ def prepare(fields: Fields, served: Served) -> PooledInputs:
             {"object": "embedding", "index": index, "embedding": shape.shown(vector)}
             for index, vector in enumerate(vectors)
         ]
-        return {"object": "list", "data": data, "model": served.name, "usage": usage}
+        return {"object": "list", "data": data, "model": model, "usage": usage}
 
     return PooledInputs("embd", [given.tokens for given in inputs], embedder.pooling, answer)
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import headers
 from baton_api.errors import InvalidRequest, ModelNotFound, RequestAborted
-from baton_api.hashing import client_salt
+from baton_api.hashing import client_salt, root_hash
 from baton_api.otlp import Attributes
 from baton_engine.api import bodies
 from baton_engine.api.bodies import ClientGone, until_disconnect
@@ -34,7 +34,7 @@ from baton_engine.api.served import Served
 from baton_engine.api.streaming import FAILURE, KEEP_ALIVE
 from baton_engine.api.transcript import Piece
 from baton_engine.api.work import Work, guided, named
-from baton_engine.requests import FinishReason, RemotePrefill
+from baton_engine.requests import FinishReason, LoadedAdapter, RemotePrefill
 
 KEEP_ALIVE_S = 15.0
 """Idle time of a stream after which a comment is sent, because proxies close idle connections."""
@@ -51,11 +51,13 @@ STREAM_HEADERS = [
 Prepare = Callable[[Fields, Served], Work]
 
 
-def check_model(fields: Fields, served: Served) -> None:
-    """Raise ModelNotFound if the worker does not serve the requested model."""
+def check_model(fields: Fields, served: Served) -> LoadedAdapter | None:
+    """Return the requested adapter, if any. Raises ModelNotFound if the worker does not serve the model."""
     model = fields.text("model")
-    if model is not None and model not in served.names:
-        raise ModelNotFound(model, served.names)
+    adapter = served.adapters.get(model)
+    if model is not None and model not in served.names and adapter is None:
+        raise ModelNotFound(model, served.models)
+    return adapter
 
 
 def named_remote(scope: Scope, served: Served, request_id: str) -> RemotePrefill | None:
@@ -158,7 +160,7 @@ class Generate:
         fields = bodies.parse(body)
         if self._model_required:
             fields.require("model")
-        check_model(fields, self._served)
+        adapter = check_model(fields, self._served)
         require_generation(self._served)
         work = self._prepare(fields, self._served)
         if work.constrained_by is None:
@@ -167,8 +169,9 @@ class Generate:
         if resumption is not None:
             work = resumed(work, resumption)
         salt, hashes = client_salt(salt, read_cache_salt(fields)), self._served.engine.hashes
-        prompts = [replace(prompt, hashes=hashes(prompt.tokens, salt)) for prompt in work.prompts]
-        return replace(work, prompts=tuple(prompts)), read_names(fields), salt
+        root = root_hash(salt, "" if adapter is None else adapter.digest)
+        prompts = [replace(prompt, hashes=hashes(prompt.tokens, root)) for prompt in work.prompts]
+        return replace(work, prompts=tuple(prompts), adapter=adapter), read_names(fields), salt
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
         async with until_disconnect(receive):

@@ -12,6 +12,8 @@ Operational routes of a worker: health, load, metrics, identity and aborts.
     GET  /kv/snapshot                      all blocks of the prefix cache, for a router that missed KV events
     POST /abort_request                    abort requests by id
     POST /flush_cache                      clear the prefix cache, except for blocks in use
+    POST /v1/load_lora_adapter             load a LoRA adapter, as in vLLM
+    POST /v1/unload_lora_adapter           unload it; requests that use it continue
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from baton_api import __version__, openapi
@@ -70,6 +72,8 @@ def routes(served: Served) -> list[Route]:
         ("POST", "/abort_request", _abort),
         ("POST", "/flush_cache", _flush),
         ("GET", "/kv/snapshot", _kv_snapshot),
+        ("POST", "/v1/load_lora_adapter", _load_adapter),
+        ("POST", "/v1/unload_lora_adapter", _unload_adapter),
     ]
     return [Route(path, partial(handler, served), methods=[method]) for method, path, handler in handlers]
 
@@ -130,6 +134,20 @@ async def _flush(served: Served, request: Request) -> Response:
     cached = served.engine.snapshot().cached_blocks
     served.engine.clear_cache()
     return as_json({"flushed_blocks": cached})
+
+
+async def _load_adapter(served: Served, request: Request) -> Response:
+    fields = bodies.parse(await bodies.read(request.scope, request.receive))
+    name, path = fields.text("lora_name") or "", fields.text("lora_path") or ""
+    await served.adapters.load(name, path, in_place=fields.boolean("load_inplace"))
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def _unload_adapter(served: Served, request: Request) -> Response:
+    fields = bodies.parse(await bodies.read(request.scope, request.receive))
+    name = fields.text("lora_name") or ""
+    await served.adapters.unload(name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 async def _kv_snapshot(served: Served, request: Request) -> Response:
@@ -223,14 +241,15 @@ _SNAPSHOT_FIELDS = (
 
 
 def model_card(served: Served, name: str) -> dict[str, Any]:
-    """Return one entry of `/v1/models`."""
+    """Return one entry of `/v1/models`. For an adapter, `root` is its path, and `parent` the model."""
+    adapter = served.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": served.created,
         "owned_by": "baton",
-        "root": served.name,
-        "parent": None,
+        "root": served.name if adapter is None else adapter.path,
+        "parent": None if adapter is None else served.name,
         "max_model_len": served.max_model_len,
     }
 

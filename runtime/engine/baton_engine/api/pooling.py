@@ -21,7 +21,7 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from baton_api.errors import NotReady, RequestAborted
-from baton_api.hashing import client_salt
+from baton_api.hashing import client_salt, root_hash
 from baton_api.sampling import SamplingParams
 from baton_engine.api import bodies
 from baton_engine.api.bodies import ClientGone, send_json, until_disconnect
@@ -31,7 +31,7 @@ from baton_engine.api.generate import check_model, is_patient, salt_of, span_att
 from baton_engine.api.parameters import read_cache_salt
 from baton_engine.api.running import read_names
 from baton_engine.api.served import Served
-from baton_engine.requests import FinishReason, Pooling, Request, Vector
+from baton_engine.requests import FinishReason, LoadedAdapter, Pooling, Request, Vector
 
 AT_ONCE = 64
 
@@ -52,6 +52,17 @@ class PooledInputs:
         return sum(map(len, self.inputs))
 
 
+@dataclass(frozen=True, slots=True)
+class CacheKeys:
+    """Names of the inputs of one request in the prefix cache."""
+
+    salt: str
+    """See `hashing.client_salt`."""
+    adapter: LoadedAdapter | None
+    hashes: Sequence[Sequence[bytes]]
+    """`Request.hashes` of each input."""
+
+
 Prepare = Callable[[Fields, Served], PooledInputs]
 
 
@@ -67,13 +78,13 @@ class PoolingEndpoint:
         with self._served.drain.request():
             body, salt = await bodies.read(scope, receive), salt_of(scope)
             async with until_disconnect(receive):
-                pooled, salt, hashes, names = await asyncio.to_thread(self._read, body, salt)
+                pooled, names, keys = await asyncio.to_thread(self._read, body, salt)
             exchange.answer_id = f"{pooled.kind}-{uuid.uuid4().hex}"
             exchange.prompt_tokens = pooled.tokens
             if self._served.tracing is not None:
                 exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
             patient = is_patient(scope)
-            computation = Computation(self._served, exchange, pooled, hashes, salt, patient=patient)
+            computation = Computation(self._served, exchange, pooled, keys, patient=patient)
             try:
                 with self._served.running.entered((exchange.request_id, *names), computation):
                     async with until_disconnect(receive):
@@ -86,17 +97,16 @@ class PoolingEndpoint:
             self._record(exchange, FinishReason.STOP)
             await send_json(encoded, send)
 
-    def _read(
-        self, body: bytes, salt: str
-    ) -> tuple[PooledInputs, str, Sequence[Sequence[bytes]], tuple[str, ...]]:
-        """Return the inputs, the salt of the prefix cache, the inputs' hashes, and the ids that can abort."""
+    def _read(self, body: bytes, salt: str) -> tuple[PooledInputs, tuple[str, ...], CacheKeys]:
+        """Return the inputs, the ids that can abort, and the names of the inputs in the prefix cache."""
         fields = bodies.parse(body)
         fields.require("model")
-        check_model(fields, self._served)
+        adapter = check_model(fields, self._served)
         fields.text("user")
         pooled, salt = self._prepare(fields, self._served), client_salt(salt, read_cache_salt(fields))
-        hashes = [self._served.engine.hashes(prompt, salt) for prompt in pooled.inputs]
-        return pooled, salt, hashes, read_names(fields)
+        root = root_hash(salt, "" if adapter is None else adapter.digest)
+        hashes = [self._served.engine.hashes(prompt, root) for prompt in pooled.inputs]
+        return pooled, read_names(fields), CacheKeys(salt, adapter, hashes)
 
     def _record(self, exchange: Exchange, reason: FinishReason) -> None:
         exchange.ended = time.monotonic()
@@ -120,18 +130,15 @@ class Computation:
         served: Served,
         exchange: Exchange,
         pooled: PooledInputs,
-        hashes: Sequence[Sequence[bytes]],
-        salt: str,
+        keys: CacheKeys,
         *,
         patient: bool = False,
     ) -> None:
-        """`hashes` are `Request.hashes` of each input with `salt`, see `hashing.client_salt`."""
         self._served = served
         self._patient = patient
         self._exchange = exchange
         self._pooled = pooled
-        self._hashes = hashes
-        self._salt = salt
+        self._keys = keys
         self._under_way: set[str] = set()
         self._aborted = False
 
@@ -165,8 +172,9 @@ class Computation:
             id=f"{self._exchange.answer_id}-{index}",
             prompt=self._pooled.inputs[index],
             sampling=SamplingParams(max_tokens=0),
-            salt=self._salt,
-            hashes=self._hashes[index],
+            salt=self._keys.salt,
+            adapter=self._keys.adapter,
+            hashes=self._keys.hashes[index],
             pooling=self._pooled.pooling,
             patient=self._patient,
             step_summary=None if self._exchange.spans is None else self._exchange.spans.step_summary(),

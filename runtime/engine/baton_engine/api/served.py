@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from baton_api.keys import Keys
 from baton_api.workers import Load
+from baton_engine.adapters import AdapterRegistry
 from baton_engine.api.chat.format import ChatFormat, chat_format_of
 from baton_engine.api.exchange import History, new_history
 from baton_engine.api.http import RequestDrain
@@ -37,6 +38,8 @@ class Served:
     settings: WorkerSettings
     metrics: WorkerMetrics
     load: Callable[[], Load]
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
+    """LoRA adapters, whose names requests use as models."""
     ready: Callable[[], str | None] = lambda: None
     """Returns the reason why the worker is not ready, or None."""
     remote: Callable[[str, str, str], RemotePrefill] | None = None
@@ -68,6 +71,15 @@ class Served:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that requests may use as `model`."""
+        return (*self.names, *self.adapters.names)
+
+    def answering(self, model: str | None) -> str:
+        """Return the name of the model in the response to a checked request for `model`."""
+        return self.name if model is None or model in self.names else model
 
     @property
     def vocabulary(self) -> Vocabulary:

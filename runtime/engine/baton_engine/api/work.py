@@ -15,7 +15,7 @@ from baton_engine.api.parameters import Parameters
 from baton_engine.api.parsing.parts import PlainReader, Reader
 from baton_engine.api.streaming import DONE, error_event
 from baton_engine.grammar.grammars import Grammars
-from baton_engine.requests import GrammarMatcher
+from baton_engine.requests import GrammarMatcher, LoadedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Work:
     """Special tokens that the reader needs, even if they are not part of the response. None: all."""
     matchers: Callable[[], GrammarMatcher] | None = None
     """Creates the matcher of one choice, which enforces its constraint and reasoning budget, see `guided`."""
+    adapter: LoadedAdapter | None = None
     constrained_by: str | None = None
     """Path of the request's field with the constraint, for errors."""
     resumption: Resumption | None = None

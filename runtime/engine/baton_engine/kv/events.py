@@ -24,6 +24,8 @@ class Stored:
     name: bytes
     parent: bytes
     tokens: Sequence[int]
+    adapter: str = ""
+    """Name of the adapter; empty: the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class KvEvents:
         self._recipient = recipient
         self._changes: list[Change] = []
 
-    def stored(self, name: bytes, parent: bytes, tokens: Sequence[int]) -> None:
-        self._changes.append(Stored(name, parent, tokens))
+    def stored(self, name: bytes, parent: bytes, tokens: Sequence[int], adapter: str = "") -> None:
+        self._changes.append(Stored(name, parent, tokens, adapter))
 
     def removed(self, name: bytes) -> None:
         self._changes.append(Removed(name))
@@ -117,7 +119,8 @@ def events_of(changes: Iterable[Change], block_size: int, *, tokens: bool) -> It
         else:
             parent = parent_number(change.parent)
             token_ids = list(change.tokens) if tokens else []
-            event = BlockStored([number], parent, token_ids, block_size, medium=IN_USE)
+            adapter = change.adapter or None
+            event = BlockStored([number], parent, token_ids, block_size, medium=IN_USE, lora_name=adapter)
             end = change.name
         if last is not None:
             yield last

@@ -8,15 +8,16 @@ because on a CPU a module call costs more than a layer of a small model.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.lora import LoraWeights, LowRankLinear, low_rank_linears
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.rope import Rotary
@@ -51,6 +52,14 @@ class Model(Protocol):
 
     def project(self, states: Tensor) -> Tensor:
         """Return the logits [S, V] fp32 of `hidden_states` [S, N], equal to the result of `forward`."""
+        ...
+
+    def prepare_adapter(self, weights: LoraWeights) -> Any:
+        """
+        Return an adapter for `BatchRow.adapter`, in the layout of this model. The caller releases `weights`.
+
+        Its memory is freed with its last reference. Call it on any thread. Raises MemoryError.
+        """
         ...
 
 
@@ -89,6 +98,10 @@ class Layer:
     """`ModelSpec.rotation`."""
 
 
+TorchAdapter = tuple[Mapping[str, LowRankLinear], ...]
+"""For each layer the adapted linears by their names."""
+
+
 class Decoder:
     """Implementation of `Model` with the operations of `Ops`."""
 
@@ -106,6 +119,10 @@ class Decoder:
             _laid_out(layer, spec, number, ops, device) for number, layer in enumerate(weights.layers)
         )
         self.rotary = Rotary.of_layers(spec, device)
+
+    def prepare_adapter(self, weights: LoraWeights) -> TorchAdapter:
+        device, dtype = self.embedding.device, self.embedding.dtype
+        return tuple(low_rank_linears(self.spec, layer, dtype, device) for layer in weights.layers)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
@@ -160,8 +177,9 @@ class Decoder:
         first_norm = self.layers[0].attention_norm
         x = residual if first_norm is None else ops.rms_norm(residual, first_norm, self.spec.norm_epsilon)
         last = len(self.layers) - 1
+        adapted = batch.adapted(wanted=False)
         for number, layer in enumerate(self.layers):
-            qkv = layer.qkv(x)
+            qkv = _add_low_rank(layer.qkv(x), x, adapted, number, "qkv")
             rotation = rotations.get(layer.rotation)
             if layer.latent is not None and rotation is not None:
                 q = layer.latent.store(qkv, rotation, cache, number, batch)
@@ -174,21 +192,40 @@ class Decoder:
                 x = layer.latent.expand(x)
             if number == last and len(wanted) < batch.size:
                 x, residual = x[wanted], residual[wanted]  # only the wanted tokens need the last MLP
-            x, residual = self._added(layer.output(x), residual, layer.attention_post_norm, layer.mlp_norm)
-            x = self._mlp(layer, x)
+                adapted = batch.adapted(wanted=True)
+            output = _add_low_rank(layer.output(x), x, adapted, number, "output")
+            x, residual = self._added(output, residual, layer.attention_post_norm, layer.mlp_norm)
+            x = self._mlp(layer, x, adapted, number)
             norm = self.final_norm if number == last else self.layers[number + 1].attention_norm
             x, residual = self._added(x, residual, layer.mlp_post_norm, norm)
         else:
             return x
         return residual[:0]
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+    def _mlp(
+        self, layer: Layer, x: Tensor, adapted: Sequence[tuple[slice, TorchAdapter]], number: int
+    ) -> Tensor:
         """Compute the MLP, the experts, or the sum of both."""
         if layer.gate_up is None or layer.down is None:
             assert layer.experts is not None
             return layer.experts(x)
-        dense = layer.down(self.ops.gated(layer.gate_up(x)))
+        gated = self.ops.gated(_add_low_rank(layer.gate_up(x), x, adapted, number, "gate_up"))
+        dense = _add_low_rank(layer.down(gated), gated, adapted, number, "down")
         return dense if layer.experts is None else dense.add_(layer.experts(x))
+
+
+def _add_low_rank(
+    result: Tensor, x: Tensor, adapted: Sequence[tuple[slice, TorchAdapter]], layer: int, linear: str
+) -> Tensor:
+    """Add the parts of adapters to `result` [T, out] of a linear of `x` [T, in]. Rows are independent."""
+    for tokens, adapter in adapted:
+        if (low_rank := adapter[layer].get(linear)) is not None:
+            shrunk = x[tokens] @ low_rank.a.T
+            for part in low_rank.outputs:
+                outputs, ranks = part.b.shape
+                of_part = shrunk[:, part.rank : part.rank + ranks]
+                result[tokens, part.start : part.start + outputs] += of_part @ part.b.T
+    return result
 
 
 def _laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, device: torch.device) -> Layer:

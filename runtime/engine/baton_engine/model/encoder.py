@@ -24,6 +24,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, read_json
 from baton_engine.model.config import token_ids
 from baton_engine.model.embedder import Embedder, Unable, encoder_embedder
+from baton_engine.model.lora import LoraWeights
 from baton_engine.model.progress import Progress
 from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.spec import LIMITS, ModelSpec, checked
@@ -226,6 +227,9 @@ class Encoder:
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.project(self.hidden_states(batch, cache))
+
+    def prepare_adapter(self, weights: LoraWeights) -> None:
+        raise SetupError(f"{self.spec.architecture} does not support LoRA adapters.")
 
     @torch.inference_mode()
     def project(self, states: Tensor) -> Tensor:

@@ -31,12 +31,12 @@ WANTED = (
 """Default patterns of the files to download from a repository."""
 
 
-def cached(model: str, opening: str, ways_out: str) -> Path:
+def cached(model: str, opening: str, ways_out: str, patterns: Sequence[str] = WANTED) -> Path:
     """Return the model's folder in the library's cache. `opening` and `ways_out` complete a SetupError."""
     from huggingface_hub import snapshot_download
 
     with _errors(model, "", opening, ways_out):
-        return Path(snapshot_download(model, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
 
 
 def download(model: str, revision: str, patterns: Sequence[str], folder: Path, ways_out: str) -> str:

@@ -25,6 +25,8 @@ from baton_engine import machine
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model import native_experts
+from baton_engine.model.lora import LoraWeights
+from baton_engine.model.native_lora import NativeAdapter, adapter_pointers
 from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec, Quantize
@@ -121,6 +123,7 @@ class _Pass(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("states", ctypes.c_void_p),
         ("states_stride", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
     )
 
 
@@ -139,6 +142,7 @@ class NativeDecoder:
         self._positions = 0
         self._turn_to(FIRST_POSITIONS // 2)
         self._kernels = kernel_library
+        self._quantized = False
         tied = weights.head is weights.embedding
         handle = kernel_library.baton_create(ctypes.byref(_sizes(spec, dtype, threads, tied)))
         if not handle:
@@ -182,6 +186,11 @@ class NativeDecoder:
             raise MemoryError(f"no memory for the activations of {len(rows)} tokens")
         return logits
 
+    def prepare_adapter(self, weights: LoraWeights) -> NativeAdapter:
+        if self._quantized:
+            raise SetupError("The kernels do not add adapters to quantized weights. Use --quantize off.")
+        return NativeAdapter(self.spec, weights, self.dtype, self._kernels, self._handle)
+
     def _rows(self, count: int) -> Tensor:
         return torch.zeros((count, -(-self.spec.hidden // LANES) * LANES), dtype=torch.float32)
 
@@ -192,6 +201,7 @@ class NativeDecoder:
         blocks, slots = batch.block_table, batch.slots
         full, sliding = self._rotations["full"], self._rotations.get("sliding")
         starts = (ctypes.c_int64 * len(batch.starts))(*batch.starts)
+        adapters = adapter_pointers([row.adapter for row in batch.rows])
         task = _Pass(
             tokens=batch.size,
             rows=len(batch.rows),
@@ -210,6 +220,7 @@ class NativeDecoder:
             cache=cache.kv.data_ptr(),
             cache_slots=cache.blocks * cache.block_size,
             block_size=cache.block_size,
+            adapters=None if adapters is None else ctypes.addressof(adapters),
             **results,
         )
         match self._kernels.baton_forward(self._handle, ctypes.byref(task)):
@@ -256,6 +267,7 @@ class NativeDecoder:
         where = (self._handle, ctypes.c_int64(layer), ctypes.c_int64(FIELDS[place]))
         bias_at = ctypes.c_void_p(None if bias is None else bias.data_ptr())
         if isinstance(weight, Quantized):
+            self._quantized = True
             rows = [part.rows.contiguous() for part in weight.parts]
             parts = (_Part * len(rows))(
                 *(
@@ -377,5 +389,6 @@ def available(environment: Mapping[str, str] = os.environ) -> bool:
 def _library(environment: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     kernel_library = library.load(dict(environment))
     kernel_library.baton_create.restype = ctypes.c_void_p
+    kernel_library.baton_adapter_create.restype = ctypes.c_void_p
     kernel_library.baton_bytes.restype = ctypes.c_int64
     return kernel_library

@@ -8,6 +8,7 @@ HF_HUB_OFFLINE).
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ from baton_engine.machine import bundled_folder, cache_folder
 from baton_engine.model import hub
 from baton_engine.model.builtin import SMOLLM2, bundled, fetch
 from baton_engine.model.checkpoint import GGUF_SUFFIX, Checkpoint
+from baton_engine.model.fetching import ModelSource
+from baton_engine.model.fetching import fetch as fetch_files
 from baton_engine.model.progress import SILENT, Progress
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -25,6 +28,8 @@ WAYS_OUT = (
     f"Specify a local folder, a .gguf file or the built-in model {SMOLLM2.name}. If the hub is unreachable, "
     "set HF_ENDPOINT to a mirror, or download the model on another machine and set HF_HUB_OFFLINE=1."
 )
+
+ADAPTER_WAYS_OUT = "Specify a folder that exists in the worker's container, or set HF_ENDPOINT to a mirror."
 
 
 def resolve(model: str, progress: Progress = SILENT, cache: Path | None = None) -> Checkpoint:
@@ -46,6 +51,26 @@ def resolve(model: str, progress: Progress = SILENT, cache: Path | None = None) 
         raise SetupError(f"The file or folder {model[:300]!r} does not exist. {WAYS_OUT}")
     opening = f"The folder {model!r} does not exist, and "
     return Checkpoint(hub.cached(model, opening, WAYS_OUT), model)
+
+
+def adapter_folder(location: str, patterns: tuple[str, ...], cache: Path | None = None) -> Path:
+    """
+    Return the folder of an adapter: a path, a URI (hf, s3, gs or file), or a Hugging Face Hub id.
+
+    Downloads files that match `patterns` into `cache` once; changed files need another location. Raises
+    FileNotFoundError if a local folder does not exist, and SetupError.
+    """
+    path = Path(location.removeprefix("file://")).expanduser()
+    if path.is_dir():
+        return path
+    if "://" in location and not location.startswith("file://"):
+        name = hashlib.sha256(location.encode()).hexdigest()[:16]
+        folder = (cache or cache_folder(os.environ)) / "adapters" / name
+        fetch_files(ModelSource(location, patterns=patterns), folder)
+        return folder
+    if path.is_absolute() or location.startswith((".", "~", "file:")) or not HUB_ID.fullmatch(location):
+        raise FileNotFoundError(location)
+    return hub.cached(location, f"The folder {location!r} does not exist, and ", ADAPTER_WAYS_OUT, patterns)
 
 
 def served_names(chosen: Iterable[str], checkpoint: Checkpoint, model: str) -> tuple[str, ...]:

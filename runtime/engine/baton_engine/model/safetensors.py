@@ -33,7 +33,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
-        self._files = {path: _header(path) for path in _weight_files(folder)}
+        self._files = {path: read_header(path) for path in _weight_files(folder)}
         self._homes: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -118,7 +118,7 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
-def _header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> dict[str, Any]:
     """Return the header of a safetensors file after comparing it with the file's size. Raises SetupError."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -115,10 +115,11 @@ class Scheduler:
         request = sequence.request
         request.computed += tokens
         size, events = self.block_size, self.kv_events
+        adapter = "" if request.adapter is None else request.adapter.name
         for index in range(sequence.published, request.computed // size):
             name, parent = sequence.block_hash(index), sequence.parent(index)
             if self.pool.publish(request.blocks[index], name, parent) and events is not None:
-                events.stored(name, parent, sequence.tokens(index * size, (index + 1) * size))
+                events.stored(name, parent, sequence.tokens(index * size, (index + 1) * size), adapter)
             sequence.published = index + 1
 
     def fetched(self, sequence: Sequence, arrived: int, unsafe: frozenset[int]) -> bool:
@@ -326,6 +327,7 @@ class Scheduler:
             sampling=request.sampling,
             salt=request.salt,
             trace=request.trace,
+            adapter=request.adapter,
         )
         self.pool.pin(sequence.fetch.blocks)
         sequence.stage = Stage.FETCHING

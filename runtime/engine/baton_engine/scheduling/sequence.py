@@ -13,7 +13,7 @@ from collections import abc
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_api.hashing import block_hashes, chain_hash, root_hash
+from baton_api.hashing import block_hashes, chain_hash
 from baton_engine.requests import Fetch, Request
 from baton_engine.sampling.prompt_outputs import prompt_output_of
 from baton_engine.sampling.state import SamplingState
@@ -63,7 +63,7 @@ class Sequence:
     def __init__(self, request: Request, block_size: int, table_blocks: int) -> None:
         self.request = request
         self.block_size = block_size
-        self.root = root_hash(request.salt)
+        self.root = request.root
         hashes = request.hashes
         self.hashes = block_hashes(request.prompt, block_size, self.root) if hashes is None else list(hashes)
         """Hashes of all full blocks whose tokens are known."""

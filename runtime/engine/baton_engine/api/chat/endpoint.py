@@ -61,7 +61,7 @@ def prepare(fields: Fields, served: Served) -> Work:
     sampling = _constrained(common.sampling, opening, options, served)
     shape = ChatShape(
         tokenizer=served.tokenizer,
-        model=served.name,
+        model=served.answering(fields.text("model")),
         streaming=common.streaming,
         alternatives=common.alternatives,
         name=token_name(served.tokenizer, common.tokens_as_ids),

@@ -41,7 +41,7 @@ def prepare(fields: Fields, served: Served) -> Work:
     return dataclasses.replace(
         work,
         prompts=(dataclasses.replace(prompt, max_tokens=limit),),
-        shape=MessageShape(model=served.name, cut_by_context=limit < wanted),
+        shape=MessageShape(model=served.answering(fields.text("model")), cut_by_context=limit < wanted),
         failure=anthropic.error_event,
         done=b"",
         constrained_by=work.constrained_by and here(work.constrained_by),

@@ -116,7 +116,7 @@ def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
         else None
     )
     shape = ResponseShape(
-        model=served.name,
+        model=served.answering(fields.text("model")),
         echo=response_request.echo | drawn,
         events_of=events,
         output=ResponseItems(events, response_request.custom, logprobs),

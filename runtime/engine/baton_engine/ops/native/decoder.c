@@ -8,21 +8,26 @@
  */
 #define _GNU_SOURCE
 
-#include "model.h"
+#include "lora.h"
 
 #define NORM_ROWS 4          /* rows per chunk of a norm, of a rotation and of the embedding */
 #define ROWS_AT_ONCE (256 / TILE_ROWS * TILE_ROWS) /* maximum rows per chunk of a linear */
 #define CHUNKS_PER_THREAD 6  /* enough that threads finish a phase at about the same time */
 #define RUNS_PER_THREAD 1    /* a run has 1 / (threads * RUNS_PER_THREAD) of the remaining panels */
 
-/* ROUND_ATTENDED and ROUND_GATED prepare the inputs of quantized products; without one they have nothing to do. */
+/*
+ * A step that shrinks is right before the product whose input rows it multiplies with A of their adapters. ROUND_ATTENDED
+ * and ROUND_GATED prepare the inputs of quantized products; without one they have nothing to do.
+ */
 enum step {
-    NORM_BEFORE_ATTENTION, PROJECT, ROTATE, ATTEND, ROUND_ATTENDED, JOIN, NORM_BEFORE_MLP, GATE, ROUND_GATED, CLOSE, DENSE_STEPS
+    NORM_BEFORE_ATTENTION, SHRINK_FOR_PROJECT, PROJECT, ROTATE, ATTEND, ROUND_ATTENDED, SHRINK_FOR_JOIN, JOIN,
+    NORM_BEFORE_MLP, SHRINK_FOR_GATE, GATE, ROUND_GATED, SHRINK_FOR_CLOSE, CLOSE, DENSE_STEPS
 };
 
 /* Steps of a layer with experts after NORM_BEFORE_MLP. */
 enum expert_step { ROUTE = DENSE_STEPS, GROUP, GATHER, EXPERT_GATE, EXPERT_CLOSE, COMBINE, IDLE };
 #define EXPERT_STEPS (IDLE - ROUTE)
+_Static_assert(EXPERT_STEPS >= DENSE_STEPS - NORM_BEFORE_MLP - 1, "dense layers of a model with experts lack steps");
 
 /* How a product is stored: written, added to the result, or gated by the activation of its first half. */
 enum store_mode { WRITE, ADD, GATED };
@@ -38,6 +43,11 @@ struct product {
     float scale;  /* factor of the result */
     float cap;    /* a scaled result x becomes cap * tanh(x / cap); 0: it stays */
     int result_kind;      /* of gated results; others are float32 */
+    const struct adapter *const *adapters; /* of the rows, or NULL */
+    size_t layer;
+    enum adapted linear;
+    const float *shrunk;
+    size_t shrunk_stride; /* items */
 };
 
 /* Returns the kind of the rows that are written as input of a product with `weight`. */
@@ -235,13 +245,22 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
     }
 }
 
-INLINE void finish_tile(const struct product *product, const float *tile, size_t row, size_t count, size_t panel) {
+INLINE void finish_tile(const struct product *product, const float *tile, size_t row, size_t count, size_t panel,
+                        const int kind) {
     const struct linear *weight = product->weight;
     const size_t from = panel * PANEL;
     floats left_bias = weight->bias ? load(weight->bias + from) : splat(0.0f);
     floats right_bias = weight->bias ? load(weight->bias + from + LANES) : splat(0.0f);
     for (size_t i = 0; i < count; i++) {
         floats left = load(tile + i * PANEL) + left_bias, right = load(tile + i * PANEL + LANES) + right_bias;
+        if (product->adapters) {
+            const struct low_rank *low_rank = low_rank_at(product->adapters[row + i], product->layer, product->linear);
+            const float *shrunk = product->shrunk + (row + i) * product->shrunk_stride;
+            if (low_rank) {
+                left = expand(low_rank, 2 * panel, shrunk, left, kind);
+                right = expand(low_rank, 2 * panel + 1, shrunk, right, kind);
+            }
+        }
         if (product->mode == GATED) {
             const floats gate = product->gelu ? gelu_tanh(left) : silu(left);
             put(product->result, (row + i) * product->result_stride + panel * LANES, gate * right, product->result_kind);
@@ -304,7 +323,7 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
                 multiply_quantized(count, model->rounded + row * model->rounded_stride, model->rounded_stride,
                                    weight->quantized[panel], weight->inputs / BLOCK, tile,
                                    (enum format)weight->formats[panel]);
-                finish_tile(product, tile, row, count, panel);
+                finish_tile(product, tile, row, count, panel, kind);
             }
         return;
     }
@@ -315,7 +334,7 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
             size_t count = rows_end - row < TILE_ROWS ? rows_end - row : TILE_ROWS;
             multiply(count, (const uint32_t *)(product->rows + row * product->row_bytes), product->row_bytes / 4,
                      panel_at(weight, panel), weight->units, tile, PANEL, 0, kind);
-            finish_tile(product, tile, row, count, panel);
+            finish_tile(product, tile, row, count, panel, kind);
         }
     tiles_end(&before);
 }
@@ -342,6 +361,11 @@ static struct product product_of(const struct model *model, size_t layer_index, 
         .gelu = (int)model->spec.gelu,
         .scale = joins && !model->joined ? (float)model->spec.residual_scale : 1.0f,
         .result_kind = input_kind(&layer->down, (int)model->spec.kind),
+        .adapters = !model->pass->adapters ? NULL : chosen ? model->wanted_adapters : model->token_adapters,
+        .layer = layer_index,
+        .linear = step == PROJECT ? ADAPT_QKV : step == JOIN ? ADAPT_OUTPUT : step == GATE ? ADAPT_GATE_UP : ADAPT_DOWN,
+        .shrunk = model->shrunk,
+        .shrunk_stride = model->shrunk_stride,
     };
     switch (step) {
     case PROJECT: product.weight = &layer->qkv, product.result = model->qkv, product.result_stride = model->qkv_stride; break;
@@ -386,6 +410,51 @@ static size_t phase_count(const struct model *model) {
     return norm + (model->pass->logits ? 2 : 1);
 }
 
+static int shrinks(size_t step) {
+    return step == SHRINK_FOR_PROJECT || step == SHRINK_FOR_JOIN || step == SHRINK_FOR_GATE || step == SHRINK_FOR_CLOSE;
+}
+
+static size_t rank_blocks(const struct model *model) { return (model->shrunk_stride + RANKS_AT_ONCE - 1) / RANKS_AT_ONCE; }
+
+/* One chunk of a step that shrinks: RANKS_AT_ONCE ranks of NORM_ROWS rows. */
+INLINE void shrink_chunk(const struct model *model, size_t layer, size_t step, size_t chunk, const int kind) {
+    if (!model->pass->adapters) return;
+    const struct product product = product_of(model, layer, step + 1);
+    const size_t from = chunk / rank_blocks(model) * NORM_ROWS, first = chunk % rank_blocks(model) * RANKS_AT_ONCE;
+    for (size_t row = from; row < product.count && row < from + NORM_ROWS; row++) {
+        const struct low_rank *low_rank = low_rank_at(product.adapters[row], layer, product.linear);
+        if (!low_rank || first >= low_rank->rank) continue;
+        const size_t last = first + RANKS_AT_ONCE < low_rank->rank ? first + RANKS_AT_ONCE : low_rank->rank;
+        shrink(low_rank, product.rows + row * product.row_bytes, first, last, model->shrunk + row * model->shrunk_stride, kind);
+    }
+}
+
+/* Finds the adapter of each token of the pass. Returns 0 if memory is exhausted. */
+static int reserve_adapters(struct model *model, const struct pass *pass) {
+    size_t most = 1;
+    for (int64_t row = 0; pass->adapters && row < pass->rows; row++)
+        if (pass->adapters[row] && pass->adapters[row]->most_rank > most) most = pass->adapters[row]->most_rank;
+    if (!pass->adapters) return 1;
+    if (model->adapted_capacity < model->token_capacity + model->wanted_capacity) {
+        free(model->token_adapters), free(model->wanted_adapters);
+        model->token_adapters = calloc(model->token_capacity, sizeof *model->token_adapters);
+        model->wanted_adapters = calloc(model->wanted_capacity + 1, sizeof *model->wanted_adapters);
+        model->adapted_capacity = model->token_adapters && model->wanted_adapters ? model->token_capacity + model->wanted_capacity : 0;
+    }
+    model->shrunk_stride = round_up(most, LANES);
+    if (model->shrunk_capacity < model->token_capacity * model->shrunk_stride) {
+        free(model->shrunk);
+        model->shrunk = zeros(model->token_capacity * model->shrunk_stride * 4);
+        model->shrunk_capacity = model->shrunk ? model->token_capacity * model->shrunk_stride : 0;
+    }
+    if (!model->adapted_capacity || !model->shrunk_capacity) return 0;
+    for (int64_t row = 0; row < pass->rows; row++)
+        for (int64_t token = pass->starts[row]; token < pass->starts[row + 1]; token++)
+            model->token_adapters[token] = pass->adapters[row];
+    for (int64_t nth = 0; nth < pass->wanted; nth++) model->wanted_adapters[nth] = model->token_adapters[pass->wanted_at[nth]];
+    return 1;
+}
+
 static size_t chunks_of_product(const struct model *model, const struct product product) {
     struct cut cut = cut_product(model, &product);
     return cut.row_blocks * cut.runs;
@@ -401,6 +470,8 @@ static size_t chunks_in(void *self, size_t phase) {
     const size_t layer = (phase - 1) / step_count(model), step = step_at(model, layer, (phase - 1) % step_count(model));
     if (step >= ROUTE)
         return chunks_of_experts(model, step, (size_t)(is_last(model, layer) ? model->pass->wanted : model->pass->tokens));
+    if (shrinks(step))
+        return model->pass->adapters ? (among_chosen(model, layer, step) ? by_wanted : by_tokens) * rank_blocks(model) : 1;
     switch (step) {
     case NORM_BEFORE_ATTENTION:
     case NORM_BEFORE_MLP:
@@ -467,6 +538,10 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
     const size_t layer_index = (phase - 1) / step_count(model);
     const size_t step = at_head ? (size_t)IDLE : step_at(model, layer_index, (phase - 1) % step_count(model));
     const struct layer *layer = model->layers + layer_index;
+    if (shrinks(step)) {
+        shrink_chunk(model, layer_index, step, chunk, kind);
+        return;
+    }
     if (step >= ROUTE && !at_head) {
         const int last = is_last(model, layer_index);
         if (step != IDLE)
@@ -523,6 +598,7 @@ enum result { DONE, NO_MEMORY, OUT_OF_RANGE };
 int baton_forward(struct model *model, const struct pass *pass) {
     if (!is_sound(model, pass)) return OUT_OF_RANGE;
     if (!reserve_activations(model, (size_t)pass->tokens, (size_t)pass->wanted, (size_t)pass->rows)) return NO_MEMORY;
+    if (!reserve_adapters(model, pass)) return NO_MEMORY;
     model->pass = pass;
     model->query_chunks[0] = 0;
     for (int64_t row = 0; row < pass->rows; row++) {

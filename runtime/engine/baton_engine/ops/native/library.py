@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 SOURCES = (
     "decoder.c",
     "experts.h",
+    "lora.h",
     "model.h",
     "attention.h",
     "quantized.h",

@@ -31,6 +31,8 @@ struct spec {
     double epsilon, embedding_scale, residual_scale, logit_scale, logit_cap, score_scale, score_cap, expert_scale; /* cap 0: none */
 };
 
+struct adapter; /* lora.h */
+
 /* Input and output of one pass; same order as in native_decoder.py. */
 struct pass {
     int64_t tokens, rows, wanted;      /* T, R, S */
@@ -48,6 +50,7 @@ struct pass {
     float *logits;                     /* [S, vocab], or NULL if only the states are needed */
     float *states;                     /* [S, states_stride] after the final norm, or NULL */
     int64_t states_stride;             /* hidden, padded to whole vectors */
+    const struct adapter *const *adapters; /* [R], NULL for rows of the base model; NULL: no row has one */
 };
 
 enum rotation { UNROTATED, FULL, SLIDING };
@@ -109,6 +112,10 @@ struct model {
     size_t query_tokens;  /* tokens per chunk of attention */
     int64_t *query_chunks; /* [rows + 1] number of attention chunks before row r, per key head */
     size_t row_capacity;
+    /* Of the adapters of a pass: by token and by wanted token, and the rows' products with A. */
+    const struct adapter **token_adapters, **wanted_adapters;
+    float *shrunk;
+    size_t shrunk_stride, adapted_capacity, shrunk_capacity;
 };
 
 /* ---- Memory ---- */
@@ -234,6 +241,7 @@ void baton_destroy(struct model *model) {
     if (model->pool) pool_destroy(model->pool);
     forget_activations(model);
     free(model->scratches);
+    free(model->token_adapters), free(model->wanted_adapters), free(model->shrunk);
     if (model->arena) munmap(model->arena, model->arena_bytes);
     for (int64_t layer = 0; model->layers && layer < model->spec.layers; layer++)
         free(model->layers[layer].experts.gate_up), free(model->layers[layer].experts.down);
