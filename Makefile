@@ -3,6 +3,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
+PYTEST := $(PYTHON) -m pytest -q -rs -n logical --maxprocesses 4 --dist loadfile
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
 # Kernels are compiled on first use: where the machine has no C compiler, one comes from the package index.
@@ -13,17 +14,23 @@ comma := ,
 BUILDER := docker
 TAG = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' api/baton_api/__init__.py)
 
+# Bytecode is kept: without it each of the processes that tests start compiles torch's modules again, for 4 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix docs bench mutants e2e images
+.PHONY: help demo test test-all check fix docs bench mutants e2e images
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo ## fetch a small model, start everything, answer two questions
 	$(VENV)/bin/baton demo
 
-test: $(VENV)/dev ## run the tests
-	$(PYTHON) -m pytest -q -rs -n logical --maxprocesses 4 --dist loadfile
+test: $(VENV)/dev ## run the tests that need no servers and no long time
+	$(PYTEST) -m 'not slow'
+
+test-all: $(VENV)/dev ## run all tests
+	$(PYTEST)
 
 check: $(VENV)/dev ## what a change must pass besides the tests
 	$(VENV)/bin/ruff check .

@@ -1,13 +1,24 @@
-"""Fixtures for all tests."""
+"""For all tests: a log of its own for each, which process runs it, and a list of long ones without a mark."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Generator, Iterator
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from baton_api import logs
+
+SLOW_S = 5.0
+"""Seconds of processor time from which a test is marked `slow`: docs/contributing/tests.md has the rule."""
+
+SHARING = ("tests/conformance", "tests/observing")
+"""Folders whose files use the same servers: in several processes, each process would start them all."""
+
+UNMARKED = "seconds of processor time without the mark slow"
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +30,39 @@ def a_log_of_its_own() -> Iterator[None]:
     loggers[0].handlers[:] = handlers
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist declares no types
+    """One process for all tests of a file, or of a folder that shares servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return next((folder for folder in SHARING if file.startswith(f"{folder}/")), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    begun = processor_s()
+    yield
+    if (seconds := processor_s() - begun) > SLOW_S and item.get_closest_marker("slow") is None:
+        item.user_properties.append((UNMARKED, round(seconds, 1)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests of `make test` that took too long. None fails: a busy machine's clock proves nothing."""
+    passed: list[pytest.TestReport] = terminalreporter.getreports("passed")
+    for report in passed:
+        for name, seconds in report.user_properties:
+            if name == UNMARKED:
+                terminalreporter.write_line(f"{seconds} {UNMARKED}: {report.nodeid}")
+
+
+def processor_s() -> float:
+    """Of this process and of the child processes that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

@@ -15,7 +15,7 @@ from tests.batches import chaos
 KILLS = 16
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_law_batches_complete_under_random_kills(
     database: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -168,6 +168,7 @@ def test_locked_database_is_awaited_then_reported(tmp_path: Path) -> None:
     database.close()
 
 
+@pytest.mark.slow
 async def test_unreachable_postgres_is_retried(postgres: Postgres, tmp_path: Path) -> None:
     settings = {"database": postgres.new_database(), "state": str(tmp_path)}
     async with serving(**settings) as router:
@@ -195,6 +196,7 @@ async def test_unreachable_postgres_is_retried(postgres: Postgres, tmp_path: Pat
         assert len((await router.client.get("/v1/files")).json()["data"]) == 2
 
 
+@pytest.mark.slow
 async def test_killed_postgres_loses_no_acknowledged_result(postgres: Postgres, tmp_path: Path) -> None:
     async with serving(database=postgres.new_database(), state=str(tmp_path)) as router:
         file = await uploaded(router, line("a"))
@@ -205,6 +207,7 @@ async def test_killed_postgres_loses_no_acknowledged_result(postgres: Postgres, 
         assert await content(router, file) == line("a")
 
 
+@pytest.mark.slow
 async def test_unreachable_bucket_is_retried(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

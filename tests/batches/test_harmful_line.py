@@ -81,7 +81,7 @@ class Supervisor:
         self._ends.discard(target)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 async def test_batch_with_a_harmful_line_completes_all_others(tmp_path: Path) -> None:
     """The harmful line is an error in the error file; every other line is answered in the output file."""
     model = make_model(tmp_path / "tiny")

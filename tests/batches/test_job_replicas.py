@@ -19,7 +19,7 @@ from tests.batches.batch_cluster import JOBS, NAMESPACE, SERVICE
 from tests.batches.pods import LINES, Story, story_of
 from tests.batches.postgres import Postgres
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

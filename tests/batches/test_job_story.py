@@ -26,7 +26,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         yield opened
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_successor_of_a_killed_pod_answers_each_line_once(story: Story) -> None:
     id = story.submit()
     name = batch_jobs.name_of(id)
@@ -46,7 +46,7 @@ def test_successor_of_a_killed_pod_answers_each_line_once(story: Story) -> None:
     story.set_phase(name, "completed")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_restarted_router_admits_the_same_pod_again(story: Story) -> None:
     """Its secret is another one then: what the pod had from it is of no use, Kubernetes' own token is."""
     id = story.submit()
@@ -62,7 +62,7 @@ def test_restarted_router_admits_the_same_pod_again(story: Story) -> None:
     story.set_phase(name, "completed")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_stopping_runner_records_its_results(story: Story) -> None:
     """As when the BatchJob is suspended, or its node drained."""
     id = story.submit()
@@ -76,7 +76,7 @@ def test_stopping_runner_records_its_results(story: Story) -> None:
     story.check(id)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_cancelled_batch_ends_its_pod(story: Story) -> None:
     id = story.submit(3000)
     name = batch_jobs.name_of(id)
@@ -88,7 +88,7 @@ def test_cancelled_batch_ends_its_pod(story: Story) -> None:
     story.set_phase(name, "cancelled")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_file_becomes_one_batch_however_often_its_pod_starts(story: Story) -> None:
     source = story.folder / "mine.jsonl"
     chaos.write_lines(source, LINES)
@@ -117,7 +117,7 @@ def test_file_becomes_one_batch_however_often_its_pod_starts(story: Story) -> No
     assert batch_jobs.name_of(id) not in story.cluster.jobs
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pod", "message"),
     [

@@ -22,7 +22,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.close()
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     if request.param == "folder":
         return FolderObjectStore(tmp_path / "files")
@@ -112,6 +112,7 @@ def test_parallel_writes_are_complete(store: ObjectStore) -> None:
         assert whole(store, key, 0, 300_000) == bytes([number]) * 300_000
 
 
+@pytest.mark.slow
 def test_unreachable_bucket_is_reported(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)

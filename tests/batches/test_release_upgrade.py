@@ -113,7 +113,7 @@ def test_ledger_of_0_1_0_is_read_completely(tmp_path: Path) -> None:
         assert opened.execute("SELECT version FROM baton_schema").fetchall() == [(SCHEMA_VERSION,)]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_router_replaces_0_1_0_under_load(tmp_path: Path) -> None:
     """Batches continue, ended ones and files are unchanged, and every chat is answered."""
     left = Left(tmp_path)

@@ -70,7 +70,7 @@ def pair(postgres: Postgres, tmp_path: Path) -> Iterator[Pair]:
         yield Pair(routers, services, tmp_path)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_batch_run_by_one_router_is_cancelled_by_another(pair: Pair) -> None:
     id = pair.submit(to=0, lines=3000)
     pair.running(id)
@@ -85,7 +85,7 @@ def test_batch_run_by_one_router_is_cancelled_by_another(pair: Pair) -> None:
     chaos.await_true(lambda: not pair.routers[1 - other].runners(), 60, "its runner has ended")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_dead_router_is_replaced_by_the_other(pair: Pair) -> None:
     id = pair.submit(to=0)
     pair.running(id)
@@ -102,7 +102,7 @@ def test_dead_router_is_replaced_by_the_other(pair: Pair) -> None:
     assert (report.lines, report.lost, report.doubled) == (LINES, 0, 0)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_router_with_several_processes_runs_batches(tmp_path: Path) -> None:
     ports = chaos.free_ports(2)
     arguments = ["tests.batches.mock_worker", f"--port={ports[0]}"]

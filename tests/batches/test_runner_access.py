@@ -106,6 +106,7 @@ def test_routers_with_the_same_settings_have_the_same_secret() -> None:
     assert secret_of(stored, "s") is None, "routers that get a ticket secret later keep the stored one"
 
 
+@pytest.mark.slow
 async def test_token_outlives_the_password_of_the_database(postgres: Postgres) -> None:
     """A router with the new password takes what one with the old password has signed; no other does."""
     url = postgres.new_database()
@@ -125,6 +126,7 @@ async def test_token_outlives_the_password_of_the_database(postgres: Postgres) -
         await Authenticator(other).enter(scope())
 
 
+@pytest.mark.slow
 async def test_secret_of_routers_that_start_at_once_is_one(postgres: Postgres) -> None:
     given = RouterSettings(database=SecretStr(postgres.new_database()))
     secrets = await asyncio.gather(*(RunnerSecret(given, "").get() for _ in range(6)))

@@ -20,7 +20,7 @@ from tests.charts.helm import NAMESPACE, ROOT, VALUES, Manifest, of_kind, render
 from tests.operator.fake_cluster import FakeCluster
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 LOADED = {file.name: list(yaml.safe_load_all(file.read_text())) for file in EXAMPLES}

@@ -18,7 +18,7 @@ from baton_api.errors import Unauthorized
 from tests.cli.service import END_S, START_S, await_true, running_up, start_baton
 from tests.engine.models import make_model
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 QUESTION = {"messages": [{"role": "user", "content": "List 3 countries."}], "max_tokens": 4, "temperature": 0}
 

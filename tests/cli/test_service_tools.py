@@ -22,7 +22,7 @@ from baton_api import profiles
 from tests.cli.service import IGNORING, RunningUp, await_true, running_up
 from tests.engine.models import make_model
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 KEY = "a-key-of-the-test"
 TIMEOUT_S = 300

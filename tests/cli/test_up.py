@@ -15,7 +15,7 @@ from baton_cli.up import LocalRouterSettings
 from tests.cli.service import END_S, START_S, await_gone, await_true, running_up, start_baton
 from tests.engine.models import make_model
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 LONG = "List 3 countries and their capitals. The relay has four runners. "
 

@@ -242,6 +242,7 @@ async def test_pages_are_limited_and_a_closed_one_frees_its_place() -> None:
             assert (await anext(stream))[0] == "service"
 
 
+@pytest.mark.slow
 async def test_frontend_processes_share_one_dashboard() -> None:
     async with FakeWorker(reporting) as worker, running_pool(worker, dashboard=True) as pool:
         assert (await pool.client.get("/")).headers["content-type"] == "text/html; charset=utf-8"

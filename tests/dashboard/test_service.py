@@ -12,7 +12,7 @@ from tests.cli.service import running_up
 from tests.dashboard.browser import Browser
 from tests.engine.models import make_model
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 PHASES = ["queue", "prefill", "transfer", "decode"]
 NEWEST = "#requests > li:first-child"

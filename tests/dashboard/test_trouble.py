@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import pytest
 
 from baton_api.workers import Role
 from tests.dashboard.browser import Browser
 from tests.router.fake_worker import FakeWorker, event, gated, streaming
 from tests.router.running import RunningRouter, running_router
+
+pytestmark = pytest.mark.slow
 
 HOSTILE = '<img src=x onerror="window.hurt = 1"><script>window.hurt = 1</script>'
 UNKEYED = "API key required"

@@ -23,7 +23,7 @@ import pytest
 
 from tests.engine.models import make_model
 
-pytestmark = [pytest.mark.nixl, pytest.mark.processes]
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 PREFILL, DECODE = "198.51.100.1", "198.51.100.2"
 TIMEOUT_S = 300.0

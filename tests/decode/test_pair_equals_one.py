@@ -48,7 +48,7 @@ PENALISED: dict[str, Any] = {
 WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
 
 
-PROCESSES = [pytest.mark.processes, pytest.mark.nixl]
+PROCESSES = [pytest.mark.slow, pytest.mark.nixl]
 WITHOUT_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 TRANSPORTS = {
     "loopback": "loopback",

@@ -112,6 +112,7 @@ def test_cache_blocks_of_tiny_model_are_bounded_by_default() -> None:
 
 def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
     random_number = random.Random(7)
+    settings = WorkerSettings()
     for _ in range(2000):
         start = random_number.randrange(1, 200_000)
         weights = random_number.randrange(0, 100_000)
@@ -120,8 +121,9 @@ def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
         )
         share = random_number.choice((0.0, random_number.random()))
         tokens = random_number.choice((0, random_number.randrange(1, 3000)))
+        changed = settings.model_copy(update={"memory_share": share, "kv_cache_tokens": tokens})
         try:
-            count = blocks(memory, memory_share=share, kv_cache_tokens=tokens)
+            count = cache_blocks(changed, memory, BLOCK, CONTEXT)
         except SetupError:
             continue
         assert count >= LEAST_BLOCKS

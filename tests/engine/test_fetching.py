@@ -113,7 +113,7 @@ def store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     return s3
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 class TestS3:
     def test_fetch_real_server_is_read_once(self, store: S3Server, tmp_path: Path) -> None:
         filled(store.bucket / "models" / "tiny")
@@ -237,7 +237,7 @@ def run(*arguments: str, home: Path, **environment: str) -> subprocess.Completed
     )
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_fetch_hub_model_at_one_commit_then_works_offline(tmp_path: Path) -> None:
     repository, folder, requested = tmp_path / "repository", tmp_path / "models" / "tiny", list[str]()
     repository.mkdir()
@@ -270,7 +270,7 @@ def test_fetch_hub_model_at_one_commit_then_works_offline(tmp_path: Path) -> Non
     assert again.stdout == f"Already fetched: hf://org/tiny at {COMMIT} in {folder}\n", again.stderr
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_fetch_without_a_revision_takes_the_pinned_commit(tmp_path: Path) -> None:
     repository, requested = tmp_path / "repository", list[str]()
     repository.mkdir()

@@ -23,7 +23,7 @@ from tests.faults.caller import CHAT, COMPLETIONS, RESPONSES, End, Outcome
 from tests.faults.cluster import until
 from tests.faults.crew import SLOTS, Crew, Mock, open_crew
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LOAD = 0.7
 LOADED_CALLS = 80

@@ -18,7 +18,7 @@ from tests.authority import Authority
 from tests.engine.models import make_model
 from tests.faults.cluster import CONTEXT, TIMEOUT_S, Cluster, Node, until
 
-pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 NAME = "chat.models.svc.cluster.local"
 OURS, THEIRS = Authority(), Authority()

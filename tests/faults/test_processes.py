@@ -17,7 +17,7 @@ from tests.faults.cluster import LONG_PROMPT, Cluster, until
 
 pytestmark = [
     pytest.mark.nixl,
-    pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

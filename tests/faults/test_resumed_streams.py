@@ -22,7 +22,7 @@ from tests.faults.cluster import CONTEXT, TIMEOUT_S, Node, until
 
 pytestmark = [
     pytest.mark.nixl,
-    pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

@@ -17,7 +17,7 @@ from baton_api import headers
 from tests.engine.models import VOCAB, make_model
 from tests.faults.cluster import CONTEXT, TIMEOUT_S, Node, until
 
-pytestmark = [pytest.mark.nixl, pytest.mark.processes]
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 TOKENS = 200
 BLOCK = 16

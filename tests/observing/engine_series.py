@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from baton_api import metrics
 from baton_observing import rules
@@ -85,12 +83,17 @@ def target_labels(role: str) -> str:
     return f'{OF}, role="{role}", pod="{role}-0", job="models/serving", instance="{role}-0:8000"{worker}'
 
 
+@functools.cache
+def engine_rules() -> str:
+    return rules.files()["engines.yaml"]
+
+
 def evaluated(
     folder: Path, interval_s: int, series: Series, queries: Mapping[str, str], at_s: int
 ) -> dict[str, list[tuple[Mapping[str, str], float]]]:
     """Return the samples of each query, with the rules of engines, at a time."""
     (folder / "engines.yaml").write_text(
-        re.sub(r"interval: \d+s", f"interval: {interval_s}s", rules.files()["engines.yaml"])
+        re.sub(r"interval: \d+s", f"interval: {interval_s}s", engine_rules())
     )
     test: dict[str, Any] = {
         "interval": f"{interval_s}s",
@@ -109,7 +112,7 @@ def evaluated(
         ],
     }
     text = {"rule_files": ["engines.yaml"], "evaluation_interval": f"{interval_s}s", "tests": [test]}
-    (folder / "test.yaml").write_text(yaml.safe_dump(text, width=math.inf))
+    (folder / "test.yaml").write_text(json.dumps(text))
     command = ["promtool", "test", "rules", "test.yaml"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     got = re.findall(r"^ +got: ?(.*)$", done.stdout + done.stderr, re.MULTILINE)

@@ -162,9 +162,11 @@ class TestJson:
                 del annotation[name]
         assert read == written
 
+    @pytest.mark.slow
     def test_json_matches_grafana_schema(self, board: Dashboard, schema: Draft7Validator) -> None:
         assert not [error.message for error in schema.iter_errors(board_json(board))]
 
+    @pytest.mark.slow
     def test_schema_rejects_unknown_panel_field(self, board: Dashboard, schema: Draft7Validator) -> None:
         wrong = copy.deepcopy(board_json(board))
         wrong["panels"][1]["fieldConfig"]["defaults"]["colour"] = "red"

@@ -21,7 +21,7 @@ from baton_observing.objectives import RECORDING_RULES
 from tests.engine.models import make_model
 from tests.observing.monitored import Load, Monitored, monitored
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LONG_S = 300.0
 """Enough for every query to return data on a slow machine."""

@@ -84,7 +84,7 @@ def test_metric_names_are_unique_and_buckets_wide() -> None:
         assert token.buckets[0] <= 0.0001
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("process", ["prefill", "decode"])
 def test_worker_exposes_exactly_its_metrics(telemetry: Telemetry, process: str) -> None:
     contract = of("baton_worker_", "baton_build_")
@@ -93,7 +93,7 @@ def test_worker_exposes_exactly_its_metrics(telemetry: Telemetry, process: str) 
     assert families.keys() == contract.keys()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_router_exposes_exactly_its_metrics(telemetry: Telemetry) -> None:
     contract = of("baton_router_", "baton_batch", "baton_build_")
     several, one = ours(telemetry.families("router")), ours(telemetry.families("alone"))
@@ -109,7 +109,7 @@ def test_router_exposes_exactly_its_metrics(telemetry: Telemetry) -> None:
     )
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_metrics_count_the_requests_of_the_test(telemetry: Telemetry) -> None:
     def total(process: str, metric: Metric, **labels: str) -> float:
         family = telemetry.families(process)[metric.name.removesuffix("_total")]
@@ -129,7 +129,7 @@ def test_metrics_count_the_requests_of_the_test(telemetry: Telemetry) -> None:
         assert SECRET not in page
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 async def test_operator_exposes_exactly_its_metrics(tmp_path: Path) -> None:
     contract = of("baton_operator_", "baton_autoscaler_", "baton_build_")
     async with real_cluster(tmp_path) as cluster, running_operator(cluster, "shown") as operator:

@@ -45,7 +45,7 @@ def samples(telemetry: Telemetry, process: str) -> dict[str, list[Any]]:
     return by_name
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", PEER_METRICS)
 def test_peer_metric_exists_with_model_label(telemetry: Telemetry, peer: str) -> None:
     peer_samples = samples(telemetry, "decode")
@@ -56,7 +56,7 @@ def test_peer_metric_exists_with_model_label(telemetry: Telemetry, peer: str) ->
             assert sample.labels.keys() - {"le"} == LABELS.get(name, {"model_name"}), name
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_peer_metrics_equal_baton_metrics(telemetry: Telemetry) -> None:
     peer_samples = samples(telemetry, "decode")
 
@@ -78,7 +78,7 @@ def test_peer_metrics_equal_baton_metrics(telemetry: Telemetry) -> None:
     assert total("sglang:cache_hit_rate") == total(metrics.WORKER_CACHE_HITS.name) / queries
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_router_has_no_peer_metrics(telemetry: Telemetry) -> None:
     names = {name.name for of_peer in PEER_NAMES.values() for name in of_peer}
     assert not names & samples(telemetry, "router").keys()

@@ -7,7 +7,7 @@ import pytest
 from tests.observing.telemetry import ANSWERED, LINE, PARENT, SECRET, STREAMED, TRACE, Telemetry
 from tests.router.collector import Span
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 def test_log_line_is_json_with_process(telemetry: Telemetry) -> None:

@@ -30,7 +30,7 @@ from tests.operator.real_cluster import (
     running_operator,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 WHERE = path(API, "BatchJob", "models")
 JOBS = path("batch/v1", "Job", "models")

@@ -15,7 +15,7 @@ from baton_operator.crd import RESOURCES, Resource
 from tests.operator.bounds import Breach, breaches, broken
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 API = "/apis/baton.dev/v1alpha1/namespaces/default"
 

@@ -128,7 +128,7 @@ def test_pool_without_policies_needs_no_labels() -> None:
     assert pool_of(cluster)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(
     not ASSETS or not DEFINITION.exists(),
     reason="needs inferencepools.yaml: run `e2e/cluster/cluster crds $KUBEBUILDER_ASSETS`",

@@ -19,7 +19,7 @@ from baton_operator.cluster.api_resources import API, path
 from tests.engine.api.api import MODEL, open_api
 from tests.operator.real_cluster import RealCluster, real_cluster, running_operator
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 KIND = "LoraAdapter"
 SPEC: dict[str, Any] = {

@@ -16,7 +16,7 @@ from baton_operator.reconcilers.lora_adapters import FINALIZER
 from tests.operator.fake_vllm_lora import RANK_ERROR, FakeVllmLora
 from tests.operator.real_cluster import RealCluster, real_cluster, running_operator
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 KIND = "LoraAdapter"
 FILES = {"/models/pirate": "", "/models/poet": "", "/models/poet-2": "", "/models/wide": RANK_ERROR}

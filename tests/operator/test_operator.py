@@ -26,7 +26,7 @@ from baton_router.workers.discovery.listed import ListedWorker
 from tests.operator.fake_prometheus import NOTHING, fake_prometheus
 from tests.operator.real_cluster import OPERATOR, RealCluster, real_cluster, running_operator
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 AWAY_S = float(os.environ.get("BATON_TEST_API_AWAY_S", "20"))
 """Seconds for which the API server is away; longer than the Lease lasts."""

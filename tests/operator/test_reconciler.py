@@ -17,7 +17,7 @@ from baton_operator.cluster.api_resources import API, path
 from baton_operator.manifests.objects import Manifest
 from tests.operator.real_cluster import Inside, RealCluster, client, counted, real_cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {"replicas": 2}}
 SCALED: dict[str, Any] = {

@@ -151,7 +151,7 @@ def test_upgrade_stops_where_routers_do_not_become_ready(caplog: pytest.LogCaptu
     assert [one.image == NEW.router for one in services] == [True, True, True, False, False, True]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 async def test_upgraded_operator_waits_for_routers_to_be_ready(tmp_path: Path) -> None:
     """The process itself: of two services one has to wait until the other one's routers are ready."""
     names = ("one", "two")

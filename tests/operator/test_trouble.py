@@ -14,7 +14,7 @@ from baton_api import metrics
 from tests.operator.fake_api import FakeApi
 from tests.operator.real_cluster import Process, started, until
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}
 

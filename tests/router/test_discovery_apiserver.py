@@ -15,7 +15,7 @@ from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 from tests.router.running import until
 from tests.router.test_discovery_kubernetes import A, B, followed
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces/models"
 RULE = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}

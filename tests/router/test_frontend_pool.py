@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import psutil
+import pytest
 
 from baton_api import headers, metrics
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, BodyTooLarge
@@ -26,6 +27,8 @@ from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, STREAM, anew, until
 from tests.router.test_responses import respond
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import sys

@@ -75,6 +75,7 @@ async def test_taken_port_is_a_setup_error() -> None:
                 pass
 
 
+@pytest.mark.slow
 async def test_frontend_pool_serves_gateways_from_its_scheduler() -> None:
     """With several processes the scheduler's process has the gateway port."""
     with socket.socket() as probe:

@@ -54,6 +54,7 @@ async def refused(url: str) -> None:
                     await client.get(url + "/health")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signal_finishes_running_streams_and_exits_cleanly(
@@ -70,6 +71,7 @@ async def test_signal_finishes_running_streams_and_exits_cleanly(
         assert await process.wait() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_second_signal_ends_without_waiting(processes: int) -> None:
     async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:

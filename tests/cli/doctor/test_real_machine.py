@@ -50,7 +50,7 @@ def ahead() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can make a machine wrong"
@@ -102,7 +102,7 @@ def test_doctor_finds_each_fault_of_a_real_machine(tmp_path: Path, ahead: str) -
     assert findings["variables"]["remedy"] == "Did you mean BATON_KV_CACHE_MEMORY?"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_this_machine_as_it_is(ahead: str) -> None:
     done = run([*DOCTOR, "--port=1", f"--url={ahead}/nowhere"], {**os.environ, "BATON_KERNELS": "off"})
     report = json.loads(done.stdout)

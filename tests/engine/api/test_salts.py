@@ -15,10 +15,10 @@ from tests.engine.api.api import MODEL, Api
 TEXT = "once upon a time there was a cache, and nobody knew whose it was; " * 3
 
 PATHS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "n": 2},
-    "/v1/completions": {"prompt": TEXT},
-    "/v1/responses": {"input": TEXT},
-    "/generate": {"text": TEXT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "n": 2, "max_tokens": 4},
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 4},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 4},
+    "/generate": {"text": TEXT, "sampling_params": {"max_new_tokens": 4}},
 }
 
 

@@ -24,7 +24,7 @@ from baton_operator.scaling.roles import ScalingSettings
 from tests.operator.real_cluster import Inside, Listed, RealCluster, client, real_cluster
 from tests.operator.scaling.test_seeds import PREFILL, PROFILE
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 URL = "http://prometheus.example.org"
 SCALING = {"minReplicas": 1, "maxReplicas": 6}

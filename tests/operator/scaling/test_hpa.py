@@ -28,7 +28,7 @@ from tests.operator.real_cluster import Inside, Listed, RealCluster, client, rea
 from tests.operator.scaling.test_autoscaler import SCALING, SPEC, Scaled
 from tests.router.real_kubernetes import program
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GROUP = "external.metrics.k8s.io"
