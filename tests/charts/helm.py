@@ -103,7 +103,7 @@ def render(values: Mapping[str, Any], *options: str) -> list[Manifest]:
     """All manifests, in helm's order."""
     done = helm("template", "baton", str(CHART), f"--namespace={NAMESPACE}", *options, values=values)
     assert done.returncode == 0, done.stderr
-    return [one for one in yaml.safe_load_all(done.stdout) if one]
+    return [one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one]
 
 
 def of_kind(manifests: Iterable[Manifest], kind: str, *, tests: bool = False) -> list[Manifest]:

@@ -215,6 +215,7 @@ def test_bfloat16_is_at_least_as_near_to_fp32_as_torchs_is() -> None:
     assert (ours - exact).pow(2).mean() <= (theirs - exact).pow(2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
 def test_tile_registers_give_the_same(changes: dict[str, Any], emulated: dict[str, str]) -> None:
@@ -403,6 +404,7 @@ def test_preferred_dtype_by_capabilities(
     assert preferred_dtype(capabilities, has_kernels) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
 def test_kernels_of_every_target_agree_with_plain(tmp_path: Path, target: library.Target) -> None:
     """Vectors are 8 lanes wide with AVX2 and 16 with AVX-512; the shapes that fit neither come out alike."""
