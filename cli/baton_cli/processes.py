@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,14 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
     try:
         settings = read_settings(WorkerSettings, {**given, "role": role})
         logs.begin(settings.log_format, settings.name or role)
-        match settings.role:
-            case Role.PREFILL:
-                from baton_prefill.main import run
-            case Role.DECODE:
-                from baton_decode.main import run
-            case Role.BOTH:
-                from baton_engine.service import run
+        with _uncollected():
+            match settings.role:
+                case Role.PREFILL:
+                    from baton_prefill.main import run
+                case Role.DECODE:
+                    from baton_decode.main import run
+                case Role.BOTH:
+                    from baton_engine.service import run
         display = Display(Console(stderr=True))
         with display.bars():
             progress = AnnouncedBar(announce) if announce_fd is not None else Bar(display, role)
@@ -44,6 +47,21 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
     except SetupError as error:
         announce(Refused(reason=error.message))
         raise
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """
+    Import without garbage collections, which take a sixth of the time of torch's import.
+
+    Modules stay until the end, so later collections do not visit their objects either.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def fetch(uri: str, folder: str, revision: str, patterns: Sequence[str]) -> None:

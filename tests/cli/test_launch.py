@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +19,10 @@ import psutil
 import pytest
 
 from baton_api.errors import Unauthorized
+from baton_engine.model.checkpoint import Checkpoint, load_spec
+from baton_engine.model.tokenizer import load_tokenizer
 from tests.cli.service import END_S, START_S, await_true, running_up, start_baton
+from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
 
 pytestmark = pytest.mark.slow
@@ -149,3 +156,32 @@ def test_up_api_key_is_required_and_never_shown(tiny: Path) -> None:
         assert len(children) == 3
         assert not any("k-of-a-client" in part for child in children for part in child.cmdline())
         assert "k-of-a-client" not in up.log
+
+
+UNNEEDED = frozenset({"transformers", "sympy", "openai", "httpx", "sqlalchemy", "kubernetes", "grpc", "nixl"})
+UNNEEDED_PARTS = frozenset({"torch._dynamo", "torch._inductor", "torch.onnx"})
+
+
+@pytest.mark.parametrize("form", ["folder that was read before", "gguf file"])
+def test_serve_starts_without_large_libraries(tiny: Path, tmp_path: Path, form: str) -> None:
+    """Each of them would take a part of a second, or seconds, of every start."""
+    checkpoint = Checkpoint(tiny, "tiny")
+    if form == "gguf file":
+        checkpoint = Checkpoint(write_gguf(tiny, tmp_path / "tiny.gguf"), "tiny")
+    load_tokenizer(checkpoint, load_spec(checkpoint))
+    flags = (str(checkpoint.path), "--port=0", "--kv-cache-memory=4MiB", "--threads=1")
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "baton_cli.main", "serve", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    guard = threading.Timer(START_S, process.kill)
+    guard.start()
+    with process, contextlib.closing(process.stderr or io.StringIO()) as log:
+        lines = list(itertools.takewhile(lambda line: "fired up and ready to roll" not in line, log))
+        process.kill()
+        guard.cancel()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert "torch" in imported, "".join(lines)
+    assert not {name.partition(".")[0] for name in imported} & UNNEEDED
+    assert not imported & UNNEEDED_PARTS

@@ -3,7 +3,7 @@ Resources of this machine that the process may use: processors and memory within
 
 In a container, the machine's totals exceed the container's limits; too many threads or too large a cache lead
 to throttling or an out-of-memory kill. The folders hold files that a worker can build or download again: the
-built-in model and the native library.
+built-in model, the native library and tokenizers.
 """
 
 from __future__ import annotations
@@ -112,6 +112,20 @@ def owned(path: Path, *, user: int | None = None) -> bool:
     """
     status = path.lstat()
     return status.st_uid in (os.getuid() if user is None else user, 0) and not status.st_mode & 0o022
+
+
+def trusted(path: Path) -> bool:
+    """
+    Return whether this process's user or root owns the folder of `path` and, if it exists, `path` itself.
+
+    A folder that is writable for all users is accepted, because volumes of Kubernetes are.
+    """
+    try:
+        if path.parent.exists() and path.parent.stat().st_uid not in (os.getuid(), 0):
+            return False
+        return not os.path.lexists(path) or owned(path)
+    except OSError:  # it vanished, or this user cannot search the folder
+        return False
 
 
 def bundled_folder(environment: Mapping[str, str]) -> Path | None:

@@ -77,6 +77,12 @@ class GGUFFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
         self.tensors = self._locate([_described(cursor) for _ in range(tensors)], cursor.position)
+        self._header = cursor.position
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the tensors' data: metadata, and names and formats of the tensors."""
+        return self._data[: self._header]
 
     def read(self, name: str, part: int | None = None) -> Tensor:
         """Return tensor `name`, dequantized to fp32: all of it, or one `part` of its outermost dimension."""
@@ -197,7 +203,22 @@ class _Cursor:
             raise SetupError(
                 f"{self.path}: unsupported nested array in the metadata at byte {self.position}."
             )
-        return [self.value(kind) for _ in range(length)]
+        return self._strings(length) if kind == STRING else [self.value(kind) for _ in range(length)]
+
+    def _strings(self, length: int) -> list[str]:
+        """Read `length` strings as `string` does, in a fifth of its time: vocabularies have 100,000s."""
+        data, position, size_of = self.data, self.position, struct.Struct("<Q").unpack_from
+        strings = []
+        for _ in range(length):
+            start = position + 8
+            if start > len(data):
+                raise _cut_short(self.path, len(data), start)
+            position = start + size_of(data, position)[0]
+            if position > len(data):
+                raise _cut_short(self.path, len(data), position)
+            strings.append(data[start:position].decode("utf-8", errors="replace"))
+        self.position = position
+        return strings
 
 
 def _described(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

@@ -1,5 +1,5 @@
 """
-The tokenizer of a GGUF file, as an object of `tokenizers`.
+The tokenizer of a GGUF file.
 
 This module builds byte-level vocabularies from the parsed metadata, which takes tenths of a second;
 transformers needs several seconds. Nearly all supported models have such a vocabulary. transformers reads the
@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from baton_api.errors import SetupError
+from baton_engine.model.tokenizer_cache import Definition
 
 BYTE_LEVEL = "gpt2"
 CONTROL, USER_DEFINED = 3, 4
@@ -52,6 +53,9 @@ def _matches(pattern: str) -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), bytes_only])
 
 
+SPECIAL = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+"""Roles of special tokens: the names of transformers and of GGUF."""
+
 PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
@@ -74,8 +78,22 @@ def can_build(metadata: Mapping[str, Any]) -> bool:
     )
 
 
-def build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+def build(metadata: Mapping[str, Any], path: Path) -> Definition:
     """Build the tokenizer from `metadata` of the file at `path`. Raises SetupError."""
+    backend = _backend(metadata, path)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    special = {
+        f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
+        for name, key in SPECIAL
+        if 0 <= metadata.get(f"tokenizer.ggml.{key}_token_id", -1) < len(tokens)
+    }
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [token for token in dict.fromkeys(special.values()) if token not in added]
+    backend.add_tokens([AddedToken(token, special=True) for token in missing])
+    return Definition(backend, metadata.get("tokenizer.chat_template"), special)
+
+
+def _backend(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     try:
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
         merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
@@ -106,9 +124,8 @@ def build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     }
     ids = {end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end, added in around.items() if added}
     added = {end: (tokens[number], number) for end, number in ids.items() if number is not None}
-    if added:
-        text = [added[end][0] if end in added else "" for end in around]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{text[0]} $A {text[1]}".strip(), special_tokens=list(added.values())
-        )
+    text = [added[end][0] if end in added else "" for end in around]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{text[0]} $A {text[1]}".strip(), special_tokens=list(added.values())
+    )
     return tokenizer

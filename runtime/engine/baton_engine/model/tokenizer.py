@@ -1,13 +1,15 @@
 """
 Conversion between text and token ids, including token by token for streams.
 
-`transformers` reads the settings and chat templates. Its fast tokenizer backend encodes and decodes, without
-clean-ups, so that streamed and complete text are equal.
+The library `tokenizers` encodes and decodes, without clean-ups, so that streamed and complete text are equal.
+`transformers` reads folders, once: `tokenizer_cache` stores the result, because importing transformers takes
+seconds.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Container, Sequence
 from functools import cache
 from typing import Any
@@ -16,11 +18,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from baton_api.errors import SetupError
-from baton_engine.model import gguf_tokenizer
+from baton_engine.machine import cache_folder
+from baton_engine.model import gguf_tokenizer, tokenizer_cache
 from baton_engine.model.checkpoint import Checkpoint, read_json
 from baton_engine.model.config import token_ids
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.spec import ModelSpec
+from baton_engine.model.tokenizer_cache import Definition
 
 SPACE_MARK = "\u2581"
 """SentencePiece's visible space."""
@@ -75,12 +79,16 @@ class Tokenizer:
     """Tokenizer and chat templates of one model."""
 
     def __init__(self, tokenizer: Any, spec: ModelSpec, eos_ids: Sequence[int] = ()) -> None:
-        """Wrap a fast tokenizer of transformers. `eos_ids` precede those of the spec and the tokenizer."""
+        """
+        Wrap a `Definition`, or a fast tokenizer of transformers.
+
+        `eos_ids` precede those of the spec and the tokenizer.
+        """
         self._tokenizer = tokenizer
         self._backend: Backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._byte_level = "ByteLevel" in _kinds(json.loads(self._backend.to_str()).get("decoder"))
+        self._byte_level = "ByteLevel" in _kinds(self._backend.decoder)
         added = self._backend.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self._special = frozenset(number for number, token in added.items() if token.special)
@@ -192,7 +200,7 @@ class Tokenizer:
 def load_tokenizer(checkpoint: Checkpoint, spec: ModelSpec) -> Tokenizer:
     """Load the checkpoint's tokenizer. Raises SetupError if it is missing or does not fit the model."""
     tokenizer = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint)
-    highest = max(tokenizer.get_vocab().values(), default=-1)
+    highest = max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)
     if highest >= spec.vocab:
         raise SetupError(
             f"{checkpoint.path}: the tokenizer has ids up to {highest}, but the model has only {spec.vocab} "
@@ -201,41 +209,42 @@ def load_tokenizer(checkpoint: Checkpoint, spec: ModelSpec) -> Tokenizer:
     return Tokenizer(tokenizer, spec, _generation_ends(checkpoint))
 
 
-def _of_folder(checkpoint: Checkpoint) -> Any:
-    from transformers import AutoTokenizer
-
-    if not (checkpoint.path / "tokenizer.json").is_file():
+def _of_folder(checkpoint: Checkpoint) -> Definition:
+    path = checkpoint.path
+    if not (path / "tokenizer.json").is_file():
         raise SetupError(
-            f"{checkpoint.path} has no tokenizer.json. Save one with transformers' "
+            f"{path} has no tokenizer.json. Save one with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
         )
-    try:
+
+    def read() -> Any:
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(
-            checkpoint.path, local_files_only=True, trust_remote_code=False, use_fast=True
+            path, local_files_only=True, trust_remote_code=False, use_fast=True
         )
-    except Exception as error:  # transformers and tokenizers raise many types, e.g. for damaged JSON
-        raise SetupError(f"Cannot read the tokenizer of {checkpoint.path}: {error}") from error
 
-
-def _of_gguf(checkpoint: Checkpoint) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    path = checkpoint.path
-    metadata = GGUFFile(path).metadata
-    if gguf_tokenizer.can_build(metadata):
-        tokens = metadata["tokenizer.ggml.tokens"]
-        special = {
-            f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
-            for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-            if 0 <= metadata.get(f"tokenizer.ggml.{key}_token_id", -1) < len(tokens)
-        }
-        return PreTrainedTokenizerFast(
-            tokenizer_object=gguf_tokenizer.build(metadata, path),
-            chat_template=metadata.get("tokenizer.chat_template"),
-            **special,
-        )
     try:
+        digest = tokenizer_cache.folder_digest(path)
+        return tokenizer_cache.load_or_make(cache_folder(os.environ), digest, read)
+    except Exception as error:  # transformers and tokenizers raise many types, e.g. for damaged JSON
+        raise SetupError(f"Cannot read the tokenizer of {path}: {error}") from error
+
+
+def _of_gguf(checkpoint: Checkpoint) -> Definition:
+    path = checkpoint.path
+    file = GGUFFile(path)
+    if gguf_tokenizer.can_build(file.metadata):
+        return gguf_tokenizer.build(file.metadata, path)
+
+    def read() -> Any:
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+
+    try:
+        digest = tokenizer_cache.digest_of([(path.name, file.header)])
+        return tokenizer_cache.load_or_make(cache_folder(os.environ), digest, read)
     except Exception as error:  # transformers and tokenizers raise many types
         raise SetupError(f"Cannot read the tokenizer of {path}: {error}") from error
 
@@ -254,11 +263,14 @@ def _generation_ends(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def _kinds(decoder: Any) -> set[str]:
-    """Return the types of a decoder and of its nested decoders."""
-    if not isinstance(decoder, dict):
-        return set()
-    parts = [_kinds(part) for part in decoder.get("decoders", [])]
-    return {str(decoder.get("type"))}.union(*parts)
+    """Return the types of a decoder of `tokenizers` and of its nested decoders."""
+    pending = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    kinds = set()
+    while pending:
+        description = pending.pop()
+        kinds.add(str(description.get("type")))
+        pending += description.get("decoders", [])
+    return kinds
 
 
 @cache

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_engine.machine import bundled_folder, cache_folder, owned
+from baton_engine.machine import bundled_folder, cache_folder, trusted
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
                 return ctypes.CDLL(str(path))
     compiler = find_compiler(environment)
     path = cache_folder(environment) / f"kernels-{_digest(compiler, environment)}.so"
-    if not _trusted(path):
+    if not trusted(path):
         log.warning("another user can modify %s; building the kernels in a private folder", path)
         with tempfile.TemporaryDirectory() as private:
             built = Path(private) / path.name
@@ -95,16 +95,6 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
     if not path.exists():
         _build(compiler, path, environment)
     return _open(path)
-
-
-def _trusted(path: Path) -> bool:
-    """Return whether this process's user or root owns the folder and, if it exists, the library.
-
-    A folder that is writable for all users is accepted, because volumes of Kubernetes are.
-    """
-    if path.parent.exists() and path.parent.stat().st_uid not in (os.getuid(), 0):
-        return False
-    return not os.path.lexists(path) or owned(path)
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -170,7 +160,7 @@ def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) 
             for caution in CAUTIONS:
                 compile_to(built, compiler, (*FLAGS, *caution), environment)
                 if _is_sound(built):
-                    built.chmod(0o755)  # independent of the umask: `owned` rejects group-writable files
+                    built.chmod(0o755)  # independent of the umask: `trusted` rejects group-writable files
                     os.replace(built, path)  # atomic: other processes never read a partial file
                     return
     except OSError as error:
