@@ -1,7 +1,7 @@
 """
 The engine against transformers' `generate`: same folder, same process, same number of threads, in turn.
 
-    python benchmarks/engine.py FOLDER [--dtype bfloat16] [--threads 2]
+    python -m benchmarks.engine FOLDER [--dtype bfloat16] [--threads 2]
 
 Prompts are random token ids, new each time. A decode figure counts the tokens after every stream has its
 first; a prefill figure is one prompt until its first token. The last line is what a step costs beyond the

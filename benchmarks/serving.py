@@ -1,7 +1,7 @@
 """
 Serves the same prompts from several servers in one run, and prints them side by side.
 
-    python benchmarks/serving.py --model FOLDER \\
+    python -m benchmarks.serving --model FOLDER \\
         --server 'baton=baton serve {model} --port {port}' \\
         --server 'vllm=vllm serve {model} --port {port}'
 

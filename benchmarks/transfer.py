@@ -1,7 +1,7 @@
 """
 How fast blocks move: GB/s by means, block size and order, and what a checksum costs.
 
-    python benchmarks/transfer.py [--megabytes 64] [--repeats 7]
+    python -m benchmarks.transfer [--megabytes 64] [--repeats 7]
 
 Two processes on this machine, one pull of all blocks of the pool, both ends' memory touched before. The
 result is the median of the repeats, with the least and the most. `contiguous` reads blocks 0, 1, 2 ... over
