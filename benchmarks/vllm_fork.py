@@ -47,6 +47,8 @@ NICENESS = 5
 PROGRESS_PAUSE_US = 1000
 """Pause of NIXL's progress thread. Its Python API has 0, by which each idle worker takes one core whole."""
 
+LOOK_AGAIN_MS = 1
+
 
 def main() -> None:
     loaded = [name for name in PRELOADED if _loaded(name)]
@@ -125,9 +127,20 @@ def _pause_progress_threads() -> None:
 
 
 def _wait_without_spinning() -> None:
-    """Let engine and worker processes sleep until the other one writes: by default they spin for a second."""
+    """
+    Let engine and worker processes sleep until the other one writes: by default they spin for a second.
+
+    A reader that sleeps misses some notifications, so it looks again after `LOOK_AGAIN_MS`.
+    """
     broadcast = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
-    vars(broadcast)["SpinCondition"].__init__.__defaults__ = (0.0,)
+    condition = vars(broadcast)["SpinCondition"]
+    condition.__init__.__defaults__ = (0.0,)
+    wait = condition.wait
+
+    def wait_briefly(self: Any, timeout_ms: int | None = None) -> None:
+        wait(self, LOOK_AGAIN_MS if timeout_ms is None else min(timeout_ms, LOOK_AGAIN_MS))
+
+    condition.wait = wait_briefly
 
 
 def _leave_cores_free() -> None:
