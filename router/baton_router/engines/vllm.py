@@ -198,8 +198,9 @@ def prefill_body(call: Call, options: VllmBody) -> bytes:
 def decode_body(call: Call, options: VllmBody, transfer: dict[str, Any]) -> bytes:
     """The body for the decode worker, with the prefill worker's `transfer`, empty without one."""
     members = common_members(call, options)
-    if options.stream:
+    if options.stream and not options.echo:  # a stream with both has the prompt's ids, but not its text
         members["return_token_ids"] = True
+    if options.stream:
         members["stream_options"] = {**(options.stream_options or {}), "include_usage": True}
     return with_members(call.request.body, members | transfer_members(call, transfer))
 

@@ -346,6 +346,8 @@ class FakeVllm(FakeEngine):
                 }
                 if kind == COMPLETION and number == 1:
                     choice |= shown
+                    if body.get("echo") and not ids:  # vLLM leaves the prompt's text out beside its ids
+                        choice["text"] = body["prompt"] + choice["text"]
                 yield f"data: {compact({**head, 'choices': [choice]})}\n\n"
                 await self.pause(number)
             if (body.get("stream_options") or {}).get("include_usage"):

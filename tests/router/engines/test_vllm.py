@@ -84,6 +84,12 @@ async def test_token_ids_are_passed_only_if_requested() -> None:
             assert (events[0]["prompt_token_ids"] is not None) is requested
 
 
+async def test_streamed_echo_begins_with_the_prompt() -> None:
+    async with FakeVllm() as worker, running_router([worker]) as router:
+        events = events_of(await streamed(router, {**COMPLETION, "echo": True}, "/v1/completions"))
+        assert events[0]["choices"][0]["text"].startswith(str(COMPLETION["prompt"]))
+
+
 @pytest.mark.parametrize("status", [500, 503, 429, 400])
 async def test_failed_prefill_leaves_the_prompt_to_the_decode_worker(status: int) -> None:
     async with (
