@@ -204,7 +204,7 @@ static int agree(struct spec spec, const char *name) {
 }
 
 int main(void) {
-    static const int64_t formats[] = {Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4};
+    static const int64_t formats[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4};
     const struct spec specs[] = {
         {.vocab = 96, .hidden = 64, .layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16, .intermediate = 96, .tied = 1},
         {.vocab = 33, .hidden = 51, .layers = 3, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 77},

@@ -66,15 +66,17 @@ def random_blocks(outputs: int, inputs: int, form: Format, generator: torch.Gene
     """Random bytes, with scales that give numbers of about 1 / sqrt(inputs)."""
     values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType(form)]
     blocks = torch.randint(0, 256, (outputs * inputs // values, size), generator=generator, dtype=torch.uint8)
-    steps = {Format.Q4_K: 15 * 32, Format.Q5_K: 31 * 32, Format.Q6_K: 32 * 64, Format.Q8_0: 128}.get(form, 15)
-    scale = torch.rand(len(blocks), 1, generator=generator) * 2 / inputs**0.5 / steps
+    steps = {Format.Q4_K: 15 * 32, Format.Q5_K: 31 * 32, Format.Q6_K: 32 * 64, Format.Q8_0: 128}
+    step = steps.get(form, 31 if form in (Format.Q5_0, Format.Q5_1) else 15)
+    scale = torch.rand(len(blocks), 1, generator=generator) * 2 / inputs**0.5 / step
     bits = scale.to(torch.float16).view(torch.uint8)
     if form is Format.Q6_K:
         blocks[:, -2:] = bits
     else:
         blocks[:, :2] = bits
-    if form in (Format.Q4_1, Format.Q4_K, Format.Q5_K):
-        blocks[:, 2:4] = (scale * (-7.5 if form is Format.Q4_1 else 7)).to(torch.float16).view(torch.uint8)
+    minimum = {Format.Q4_1: -7.5, Format.Q5_1: -15.5, Format.Q4_K: 7, Format.Q5_K: 7}.get(form)
+    if minimum is not None:
+        blocks[:, 2:4] = (scale * minimum).to(torch.float16).view(torch.uint8)
     return Quantized((QuantizedPart(form, blocks.reshape(outputs, -1)),), inputs)
 
 
@@ -257,14 +259,14 @@ def test_gguf_quantized_matrices_are_kept(tmp_path: Path) -> None:
 
 def test_gguf_other_formats_are_expanded_and_logged(tmp_path: Path, caplog: Any) -> None:
     """A format without kernels, and gate and up in two formats: the kernels read them side by side."""
-    forms = {"attn_output": GGMLQuantizationType.Q5_0, "ffn_gate": GGMLQuantizationType.Q4_0}
+    forms = {"attn_output": GGMLQuantizationType.MXFP4, "ffn_gate": GGMLQuantizationType.Q4_0}
     path = write_gguf(make_model(tmp_path / "model"), tmp_path / "tiny.gguf", quantised=True, forms=forms)
     with caplog.at_level(logging.WARNING):
         _, kept = load(path, "keep")
     assert isinstance(kept.layers[0].output, Tensor)
     assert isinstance(kept.layers[0].gate_up, Tensor)
     assert isinstance(kept.layers[0].down, Quantized)
-    assert "2 matrices in Q5_0 were expanded" in caplog.text
+    assert "2 matrices in MXFP4 were expanded" in caplog.text
     assert "2 matrices in Q4_0 were expanded" in caplog.text
 
 

@@ -29,6 +29,8 @@ STRING, ARRAY = 8, 9
 SCALES = {
     "Q4_0": slice(2),
     "Q4_1": slice(4),
+    "Q5_0": slice(2),
+    "Q5_1": slice(4),
     "Q8_0": slice(2),
     "Q4_K": slice(4),
     "Q5_K": slice(4),

@@ -26,7 +26,7 @@
 #endif
 
 /* The numbers are GGUF's, but for INT4: a scale, an integer that stands for zero, and numbers as in Q4_0. */
-enum format { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, INT4 = 63 };
+enum format { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, INT4 = 63 };
 
 /* One block of a row of activations: number i is scale * the i-th byte. */
 struct rounded {
@@ -44,6 +44,8 @@ INLINE struct layout layout_of(enum format format) {
     switch (format) {
     case Q4_0: return (struct layout){18, 1, 18, 0};
     case Q4_1: return (struct layout){20, 1, 20, 0};
+    case Q5_0: return (struct layout){22, 1, 22, 0};
+    case Q5_1: return (struct layout){24, 1, 24, 0};
     case Q8_0: return (struct layout){34, 1, 34, 0};
     case Q4_K: return (struct layout){144, SUPERBLOCK, 18, 4};
     case Q5_K: return (struct layout){176, SUPERBLOCK, 22, 4};
@@ -213,12 +215,20 @@ INLINE ints add_pair(ints total, words low, words high, uint32_t x, uint32_t y) 
 
 /* ---- Products of tiles ---- */
 
+/* Returns whether numbers have a fifth bit, which panels store behind the low four. */
+INLINE int has_fifth_bit(const enum format format) { return format == Q5_0 || format == Q5_1 || format == Q5_K; }
+
+/* Returns whether a number is byte * scale, with a byte for zero but no offset. */
+INLINE int is_symmetric(const enum format format) {
+    return format == Q8_0 || format == Q4_0 || format == Q5_0 || format == Q6_K;
+}
+
 /* The words of units 2 * nth and 2 * nth + 1 of a vector of outputs, for the formats below 8 bits. */
 INLINE void unpack_pair(const char *block, int nth, int half, words *low, words *high, const enum format format) {
     const char *at = block + half * VECTOR_BYTES;
     words pair = load_words(at + nth * PANEL * 4);
     *low = pair & 0x0f0f0f0fu, *high = pair >> 4 & 0x0f0f0f0fu;
-    if (format == Q5_K) {
+    if (has_fifth_bit(format)) {
         words bits = load_words(at + 4 * PANEL * 4) >> (unsigned)(2 * nth);
         *low |= (bits & 0x01010101u) << 4, *high |= (bits >> 1 & 0x01010101u) << 4;
     }
@@ -236,8 +246,8 @@ struct scales {
 INLINE struct scales scales_of(const char *block, const char *header, int half, const enum format format) {
     const char *at = block + PANEL * (layout_of(format).block - 2);
     struct scales scales = {{splat(0.0f), splat(0.0f)}, splat(0.0f)};
-    if (format == Q8_0 || format == Q4_0) scales.scale[0] = load_float16(at + half * LANES * 2);
-    if (format == Q4_1) {
+    if (is_symmetric(format) && format != Q6_K) scales.scale[0] = load_float16(at + half * LANES * 2);
+    if (format == Q4_1 || format == Q5_1) {
         scales.scale[0] = load_float16(at - PANEL * 2 + half * LANES * 2);
         scales.offset = load_float16(at + half * LANES * 2);
     }
@@ -260,7 +270,7 @@ INLINE struct scales scales_of(const char *block, const char *header, int half, 
 
 /* The number that a byte of the format stands for zero: bytes are stored without sign. */
 INLINE int zero_of(const enum format format) {
-    return format == Q4_0 ? 8 : format == Q6_K ? 32 : format == Q8_0 && UNSIGNED_ONLY ? 128 : 0;
+    return format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : format == Q8_0 && UNSIGNED_ONLY ? 128 : 0;
 }
 
 INLINE floats as_floats(ints value) { return __builtin_convertvector(value, floats); }
@@ -269,7 +279,7 @@ INLINE floats as_floats(ints value) { return __builtin_convertvector(value, floa
 INLINE void multiply_tile(const int count, const struct rounded *rows, size_t stride, const char *panel, size_t blocks,
                           float *result, const enum format format) {
     floats totals[QUANTIZED_ROWS][2];
-    const int zero = zero_of(format), halves_differ = format == Q6_K, biased = format != Q8_0 && format != Q4_0 && format != Q6_K;
+    const int zero = zero_of(format), halves_differ = format == Q6_K, biased = !is_symmetric(format);
     _Pragma("GCC unroll 8") for (int row = 0; row < count; row++) totals[row][0] = totals[row][1] = splat(0.0f);
     for (size_t block = 0; block < blocks; block++) {
         const char *at = block_at(panel, block, format);
@@ -342,6 +352,8 @@ INLINE void multiply_tile(const int count, const struct rounded *rows, size_t st
 
 DEFINE_QUANTIZED_TILES(Q4_0)
 DEFINE_QUANTIZED_TILES(Q4_1)
+DEFINE_QUANTIZED_TILES(Q5_0)
+DEFINE_QUANTIZED_TILES(Q5_1)
 DEFINE_QUANTIZED_TILES(Q8_0)
 DEFINE_QUANTIZED_TILES(Q4_K)
 DEFINE_QUANTIZED_TILES(Q5_K)
@@ -352,9 +364,9 @@ typedef void (*quantized_tile)(const struct rounded *, size_t, const char *, siz
 
 /* By format and by the logarithm of the number of rows. */
 static const quantized_tile quantized_tiles[][4] = {
-    [Q4_0] = QUANTIZED_TILES(Q4_0), [Q4_1] = QUANTIZED_TILES(Q4_1), [Q8_0] = QUANTIZED_TILES(Q8_0),
-    [Q4_K] = QUANTIZED_TILES(Q4_K), [Q5_K] = QUANTIZED_TILES(Q5_K), [Q6_K] = QUANTIZED_TILES(Q6_K),
-    [INT4] = QUANTIZED_TILES(INT4),
+    [Q4_0] = QUANTIZED_TILES(Q4_0), [Q4_1] = QUANTIZED_TILES(Q4_1), [Q5_0] = QUANTIZED_TILES(Q5_0),
+    [Q5_1] = QUANTIZED_TILES(Q5_1), [Q8_0] = QUANTIZED_TILES(Q8_0), [Q4_K] = QUANTIZED_TILES(Q4_K),
+    [Q5_K] = QUANTIZED_TILES(Q5_K), [Q6_K] = QUANTIZED_TILES(Q6_K), [INT4] = QUANTIZED_TILES(INT4),
 };
 
 /* Multiplies `count` rows, at most QUANTIZED_ROWS, with one panel: result[row][PANEL]. */
@@ -397,10 +409,15 @@ INLINE struct stored read_block(const uint8_t *from, int nth, enum format format
         break;
     case Q4_0:
     case Q4_1:
+    case Q5_0:
+    case Q5_1:
     case INT4: {
-        const size_t scales = layout_of(format).stored - BLOCK / 2;
+        const size_t tops = has_fifth_bit(format) ? BLOCK / 8 : 0, scales = layout_of(format).stored - BLOCK / 2 - tops;
         memcpy(block.scales, from, scales);
-        for (int i = 0; i < BLOCK; i++) block.bytes[i] = from[scales + i % 16] >> (i < 16 ? 0 : 4) & 15;
+        for (size_t i = 0; i < BLOCK; i++) {
+            block.bytes[i] = from[scales + tops + i % 16] >> (i < 16 ? 0 : 4) & 15;
+            if (tops) block.bytes[i] |= (uint8_t)((from[scales + i / 8] >> i % 8 & 1) << 4);
+        }
         break;
     }
     case Q4_K:
@@ -432,7 +449,7 @@ INLINE struct stored read_block(const uint8_t *from, int nth, enum format format
 static void pack_quantized_row(char *panel, size_t lane, const uint8_t *from, size_t inputs, enum format format) {
     const struct layout layout = layout_of(format);
     const size_t first = layout.header ? 1 : 2; /* bytes of the first and second field of scales */
-    const size_t second = format == Q8_0 || format == Q4_0 ? 0 : format == Q4_1 ? 2 : 1;
+    const size_t second = format == Q4_1 || format == Q5_1 ? 2 : is_symmetric(format) && format != Q6_K ? 0 : 1;
     for (size_t number = 0; number < inputs / BLOCK; number++) {
         const struct stored block =
             read_block(from + number / layout.stored_blocks * layout.stored, (int)(number % layout.stored_blocks), format);
@@ -449,7 +466,7 @@ static void pack_quantized_row(char *panel, size_t lane, const uint8_t *from, si
                 continue;
             }
             to[(pair * PANEL + lane) * 4 + byte] |= (char)((block.bytes[i] & 15) << (unit % 2 * 4));
-            if (format == Q5_K) to[(4 * PANEL + lane) * 4 + byte] |= (char)(top << unit);
+            if (has_fifth_bit(format)) to[(4 * PANEL + lane) * 4 + byte] |= (char)(top << unit);
             if (format == Q6_K) to[((4 + unit / 4) * PANEL + lane) * 4 + byte] |= (char)(top << 2 * (unit % 4));
         }
     }
@@ -457,7 +474,7 @@ static void pack_quantized_row(char *panel, size_t lane, const uint8_t *from, si
 
 /* Writes the numbers of lane `lane` of a panel: the inverse of packing. */
 static void unpack_quantized_row(const char *panel, size_t lane, size_t inputs, float *to, enum format format) {
-    const int zero = format == Q4_0 ? 8 : format == Q6_K ? 32 : 0;
+    const int zero = format == Q8_0 ? 0 : zero_of(format);
     for (size_t number = 0; number < inputs / BLOCK; number++, to += BLOCK) {
         const char *block = block_at(panel, number, format), *header = header_at(panel, number, format);
         struct scales scales = {{splat(0.0f), splat(0.0f)}, splat(0.0f)};
@@ -465,6 +482,8 @@ static void unpack_quantized_row(const char *panel, size_t lane, size_t inputs, 
         switch (format) { /* the formats are constants here, so that each case is compiled for one */
         case Q4_0: scales = scales_of(block, header, half, Q4_0); break;
         case Q4_1: scales = scales_of(block, header, half, Q4_1); break;
+        case Q5_0: scales = scales_of(block, header, half, Q5_0); break;
+        case Q5_1: scales = scales_of(block, header, half, Q5_1); break;
         case Q4_K: scales = scales_of(block, header, half, Q4_K); break;
         case Q5_K: scales = scales_of(block, header, half, Q5_K); break;
         case Q6_K: scales = scales_of(block, header, half, Q6_K); break;
@@ -492,7 +511,7 @@ static void unpack_quantized_row(const char *panel, size_t lane, size_t inputs, 
  */
 static int quantized_sound(void) {
     enum { NUMBERS = 2 * BLOCK * SUPERBLOCK, ROWS = 2 * QUANTIZED_ROWS - 1 };
-    static const uint8_t formats[] = {Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4};
+    static const uint8_t formats[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4};
     static _Alignas(64) char panel[PANEL * NUMBERS * 2];
     static float rows[ROWS][NUMBERS], weights[NUMBERS], result[ROWS][PANEL];
     static struct rounded x[ROWS][NUMBERS / BLOCK];
@@ -511,7 +530,7 @@ static int quantized_sound(void) {
             for (size_t at = 0; at < NUMBERS / BLOCK / layout.stored_blocks; at++) {
                 uint8_t *scales = stored + at * layout.stored + (format == Q6_K ? layout.stored - 2 : 0);
                 scales[1] = 0x28 | (scales[1] & 0x81); /* about 2 ** -5 */
-                if (format == Q4_1 || format == Q4_K || format == Q5_K) scales[3] = 0x28 | (scales[3] & 0x81);
+                if (layout.header == 4 || format == Q4_1 || format == Q5_1) scales[3] = 0x28 | (scales[3] & 0x81);
             }
             pack_quantized_row(panel, lane, stored, NUMBERS, format);
         }
