@@ -7,8 +7,8 @@ Each format of `--quantize` is measured in turn: tokens per second at 1, 8 and 3
 1024 tokens. A column has the share of the memory limit at one stream. The limit is the machine's read
 rate, measured first, over the size of the weights. The perplexity is that of Python's own manual
 (pydoc_data.topics), in windows of 512 tokens whose second half counts, as llama-perplexity computes it.
-With `--llama`, a folder with llama.cpp's programs, the same file runs in llama-bench and, if it exists,
-llama-perplexity.
+With `--llama`, a folder with llama.cpp's programs, the same file runs in llama-bench and, where they exist,
+llama-batched-bench and llama-perplexity.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from baton_engine.model.decoder import Model
 from baton_engine.model.resolve import resolve
 from baton_engine.model.spec import Quantize
 from baton_engine.model.tokenizer import load_tokenizer
-from benchmarks.engine import Baton
+from benchmarks.engine import OUTPUT, PROMPT, Baton
 from benchmarks.limits import MemoryProbe
 
 WINDOW = 512
 PREFILL = 1024
 DECODES = (1, 8, 32)
+BATCHED = "llama-batched-bench"
 CPU = torch.device("cpu")
 
 
@@ -88,10 +89,25 @@ def median(measure: Callable[[], float], repeats: int) -> float:
     return statistics.median(measure() for _ in range(repeats))
 
 
+def their_streams(file: str, several: list[int], folder: Path, options: argparse.Namespace) -> list[str]:
+    """Tokens per second of llama.cpp with each number of streams, as medians."""
+    command = [str(folder / BATCHED), "-m", file, "-t", str(options.threads), "--output-format", "jsonl"]
+    command += ["-npp", str(PROMPT), "-ntg", str(OUTPUT), "-npl", ",".join(map(str, several))]
+    command += ["-c", str(several[-1] * (PROMPT + OUTPUT))]
+    rates: dict[int, list[float]] = {streams: [] for streams in several}
+    for _ in range(options.repeats):
+        written = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        for line in written.splitlines():
+            if line.startswith("{"):
+                case = json.loads(line)
+                rates[case["pl"]].append(case["speed_tg"])
+    return [f"{statistics.median(rates[streams]):.1f}" for streams in several]
+
+
 def theirs(file: str, text: str, folder: Path, options: argparse.Namespace, memory: float) -> str:
-    """One line of the table. llama-bench has no case of several streams."""
+    """One line of the table."""
     command = [str(folder / "llama-bench"), "-m", file, "-t", str(options.threads), "-o", "json"]
-    command += ["-p", str(PREFILL), "-n", "64", "-r", str(options.repeats)]
+    command += ["-p", str(PREFILL), "-n", str(OUTPUT), "-r", str(options.repeats)]
     cases = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     speeds = {case["n_prompt"]: float(case["avg_ts"]) for case in cases}
     size, loss = float(cases[0]["model_size"]), "-"
@@ -104,7 +120,11 @@ def theirs(file: str, text: str, folder: Path, options: argparse.Namespace, memo
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         loss = re.findall(r"Final estimate: PPL = ([0-9.]+)", done.stdout + done.stderr)[-1]
     share = 100 * speeds[0] * size / memory
-    decode = f"{speeds[0]:.1f} | - | -"
+    several = [streams for streams in DECODES if streams > 1]
+    rates = ["-"] * len(several)
+    if (folder / BATCHED).exists():
+        rates = their_streams(file, several, folder, options)
+    decode = " | ".join([f"{speeds[0]:.1f}", *rates])
     return f"| llama.cpp | {size / 1e6:.0f} MB | {decode} | {speeds[PREFILL]:.0f} | {share:.0f} % | {loss} |"
 
 
