@@ -91,7 +91,7 @@ async def test_operator_rights_are_all_used_and_sufficient(cluster: RealCluster)
 
         await cluster.until(is_fetched)
         await cluster.until(lambda: _serves(cluster))
-        assert await cluster.condition("Active", "tune", "LoraAdapter") == "False EngineNotSupported"
+        assert await cluster.condition("Active", "tune", "LoraAdapter") == "False AdaptersNotEnabled"
         await _loads_an_adapter(cluster)
         await _claim_grows(cluster)
         await _batch_from_beginning_to_end(cluster)
