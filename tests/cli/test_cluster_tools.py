@@ -50,6 +50,7 @@ async def answers(api: RealKubernetes, path: str) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_rights_resources_and_services_are_found(api: RealKubernetes, tmp_path: Path) -> None:
     admin = kubeconfig(api, tmp_path, "token-of-the-admin")
