@@ -196,6 +196,7 @@ def test_quantized_row_is_bit_identical_in_any_batch(forms: list[Format]) -> Non
     assert torch.equal(batched.project(states), logits)
 
 
+@pytest.mark.slow
 def test_quantized_kernels_for_vnni_give_the_same(tmp_path: Path) -> None:
     """The sums are integers, so only the order of the instructions may differ. VNNI is emulated."""
     if "avx2" not in library.instructions():

@@ -39,6 +39,7 @@ def tokenizer(smollm2: Checkpoint) -> Tokenizer:
     return load_tokenizer(smollm2, load_spec(smollm2))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     smollm2: Checkpoint, tokenizer: Tokenizer
 ) -> None:

@@ -17,7 +17,7 @@ from baton_engine.transfer.nixl import NixlTransfer
 from tests.engine.transfer_links import Child, PeerProcess, ucx_tls
 from tests.engine.transfer_pools import pattern, pool, rows
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 BLOCKS = 256
 LAYERS = 32  # 256 KiB a block, 64 MiB a pool: a read of it takes long enough to be met in the middle
