@@ -22,6 +22,7 @@ REPLY_LIMIT = 4 * 1024**2
 
 OK = 200
 UNAUTHORIZED = 401
+SERVER_ERROR = 500
 
 INVALID_REPLY_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ReplyTooLarge)
 """Errors of reading a reply that is not a worker's load."""
@@ -123,17 +124,22 @@ async def detect(api: WorkerApi) -> EngineKind | None:
     Raises UpstreamLost and INVALID_REPLY_ERRORS.
     """
     reply = await api.get("/load")
+    starting = reply.status >= SERVER_ERROR
     if reply.status == OK and "epoch" in _object(reply):
         return EngineKind.BATON
     reply = await api.get("/version")
+    starting = starting or reply.status >= SERVER_ERROR
     if reply.status == OK and isinstance(_object(reply).get("version"), str):
         return EngineKind.VLLM
     for target in ("/server_info", "/get_server_info"):
         reply = await api.get(target)
+        starting = starting or reply.status >= SERVER_ERROR
         if reply.status == OK and "disaggregation_mode" in _object(reply):
             return EngineKind.SGLANG
     reply = await api.get("/v1/models")
-    return EngineKind.OPENAI if reply.status == OK and "data" in _object(reply) else None
+    # A worker that became ready between these requests would be taken for a server without an engine's paths.
+    listed = reply.status == OK and "data" in _object(reply)
+    return EngineKind.OPENAI if listed and not starting else None
 
 
 def _object(reply: Reply) -> dict[str, Any]:

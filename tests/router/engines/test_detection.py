@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from baton_api.engines import EngineKind
+from baton_router.engines.checks import WorkerApi, detect
 from tests.router.engines.fake_engine import FakeEngine
 from tests.router.engines.fake_sglang import FakeSglang
 from tests.router.engines.fake_vllm import FakeVllm
@@ -45,6 +46,26 @@ async def test_engine_is_found_by_asking(worker_type: Callable[[], FakeEngine], 
         load = router.router.workers.decode[0].health.load
         assert load is not None
         assert (load.engine, load.model) == (kind, "tiny")
+
+
+class StartingServer(FakeOpenAi):
+    """Its models are listed while its own path is not served yet: it became ready between two requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.status = 503
+
+    def routes(self) -> list[Route]:
+        return [Route("/load", lambda _: JSONResponse({}, self.status)), *super().routes()]
+
+
+async def test_engine_of_a_starting_worker_is_not_guessed() -> None:
+    async with StartingServer() as server, running_router([server], wait=False) as router:
+        worker = router.router.workers.decode[0]
+        api = WorkerApi(worker.upstream, worker.listed, [])
+        assert await detect(api) is None
+        server.status = 404
+        assert await detect(api) is EngineKind.OPENAI
 
 
 async def test_vllm_load_is_read_from_its_metrics() -> None:
