@@ -45,7 +45,7 @@ static uint8_t *blocks_of(size_t outputs, size_t inputs) {
     for (size_t block = 0; block < count; block++) {
         uint8_t *scale = all + block * layout.stored + (stored_format == Q6_K ? layout.stored - 2 : 0);
         scale[1] = 0x1c | (scale[1] & 0x83);
-        if (layout.header == 4 || stored_format == Q4_1) scale[3] = 0x1c | (scale[3] & 0x83);
+        if (layout.header == 4 || stored_format == Q4_1 || stored_format == Q5_1) scale[3] = 0x1c | (scale[3] & 0x83);
     }
     return all;
 }

@@ -130,16 +130,16 @@ INLINE void round_row(const float *from, size_t count, struct rounded *to) {
         }
         const float most = largest(top), scale = most > 1e-30f ? most / 127.0f : 0.0f;
         const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-        ints sums[2] = {{0}, {0}};
+        words sums[2] = {{0}, {0}}; /* unsigned: those of an invalid row may overflow */
         for (size_t i = 0; i < BLOCK; i += LANES) {
             ints number = (ints)(load(from + i) * inverse + shift) - 0x4b400000;
             signed_octets bytes = __builtin_convertvector(number, signed_octets);
             memcpy((char *)to->units + i, &bytes, sizeof bytes);
-            sums[i / (BLOCK / 2)] += number;
+            sums[i / (BLOCK / 2)] += (words)number;
         }
         to->scale = scale + sum(invalid);
         for (int half = 0; half < 2; half++) {
-            int total = 0;
+            uint32_t total = 0;
             for (int lane = 0; lane < LANES; lane++) total += sums[half][lane];
             to->sums[half] = (int16_t)total;
         }
