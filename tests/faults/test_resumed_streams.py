@@ -77,11 +77,16 @@ class Spared:
             if node.process is None:
                 await node.start()
 
+        rows: list[dict[str, Any]] = []
+
         async def sees_all() -> bool:
-            rows = (await self.http.get(f"{self.router.url}/workers")).raise_for_status().json()["data"]
+            rows[:] = (await self.http.get(f"{self.router.url}/workers")).raise_for_status().json()["data"]
             return all(row["state"] == "ready" for row in rows)
 
-        await until(sees_all, "the router sees all workers")
+        try:
+            await until(sees_all, "the router sees all workers")
+        except AssertionError as error:
+            raise AssertionError("\n".join([f"{error}: {rows}", *self.router.lines[-20:]])) from None
 
 
 def events_of(text: str) -> list[dict[str, Any]]:

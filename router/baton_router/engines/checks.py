@@ -8,6 +8,7 @@ API.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -117,29 +118,30 @@ class OpenAiChecks:
         return load, ""
 
 
+SIGNATURES: tuple[tuple[str, EngineKind, Callable[[dict[str, Any]], bool]], ...] = (
+    ("/load", EngineKind.BATON, lambda reply: "epoch" in reply),
+    ("/version", EngineKind.VLLM, lambda reply: isinstance(reply.get("version"), str)),
+    ("/server_info", EngineKind.SGLANG, lambda reply: "disaggregation_mode" in reply),
+    ("/get_server_info", EngineKind.SGLANG, lambda reply: "disaggregation_mode" in reply),
+    ("/v1/models", EngineKind.OPENAI, lambda reply: "data" in reply),
+)
+"""Targets in the order of the requests, and the engine that replies so. Baton serves later ones too."""
+
+
 async def detect(api: WorkerApi) -> EngineKind | None:
     """
     The engine of a worker; None while it answers nothing by which it is recognized, such as while it starts.
 
     Raises UpstreamLost and INVALID_REPLY_ERRORS.
     """
-    reply = await api.get("/load")
-    starting = reply.status >= SERVER_ERROR
-    if reply.status == OK and "epoch" in _object(reply):
-        return EngineKind.BATON
-    reply = await api.get("/version")
-    starting = starting or reply.status >= SERVER_ERROR
-    if reply.status == OK and isinstance(_object(reply).get("version"), str):
-        return EngineKind.VLLM
-    for target in ("/server_info", "/get_server_info"):
+    for target, kind, recognizes in SIGNATURES:
         reply = await api.get(target)
-        starting = starting or reply.status >= SERVER_ERROR
-        if reply.status == OK and "disaggregation_mode" in _object(reply):
-            return EngineKind.SGLANG
-    reply = await api.get("/v1/models")
-    # A worker that became ready between these requests would be taken for a server without an engine's paths.
-    listed = reply.status == OK and "data" in _object(reply)
-    return EngineKind.OPENAI if listed and not starting else None
+        # Ready before the next request, a worker that is starting would be taken for another engine.
+        if reply.status >= SERVER_ERROR:
+            return None
+        if reply.status == OK and recognizes(_object(reply)):
+            return kind
+    return None
 
 
 def _object(reply: Reply) -> dict[str, Any]:

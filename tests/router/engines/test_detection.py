@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -10,11 +11,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from baton_api.engines import EngineKind
-from baton_router.engines.checks import WorkerApi, detect
 from tests.router.engines.fake_engine import FakeEngine
 from tests.router.engines.fake_sglang import FakeSglang
 from tests.router.engines.fake_vllm import FakeVllm
-from tests.router.fake_worker import FakeWorker
+from tests.router.fake_worker import FakeWorker, WorkerRequest, plain
 from tests.router.running import running_router
 
 
@@ -48,24 +48,34 @@ async def test_engine_is_found_by_asking(worker_type: Callable[[], FakeEngine], 
         assert (load.engine, load.model) == (kind, "tiny")
 
 
-class StartingServer(FakeOpenAi):
-    """Its models are listed while its own path is not served yet: it became ready between two requests."""
+class StartingWorker(FakeWorker):
+    """Baton's worker that becomes ready between two requests: it serves other engines' paths too."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: int) -> None:
         super().__init__()
-        self.status = 503
+        self.refused = refused
+        self.pages = {
+            "/server_info": lambda: b'{"disaggregation_mode": "null", "version": "0.5"}',
+            "/v1/models": lambda: b'{"data": [{"id": "tiny"}]}',
+        }
 
-    def routes(self) -> list[Route]:
-        return [Route("/load", lambda _: JSONResponse({}, self.status)), *super().routes()]
+    async def _answer(
+        self, request: WorkerRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        if self.refused:
+            self.refused -= 1
+            writer.write(plain(503, b"{}"))
+            return True
+        return await super()._answer(request, reader, writer)
 
 
-async def test_engine_of_a_starting_worker_is_not_guessed() -> None:
-    async with StartingServer() as server, running_router([server], wait=False) as router:
-        worker = router.router.workers.decode[0]
-        api = WorkerApi(worker.upstream, worker.listed, [])
-        assert await detect(api) is None
-        server.status = 404
-        assert await detect(api) is EngineKind.OPENAI
+@pytest.mark.parametrize("refused", range(6))
+async def test_engine_of_a_starting_worker_is_not_guessed(refused: int) -> None:
+    starting = StartingWorker(refused)
+    async with starting, running_router([starting]) as router:
+        load = router.router.workers.decode[0].health.load
+        assert load is not None
+        assert (load.engine, starting.refused) == (EngineKind.BATON, 0)
 
 
 async def test_vllm_load_is_read_from_its_metrics() -> None:
