@@ -15,6 +15,7 @@ from baton_cli.refusals import REFUSALS
 
 WORKER_ALIASES = {
     "max_model_len": ("--context-length",),
+    "tensor_parallel_size": ("--tp-size", "--tp"),
     "max_running": ("--max-running-requests", "--max-num-seqs"),
     "max_queued": ("--max-queued-requests", "--max-num-queued-reqs"),
     "kv_cache_memory": ("--kv-cache-memory-bytes",),

@@ -21,14 +21,15 @@ class Refusal:
 
 REFUSALS = (
     Refusal(
-        "--tp-size --tensor-parallel-size --tp -tp --pp-size --pipeline-parallel-size --pp -pp --dp-size "
+        "--pp-size --pipeline-parallel-size --pp -pp --dp-size "
         "--data-parallel-* --dp -dp --ep --ep-* --expert-parallel-size --enable-expert-parallel --eplb-* "
         "--enable-eplb --nnodes --node-rank --dist-* --nccl-* --gpu-id-step --enable-dp-* --enable-ep-moe "
         "--distributed-executor-backend --enable-pdmux --*all-reduce* --*allreduce* --api-server-count "
         "--enable-p2p-check --init-expert-location --worker-cls --headless --additional-config "
         "--disable-frontend-multiprocessing --enable-symm-mem --enable-torch-symm-mem --enable-mscclpp "
         "--enable-nccl-nvls --decode-context-*",
-        "a worker runs on one device; start more workers for more capacity (`baton up --decode 4`)",
+        "a worker divides layers only (--tensor-parallel-size); start more workers for more capacity "
+        "(`baton up --decode 4`)",
     ),
     Refusal(
         "--base-gpu-id",

@@ -110,9 +110,8 @@ def test_peer_launch_line_gives_the_same_settings(line: str, fields: dict[str, A
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("serve --tp-size 2", ("--tp-size", "one device", "baton up")),
-        ("serve -tp 2", ("-tp", "one device")),
-        ("serve --tensor_parallel_size=2", ("--tensor_parallel_size", "one device")),
+        ("serve --pp-size 2", ("--pp-size", "--tensor-parallel-size", "baton up")),
+        ("serve --dp 2", ("--dp", "divides layers only")),
         ("serve --attention-backend fa3", ("--attention-backend", "--device")),
         ("serve --disable-cuda-graph", ("no CUDA graphs",)),
         ("serve --enforce-eager", ("no CUDA graphs",)),
@@ -133,7 +132,7 @@ def test_peer_launch_line_gives_the_same_settings(line: str, fields: dict[str, A
         ("serve --base-gpu-id 1", ("--device cuda:N",)),
         ("serve --block-size 32", ("16 tokens",)),
         ("serve --enable-force-include-usage", ("--stream-include-usage",)),
-        ("up --dp-size 2", ("one device", "baton up --decode")),
+        ("up --dp-size 2", ("divides layers only", "baton up --decode")),
         ("router --pd-disaggregation", ("--prefill", "--decode")),
         ("router --model-path M", ("set it on the workers",)),
         ("prefill --no-such-thing", ("`baton prefill` has no flag --no-such-thing", "--help")),
@@ -202,7 +201,7 @@ def test_refusals_name_flags_that_exist() -> None:
 
 
 FACTS: dict[str, bool] = {
-    "--tp-size": WORDS.isdisjoint({"tp", "tensor", "pipeline", "nccl", "nnodes"}),
+    "--pp-size": WORDS.isdisjoint({"pp", "pipeline", "nnodes"}),
     "--base-gpu-id": "cuda:N" in str(WorkerSettings.model_fields["device"].description),
     "--numa-node": "numa" not in WORDS,
     "--disable-cuda-graph*": "CUDAGraph" not in SOURCES and "cuda.graph" not in SOURCES,

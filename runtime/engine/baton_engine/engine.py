@@ -30,6 +30,7 @@ from baton_engine.lifecycle import Lifecycle, log_fields
 from baton_engine.metrics.counters import EngineCounters, EngineSnapshot
 from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
+from baton_engine.parallel.ranks import RankFailed
 from baton_engine.requests import FetchResult, FinishReason, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
@@ -381,7 +382,9 @@ class Engine:
 
     def _check_failures(self, error: Exception) -> None:
         self._failures += 1
-        if forward_pass.is_lasting(error):
+        if isinstance(error, RankFailed):
+            self._fatal(error.message)
+        elif forward_pass.is_lasting(error):
             self._fatal(f"the accelerator failed permanently: {error}")
         elif self._failures == FAILURES_LIMIT:
             self._fatal(f"the last {FAILURES_LIMIT} forward passes failed, the last one with: {error}")

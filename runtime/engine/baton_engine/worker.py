@@ -21,11 +21,11 @@ import torch
 from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
-from baton_api.setting_types import show_size
 from baton_api.workers import Load, Role
 from baton_engine import machine
 from baton_engine.adapters import AdapterRegistry, quantize_beside, registry_of
 from baton_engine.client import AsyncEngine
+from baton_engine.devices import device_of, dtype_of, free_bytes, short, show_free
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.kv.cache import (
@@ -47,7 +47,8 @@ from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
-from baton_engine.ops.cpu import preferred_dtype
+from baton_engine.parallel.loading import check_parallel, load_parallel
+from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import Pooling, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
@@ -169,25 +170,19 @@ class _LoadedModel:
 async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> AsyncIterator[Worker]:
     """Start a worker and warm it up. Raises SetupError if settings, model or machine do not allow it."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    torch.set_num_threads(settings.threads or machine.usable_cores())
-    device = _device(settings.device)
-    dtype = _dtype(settings.dtype, device)
+    ranks = settings.tensor_parallel_size
+    torch.set_num_threads(max(1, (settings.threads or machine.usable_cores()) // ranks))
+    device = device_of(settings.device, ranks)
+    dtype = dtype_of(settings.dtype, device)
     epoch = uuid.uuid4().hex
     name = settings.name or f"{settings.role}-{settings.port or epoch[:8]}"
-    log.info("%s starts: device %s, %s, %d threads", name, device, _short(dtype), torch.get_num_threads())
+    log.info("%s starts: device %s, %s, %d threads", name, device, short(dtype), torch.get_num_threads())
 
-    free_at_start = _free(device)
-    loaded = await asyncio.to_thread(_load, settings, device, dtype, progress)
-    memory = MemoryBudget(
-        at_start=free_at_start,
-        weights=loaded.weights_bytes,
-        free=_free(device),
-        gpu=device.type == "cuda",
-    )
-    beside = block_bytes(loaded.draft.spec, dtype) if loaded.draft else 0
-    cache = open_cache(settings, loaded.spec, dtype, device, memory, beside)
-    limits = _limits(settings, loaded, device)
     async with contextlib.AsyncExitStack() as stack:
+        at_start = free_bytes(device)
+        loaded = await asyncio.to_thread(_load, settings, name, device, dtype, progress, stack)
+        cache = _open_cache(settings, loaded, dtype, device, at_start)
+        limits = _limits(settings, loaded, device)
         tracing = _open_tracing(settings, name, stack)
         publisher = _open_publisher(settings, cache, stack)
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
@@ -216,6 +211,23 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         await worker.adapters.load_all(settings.lora_modules)
         await worker.warm_up()
         yield worker
+
+
+def _open_cache(
+    settings: WorkerSettings,
+    loaded: _LoadedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    at_start: int | None,
+) -> KVCache:
+    gpu, model = device.type == "cuda", loaded.model
+    memory = MemoryBudget(at_start=at_start, weights=loaded.weights_bytes, free=free_bytes(device), gpu=gpu)
+    if not isinstance(model, ParallelModel):
+        beside = block_bytes(loaded.draft.spec, dtype) if loaded.draft else 0
+        return open_cache(settings, loaded.spec, dtype, device, memory, beside)
+    part, memory = model.part.spec, model.budget(memory)
+    beside = 0 if gpu else (settings.tensor_parallel_size - 1) * block_bytes(part, dtype)
+    return open_cache(settings, part, dtype, device, memory, beside, model.open_cache)
 
 
 def _open_tracing(
@@ -261,6 +273,8 @@ def _open_engine(
     draft = None
     if loaded.draft is not None:
         draft = (loaded.draft, KVCache(loaded.draft.spec, cache.blocks, cache.kv.dtype, cache.kv.device))
+    if isinstance(loaded.model, ParallelModel):
+        loaded.model.ranks.watch(on_fatal)
     client = AsyncEngine(loaded.model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft)
     client.start()
     stack.push_async_callback(client.close)
@@ -268,11 +282,18 @@ def _open_engine(
 
 
 def _load(
-    settings: WorkerSettings, device: torch.device, dtype: torch.dtype, progress: Progress
+    settings: WorkerSettings,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    stack: contextlib.AsyncExitStack,
 ) -> _LoadedModel:
     checkpoint = resolve(settings.model, progress)
     encoder = encoder_spec(checkpoint)
     spec = load_spec(checkpoint) if encoder is None else encoder.model
+    if settings.tensor_parallel_size > 1:
+        check_parallel(settings, spec, device, checkpoint.name, encodes=encoder is not None)
     if settings.max_model_len > spec.context:
         raise SetupError(
             f"--max-model-len {settings.max_model_len} exceeds the context length of {checkpoint.name}, "
@@ -286,8 +307,11 @@ def _load(
     if isinstance(embedder, Embedder):
         log.info("%s supports embeddings: %s", checkpoint.name, embedder)
     began = time.monotonic()
+    if settings.tensor_parallel_size > 1:
+        parts = load_parallel(settings, name, checkpoint, spec, device, dtype, progress, stack)
+        return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, *parts)
     quantize = native_decoder.quantization(quantize_beside(settings), spec, device, dtype)
-    log.info("Load weight begin. avail mem=%s", _show_free(device))
+    log.info("Load weight begin. avail mem=%s", show_free(device))
     weights = load_weights(checkpoint, spec, dtype, progress, quantize)
     digest, size = weights_digest(weights), weights.bytes
     model = create_model(spec, weights, device, dtype)
@@ -295,8 +319,8 @@ def _load(
     log.info(
         "Load weight end. type=%s, dtype=%s, avail mem=%s, took %.1f s",
         spec.architecture,
-        _short(dtype),
-        _show_free(device),
+        short(dtype),
+        show_free(device),
         time.monotonic() - began,
     )
     draft, draft_size = load_draft(settings, spec, device, dtype, progress)
@@ -342,48 +366,3 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         limits.max_model_len,
     )
     return limits
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SetupError(f"Invalid --device {name!r}. Use cpu, cuda, cuda:N or auto.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise SetupError(f"Unsupported --device {name!r}. Use cpu, cuda, cuda:N or auto.")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise SetupError(
-                f"--device {name} is not available: torch finds {count} GPUs here. Use --device cpu."
-            )
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    match name:
-        case "float32":
-            return torch.float32
-        case "bfloat16":
-            return torch.bfloat16
-        case _ if device.type == "cpu":
-            return preferred_dtype(torch.cpu.get_capabilities(), native_decoder.available())
-        case _:
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-
-
-def _free(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return machine.free_memory()
-
-
-def _show_free(device: torch.device) -> str:
-    free = _free(device)
-    return "unknown" if free is None else show_size(free)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

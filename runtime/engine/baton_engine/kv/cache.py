@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -157,16 +158,21 @@ def open_cache(
     device: torch.device,
     memory: MemoryBudget,
     beside: int = 0,
+    allocate: Callable[[int, torch.dtype, torch.device], KVCache] | None = None,
 ) -> KVCache:
     """
     Allocate the KV cache of a worker. Raises SetupError as `cache_blocks`, or if the allocation fails.
 
-    `beside` are the bytes of a block of a draft model, whose cache has as many blocks.
+    `beside` are the bytes of a block in other caches with as many blocks: that of a draft model, or those of
+    other ranks in the same memory. `allocate` replaces `KVCache`, to allocate those of other ranks too.
     """
     size = block_bytes(spec, dtype) + beside
     blocks = cache_blocks(settings, memory, size, spec.context)
     try:
-        cache = KVCache(spec, blocks, dtype, device)
+        if allocate is not None:
+            cache = allocate(blocks, dtype, device)
+        else:
+            cache = KVCache(spec, blocks, dtype, device)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError if the CPU's memory is exhausted
         raise SetupError(
             f"Cannot allocate a KV cache of {show_size(blocks * size)}: {error}. Set a smaller "

@@ -21,6 +21,7 @@ from baton_engine.model.spec import ModelSpec, Quantize
 if TYPE_CHECKING:
     import torch
 
+    from baton_engine.model.shards import Shard
     from baton_engine.model.weights import Weights
 
 GGUF_SUFFIX = ".gguf"
@@ -54,10 +55,13 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress = SILENT,
     quantize: Quantize = "off",
+    shard: Shard | None = None,
+    sampled: bool = False,
 ) -> Weights:
     """
     Load all weights in `dtype` on the CPU. Checks all names and shapes first. Raises SetupError.
 
+    `shard` and `sampled` as in `baton_engine.model.weights.build`.
     Only the native kernels support matrices in quantized formats, so other models need `quantize="off"`.
     """
     from baton_engine.model import weights
@@ -70,7 +74,7 @@ def load_weights(
     else:
         folder = source_of(checkpoint.path, read_json(checkpoint.path / "config.json"), spec)
         source = weights.FamilyTensors(folder, spec)
-    return weights.build(source, spec, dtype, progress, quantize)
+    return weights.build(source, spec, dtype, progress, quantize, shard, sampled)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from baton_engine.ops.cpu import CpuOps
 from baton_engine.ops.experts import Experts
 from baton_engine.ops.latent import LatentAttention
 from baton_engine.ops.plain import PlainOps
+from baton_engine.parallel.group import Group
 
 
 class Model(Protocol):
@@ -72,7 +73,18 @@ def create_model(
 ) -> Model:
     """Create the fastest available model for `device`. `weights` must be in `dtype`."""
     native_model = native_decoder(spec, weights, dtype, environment) if device.type == "cpu" else None
-    return native_model or Decoder(spec, weights, _ops(spec, device, dtype), device)
+    return native_model or create_decoder(spec, weights, device, dtype)
+
+
+def create_decoder(
+    spec: ModelSpec,
+    weights: Weights,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: Group | None = None,
+) -> Decoder:
+    """Create the model with the fastest `Ops`. With `group`, `spec` and `weights` are this rank's parts."""
+    return Decoder(spec, weights, _ops(spec, device, dtype), device, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +120,17 @@ class Decoder:
     exact_rows = False
     """torch's products and its attention add in another order for another number of tokens."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ops: Ops,
+        device: torch.device,
+        group: Group | None = None,
+    ) -> None:
         self.spec = spec
         self.ops = ops
+        self.group = group
         self.embedding = floats(weights.embedding).to(device)
         self.final_norm = weights.final_norm.to(device)
         tied = weights.head is weights.embedding
@@ -148,13 +168,20 @@ class Decoder:
             logits *= self.spec.logit_scale
         if (cap := self.spec.logit_cap) is not None:
             logits = (logits / cap).tanh_().mul_(cap)
-        return logits
+        return logits if self.group is None else self.group.joined(logits)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        residual = self.embedding[tokens]  # [T, N]
+        if self.group is None:
+            residual = self.embedding[tokens]  # [T, N]
+        else:
+            residual = self.group.embedded(self.embedding, tokens)
         if self.spec.embedding_scale != 1:
             residual *= rounded(self.spec.embedding_scale, self.embedding.dtype)
         return residual
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """Add the outputs of attention or MLP of all ranks."""
+        return x if self.group is None else self.group.sum(x)
 
     def _added(
         self, x: Tensor, residual: Tensor, post_norm: Tensor | None, norm: Tensor | None
@@ -194,8 +221,9 @@ class Decoder:
                 x, residual = x[wanted], residual[wanted]  # only the wanted tokens need the last MLP
                 adapted = batch.adapted(wanted=True)
             output = _add_low_rank(layer.output(x), x, adapted, number, "output")
+            output = self._summed(output)
             x, residual = self._added(output, residual, layer.attention_post_norm, layer.mlp_norm)
-            x = self._mlp(layer, x, adapted, number)
+            x = self._summed(self._mlp(layer, x, adapted, number))
             norm = self.final_norm if number == last else self.layers[number + 1].attention_norm
             x, residual = self._added(x, residual, layer.mlp_post_norm, norm)
         else:

@@ -21,6 +21,11 @@ log = logging.getLogger(__name__)
 
 MIXED_ROWS = 32
 """Rows per panel of the kernels at most. A panel has one format, so stacked formats meet at a multiple."""
+SAMPLES = 16
+"""Number of samples of each tensor in the digest of the weights."""
+
+SAMPLE_BYTES = 64
+
 PLAIN = ("F64", "F32", "F16", "BF16")
 """Formats of tensors that are not quantized."""
 
@@ -61,6 +66,8 @@ class TensorReader:
     """Dtype in which a tensor is stored here, by name."""
     progress: Progress
     choice: Quantize
+    sampled: bool = False
+    """Whether only the values of `samples` are read. The rest stays uninitialized, without memory."""
     expanded: Counter[str] = field(default_factory=Counter)
     """Number of matrices by format that are stored quantized and expanded here."""
 
@@ -70,7 +77,10 @@ class TensorReader:
         whole = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=self.dtype_of(names[0]))
         start = 0
         for name, count in zip(names, rows, strict=True):
-            whole[start : start + count] = self.source.read(name)
+            if self.sampled:
+                _copy_samples(whole, start, self.source.read(name))
+            else:
+                whole[start : start + count] = self.source.read(name)
             start += count
             self.progress.advance(self.source.stored_bytes(name))
         return whole
@@ -107,3 +117,21 @@ class TensorReader:
                 form,
                 "" if self.choice == "off" else f". Formats that are kept: {', '.join(Format.__members__)}",
             )
+
+
+def samples(count: int, itemsize: int) -> list[range]:
+    """Return the values that the digest reads, of `count` values of a tensor in memory order."""
+    length = max(1, SAMPLE_BYTES // itemsize)
+    last = max(0, count - length)
+    starts = sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)})
+    return [range(start, min(start + length, count)) for start in starts]
+
+
+def _copy_samples(whole: Tensor, row: int, part: Tensor) -> None:
+    """Copy the samples of `whole` that are in `part`, whose first row is `row` there."""
+    target, source = whole.view(-1), part.reshape(-1)
+    offset = row * (whole.numel() // len(whole))
+    for sample in samples(whole.numel(), whole.dtype.itemsize):
+        start, stop = max(sample.start, offset), min(sample.stop, offset + len(source))
+        if start < stop:
+            target[start:stop] = source[start - offset : stop - offset]

@@ -25,6 +25,7 @@ from baton_engine.model.latent_weights import latent_norms, latent_shapes, rotat
 from baton_engine.model.progress import Progress
 from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.rope import in_halves
+from baton_engine.model.shards import Shard, ShardTensors
 from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.model.tensor_reader import TensorReader, TensorSource
 
@@ -266,22 +267,32 @@ def check(source: TensorSource, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def build(
-    source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: Progress, choice: Quantize = "off"
+    source: TensorSource,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    progress: Progress,
+    choice: Quantize = "off",
+    shard: Shard | None = None,
+    sampled: bool = False,
 ) -> Weights:
     """
     Build all weights in `dtype`, reading each tensor once. Raises SetupError.
 
     Norms are fp32 in families that add an offset to them: bfloat16 would round the sum. `choice` applies to
     matrices: keep the formats of the checkpoint that the kernels support, or also convert the other ones to a
-    quantized format.
+    quantized format. With `shard`, only that part is read. `sampled`: read only what the digest needs.
     """
     source = Prefixed(source) if spec.headless else source
     family = BY_ARCHITECTURE[spec.architecture]
     names = family.tensors
     shapes = check(source, spec)
     progress.start(f"Loading {source.name}", sum(source.stored_bytes(name) for name in shapes))
+    if shard is not None:
+        source = ShardTensors(source, spec, shard)
+        shapes = {name: source.shapes[name] for name in shapes}
 
-    reader = TensorReader(source, shapes, partial(_kept, family=family, dtype=dtype), progress, choice)
+    kept = partial(_kept, family=family, dtype=dtype)
+    reader = TensorReader(source, shapes, kept, progress, choice, sampled)
     embedding = reader.matrix([f"{names.embedding}.weight"])
     weights = Weights(
         embedding=embedding,
@@ -290,6 +301,8 @@ def build(
         head=embedding if spec.tied_embeddings else reader.matrix([f"{names.head}.weight"]),
     )
     progress.done()
+    if sampled:
+        return weights
     reader.report()
     formats = weights.formats.most_common()
     log.info("Weights: %s", ", ".join(f"{show_size(size)} in {form}" for form, size in formats))

@@ -18,6 +18,7 @@ from baton_api.messages import PROTOCOL
 from baton_engine.kv.cache import BLOCK_SIZE
 from baton_engine.model.quantized import Format, Matrix, Quantized
 from baton_engine.model.spec import ModelSpec
+from baton_engine.model.tensor_reader import samples
 from baton_engine.model.weights import Weights
 
 LAYOUT = "block, layer, key/value, kv head, slot, dim"
@@ -25,11 +26,6 @@ LAYOUT = "block, layer, key/value, kv head, slot, dim"
 
 LATENT_LAYOUT = "block, layer, latent, slot, dim"
 """The order for latent attention, whose blocks have neither keys and values nor heads."""
-
-SAMPLES = 16
-"""Number of samples of each tensor in the digest of the weights."""
-
-SAMPLE_BYTES = 64
 
 BYTES_DO_NOT_DEPEND_ON = frozenset(
     {"context", "eos_ids", "bos_id", "tied_embeddings", "headless", "draft_layers"}
@@ -109,10 +105,8 @@ def weights_digest(weights: Weights) -> str:
     for place, kind, tensor in _tensors(weights):
         hasher.update(f"{place} {tuple(tensor.shape)} {kind}\n".encode())
         flat = tensor.detach().reshape(-1)
-        length = max(1, SAMPLE_BYTES // tensor.dtype.itemsize)
-        last = max(0, flat.numel() - length)
-        for start in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
-            piece = flat[start : start + length].cpu().contiguous()
+        for sample in samples(flat.numel(), tensor.dtype.itemsize):
+            piece = flat[sample.start : sample.stop].cpu().contiguous()
             hasher.update(piece.view(torch.uint8).numpy().tobytes())
     kept = sorted(form for form in weights.formats if form in Format.__members__)
     return f"{hasher.hexdigest()[:16]}{' with ' if kept else ''}{', '.join(kept)}"

@@ -1,0 +1,59 @@
+"""The device of a worker, its dtype and its free memory."""
+
+from __future__ import annotations
+
+import torch
+
+from baton_api.errors import SetupError
+from baton_api.setting_types import show_size
+from baton_engine import machine
+from baton_engine.model import native_decoder
+from baton_engine.ops.cpu import preferred_dtype
+
+
+def device_of(name: str, ranks: int) -> torch.device:
+    """Return the device of --device `name`, the first one of `ranks`. Raises SetupError if one is missing."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise SetupError(f"Invalid --device {name!r}. Use cpu, cuda, cuda:N or auto.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SetupError(f"Unsupported --device {name!r}. Use cpu, cuda, cuda:N or auto.")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) + ranks > count:
+            parallel = f" with --tensor-parallel-size {ranks}" if ranks > 1 else ""
+            raise SetupError(
+                f"--device {name}{parallel} is not available: torch finds {count} GPUs here. "
+                "Use --device cpu."
+            )
+    return device
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """Return the data type of --dtype `name`."""
+    match name:
+        case "float32":
+            return torch.float32
+        case "bfloat16":
+            return torch.bfloat16
+        case _ if device.type == "cpu":
+            return preferred_dtype(torch.cpu.get_capabilities(), native_decoder.available())
+        case _:
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of `device` in bytes. None: unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return machine.free_memory()
+
+
+def show_free(device: torch.device) -> str:
+    free = free_bytes(device)
+    return "unknown" if free is None else show_size(free)
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,201 @@
+"""
+Tensor parallelism: the part of each weight and of the KV cache that one rank holds.
+
+Query heads, key heads and the intermediate size are divided among the ranks. Outputs of attention and MLP are
+then partial sums, which the ranks add. If there are more ranks than key heads, several ranks hold the same
+key head. Rows of the embedding and of the head are divided too. Norms and routers are in every rank.
+
+Megatron-LM describes the scheme: https://arxiv.org/abs/1909.08053
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from baton_api.errors import SetupError
+from baton_engine.model.families import BY_ARCHITECTURE
+from baton_engine.model.family import TensorNames
+from baton_engine.model.quantized import Quantized
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.tensor_reader import TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` ranks, numbered from 0."""
+
+    rank: int
+    size: int
+
+    def part(self, count: int) -> range:
+        """Return this rank's numbers of `count`, which are adjacent. Parts differ by at most one."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def kv_heads(self, count: int) -> range:
+        """Return this rank's key heads of `count`. `size` divides `count`, or is a multiple of it."""
+        return self.part(count) if count >= self.size else _single(self.rank * count // self.size)
+
+    def spec(self, whole: ModelSpec) -> ModelSpec:
+        """Return the sizes of this rank's part. The vocabulary stays whole: only its matrices are divided."""
+        experts = whole.experts
+        if experts is not None:
+            inner, shared = experts.intermediate // self.size, experts.shared // self.size
+            experts = replace(experts, intermediate=inner, shared=shared)
+        return replace(
+            whole,
+            heads=whole.heads // self.size,
+            kv_heads=len(self.kv_heads(whole.kv_heads)),
+            intermediate=whole.intermediate // self.size,
+            experts=experts,
+        )
+
+
+def _single(number: int) -> range:
+    return range(number, number + 1)
+
+
+def check_degree(spec: ModelSpec, size: int, name: str) -> None:
+    """Raise SetupError if `size` ranks cannot compute the model `name`."""
+    flag = f"--tensor-parallel-size {size}"
+    if spec.latent is not None:
+        raise SetupError(f"{flag}: {name} has multi-head latent attention, which is not divided. Use 1.")
+    if spec.qk_norm_joint:
+        raise SetupError(f"{flag}: {name} normalizes all heads together, which are not divided. Use 1.")
+    if _divides(spec, size):
+        return
+    possible = [str(degree) for degree in range(1, spec.heads + 1) if _divides(spec, degree)]
+    raise SetupError(
+        f"{flag} does not divide {name}: it has {_sizes(spec)}. Possible degrees: {', '.join(possible)}."
+    )
+
+
+def _divides(spec: ModelSpec, size: int) -> bool:
+    kv_heads, experts = spec.kv_heads, spec.experts
+    inner = [spec.heads, spec.intermediate]
+    if experts is not None:
+        inner += [experts.intermediate, experts.shared]
+    return not any(count % size for count in inner) and not (kv_heads % size and size % kv_heads)
+
+
+def _sizes(spec: ModelSpec) -> str:
+    experts = "" if spec.experts is None else f", in experts {spec.experts.intermediate}"
+    return (
+        f"{spec.heads} query heads, {spec.kv_heads} key heads and an intermediate size of "
+        f"{spec.intermediate}{experts}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The part of a tensor that a rank holds."""
+
+    dimension: int
+    ranges: tuple[range, ...]
+    """Stacked in this order."""
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        count = sum(len(one) for one in self.ranges)
+        return (*whole[: self.dimension], count, *whole[self.dimension + 1 :])
+
+    def of(self, whole: Tensor) -> Tensor:
+        parts = [whole.narrow(self.dimension, one.start, len(one)) for one in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dimension)
+
+
+class ShardTensors:
+    """The part of a checkpoint's tensors that one rank holds. Only that part is read from a mapped file."""
+
+    def __init__(self, source: TensorSource, spec: ModelSpec, shard: Shard) -> None:
+        self._source = source
+        self._cuts = dict(_cuts(spec, shard))
+        self._added_once = frozenset() if shard.rank == 0 else frozenset(_added_once(spec))
+        self.name = source.name
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: self._cuts[name].shape(shape) if name in self._cuts else shape
+            for name, shape in source.shapes.items()
+        }
+
+    def stored_bytes(self, tensor: str) -> int:
+        return self._source.stored_bytes(tensor)
+
+    def format(self, tensor: str) -> str:
+        return self._source.format(tensor)
+
+    def read_quantized(self, tensor: str) -> Quantized | None:
+        return None
+
+    def read(self, tensor: str) -> Tensor:
+        if tensor in self._added_once:
+            return torch.zeros(self.shapes[tensor])
+        whole = self._source.read(tensor)
+        return self._cuts[tensor].of(whole) if tensor in self._cuts else whole
+
+
+def _cuts(spec: ModelSpec, shard: Shard) -> Iterator[tuple[str, _Cut]]:
+    """Yield name and cut of each tensor that is divided."""
+    names = BY_ARCHITECTURE[spec.architecture].tensors
+    rows = _Cut(0, (shard.part(spec.vocab),))
+    yield f"{names.embedding}.weight", rows
+    yield f"{names.head}.weight", rows
+    for number in range(spec.layers):
+        prefix = names.layer.format(number)
+        for part, ranges in (_attention_rows(spec, names, shard) | _mlp_rows(spec, names, shard)).items():
+            yield f"{prefix}{part}.weight", _Cut(0, ranges)
+            yield f"{prefix}{part}.bias", _Cut(0, ranges)
+        for part, columns in _columns(spec, names, shard):
+            yield f"{prefix}{part}.weight", _Cut(1, (columns,))
+
+
+def _attention_rows(spec: ModelSpec, names: TensorNames, shard: Shard) -> dict[str, tuple[range, ...]]:
+    heads, kv_heads, d = shard.part(spec.heads), shard.kv_heads(spec.kv_heads), spec.head_dim
+    q, k = _scaled(heads, d), _scaled(kv_heads, d)
+    key, value = (_shifted(k, (spec.heads + before) * d) for before in (0, spec.kv_heads))
+    rows: dict[str, tuple[range, ...]] = {names.q: (q,), names.k: (k,), names.v: (k,)}
+    if names.qkv:
+        rows = {names.qkv: (q, key, value)}
+    return rows | ({names.sinks: (heads,)} if spec.sinks else {})
+
+
+def _mlp_rows(spec: ModelSpec, names: TensorNames, shard: Shard) -> dict[str, tuple[range, ...]]:
+    inner, experts = shard.part(spec.intermediate), spec.experts
+    rows: dict[str, tuple[range, ...]]
+    if names.gate_up:
+        rows = {names.gate_up: (inner, _shifted(inner, spec.intermediate))}
+    else:
+        rows = {names.gate: (inner,), names.up: (inner,)}
+    if experts is None:
+        return rows
+    for expert in range(experts.count):
+        for name in (names.expert_gate, names.expert_up):
+            rows[name.format(expert)] = (shard.part(experts.intermediate),)
+    return rows | dict.fromkeys((names.shared_gate, names.shared_up), (shard.part(experts.shared),))
+
+
+def _columns(spec: ModelSpec, names: TensorNames, shard: Shard) -> Iterator[tuple[str, range]]:
+    yield names.output, _scaled(shard.part(spec.heads), spec.head_dim)
+    yield names.down, shard.part(spec.intermediate)
+    if spec.experts is not None:
+        yield names.shared_down, shard.part(spec.experts.shared)
+        for expert in range(spec.experts.count):
+            yield names.expert_down.format(expert), shard.part(spec.experts.intermediate)
+
+
+def _added_once(spec: ModelSpec) -> Iterator[str]:
+    """Yield the biases of partial sums, which only rank 0 adds."""
+    names = BY_ARCHITECTURE[spec.architecture].tensors
+    experts = range(spec.experts.count if spec.experts is not None else 0)
+    for number in range(spec.layers):
+        for part in (names.output, names.down, *(names.expert_down.format(expert) for expert in experts)):
+            yield f"{names.layer.format(number)}{part}.bias"
+
+
+def _scaled(numbers: range, size: int) -> range:
+    return range(numbers.start * size, numbers.stop * size)
+
+
+def _shifted(numbers: range, offset: int) -> range:
+    return range(numbers.start + offset, numbers.stop + offset)

@@ -1,0 +1,99 @@
+"""
+Collective operations of a worker's ranks, over gloo on CPUs and NCCL on GPUs.
+
+A sum gathers the parts of all ranks and adds them in the order of the ranks, in fp32. An all-reduce would add
+in an order that depends on the position in the buffer, so a token's result could depend on its batch.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from baton_engine.model.shards import Shard
+
+LOOPBACK = "127.0.0.1"
+"""All ranks of a worker are on one machine."""
+
+
+class Group:
+    """The ranks of one worker, as rank `shard.rank` sees them. All call the same operations in order."""
+
+    def __init__(self, shard: Shard, vocab: int, device: torch.device) -> None:
+        """`vocab`: number of tokens, whose embeddings are divided among the ranks."""
+        self.shard = shard
+        self._device = device
+        self._ranges = [Shard(rank, shard.size).part(vocab) for rank in range(shard.size)]
+        self._backend: Any = None
+        """A `ProcessGroupGloo` or `ProcessGroupNCCL`, whose stubs lack methods."""
+
+    def connect(self, path: Path, timeout_s: float) -> None:
+        """
+        Connect to the other ranks, which use the same file.
+
+        An operation raises RuntimeError if a rank ends, or does not take part within `timeout_s`.
+        """
+        rank, size, timeout = self.shard.rank, self.shard.size, timedelta(seconds=timeout_s)
+        store = FileStore(str(path), size)
+        store.set_timeout(timeout)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            self._backend = dist.ProcessGroupNCCL(store, rank, size, nccl)
+            return
+        kind: Any = dist.ProcessGroupGloo
+        gloo = kind._Options()
+        gloo._timeout = timeout
+        gloo._devices = [kind.create_device(hostname=LOOPBACK)]
+        self._backend = kind(store, rank, size, gloo)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts, the same bits in each rank, in their dtype."""
+        gathered = part.new_empty((self.shard.size * len(part), *part.shape[1:]))
+        self._connected._allgather_base(gathered, part.contiguous()).wait()
+        parts = gathered.chunk(self.shard.size)
+        total = parts[0].to(torch.float32)
+        for other in parts[1:]:
+            total = total + other
+        return total.to(part.dtype)
+
+    def embedded(self, embedding: Tensor, tokens: Tensor) -> Tensor:
+        """Return the embeddings [T, N] of tokens [T]. `embedding` has this rank's rows."""
+        rows = self._ranges[self.shard.rank]
+        inside = (tokens >= rows.start) & (tokens < rows.stop)
+        selected = embedding[(tokens - rows.start).clamp(0, len(rows) - 1)]
+        return self.sum(selected.masked_fill(~inside[:, None], 0))
+
+    def joined(self, logits: Tensor) -> Tensor:
+        """Return the logits [S, V] of all tokens in rank 0, from [S, tokens of this rank] in each."""
+        rank, widest = self.shard.rank, max(len(one) for one in self._ranges)
+        padded = logits.new_empty((len(logits), widest))
+        padded[:, : logits.shape[1]] = logits
+        gathered = [torch.empty_like(padded) for _ in self._ranges] if rank == 0 else []
+        self._connected.gather([gathered] if rank == 0 else [], [padded]).wait()
+        if rank != 0:
+            return logits
+        return torch.cat([part[:, : len(one)] for part, one in zip(gathered, self._ranges, strict=True)], 1)
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Return rank 0's values, of the same shape in each rank. Overwrites those of the others."""
+        self._connected.broadcast([values]).wait()
+        return values
+
+    def abort(self) -> None:
+        """End operations in progress with an error. gloo does so itself if a rank ends."""
+        if self._backend is not None and self._device.type == "cuda":
+            self._backend.abort()
+
+    @property
+    def _connected(self) -> Any:
+        if self._backend is None:
+            raise RuntimeError("this rank is not connected to the others")
+        return self._backend

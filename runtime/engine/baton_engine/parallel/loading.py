@@ -1,0 +1,89 @@
+"""Loads a model on several ranks: checks that it can be divided, and starts the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from baton_api import logs
+from baton_api.errors import SetupError
+from baton_api.workers import Role
+from baton_engine.model.checkpoint import Checkpoint, load_weights
+from baton_engine.model.decoder import create_decoder
+from baton_engine.model.progress import SILENT, Progress
+from baton_engine.model.shards import Shard, check_degree
+from baton_engine.model.spec import ModelSpec
+from baton_engine.parallel.group import Group
+from baton_engine.parallel.messages import Start
+from baton_engine.parallel.ranks import TIMEOUT_S, ParallelModel, Ranks
+from baton_engine.settings import WorkerSettings
+from baton_engine.transfer.compatibility import weights_digest
+
+
+def check_parallel(
+    settings: WorkerSettings, spec: ModelSpec, device: torch.device, name: str, *, encodes: bool
+) -> None:
+    """Raise SetupError if the ranks of `settings` cannot compute the model `name`. `encodes`: an encoder."""
+    size = settings.tensor_parallel_size
+    flag = f"--tensor-parallel-size {size}"
+    if encodes:
+        raise SetupError(f"{flag} does not support encoders such as {name}. Start more workers instead.")
+    if settings.role is not Role.BOTH:
+        raise SetupError(f"{flag} does not support --role {settings.role}. Use --role both.")
+    if settings.quantize not in ("keep", "off"):
+        raise SetupError(
+            f"{flag} does not support --quantize {settings.quantize}: ranks compute with torch operations."
+        )
+    if settings.speculation == "draft":
+        raise SetupError(f"{flag} does not support --speculation draft. Use ngram or off.")
+    if settings.enable_lora:
+        raise SetupError(f"{flag} does not support --enable-lora. Use --tensor-parallel-size 1.")
+    check_degree(spec, size, name)
+
+
+def load_parallel(
+    settings: WorkerSettings,
+    worker: str,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    stack: contextlib.ExitStack | contextlib.AsyncExitStack,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[ParallelModel, str, int]:
+    """
+    Load the model on all ranks, whose processes `stack` ends.
+
+    An operation fails after `timeout_s` without a rank. Returns the model, the digest of all weights, and the
+    bytes of rank 0's part. Raises SetupError.
+    """
+    size, kind = settings.tensor_parallel_size, str(dtype).removeprefix("torch.")
+    start = Start(
+        rank=1,
+        size=size,
+        worker=worker,
+        checkpoint=str(checkpoint.path),
+        name=checkpoint.name,
+        context=settings.max_model_len or spec.context,
+        dtype=kind,
+        device=str(device),
+        threads=torch.get_num_threads(),
+        store="",
+        timeout_s=timeout_s,
+        log_format=logs.for_children()[logs.VARIABLE],
+    )
+    ranks = Ranks(start, [_device(device, rank) for rank in range(size)])
+    stack.callback(ranks.close)
+    shard = Shard(0, size)
+    weights = load_weights(checkpoint, spec, dtype, progress, shard=shard)
+    group, loaded = Group(shard, spec.vocab, torch.device(_device(device, 0))), weights.bytes
+    part = create_decoder(shard.spec(spec), weights, device, dtype, group)
+    del weights  # the model has its own copy, in the device's layout
+    digest = weights_digest(load_weights(checkpoint, spec, dtype, SILENT, sampled=True))
+    return ParallelModel(spec, part, group, ranks, ranks.load()), digest, loaded
+
+
+def _device(first: torch.device, rank: int) -> str:
+    return "cpu" if first.type == "cpu" else f"{first.type}:{(first.index or 0) + rank}"

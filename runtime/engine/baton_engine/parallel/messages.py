@@ -1,0 +1,155 @@
+"""
+Messages between rank 0 and the other ranks of a worker, over a socket pair for each of them.
+
+    rank 0                              rank r
+      Start ------------------------->    load its part of the weights
+      <------------------------- Loaded
+      Allocate ---------------------->    allocate its part of the KV cache, connect to the group
+      <---------------------- Allocated
+      Forward, Project, ... --------->    compute; results go through the group
+
+`RankError` may come at any time, and the rank then ends. A rank ends if its socket is closed, which happens
+if rank 0 ends for any reason. A frame is 4 bytes of length, big-endian, then a msgpack map.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import msgspec
+import numpy as np
+
+from baton_engine.batch import Batch, BatchRow
+
+LENGTH_BYTES = 4
+
+
+class RankMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The root of all messages."""
+
+
+class Start(RankMessage, frozen=True):
+    """The first message: what to load, and where."""
+
+    rank: int
+    size: int
+    worker: str
+    """The worker's name in the log."""
+    checkpoint: str
+    name: str
+    """The model's name in errors."""
+    context: int
+    """`ModelSpec.served_to`."""
+    dtype: str
+    device: str
+    threads: int
+    store: str
+    """File by which the ranks find each other."""
+    timeout_s: float
+    log_format: str
+
+
+class Allocate(RankMessage, frozen=True):
+    """Allocate this many KV blocks."""
+
+    blocks: int
+
+
+class PassRow(RankMessage, frozen=True):
+    """A `BatchRow`."""
+
+    tokens: list[int]
+    start: int
+    blocks: bytes
+    """Block ids, int32 in this machine's byte order."""
+    wanted: int
+
+
+class Forward(RankMessage, frozen=True):
+    """Compute a pass: the logits, or only the hidden states."""
+
+    rows: list[PassRow]
+    hidden: bool = False
+
+    @classmethod
+    def of(cls, batch: Batch, *, hidden: bool = False) -> Forward:
+        return cls(rows=[_row(row, batch.block_size) for row in batch.rows], hidden=hidden)
+
+    def batch_rows(self) -> list[BatchRow]:
+        rows = []
+        for row in self.rows:
+            table = np.frombuffer(row.blocks, dtype=np.int32)
+            rows.append(BatchRow(row.tokens, row.start, (), row.wanted, table=table))
+        return rows
+
+
+def _row(row: BatchRow, block_size: int) -> PassRow:
+    count = -(-row.context // block_size)
+    table = np.asarray(row.blocks[:count] if row.table is None else row.table[:count], dtype=np.int32)
+    return PassRow(tokens=list(row.tokens), start=row.start, blocks=table.tobytes(), wanted=row.wanted)
+
+
+class Project(RankMessage, frozen=True):
+    """Compute the logits of this many states, which rank 0 broadcasts."""
+
+    states: int
+
+
+class Loaded(RankMessage, frozen=True):
+    """The weights are on the device."""
+
+    weights: int
+    """Their bytes."""
+    at_start: int | None
+    """Free bytes of the device before the weights were loaded; None if unknown."""
+    free: int | None
+
+
+class Allocated(RankMessage, frozen=True):
+    """The KV blocks exist."""
+
+
+class RankError(RankMessage, frozen=True):
+    """The rank ends, for this reason."""
+
+    reason: str
+
+
+AnyMessage = Start | Allocate | Forward | Project | Loaded | Allocated | RankError
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class Channel:
+    """One end of the socket pair. One thread sends at a time, and one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._sending = threading.Lock()
+
+    def send(self, message: AnyMessage) -> None:
+        """Raises OSError if the other end is closed, or does not read within the socket's timeout."""
+        body = _encoder.encode(message)
+        with self._sending:
+            self._end.sendall(len(body).to_bytes(LENGTH_BYTES) + body)
+
+    def receive(self) -> AnyMessage:
+        """Return the next message. Raises EOFError when the other end is closed."""
+        return _decoder.decode(self._read(int.from_bytes(self._read(LENGTH_BYTES))))
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                piece = self._end.recv(size - len(data))
+            except OSError as error:
+                raise EOFError(f"the connection between ranks failed: {error}") from error
+            if not piece:
+                raise EOFError("the other rank has closed the connection")
+            data += piece
+        return bytes(data)

@@ -1,0 +1,120 @@
+"""
+The process of a rank other than 0: `python -m baton_engine.parallel.rank`, with a socket as stdin.
+
+It computes what rank 0 sends, on its part of the weights and of the KV cache. A thread receives messages, so
+that the process notices the end of rank 0 even if it waits in a collective operation, and then ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from baton_api import logs
+from baton_api.errors import BatonError
+from baton_engine.batch import Batch
+from baton_engine.devices import free_bytes
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder, create_decoder
+from baton_engine.model.shards import Shard
+from baton_engine.parallel.group import Group
+from baton_engine.parallel.messages import (
+    Allocate,
+    Allocated,
+    AnyMessage,
+    Channel,
+    Forward,
+    Loaded,
+    Project,
+    RankError,
+    Start,
+)
+
+log = logging.getLogger(__name__)
+
+Expected = TypeVar("Expected")
+
+
+def main() -> int:
+    """Run until rank 0 ends, or a message cannot be computed."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal signals all processes, but rank 0 drains first
+    channel = Channel(socket.socket(fileno=0))
+    inbox: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, inbox), name="rank-inbox", daemon=True).start()
+    try:
+        with torch.inference_mode():
+            _serve(channel, inbox)
+    except Exception as error:  # rank 0 cannot continue without this rank, whatever the reason
+        log.exception("This rank cannot continue.")
+        reason = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            channel.send(RankError(reason=reason))
+    return 1
+
+
+def _listen(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            inbox.put(channel.receive())
+    os._exit(0)  # another thread may wait in a collective operation forever
+
+
+def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
+    start = _expect(inbox, Start)
+    logs.begin(logs.read_format(start.log_format), f"{start.worker}-rank-{start.rank}")
+    torch.set_num_threads(start.threads)
+    device = torch.device(start.device)
+    at_start = free_bytes(device)
+    group, model, size = _load(start, device)
+    channel.send(Loaded(weights=size, at_start=at_start, free=free_bytes(device)))
+    blocks = _expect(inbox, Allocate).blocks
+    cache = KVCache(model.spec, blocks, getattr(torch, start.dtype), device)
+    channel.send(Allocated())
+    group.connect(Path(start.store), start.timeout_s)
+    while True:
+        _compute(inbox.get(), model, group, cache, device)
+
+
+def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:
+    checkpoint, shard = Checkpoint(Path(start.checkpoint), start.name), Shard(start.rank, start.size)
+    spec, dtype = load_spec(checkpoint).served_to(start.context), getattr(torch, start.dtype)
+    weights = load_weights(checkpoint, spec, dtype, shard=shard)
+    group = Group(shard, spec.vocab, device)
+    return group, create_decoder(shard.spec(spec), weights, device, dtype, group), weights.bytes
+
+
+def _compute(message: AnyMessage, model: Decoder, group: Group, cache: KVCache, device: torch.device) -> None:
+    match message:
+        case Forward():
+            batch = Batch(message.batch_rows(), cache.block_size, device)
+            if message.hidden:
+                model.hidden_states(batch, cache)
+            else:
+                model.forward(batch, cache)
+        case Project():
+            size = message.states, model.spec.hidden
+            model.project(group.broadcast(torch.empty(size, dtype=torch.float32, device=device)))
+        case _:
+            raise ValueError(f"unexpected message {type(message).__name__}")
+
+
+def _expect(inbox: queue.SimpleQueue[AnyMessage], kind: type[Expected]) -> Expected:
+    message = inbox.get()
+    if not isinstance(message, kind):
+        raise ValueError(f"unexpected message {type(message).__name__}, expected {kind.__name__}")
+    return message
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,248 @@
+"""
+Rank 0's side of tensor parallelism: starts the other ranks, sends them its passes, and notices failures.
+
+A rank that ends, fails or hangs ends the worker, because its part of the KV cache is lost. The other ranks
+are then killed, so that rank 0 does not wait for them in a collective operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton_api.errors import BatonError, SetupError
+from baton_engine.batch import Batch
+from baton_engine.kv.cache import KVCache, MemoryBudget
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.lora import LoraWeights
+from baton_engine.model.spec import ModelSpec
+from baton_engine.parallel.group import Group
+from baton_engine.parallel.messages import (
+    Allocate,
+    Allocated,
+    AnyMessage,
+    Channel,
+    Forward,
+    Loaded,
+    Project,
+    RankError,
+    Start,
+)
+
+log = logging.getLogger(__name__)
+
+Expected = TypeVar("Expected")
+
+TIMEOUT_S = 60.0
+"""Maximum seconds that a rank waits for another one in an operation. All ranks compute equal parts."""
+
+REASON_S = 2.0
+"""Seconds to wait for the reason after an operation failed: its error only says that a connection ended."""
+
+
+class RankFailed(BatonError):
+    """A rank ended or hangs. Only a new worker can compute again."""
+
+
+class Ranks:
+    """The ranks of one worker other than 0, as processes. `close` ends them."""
+
+    def __init__(self, start: Start, devices: list[str]) -> None:
+        """`start` is the message to rank 1; `devices` are those of all ranks."""
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")
+        self._store = Path(self._folder.name) / "store"
+        self._timeout_s = start.timeout_s
+        self._failure = ""
+        self._failed = threading.Event()
+        self._closing = False
+        self._on_failure: Callable[[str], None] | None = None
+        self._lock = threading.Lock()
+        self._others: list[_Process] = []
+        start = msgspec.structs.replace(start, store=str(self._store))
+        try:
+            for rank in range(1, start.size):
+                self._others.append(_Process(rank, self._timeout_s, self._fail))
+                self._others[-1].start(msgspec.structs.replace(start, rank=rank, device=devices[rank]))
+        except BaseException:
+            self.close()
+            raise
+
+    def load(self) -> list[Loaded]:
+        """Wait until all ranks have loaded their weights. Raises SetupError with a rank's reason."""
+        return [self._receive(other, Loaded) for other in self._others]
+
+    def allocate(self, blocks: int, group: Group) -> None:
+        """Allocate the KV blocks of all other ranks and connect `group` to them. Raises SetupError."""
+        try:
+            self._post(Allocate(blocks=blocks))
+            for other in self._others:
+                self._receive(other, Allocated)
+            group.connect(self._store, self._timeout_s)
+        except (OSError, RuntimeError) as error:
+            raise SetupError(f"The ranks cannot connect to one another: {self._failure or error}") from error
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Call `on_failure` with the reason if a rank fails, at once if one has failed. From any thread."""
+        with self._lock:
+            self._on_failure = on_failure
+        if self._failed.is_set():
+            on_failure(self._failure)
+
+    def compute(self, message: AnyMessage, own: Callable[[], Tensor]) -> Tensor:
+        """Send `message` to all other ranks, and compute rank 0's part. Raises RankFailed."""
+        try:
+            self._post(message)
+            return own()
+        except Exception as error:
+            # After an error the ranks are at different operations, so no later pass could be computed.
+            self._failed.wait(REASON_S)
+            self._fail(f"a rank did not answer within {self._timeout_s:g} s, or rank 0 failed: {error}")
+            raise RankFailed(f"Tensor parallelism failed: {self._failure}") from error
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._closing = True
+        for other in self._others:
+            other.end()
+        self._folder.cleanup()
+
+    def _post(self, message: AnyMessage) -> None:
+        for other in self._others:
+            other.channel.send(message)
+
+    def _receive(self, other: _Process, kind: type[Expected]) -> Expected:
+        reply = other.replies.get()
+        if not isinstance(reply, kind):
+            raise SetupError(f"Tensor parallelism cannot start: {self._failure or reply}")
+        return reply
+
+    def _fail(self, reason: str) -> None:
+        """Record the first reason and kill the ranks."""
+        with self._lock:
+            if self._closing or self._failed.is_set():
+                return
+            self._failure, on_failure = reason, self._on_failure
+            self._failed.set()
+        log.critical("Tensor parallelism failed: %s", reason)
+        for other in self._others:
+            other.kill()
+        if on_failure is not None:
+            on_failure(reason)
+
+
+class _Process:
+    """The process of one rank, with a thread that reads its replies."""
+
+    def __init__(self, rank: int, timeout_s: float, on_failure: Callable[[str], None]) -> None:
+        self.rank = rank
+        self.replies: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
+        """The last one is `RankError`."""
+        self._on_failure = on_failure
+        own, other = socket.socketpair()
+        # A stopped rank does not read. Only sending has a timeout: replies may take any time.
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s) or 1, 0))
+        self.channel = Channel(own)
+        with other:
+            command = [sys.executable, "-m", "baton_engine.parallel.rank"]
+            self._process = subprocess.Popen(command, stdin=other.fileno())
+        self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
+
+    def start(self, message: Start) -> None:
+        self._thread.start()
+        self.channel.send(message)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        """Kill the process: it has nothing to save. Wait until it has ended."""
+        self._process.kill()
+        self._process.wait()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.channel.close()
+
+    def _listen(self) -> None:
+        reason = ""
+        with contextlib.suppress(EOFError):
+            while True:
+                reply = self.channel.receive()
+                if isinstance(reply, RankError):
+                    reason = f"rank {self.rank}: {reply.reason}"
+                    break
+                self.replies.put(reply)
+        if not reason:
+            code = self._process.wait()
+            cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+            reason = f"rank {self.rank} (process {self._process.pid}) ended with {cause}"
+        self._on_failure(reason)
+        self.replies.put(RankError(reason=reason))
+
+
+class ParallelModel:
+    """Implementation of `Model` on all ranks of a worker."""
+
+    exact_rows = False
+
+    def __init__(
+        self, spec: ModelSpec, part: Decoder, group: Group, ranks: Ranks, loaded: list[Loaded]
+    ) -> None:
+        """`spec` is that of the whole model, `part` is rank 0's, and `loaded` of the other ranks."""
+        self.spec = spec
+        self.part = part
+        self.ranks = ranks
+        self._group = group
+        self._loaded = loaded
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.ranks.compute(Forward.of(batch), lambda: self.part.forward(batch, cache))
+
+    def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
+        message = Forward.of(batch, hidden=True)
+        return self.ranks.compute(message, lambda: self.part.hidden_states(batch, cache))
+
+    def project(self, states: Tensor) -> Tensor:
+        def part() -> Tensor:
+            return self.part.project(self._group.broadcast(states.contiguous()))
+
+        return self.ranks.compute(Project(states=len(states)), part)
+
+    def prepare_adapter(self, weights: LoraWeights) -> NoReturn:
+        """Refused at startup: adapters are not divided among the ranks."""
+        raise SetupError("--tensor-parallel-size does not support LoRA adapters.")
+
+    def open_cache(self, blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+        """Allocate the KV cache of all ranks. Returns rank 0's. Raises SetupError."""
+        cache = KVCache(self.part.spec, blocks, dtype, device)
+        self.ranks.allocate(blocks, self._group)
+        return cache
+
+    def budget(self, own: MemoryBudget) -> MemoryBudget:
+        """Return the memory for KV blocks. GPUs: that of the fullest one. A CPU: all ranks share it."""
+        others = self._loaded
+        if not own.gpu:
+            return replace(own, weights=own.weights + sum(other.weights for other in others))
+        return replace(
+            own,
+            at_start=_least([own.at_start, *(other.at_start for other in others)]),
+            free=_least([own.free, *(other.free for other in others)]),
+        )
+
+
+def _least(values: list[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)

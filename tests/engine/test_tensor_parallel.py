@@ -1,0 +1,297 @@
+"""Tensor parallelism: several ranks give the answers of one, and a failed rank ends the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_api.errors import SetupError
+from baton_api.sampling import SamplingParams
+from baton_engine.batch import Batch, BatchRow
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import create_decoder
+from baton_engine.model.progress import SILENT
+from baton_engine.model.shards import Shard, check_degree
+from baton_engine.parallel.group import Group
+from baton_engine.parallel.loading import load_parallel
+from baton_engine.parallel.ranks import RankFailed
+from baton_engine.requests import FinishReason, Request
+from baton_engine.settings import WorkerSettings
+from baton_engine.worker import Worker, open_worker
+from tests.engine.models import make_model
+from tests.engine.random_weights import tiny_spec
+
+CPU = torch.device("cpu")
+BLOCKS = 20
+SMOLLM2 = {
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 72,
+    "tie_word_embeddings": True,
+}
+"""The heads of SmolLM2."""
+DIVIDED = (
+    "llama",
+    "llama with one key head",
+    "llama with biases",
+    "llama with its own head size",
+    "llama with tied embeddings",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "phi3",
+    "phi4 mini",
+    "granite with biases",
+    "glm4",
+    "mixtral",
+    "qwen3 with experts in some layers",
+    "llama 4 with dense layers",
+    "gpt-oss",
+)
+"""Variants whose weights are divided in different ways."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    """A worker sets what belongs to its whole process; tests give it back."""
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
+    yield
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(interval)
+
+
+def settings(model: Path, ranks: int, **given: Any) -> WorkerSettings:
+    return WorkerSettings.model_validate(
+        {
+            "model": str(model),
+            "dtype": "float32",
+            "threads": 1,
+            "kv_cache_memory": "1MiB",
+            "tensor_parallel_size": ranks,
+            **given,
+        }
+    )
+
+
+# --- Model ---
+
+
+def rows() -> list[BatchRow]:
+    """A prompt of several blocks and one of a few tokens."""
+    return [
+        BatchRow(list(range(3, 43)), 0, [1, 2, 3], 3),
+        BatchRow([5, 6, 7, 300, 319], 0, [4], 1),
+    ]
+
+
+def logits_of(checkpoint: Checkpoint, size: int, store: Path) -> Tensor:
+    """Logits of `rows` by `size` ranks, each on a thread of its own; those of rank 0."""
+    spec = load_spec(checkpoint)
+    results: dict[int, Tensor] = {}
+
+    def run(rank: int) -> None:
+        shard = Shard(rank, size)
+        weights = load_weights(checkpoint, spec, torch.float32, shard=shard)
+        group = Group(shard, spec.vocab, CPU)
+        group.connect(store, 30)
+        model = create_decoder(shard.spec(spec), weights, CPU, torch.float32, group)
+        cache = KVCache(model.spec, BLOCKS, torch.float32, CPU)
+        results[rank] = model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    "variant", [DIVIDED[0], *(pytest.param(variant, marks=pytest.mark.slow) for variant in DIVIDED[1:])]
+)
+def test_two_ranks_compute_the_logits_of_one(variant: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(make_model(tmp_path / "model", variant), variant)
+    spec = load_spec(checkpoint)
+    whole = create_decoder(spec, load_weights(checkpoint, spec, torch.float32), CPU, torch.float32)
+    expected = whole.forward(Batch(rows(), BLOCK_SIZE, CPU), KVCache(spec, BLOCKS, torch.float32, CPU))
+    logits = logits_of(checkpoint, 2, tmp_path / "store")
+    assert logits.shape == expected.shape
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_read_only_their_part(tiny: Path) -> None:
+    checkpoint = Checkpoint(tiny, "tiny")
+    spec = load_spec(checkpoint)
+    whole = load_weights(checkpoint, spec, torch.float32).bytes
+    norms = (2 * spec.layers + 1) * spec.hidden * 4
+    parts = [load_weights(checkpoint, spec, torch.float32, shard=Shard(rank, 2)).bytes for rank in (0, 1)]
+    assert parts == [(whole + norms) // 2] * 2
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "a degree that divides nothing": (
+        {"heads": 9, "kv_heads": 3, "intermediate": 96},
+        2,
+        "--tensor-parallel-size 2 does not divide tiny: it has 9 query heads, 3 key heads and an "
+        "intermediate size of 96. Possible degrees: 1, 3.",
+    ),
+    "key heads": (
+        {"heads": 12, "kv_heads": 4, "intermediate": 96},
+        6,
+        "Possible degrees: 1, 2, 4, 12.",
+    ),
+    "norms of all heads": ({"qk_norm": True, "qk_norm_joint": True}, 2, "normalizes all heads together"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_check_degree_refuses_with_the_possible_ones(name: str) -> None:
+    changes, size, message = REFUSED[name]
+    with pytest.raises(SetupError) as caught:
+        check_degree(tiny_spec(**changes), size, "tiny")
+    assert message in caught.value.message
+
+
+def test_shards_together_hold_everything_once() -> None:
+    for count in range(1, 40):
+        for size in range(1, count + 1):
+            parts = [Shard(rank, size).part(count) for rank in range(size)]
+            assert [number for part in parts for number in part] == list(range(count))
+    for size in (4, 8):
+        held = [Shard(rank, size).kv_heads(4) for rank in range(size)]
+        assert [list(part) for part in held] == [[rank * 4 // size] for rank in range(size)]
+
+
+# --- Worker ---
+
+
+SAMPLING = (
+    SamplingParams(temperature=0.0, max_tokens=24),
+    SamplingParams(temperature=1.0, seed=7, max_tokens=24),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=8, max_tokens=12),
+    SamplingParams(temperature=0.0, max_tokens=3),
+)
+
+
+async def tokens_of(worker: Worker, name: str, sampling: SamplingParams) -> list[int]:
+    length = 11 + 13 * SAMPLING.index(sampling)
+    request = Request(name, tuple(3 + (5 * number) % 300 for number in range(length)), sampling)
+    return [choice.token async for output in worker.client.generate(request) for choice in output.tokens]
+
+
+async def answers(worker: Worker) -> list[list[int]]:
+    """Answers to requests of one batch, which must be those of each request alone."""
+    together = await asyncio.gather(
+        *(tokens_of(worker, f"together-{number}", one) for number, one in enumerate(SAMPLING))
+    )
+    worker.engine.clear_cache()
+    separate = [await tokens_of(worker, f"separate-{number}", one) for number, one in enumerate(SAMPLING)]
+    assert list(together) == separate
+    return separate
+
+
+@pytest.mark.parametrize(
+    ("degree", "overrides"),
+    [
+        pytest.param(2, {}, id="two"),
+        pytest.param(4, {}, id="more than key heads", marks=pytest.mark.slow),
+        pytest.param(3, SMOLLM2, id="smollm2", marks=pytest.mark.slow),
+    ],
+)
+async def test_worker_answers_do_not_depend_on_the_degree(
+    degree: int, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", **overrides)
+    async with open_worker(settings(model, 1)) as worker:
+        expected, compatibility = await answers(worker), worker.compatibility
+    async with open_worker(settings(model, degree, chunk_tokens=16)) as worker:
+        assert await answers(worker) == expected
+        assert worker.compatibility == compatibility
+        assert len(children()) == degree - 1
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "Possible degrees: 1, 2, 4."),
+        ({"quantize": "q8_0"}, "does not support --quantize q8_0"),
+        ({"speculation": "draft", "draft_model": "x"}, "does not support --speculation draft"),
+        ({"role": "prefill", "transfer": "loopback"}, "does not support --role prefill"),
+    ],
+    ids=["degree", "quantize", "draft model", "role"],
+)
+async def test_worker_refuses_what_ranks_cannot_compute(
+    tiny: Path, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SetupError) as caught:
+        async with open_worker(settings(tiny, **({"ranks": given.get("tensor_parallel_size", 2)} | given))):
+            pass
+    assert message in caught.value.message
+
+
+# --- Failures ---
+
+
+def children() -> list[int]:
+    """The processes of ranks that this process has started."""
+    processes = []
+    for task in Path("/proc/self/task").iterdir():
+        processes += [int(pid) for pid in (task / "children").read_text().split()]
+    return [pid for pid in processes if b"baton_engine.parallel.rank" in _command(pid)]
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+async def test_killed_rank_ends_requests_and_the_worker(tiny: Path) -> None:
+    async with open_worker(settings(tiny, 2)) as worker:
+        # Without an end-of-sequence token, so that it runs until the rank is killed.
+        request = Request("r", (3, 4, 5), SamplingParams(temperature=0.0, max_tokens=500))
+        outputs = worker.client.generate(request)
+        assert (await anext(outputs)).tokens
+        (rank,) = children()
+        os.kill(rank, signal.SIGKILL)
+        last = [output async for output in outputs][-1]
+        assert last.finish is FinishReason.ERROR
+        reason = await asyncio.wait_for(asyncio.shield(worker.fatal), 30)
+    assert "rank 1 (process" in reason and "ended with signal 9" in reason
+
+
+def test_stopped_rank_fails_the_pass_within_the_timeout(tiny: Path) -> None:
+    checkpoint = Checkpoint(tiny, "tiny")
+    spec = load_spec(checkpoint)
+    with contextlib.ExitStack() as stack:
+        chosen = settings(tiny, 2)
+        model, _, _ = load_parallel(
+            chosen, "w", checkpoint, spec, CPU, torch.float32, SILENT, stack, timeout_s=2
+        )
+        cache = model.open_cache(BLOCKS, torch.float32, CPU)
+        assert torch.isfinite(model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)).all()
+        (rank,) = children()
+        os.kill(rank, signal.SIGSTOP)
+        with pytest.raises(RankFailed, match="did not answer within 2 s"):
+            model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)
+        with pytest.raises(RankFailed, match="did not answer within 2 s"):
+            model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)
+    assert not children()
