@@ -4,6 +4,7 @@
  * For random models and batches, four threads must write the same logits, states and cache as one thread does, bit by
  * bit. Exits with 1 and says which case differs otherwise.
  */
+#define SHARED_PACKING ((size_t)1) /* all threads pack all weights */
 #include "decoder.c"
 
 #include <stdio.h>

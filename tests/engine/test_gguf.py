@@ -213,3 +213,27 @@ def test_gguf_unknown_quantization_is_named(file: Path, tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(SetupError, match=r"blk\.0\.attn_q\.weight has the unknown type 250"):
         load_spec(Checkpoint(path, "strange"))
+
+
+def test_gguf_header_is_parsed_once_until_its_release(file: Path) -> None:
+    checkpoint = Checkpoint(file, "tiny")
+    spec = load_spec(checkpoint)
+    header = checkpoint.gguf
+    load_tokenizer(checkpoint, spec)
+    load_weights(checkpoint, spec, torch.float32)
+    assert checkpoint.gguf is header
+    checkpoint.release()
+    checkpoint.release()
+    assert checkpoint.gguf is not header
+    assert checkpoint == Checkpoint(file, "tiny")
+
+
+def test_gguf_rows_in_memory_are_apart_from_the_file(tmp_path: Path) -> None:
+    """Rows are views of the mapped file. Changes of them stay in memory."""
+    path = write_gguf(make_model(tmp_path / "model"), tmp_path / "tiny.gguf", quantised=True)
+    before = path.read_bytes()
+    rows = GGUFFile(path).read_rows("blk.0.ffn_down.weight")
+    stored = GGUFFile(path).tensors["blk.0.ffn_down.weight"]
+    assert rows.numpy().tobytes() == before[stored.offset : stored.offset + stored.size]
+    rows.zero_()
+    assert path.read_bytes() == before

@@ -316,6 +316,7 @@ def _load(
     digest, size = weights_digest(weights), weights.bytes
     model = create_model(spec, weights, device, dtype)
     del weights  # the model has its own copy, in the device's layout
+    checkpoint.release()
     log.info(
         "Load weight end. type=%s, dtype=%s, avail mem=%s, took %.1f s",
         spec.architecture,

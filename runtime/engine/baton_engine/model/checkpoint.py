@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 GGUF_SUFFIX = ".gguf"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """Location and name of a model."""
 
@@ -40,11 +41,20 @@ class Checkpoint:
     def is_gguf(self) -> bool:
         return self.path.suffix == GGUF_SUFFIX
 
+    @cached_property
+    def gguf(self) -> GGUFFile:
+        """The .gguf file. Its header is parsed once, until `release`. Raises SetupError if it is damaged."""
+        return GGUFFile(self.path)
+
+    def release(self) -> None:
+        """Drop the header of the .gguf file, whose vocabulary takes megabytes."""
+        vars(self).pop("gguf", None)
+
 
 def load_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Read the architecture of the decoder. Raises SetupError if it is not supported."""
     if checkpoint.is_gguf:
-        return gguf_model.spec_of(GGUFFile(checkpoint.path))
+        return gguf_model.spec_of(checkpoint.gguf)
     path = checkpoint.path / "config.json"
     return config.spec_of(read_json(path), str(path))
 
@@ -70,7 +80,7 @@ def load_weights(
 
     source: TensorSource
     if checkpoint.is_gguf:
-        source = gguf_model.GGUFTensors(GGUFFile(checkpoint.path), spec)
+        source = gguf_model.GGUFTensors(checkpoint.gguf, spec)
     else:
         folder = source_of(checkpoint.path, read_json(checkpoint.path / "config.json"), spec)
         source = weights.FamilyTensors(folder, spec)

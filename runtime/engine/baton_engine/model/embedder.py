@@ -14,7 +14,6 @@ from typing import Any
 
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, read_json, read_list
-from baton_engine.model.gguf import GGUFFile
 from baton_engine.requests import Pooling
 
 MODULES = "modules.json"
@@ -145,7 +144,7 @@ def encoder_embedder(checkpoint: Checkpoint, choice: str, *, labels: int) -> Emb
 
 
 def _of_gguf(checkpoint: Checkpoint) -> Embedder | Unable:
-    metadata = GGUFFile(checkpoint.path).metadata
+    metadata = checkpoint.gguf.metadata
     number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
     if number == 0:
         return Unable(GENERATES)

@@ -62,7 +62,7 @@ class GGUFFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise SetupError(f"Cannot read {path}: {error}.") from error
         cursor = _Cursor(path, self._data)
@@ -95,6 +95,7 @@ class GGUFFile:
         stored = self.tensors[name]
         kind = GGMLQuantizationType(stored.type)
         shape, rows = stored.shape, self._rows(stored)
+        rows.flags.writeable = False  # numbers that are only viewed are copied below
         if part is not None:
             shape, count = shape[1:], len(rows) // shape[0]
             rows = rows[part * count : (part + 1) * count]
@@ -102,12 +103,11 @@ class GGUFFile:
             values = quants.dequantize(rows, kind)
         except NotImplementedError as error:
             raise SetupError(f"{self.path}: tensor {name} is stored as {kind.name}: {error}.") from error
-        # A view of the mapped file is read-only, which torch does not support.
         owned = numpy.array(values, dtype=numpy.float32, copy=not values.flags.writeable)
         return torch.from_numpy(owned).reshape(shape)
 
     def read_rows(self, name: str) -> Tensor:
-        """Return a copy of the stored blocks of tensor `name`: [rows, bytes per row] uint8.
+        """Return the stored blocks of tensor `name`: [rows, bytes per row] uint8, a view of the mapped file.
 
         Raises SetupError if a scale is not a finite number.
         """
@@ -116,7 +116,7 @@ class GGUFFile:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         stored = self.tensors[name]
-        rows = self._rows(stored).copy()
+        rows = self._rows(stored)
         kind = GGMLQuantizationType(stored.type)
         blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
         scales = numpy.ascontiguousarray(blocks[:, SCALES[kind.name]]).view(numpy.float16)

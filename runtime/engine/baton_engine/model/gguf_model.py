@@ -188,6 +188,8 @@ class GGUFTensors:
         )
 
     def read_quantized(self, tensor: str) -> Quantized | None:
+        from torch import arange, from_numpy
+
         from baton_engine.model.quantized import Format, Quantized, QuantizedPart
 
         if tensor in self._halves or self._spec.latent is not None:
@@ -196,8 +198,16 @@ class GGUFTensors:
         kind = self._file.tensors[stored].type
         if part is not None or kind not in set(Format) or len(self.shapes[tensor]) != 2:
             return None
-        rows = self._in_order(tensor, self._file.read_rows(stored))
+        rows = self._file.read_rows(stored)
+        if self._is_reordered(tensor):
+            # By indices: torch's own copies take milliseconds each while other processes use the cores.
+            order = self._in_order(tensor, arange(len(rows)).unsqueeze(1)).flatten()
+            rows = from_numpy(rows.numpy()[order.numpy()])
         return Quantized((QuantizedPart(Format(kind), rows),), self.shapes[tensor][1])
+
+    def _is_reordered(self, tensor: str) -> bool:
+        """Return whether `tensor` is a query or key weight whose pairs of rows are apart in the decoder."""
+        return self._interleaved and tensor.rpartition(".")[0].endswith((self._names.q, self._names.k))
 
     def _in_order(self, tensor: str, values: Tensor) -> Tensor:
         """Return rows in the decoder's order."""
@@ -206,7 +216,7 @@ class GGUFTensors:
             from baton_engine.model.latent_weights import rotated_in_halves
 
             return rotated_in_halves(values, base, self._spec, self._names)
-        if not self._interleaved or not base.endswith((self._names.q, self._names.k)):
+        if not self._is_reordered(tensor):
             return values
         from baton_engine.model.rope import in_halves
 

@@ -22,7 +22,6 @@ from baton_engine.machine import cache_folder
 from baton_engine.model import gguf_tokenizer, tokenizer_cache
 from baton_engine.model.checkpoint import Checkpoint, read_json
 from baton_engine.model.config import token_ids
-from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer_cache import Definition
 
@@ -233,7 +232,7 @@ def _of_folder(checkpoint: Checkpoint) -> Definition:
 
 def _of_gguf(checkpoint: Checkpoint) -> Definition:
     path = checkpoint.path
-    file = GGUFFile(path)
+    file = checkpoint.gguf
     if gguf_tokenizer.can_build(file.metadata):
         return gguf_tokenizer.build(file.metadata, path)
 

@@ -300,6 +300,66 @@ static size_t packed_at(size_t output, size_t outputs, int paired) {
 
 static size_t packed_outputs(size_t outputs, int paired) { return paired ? round_up(outputs / 2, LANES) * 2 : outputs; }
 
+/* Rows of a quantized tensor as stored in GGUF; same order as in native_decoder.py. */
+struct part {
+    int64_t format, outputs;
+    const uint8_t *rows;
+};
+
+/* A weight [outputs, inputs] to pack, as a job of the pool: numbers in `from`, or stacked quantized parts. */
+struct packing {
+    struct linear *weight;
+    const char *from;
+    const struct part *parts; /* of all outputs; NULL if `from` is set */
+    const void *bias;         /* [outputs], or NULL */
+    size_t outputs;
+    int paired, kind;
+    size_t rows; /* outputs per chunk */
+};
+
+/* Weights with fewer numbers are packed by the caller alone: to wake other threads and to wait for them takes longer. */
+#ifndef SHARED_PACKING
+#define SHARED_PACKING ((size_t)1 << 25)
+#endif
+
+static size_t packing_chunks(void *self, size_t phase) {
+    (void)phase;
+    const struct packing *job = self;
+    return (job->outputs + job->rows - 1) / job->rows;
+}
+
+/* Packs some outputs. Several chunks may write to one panel, but to different lanes. */
+static void pack_chunk(void *self, size_t phase, size_t chunk, size_t thread) {
+    (void)phase, (void)thread;
+    const struct packing *job = self;
+    struct linear *weight = job->weight;
+    const struct part *part = job->parts;
+    const size_t inputs = weight->inputs, end = (chunk + 1) * job->rows;
+    size_t first = 0; /* output of the part */
+    for (size_t output = chunk * job->rows; output < (end < job->outputs ? end : job->outputs); output++) {
+        const size_t at = packed_at(output, job->outputs, job->paired), panel = at / PANEL, lane = at % PANEL;
+        if (job->bias) weight->bias[at] = get(job->bias, output, job->kind);
+        if (!part) {
+            pack_row(weight->panels + panel * weight->units * PANEL, lane,
+                     job->from + output * inputs * item_bytes(job->kind), inputs, job->kind);
+            continue;
+        }
+        for (; output - first >= (size_t)part->outputs; part++) first += (size_t)part->outputs;
+        const struct layout layout = layout_of((enum format)part->format);
+        const size_t row_bytes = inputs / (layout.stored_blocks * BLOCK) * layout.stored;
+        pack_quantized_row(weight->quantized[panel], lane, part->rows + (output - first) * row_bytes, inputs,
+                           (enum format)part->format);
+    }
+}
+
+static void pack(struct model *model, struct packing packing) {
+    const struct job job = {&packing, 1, packing_chunks, pack_chunk};
+    const int shared = packing.outputs * packing.weight->inputs >= SHARED_PACKING;
+    packing.rows = shared ? PANEL : packing.outputs;
+    if (shared) pool_run(model->pool, &job);
+    else pack_chunk(&packing, 0, 0, 0);
+}
+
 static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
                        size_t inputs, int paired) {
     const int kind = (int)model->spec.kind;
@@ -309,12 +369,7 @@ static int load_linear(struct model *model, struct linear *weight, const void *f
     weight->panels = place(model, panels_bytes(kind, weight->outputs, inputs));
     weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
     if (!weight->panels || (bias && !weight->bias)) return 0;
-    for (size_t output = 0; output < outputs; output++) {
-        const size_t at = packed_at(output, outputs, paired);
-        pack_row(weight->panels + at / PANEL * weight->units * PANEL, at % PANEL,
-                 (const char *)from + output * inputs * item_bytes(kind), inputs, kind);
-        if (bias) weight->bias[at] = get(bias, output, kind);
-    }
+    pack(model, (struct packing){weight, from, NULL, bias, outputs, paired, kind, 0});
     return 1;
 }
 
@@ -366,12 +421,6 @@ int baton_load_expert(struct model *model, int64_t layer_index, int64_t expert, 
            load_linear(model, experts->down + expert, down, NULL, hidden, inner, 0);
 }
 
-/* Rows of a quantized tensor as stored in GGUF; same order as in native_decoder.py. */
-struct part {
-    int64_t format, outputs;
-    const uint8_t *rows;
-};
-
 /* Returns 0 if two formats would share a panel, or if a format does not suit the number of inputs. */
 static int place_quantized(struct model *model, struct linear *weight, const struct part *parts, size_t count,
                            size_t outputs, int paired) {
@@ -395,22 +444,13 @@ static int place_quantized(struct model *model, struct linear *weight, const str
 
 static int load_quantized(struct model *model, struct linear *weight, const struct part *parts, size_t count,
                           const void *bias, size_t inputs, int paired) {
-    size_t outputs = 0, output = 0;
+    size_t outputs = 0;
     for (size_t nth = 0; nth < count; nth++) outputs += (size_t)parts[nth].outputs;
     weight->inputs = inputs;
     weight->outputs = packed_outputs(outputs, paired);
     weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
     if ((bias && !weight->bias) || !place_quantized(model, weight, parts, count, outputs, paired)) return 0;
-    for (const struct part *part = parts; part < parts + count; part++) {
-        const struct layout layout = layout_of((enum format)part->format);
-        const size_t row_bytes = inputs / (layout.stored_blocks * BLOCK) * layout.stored;
-        for (size_t row = 0; row < (size_t)part->outputs; row++, output++) {
-            const size_t at = packed_at(output, outputs, paired);
-            pack_quantized_row(weight->quantized[at / PANEL], at % PANEL, part->rows + row * row_bytes, inputs,
-                               (enum format)part->format);
-            if (bias) weight->bias[at] = get(bias, output, (int)model->spec.kind);
-        }
-    }
+    pack(model, (struct packing){weight, NULL, parts, bias, outputs, paired, (int)model->spec.kind, 0});
     if (model->rounded_stride < inputs / BLOCK) model->rounded_stride = inputs / BLOCK;
     return 1;
 }

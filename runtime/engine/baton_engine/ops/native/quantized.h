@@ -445,8 +445,8 @@ INLINE struct stored read_block(const uint8_t *from, int nth, enum format format
     return block;
 }
 
-/* Copies one stored row to lane `lane` of a panel that is zero. */
-static void pack_quantized_row(char *panel, size_t lane, const uint8_t *from, size_t inputs, enum format format) {
+/* Copies one stored row to a lane. Words of a lane are written whole, so lanes may be packed at the same time. */
+INLINE void pack_blocks(char *panel, size_t lane, const uint8_t *from, size_t inputs, const enum format format) {
     const struct layout layout = layout_of(format);
     const size_t first = layout.header ? 1 : 2; /* bytes of the first and second field of scales */
     const size_t second = format == Q4_1 || format == Q5_1 ? 2 : is_symmetric(format) && format != Q6_K ? 0 : 1;
@@ -454,21 +454,40 @@ static void pack_quantized_row(char *panel, size_t lane, const uint8_t *from, si
         const struct stored block =
             read_block(from + number / layout.stored_blocks * layout.stored, (int)(number % layout.stored_blocks), format);
         char *to = block_at(panel, number, format), *scales = to + PANEL * (layout.block - first - second);
-        char *header = (char *)header_at(panel, number, format);
+        char *header = (char *)header_at(panel, number, format), *word = to + lane * 4;
         memcpy(scales + lane * first, block.scales, first);
         memcpy(scales + PANEL * first + lane * second, block.scales + first, second);
         for (size_t i = 0; i < layout.header / 2; i++) memcpy(header + (i * PANEL + lane) * 2, block.header + i * 2, 2);
-        for (size_t i = 0; i < BLOCK; i++) {
-            const size_t unit = i / 4, byte = i % 4, pair = unit / 2;
-            const uint8_t top = block.bytes[i] >> 4;
-            if (format == Q8_0) {
-                to[(unit * PANEL + lane) * 4 + byte] = (char)block.bytes[i];
-                continue;
-            }
-            to[(pair * PANEL + lane) * 4 + byte] |= (char)((block.bytes[i] & 15) << (unit % 2 * 4));
-            if (has_fifth_bit(format)) to[(4 * PANEL + lane) * 4 + byte] |= (char)(top << unit);
-            if (format == Q6_K) to[((4 + unit / 4) * PANEL + lane) * 4 + byte] |= (char)(top << 2 * (unit % 4));
+        if (format == Q8_0) {
+            for (size_t unit = 0; unit < BLOCK_UNITS; unit++) memcpy(word + unit * PANEL * 4, block.bytes + unit * 4, 4);
+            continue;
         }
+        uint32_t units[BLOCK_UNITS], tops[2] = {0, 0};
+        memcpy(units, block.bytes, BLOCK);
+        for (size_t pair = 0; pair < BLOCK_UNITS / 2; pair++) {
+            const uint32_t low = units[2 * pair], high = units[2 * pair + 1];
+            const uint32_t both = (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4;
+            memcpy(word + pair * PANEL * 4, &both, 4);
+            if (has_fifth_bit(format)) tops[0] |= (low >> 4 & 0x01010101u) << 2 * pair | (high >> 4 & 0x01010101u) << (2 * pair + 1);
+            if (format == Q6_K) tops[pair / 2] |= (low >> 4 & 0x03030303u) << 4 * (pair % 2) | (high >> 4 & 0x03030303u) << (4 * (pair % 2) + 2);
+        }
+        for (size_t nth = 0; nth < (format == Q6_K ? 2 : (size_t)has_fifth_bit(format)); nth++)
+            memcpy(word + (BLOCK_UNITS / 2 + nth) * PANEL * 4, tops + nth, 4);
+    }
+}
+
+/* Copies one stored row to lane `lane` of a panel. */
+static void pack_quantized_row(char *panel, size_t lane, const uint8_t *from, size_t inputs, enum format format) {
+    switch (format) { /* the formats are constants here, so that each case is compiled for one */
+    case Q4_0: pack_blocks(panel, lane, from, inputs, Q4_0); break;
+    case Q4_1: pack_blocks(panel, lane, from, inputs, Q4_1); break;
+    case Q5_0: pack_blocks(panel, lane, from, inputs, Q5_0); break;
+    case Q5_1: pack_blocks(panel, lane, from, inputs, Q5_1); break;
+    case Q4_K: pack_blocks(panel, lane, from, inputs, Q4_K); break;
+    case Q5_K: pack_blocks(panel, lane, from, inputs, Q5_K); break;
+    case Q6_K: pack_blocks(panel, lane, from, inputs, Q6_K); break;
+    case INT4: pack_blocks(panel, lane, from, inputs, INT4); break;
+    default: pack_blocks(panel, lane, from, inputs, Q8_0); break;
     }
 }
 
