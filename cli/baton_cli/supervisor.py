@@ -44,6 +44,7 @@ class Member:
         self._control_port = 0
         self._history = History()
         self._child: Child | None = None
+        self._listening = asyncio.Event()
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._refusal = ""
@@ -64,6 +65,10 @@ class Member:
         if self.command.role == "prefill":
             ports.append(f"--control-port={self._control_port}")
         return (*self.command.arguments, *ports)
+
+    async def listening(self) -> None:
+        """Wait until `url` is known, which is long before a worker is ready."""
+        await self._listening.wait()
 
     async def ready(self) -> None:
         await self._ready.wait()
@@ -122,6 +127,7 @@ class Member:
             case Listening(host=host, port=port):
                 self._port = port
                 self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+                self._listening.set()
             case Ready(control=control):
                 if control:
                     self._control_port = int(control.rpartition(":")[2])

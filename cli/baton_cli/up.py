@@ -1,8 +1,8 @@
 """
 `baton up` and `baton demo`: a router, prefill workers and decode workers on one machine.
 
-The model is fetched once. Workers start in parallel on free ports; the router starts when they are ready.
-The service is up when it has answered a request.
+The model is fetched once. Workers start in parallel on free ports. The router starts while they load the
+model, as soon as their ports are known. The service is up when it has answered a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 from pydantic import Field
 from rich.console import Console
 from rich.text import Text
@@ -172,7 +171,7 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
         supervisor = await stack.enter_async_context(supervise(watcher, drain_s))
         workers = [supervisor.add(command) for command in plan.worker_commands(machine.usable_cores())]
         for member in workers:
-            await supervisor.unless_failed(member.ready())
+            await supervisor.unless_failed(member.listening())
         router = supervisor.add(
             plan.router_command(
                 [member.url for member in workers if member.command.role == Role.PREFILL],
@@ -180,7 +179,8 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
                 state,
             )
         )
-        await supervisor.unless_failed(router.ready())
+        for member in (*workers, router):
+            await supervisor.unless_failed(member.ready())
         service = Service(supervisor, router, tuple(workers), plan.key)
         await supervisor.unless_failed(answered(service, plan))
         yield service
@@ -188,6 +188,8 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
 
 async def answered(service: Service, plan: Plan) -> None:
     """Wait until a request succeeds. Raises SetupError if none does."""
+    import httpx  # here, because the processes are to start first
+
     # Long enough for a prefill worker, so that the decode worker connects to it.
     length = WorkerSettings(**plan.worker).local_prefill_tokens + 2 * BLOCK_TOKENS
     body = {"model": plan.name, "prompt": [0] * length, "max_tokens": 1}

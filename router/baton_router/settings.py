@@ -21,7 +21,7 @@ from baton_api.logs import Format
 from baton_api.setting_types import Bytes, Names, Origins
 from baton_router.gateway.settings import GatewaySettings
 from baton_router.scheduling import revision_weights
-from baton_router.workers.discovery.dns import DnsName
+from baton_router.workers.discovery.listed import DnsName
 
 
 def _worker_url(url: str) -> str:

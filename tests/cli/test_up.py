@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from pathlib import Path
@@ -10,7 +11,10 @@ import httpx
 import psutil
 import pytest
 
+from baton_api.errors import SetupError
+from baton_cli.child import Command
 from baton_cli.options import read_settings
+from baton_cli.supervisor import Watcher, supervise
 from baton_cli.up import LocalRouterSettings
 from tests.cli.service import END_S, START_S, await_gone, await_true, running_up, start_baton
 from tests.engine.models import make_model
@@ -97,6 +101,30 @@ def test_up_worker_that_cannot_start_ends_with_its_reason(tiny: Path) -> None:
     assert status == 2
     assert "--kv-cache-memory" in complaint.splitlines()[-1]
     assert "Traceback" not in complaint
+
+
+async def test_worker_listens_before_its_model_is_there() -> None:
+    """`baton up` starts the router then. The hub accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        silent = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
+        async with supervise(Watcher(), drain_s=0) as supervisor:
+            worker = supervisor.add(Command("d", "decode", ("decode", "nobody/a-model"), environment=silent))
+            await supervisor.unless_failed(worker.listening())
+            async with httpx.AsyncClient(trust_env=False) as client:
+                answer = await client.get(f"{worker.url}/ready")
+            assert answer.status_code == 503 and "is starting" in answer.text
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(supervisor.unless_failed(worker.ready()), 0.1)
+            supervisor.kill()
+
+
+async def test_worker_that_never_listens_ends_the_wait_with_its_reason(tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SetupError, match=f"d: .*{port} is in use by another process"):
+            async with supervise(Watcher(), drain_s=0) as supervisor:
+                worker = supervisor.add(Command("d", "decode", ("decode", str(tiny)), port=port))
+                await supervisor.unless_failed(worker.listening())
 
 
 def _is_ready(worker: str) -> bool:

@@ -12,11 +12,10 @@ from baton_api.workers import Role
 from baton_router.workers.discovery.dns import (
     EMPTY_ANSWERS_LIMIT,
     Address,
-    DnsName,
     DnsWorkers,
     LastGoodAddresses,
 )
-from baton_router.workers.discovery.listed import ListedWorker
+from baton_router.workers.discovery.listed import DnsName, ListedWorker
 from tests.router.fake_dns import FakeDns
 from tests.router.running import until
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import dns.asyncresolver
 import dns.exception
@@ -23,7 +22,7 @@ import dns.resolver
 from dns.rdtypes.IN.SRV import SRV
 
 from baton_api.workers import Role
-from baton_router.workers.discovery.listed import ListedWorker
+from baton_router.workers.discovery.listed import DnsName, ListedWorker
 
 log = logging.getLogger(__name__)
 
@@ -133,28 +132,3 @@ class DnsWorkers:
         except dns.resolver.NXDOMAIN:
             return None
         return answer if answer.rrset is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class DnsName:
-    """A name to resolve."""
-
-    name: str
-    port: int | None
-    """None: that and the host are in SRV records."""
-
-    @classmethod
-    def parse(cls, text: str) -> DnsName:
-        """
-        >>> DnsName.parse("workers:8000"), DnsName.parse("_http._tcp.workers")
-        (DnsName(name='workers', port=8000), DnsName(name='_http._tcp.workers', port=None))
-        """
-        name, colon, port = text.rpartition(":")
-        if not colon and text.startswith("_"):
-            return cls(text, None)
-        if not name or ":" in name or "/" in text or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(
-                f"{text!r} is nothing to ask DNS for: give NAME:PORT, or the name of SRV records, such as "
-                "_http._tcp.workers.example.org"
-            )
-        return cls(name, int(port))

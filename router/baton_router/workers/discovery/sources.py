@@ -21,9 +21,8 @@ from baton_api.metrics import BackgroundTask
 from baton_api.workers import Role
 from baton_http.kubernetes import KubernetesAccess
 from baton_router.settings import RouterSettings
-from baton_router.workers.discovery.dns import DnsName
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
-from baton_router.workers.discovery.listed import ListedWorker
+from baton_router.workers.discovery.listed import DnsName, ListedWorker
 
 FLAGS_SOURCE = "flags"
 
