@@ -11,6 +11,7 @@ STREAMS:PROMPT:OUTPUT: this number of streams starts at once with PROMPT random 
 `+BIG`, a prompt of BIG tokens arrives once all streams are generating, and its influence on them is measured.
 
 Every number is the median of the repeats, after one that is not counted. Ratios refer to the first server.
+The memory of a server's processes, with the pages of files that they map, is read after the last case.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import statistics
@@ -238,6 +240,19 @@ def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> Non
     raise SystemExit(f"the server did not answer within {START_LIMIT_S} s; its log is {log}")
 
 
+def memory_of(group: int) -> int:
+    """Bytes of memory of a process group; pages that several processes map are divided among them."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(folder.name)) == group:
+                pages = re.search(r"^Pss: +(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+                total += 1024 * int(pages[1]) if pages else 0
+        except OSError:  # it has ended
+            continue
+    return total
+
+
 def served_name(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as answer:
         return str(json.load(answer)["data"][0]["id"])
@@ -279,13 +294,14 @@ def main() -> None:
         name, _, command = server.partition("=")
         results[name] = {}
         filled = command.format(model=options.model, port=options.port)
-        with running(filled, options.port, options.out / f"{name.replace(' ', '-')}.log"):
+        with running(filled, options.port, options.out / f"{name.replace(' ', '-')}.log") as process:
             target = Target(options.port, served_name(options.port), options.vocabulary)
             for text in options.cases.split(","):
                 case = Case.parse(text)
                 numbers = asyncio.run(measure(target, case, options.repeats))
                 results[name][text] = numbers
                 print(f"{name} {case} {json.dumps(numbers)}", file=sys.stderr, flush=True)
+            results[name]["at the end"] = {"memory_mb": round(memory_of(process.pid) / 1e6)}
         (options.out / "results.json").write_text(json.dumps(results, indent=1))
     print(table(results))
 

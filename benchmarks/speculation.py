@@ -1,7 +1,7 @@
 """
 Tokens per second with speculation and without, in turn, in one process with one model.
 
-    python -m benchmarks.speculation [MODEL] [--threads 2] [--streams 1,4,8,32] [--repeats 3]
+    python -m benchmarks.speculation [MODEL] [--threads 2] [--streams 1,4,8,32] [--quantize keep]
 
 Tasks: edits of code, quotes from a text, a story, and a story whose text the request predicts (the ideal
 case). Answers are greedy and must be equal with and without speculation. Prompts are in the prefix cache, so
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import threading
 import time
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from baton_engine.metrics.counters import Totals
 from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.resolve import resolve
+from baton_engine.model.spec import Quantize
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.cpu import preferred_dtype
 from baton_engine.requests import Output, Request
@@ -197,16 +199,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--streams", default="1,4,8,32")
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--quantize", choices=typing.get_args(Quantize), default="keep")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dtype = preferred_dtype(torch.cpu.get_capabilities(), has_kernels=True)
     checkpoint = resolve(arguments.model)
     spec = load_spec(checkpoint)
-    model = create_model(spec, load_weights(checkpoint, spec, dtype), torch.device("cpu"), dtype)
+    weights = load_weights(checkpoint, spec, dtype, quantize=arguments.quantize)
+    model = create_model(spec, weights, torch.device("cpu"), dtype)
     tokenizer = load_tokenizer(checkpoint, spec)
     plain, drafting = Baton(model, dtype, 0), Baton(model, dtype, DRAFT)
-    print(f"{checkpoint.name}, {dtype}, {arguments.threads} threads, at most {OUTPUT} tokens per answer")
+    print(
+        f"{checkpoint.name}, {dtype}, --quantize {arguments.quantize}, {arguments.threads} threads,", end=" "
+    )
+    print(f"at most {OUTPUT} tokens per answer")
     print(
         "| task | streams | tok/s without | ratio | all ratios | drafted per token | accepted | of answers |"
     )

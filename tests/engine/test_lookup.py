@@ -8,7 +8,16 @@ from itertools import pairwise
 import pytest
 
 from baton_engine.speculation.costs import LIFETIME, PassTimes, allot
-from baton_engine.speculation.lookup import CANDIDATES, GAP, INDEXED_AT_ONCE, LONGEST_MATCH, PAIR, Lookup
+from baton_engine.speculation.lookup import (
+    CANDIDATES,
+    GAP,
+    INDEXED_AT_ONCE,
+    LONGEST_MATCH,
+    PAIR,
+    PRIORS,
+    AcceptanceRates,
+    Lookup,
+)
 
 CASES: dict[str, tuple[list[int], list[int], list[int], list[int]]] = {
     "nothing repeats": ([1, 2, 3, 4], [], [], []),
@@ -43,6 +52,21 @@ def test_lookup_counts_predicted_tokens() -> None:
         lookup.propose(1)
         lookup.push(token)
     assert lookup.predicted == 3  # 5, 6, and 9 after the pair that was found again
+
+
+def test_lookup_starts_with_the_rates_of_earlier_requests() -> None:
+    shared = AcceptanceRates()
+    fresh = Lookup([1, 2, 3, 1, 2], shared=shared)
+    assert fresh.propose(1) == [3]
+    for _ in range(200):
+        lookup = Lookup([1, 2, 3, 1], shared=shared)
+        lookup.push(2)
+        lookup.propose(1)
+        lookup.push(9)
+    late = Lookup([1, 2, 3, 1, 2], shared=shared)
+    late.propose(1)
+    assert late.chances(1)[0] < 0.1 < fresh.chances(1)[0]
+    assert shared.of(0) == PRIORS[0]  # other classes keep their rates
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -110,6 +134,7 @@ ALLOTTED: dict[str, tuple[list[list[float]], int, dict[str, float], list[int]]] 
     "nothing was measured": ([[0.9, 0.8]], 1, {}, [0]),
     "free tokens": ([[0.9, 0.8]], 1, {"t1": 1.0, "t8": 1.0}, [2]),
     "tokens at their share of the time": ([[0.9, 0.8]], 1, {"t1": 1.0, "t8": 8.0}, [0]),
+    "less than the errors of the estimates": ([[0.9]], 1, {"t1": 1.0, "t2": 1.86, "t8": 8.0}, [0]),
     "only likely tokens": ([[0.9, 0.8, 0.2, 0.1]], 1, {"t1": 1.0, "t2": 1.3, "t8": 3.1}, [2]),
     "the likelier row": ([[0.3, 0.1], [0.9, 0.8]], 2, {"t2": 1.0, "t8": 2.5}, [0, 2]),
     "at most twice the measured size": ([[0.99] * 16], 1, {"t1": 1.0}, [1]),

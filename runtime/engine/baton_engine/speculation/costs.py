@@ -28,6 +28,10 @@ LOOKAHEAD = 16
 """Number of further tokens that are tried without an improvement. The kernels compute tokens in tiles, so
 the next token may cost much and those after it little."""
 
+MARGIN = 0.05
+"""Share of the time per token that drafts must save. The estimates err by about as much, and the best of many
+estimates is more likely to be too low."""
+
 EXACT = 8
 """Up to this number of tokens each one has its own time."""
 
@@ -101,7 +105,7 @@ def common_length(
     most twice the size of the largest measured one.
     """
     rows = len(acceptances)
-    best, gain, least = 0, 0.0, times.of(tokens) / tokens
+    best, gain, least = 0, 0.0, (1 - MARGIN) * times.of(tokens) / tokens
     chances = list(acceptances)
     for count in range(1, most + 1):
         size = tokens + count * rows
@@ -128,7 +132,7 @@ def allot(chances: Sequence[Sequence[float]], tokens: int, times: PassTimes) -> 
     heapify(heap)
     best, gain = 0, 0.0
     order: list[int] = []
-    least = times.of(tokens) / tokens
+    least = (1 - MARGIN) * times.of(tokens) / tokens
     most = 2 * max(tokens, times.largest) - tokens
     while heap and len(order) < min(most, best + LOOKAHEAD):
         chance, index = heap[0]

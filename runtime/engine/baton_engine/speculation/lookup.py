@@ -7,7 +7,7 @@ follows an occurrence, it is not searched again.
 
 Whether a continuation is correct is recorded for every generated token, also for tokens that were not
 drafted. The estimate of acceptance therefore costs no computation, and drafts begin when they are likely to
-be accepted. Prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding.
+be accepted. A request begins with the rates of those before it. Prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations
@@ -38,14 +38,49 @@ PRIORS = (0.5, 0.4, 0.6, 0.8, 0.9)
 tokens."""
 
 PRIOR_WEIGHT = 2.0
-"""Number of results that a prior counts as."""
+"""Number of results that a prior counts as, at a request's first draft."""
+
+SHARED_DECAY, SHARED_WEIGHT = 0.99, 16.0
+"""The same for the results of all requests, from which the prior of a request comes."""
+
+
+class AcceptanceRates:
+    """Averages of the results by class of the match, the latest with the largest weight."""
+
+    def __init__(
+        self, priors: Sequence[float] = PRIORS, weight: float = SHARED_WEIGHT, decay: float = SHARED_DECAY
+    ) -> None:
+        """`priors` has an estimate for each class; each counts as `weight` results."""
+        self._decay = decay
+        self._hits = [weight * prior for prior in priors]
+        self._results = [weight] * len(priors)
+
+    def add(self, kind: int, hit: bool) -> None:
+        self._hits[kind] = self._hits[kind] * self._decay + hit
+        self._results[kind] = self._results[kind] * self._decay + 1.0
+
+    def of(self, kind: int) -> float:
+        """Return the probability that the next token of a match of this class is correct."""
+        return self._hits[kind] / self._results[kind]
+
+    def all(self) -> list[float]:
+        return [self.of(kind) for kind in range(len(self._hits))]
 
 
 class Lookup:
     """The tokens of one request, their index, and the place that its answer follows."""
 
-    def __init__(self, prompt: Sequence[int], prediction: Sequence[int] = ()) -> None:
-        """`prediction` is a text that the client expects; the answer is assumed to begin with it."""
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        prediction: Sequence[int] = (),
+        shared: AcceptanceRates | None = None,
+    ) -> None:
+        """
+        `prediction` is a text that the client expects; the answer is assumed to begin with it.
+
+        `shared` has the results of earlier requests. They are the prior of this one, which adds its own.
+        """
         self._tokens = [*prediction, GAP, *prompt] if prediction else list(prompt)
         self._latest: dict[int, int] = {}
         """By pair of tokens, the place after its last occurrence."""
@@ -59,8 +94,8 @@ class Lookup:
         self._predicted_end = len(prediction)
         self.predicted = 0
         """Number of generated tokens that followed the prediction."""
-        self._hits = [PRIOR_WEIGHT * prior for prior in PRIORS]
-        self._results = [PRIOR_WEIGHT] * len(PRIORS)
+        self._shared = shared or AcceptanceRates()
+        self._rates = AcceptanceRates(self._shared.all(), PRIOR_WEIGHT, DECAY)
 
     def follow(self, answer: Sequence[int]) -> None:
         """Add the tokens of `answer`, all generated ones, that were not added before."""
@@ -74,8 +109,8 @@ class Lookup:
         self._pushed += 1
         if place is not None:
             kind, hit = _kind(self._matched), tokens[place] == token
-            self._hits[kind] = self._hits[kind] * DECAY + hit
-            self._results[kind] = self._results[kind] * DECAY + 1.0
+            self._rates.add(kind, hit)
+            self._shared.add(kind, hit)
             self.predicted += hit and place < self._predicted_end
             if hit and tokens[place + 1] != GAP:
                 self._place, self._matched = place + 1, self._matched + 1
@@ -104,7 +139,7 @@ class Lookup:
         chances, chance = [], 1.0
         for ahead in range(count):
             kind = _kind(self._matched + ahead)
-            chance *= self._hits[kind] / self._results[kind]
+            chance *= self._rates.of(kind)
             chances.append(chance)
         return chances
 

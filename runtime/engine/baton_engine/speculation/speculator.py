@@ -19,7 +19,7 @@ from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence
 from baton_engine.speculation.costs import PassTimes, allot, common_length
 from baton_engine.speculation.draft_model import DraftModel
-from baton_engine.speculation.lookup import Lookup
+from baton_engine.speculation.lookup import AcceptanceRates, Lookup
 from baton_engine.speculation.verification import verify
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Speculator:
         self._counters = counters
         self._tokens = tokens
         self._times = PassTimes()
+        self._rates = AcceptanceRates()
 
     def plan(self, plan: StepPlan) -> dict[Sequence, tuple[int, ...]]:
         """
@@ -120,6 +121,6 @@ class Speculator:
         if not most:
             return []
         if sequence.lookup is None:
-            sequence.lookup = Lookup(request.prompt, request.prediction)
+            sequence.lookup = Lookup(request.prompt, request.prediction, self._rates)
         sequence.lookup.follow(request.output)
         return sequence.lookup.propose(most)
