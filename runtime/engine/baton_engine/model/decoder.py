@@ -24,10 +24,9 @@ from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights, rounded
 from baton_engine.ops import Linear, Ops
-from baton_engine.ops.cpu import CpuOps
+from baton_engine.ops.choice import create_ops
 from baton_engine.ops.experts import Experts
 from baton_engine.ops.latent import LatentAttention
-from baton_engine.ops.plain import PlainOps
 from baton_engine.parallel.group import Group
 
 
@@ -73,7 +72,7 @@ def create_model(
 ) -> Model:
     """Create the fastest available model for `device`. `weights` must be in `dtype`."""
     native_model = native_decoder(spec, weights, dtype, environment) if device.type == "cpu" else None
-    return native_model or create_decoder(spec, weights, device, dtype)
+    return native_model or create_decoder(spec, weights, device, dtype, environment=environment)
 
 
 def create_decoder(
@@ -82,9 +81,10 @@ def create_decoder(
     device: torch.device,
     dtype: torch.dtype,
     group: Group | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> Decoder:
     """Create the model with the fastest `Ops`. With `group`, `spec` and `weights` are this rank's parts."""
-    return Decoder(spec, weights, _ops(spec, device, dtype), device, group)
+    return Decoder(spec, weights, create_ops(spec, device, dtype, environment), device, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +198,7 @@ class Decoder:
 
     def _states(self, batch: Batch, cache: KVCache) -> Tensor:
         ops = self.ops
+        ops.begin(batch)
         rotations = {kind: rotary.at(batch.positions) for kind, rotary in self.rotary.items()}
         wanted = batch.wanted_at
         residual = self._embedded(batch.tokens)
@@ -321,8 +322,3 @@ def _latent(layer: LayerWeights, spec: ModelSpec, ops: Ops, device: torch.device
         spec=spec,
         ops=ops,
     )
-
-
-def _ops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:
-    """Return the fastest operations for `device`."""
-    return CpuOps(spec, dtype) if device.type == "cpu" else PlainOps(spec)

@@ -1,8 +1,8 @@
 """
 Interface of the operations of a decoder.
 
-The decoder uses `Ops` only. `plain` implements them with torch, as reference and for CUDA devices. `cpu` uses
-prepacked weights.
+The decoder uses `Ops` only. `plain` implements them with torch, as reference. `cpu` uses prepacked weights,
+and `accelerator` Triton's kernels.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ class Ops(Protocol):
         """Convert a [out, in] weight to the layout of this device. The caller then releases its copy."""
         ...
 
+    def begin(self, batch: Batch) -> None:
+        """Prepare what all layers of the next forward pass share, such as tiles of attention."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Normalize [..., N] over N in fp32, and multiply by `weight`, in x's dtype or fp32."""
         ...
@@ -59,7 +63,7 @@ class Ops(Protocol):
         batch: Batch,
     ) -> Tensor:
         """
-        Split qkv [T, (H + 2K) * D] and write k and v to the cache at `batch.slots`.
+        Split qkv [T, (H + 2K) * D] and write k and v to the cache at `batch.slots`. May overwrite qkv.
 
         Normalizes the heads if `q_norm` and `k_norm` are set. Rotates the first R dimensions of q and k by
         `rotation`: cosines and sines [T, R / 2] fp32, in Hugging Face's order of halves. None rotates
@@ -84,5 +88,6 @@ class Ops(Protocol):
         The context includes the new tokens. With `window`, a position attends to itself and to the window - 1
         tokens before it, or with `ModelSpec.window_chunks` to those of its chunk. `sinks` [H] are scores
         without a value, which every position attends to. A cache of latents has them as keys and as values.
+        `batch` is that of the last `begin`.
         """
         ...

@@ -1,5 +1,5 @@
 """
-The decoder's operations in plain torch: the reference of faster implementations, and used on CUDA devices.
+The decoder's operations in plain torch, on any device: the reference of faster implementations.
 
 Attention gathers the blocks of a row and calls torch's kernels. Rows of one token with similar lengths are
 computed together; longer rows one by one.
@@ -62,11 +62,13 @@ class PlainOps:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        self._planned: Batch | None = None
         self._plans: dict[int | None, list[RowGroup]] = {}
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return PlainLinear(weight, bias)
+
+    def begin(self, batch: Batch) -> None:
+        self._plans = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         exact = x.to(weight.dtype)
@@ -218,8 +220,6 @@ class PlainOps:
 
     def _parts(self, batch: Batch, window: int | None) -> list[RowGroup]:
         """Return the row groups of `batch`, cached for all layers with the same window."""
-        if self._planned is not batch:
-            self._planned, self._plans = batch, {}
         if window not in self._plans:
             self._plans[window] = _plan(batch, window, self.spec.window_chunks)
         return self._plans[window]

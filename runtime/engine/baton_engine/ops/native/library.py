@@ -70,13 +70,18 @@ class Unavailable(Exception):
     """The native library is unavailable. The message contains the reason and the remedy."""
 
 
+def disabled(environment: Mapping[str, str]) -> bool:
+    """Return whether BATON_KERNELS disables Baton's kernels."""
+    return environment.get("BATON_KERNELS", "").lower() in ("0", "off", "false")
+
+
 def load(environment: Mapping[str, str]) -> ctypes.CDLL:
     """
     Load the library, and build it if necessary. Raises Unavailable.
 
     Reads BATON_KERNELS, BATON_BUNDLED, CC, PATH, BATON_CACHE, XDG_CACHE_HOME and HOME.
     """
-    if environment.get("BATON_KERNELS", "").lower() in ("0", "off", "false"):
+    if disabled(environment):
         raise Unavailable("BATON_KERNELS disables them")
     if sys.platform not in ("linux", "darwin"):
         raise Unavailable(f"they do not support {sys.platform}")

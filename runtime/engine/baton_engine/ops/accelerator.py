@@ -1,0 +1,99 @@
+"""
+The decoder's operations on an accelerator: Triton's kernels, and the vendor's library for matrix products.
+
+The kernels (`baton_engine.ops.kernels`) run on CUDA and ROCm. A layer of a decode step has six launches of
+them and four matrix products, where the plain operations have dozens.
+
+A token's results from these kernels do not depend on the batch. Its last bits may depend on whether it is in
+a chunk or in a row of one token, because tensor cores multiply tiles of different heights. Matrix products of
+cuBLAS and hipBLAS depend on the number of rows, in their last bits (ADR 10).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton_engine.batch import Batch
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.spec import ModelSpec
+from baton_engine.ops.kernels import attention, layers
+from baton_engine.ops.plain import PlainOps
+
+MOST_HEAD_DIM = 256
+"""A tile of wider heads would not fit in registers."""
+
+
+class AcceleratorOps(PlainOps):
+    """Implementation of `Ops` with Triton's kernels. Plain operations compute attention that they do not."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.unsupported = _unsupported(spec)
+        """Why plain operations compute attention; None if the kernels do."""
+        self._plan_of: dict[int | None, attention.AttentionPlan] = {}
+        """By window, made by the first layer with this window."""
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self._plan_of = {}
+        if (device := batch.positions.device).type == "cuda":
+            torch.cuda.set_device(device)  # Triton launches on the current device of the thread
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        layers.rms_norm(rows, weight, epsilon, result.view(rows.shape))
+        return result
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        layers.rms_norm(x, weight, epsilon, x, residual)
+        return x, residual
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return layers.gated(gate_up, gelu=self.spec.activation == "gelu_tanh")
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cache: KVCache,
+        layer: int,
+        batch: Batch,
+    ) -> Tensor:
+        norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        if norms is not None and self.spec.qk_norm_joint:
+            # A norm over all heads of a token cannot be computed by programs of a few heads.
+            sizes = (self.spec.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
+            for heads, weight in zip(torch.split(qkv, [*sizes, sizes[1]], dim=-1), norms, strict=False):
+                layers.rms_norm(heads, weight, self.spec.norm_epsilon, heads)
+            norms = None
+        return layers.rope_and_store(qkv, rotation, norms, cache, layer, batch, self.spec)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: Batch,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if self.unsupported:
+            return super().attention(q, cache, layer, batch, window, sinks)
+        if window not in self._plan_of:
+            self._plan_of[window] = attention.plan(batch, self.spec, window)
+        return attention.attention(q, cache, layer, batch, self._plan_of[window], window, sinks, self.spec)
+
+
+def _unsupported(spec: ModelSpec) -> str | None:
+    """Return why the kernels do not compute attention of this model, or None."""
+    if spec.latent is not None:
+        return "multi-head latent attention"
+    if spec.head_dim > MOST_HEAD_DIM:
+        return f"heads of {spec.head_dim} dimensions, above {MOST_HEAD_DIM}"
+    return None

@@ -1,0 +1,38 @@
+"""Batches over a paged cache, for tests of the kernels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from baton_engine.batch import Batch, BatchRow
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.spec import ModelSpec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def batch_of(shapes: Sequence[tuple[int, int]], chance: random.Random, block_size: int = 16) -> Batch:
+    """Rows of (start, new tokens) over blocks in any order."""
+    needed = [-(-(start + count) // block_size) for start, count in shapes]
+    free = chance.sample(range(1, sum(needed) + 9), sum(needed))
+    rows = [
+        BatchRow([0] * count, start, [free.pop() for _ in range(blocks)], 1)
+        for (start, count), blocks in zip(shapes, needed, strict=True)
+    ]
+    return Batch(rows, block_size, DEVICE)
+
+
+def caches(spec: ModelSpec, batch: Batch, dtype: torch.dtype) -> tuple[KVCache, KVCache]:
+    """Two caches with the same keys and values of `batch`. The rest is 0 in the first, NaN in the second."""
+    blocks = 1 + max(max(row.blocks) for row in batch.rows)
+    clean, stale = (KVCache(spec, blocks, dtype, DEVICE, batch.block_size) for _ in range(2))
+    stale.kv.fill_(torch.nan)
+    for row in batch.rows:
+        for number, block in enumerate(row.blocks):
+            used = min(batch.block_size, row.context - number * batch.block_size)
+            clean.kv[block, ..., :used, :].normal_()
+            stale.kv[block, ..., :used, :] = clean.kv[block, ..., :used, :]
+    return clean, stale

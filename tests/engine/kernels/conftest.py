@@ -1,0 +1,24 @@
+"""
+For the tests of accelerators' kernels: the device that runs them, else Triton's interpreter.
+
+Triton decides while a kernel is defined whether it is interpreted. So the variable is set while the kernels
+are imported and no longer: other tests of this process do not see it. Builds of torch for CPUs only come
+without Triton: then these tests are not collected.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+with pytest.MonkeyPatch.context() as patch:
+    if not torch.cuda.is_available():
+        patch.setenv("TRITON_INTERPRET", "1")
+    try:
+        # Triton's interpreter imports this module at the first launch, when the variable is no longer set.
+        import_module("triton.experimental.gluon")
+        import_module("baton_engine.ops.accelerator")
+    except ImportError:
+        collect_ignore_glob = ["test_*.py"]

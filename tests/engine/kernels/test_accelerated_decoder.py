@@ -1,0 +1,235 @@
+"""The whole decoder and engine with accelerators' kernels, and how many launches a step has."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
+
+from baton_api.sampling import SamplingParams
+from baton_engine.batch import Batch, BatchRow
+from baton_engine.client import AsyncEngine
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.latent import LatentSpec
+from baton_engine.model.spec import ModelSpec
+from baton_engine.ops import Ops
+from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.choice import create_ops
+from baton_engine.ops.plain import PlainOps
+from baton_engine.requests import Request
+from baton_engine.scheduling.limits import EngineLimits
+from tests.engine.greedy import CPU, by_baton
+from tests.engine.kernels.cases import DEVICE
+from tests.engine.models import VOCAB, make_model
+from tests.engine.random_weights import random_weights, tiny_spec
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU")
+
+PROMPTS = [[(3 + at * (7 + row) + at**2) % VOCAB for at in range(3 + 17 * row)] for row in range(4)]
+
+
+def decoders(folder: Path, variant: str) -> tuple[Decoder, Decoder]:
+    checkpoint = Checkpoint(make_model(folder, variant), variant)
+    spec = load_spec(checkpoint)
+    weights = load_weights(checkpoint, spec, torch.float32)
+    return Decoder(spec, weights, AcceleratorOps(spec), CPU), Decoder(spec, weights, PlainOps(spec), CPU)
+
+
+def assert_same(folder: Path, variant: str, prompts: list[list[int]], count: int, chunk: int) -> None:
+    ours, plain = decoders(folder, variant)
+    results = by_baton(ours, prompts, count, chunk)
+    for result, expected in zip(results, by_baton(plain, prompts, count, 64), strict=True):
+        assert result.tokens == expected.tokens
+        assert result.logprobs == pytest.approx(expected.logprobs, abs=2e-4)
+
+
+def test_accelerated_tokens_are_those_of_plain(tmp_path: Path) -> None:
+    assert_same(tmp_path, "qwen3", [prompt[:9] for prompt in PROMPTS[:2]], 2, 5)
+
+
+VARIANTS = (
+    "llama with one key head",
+    "llama with biases",
+    "mistral with a sliding window",
+    "gemma2",
+    "gemma3",
+    "phi4 mini",
+    "granite",
+    "olmo2",
+    "glm4",
+    "smollm3",
+    "gpt-oss",
+    "llama 4",
+    "deepseek-v3",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_accelerated_tokens_of_families(variant: str, tmp_path: Path) -> None:
+    assert_same(tmp_path, variant, PROMPTS, 6, 16)
+
+
+@pytest.mark.slow
+async def test_accelerated_engine_is_batch_invariant(tmp_path: Path) -> None:
+    """Greedy and sampled: with plain operations one by one, and together in a cache that is too small."""
+    ours, plain = decoders(tmp_path, "qwen3")
+
+    async def generate(model: Decoder, together: bool) -> list[list[int]]:
+        limits = EngineLimits(max_model_len=128, chunk_tokens=16 if together else 128)
+        client = AsyncEngine(model, KVCache(model.spec, 7 if together else 32, torch.float32, CPU), limits)
+        client.start()
+
+        async def tokens(generation: Any) -> list[int]:
+            return [choice.token async for output in generation for choice in output.tokens]
+
+        results: list[list[int]] = []
+        generations: list[Any] = []
+        for row, prompt in enumerate(PROMPTS[1:]):
+            sampling = SamplingParams(seed=row, temperature=row % 2, top_p=0.9, max_tokens=22)
+            generation = client.generate(Request(f"{row}", tuple(prompt[: 12 + row]), sampling))
+            if together:
+                generations.append(generation)
+            else:
+                results.append(await tokens(generation))
+        results += [await tokens(generation) for generation in generations]
+        assert not together or client.snapshot().totals.retractions > 0
+        await client.close()
+        return results
+
+    assert await generate(ours, together=True) == await generate(plain, together=False)
+
+
+def test_accelerated_decode_continues_in_copied_blocks(tmp_path: Path) -> None:
+    """A decode worker has the prompt's blocks at other places, behind which others left NaN."""
+    model, _ = decoders(tmp_path, "llama")
+    prompt, here, elsewhere = PROMPTS[1], [1, 2], [4, 3]
+    one, other = (KVCache(model.spec, 5, torch.float32, CPU) for _ in range(2))
+    other.kv.fill_(torch.nan)
+    model.forward(Batch([BatchRow(prompt, 0, here, 1)], BLOCK_SIZE, CPU), one)
+    for number, (source, target) in enumerate(zip(here, elsewhere, strict=True)):
+        used = min(BLOCK_SIZE, len(prompt) - number * BLOCK_SIZE)
+        other.kv[target, ..., :used, :] = one.kv[source, ..., :used, :]
+    for step in range(3):
+        logits, copied = (
+            model.forward(Batch([BatchRow([7], len(prompt) + step, blocks, 1)], BLOCK_SIZE, CPU), cache)
+            for blocks, cache in ((here, one), (elsewhere, other))
+        )
+        assert torch.equal(logits, copied)
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts calls of torch that compute: no views, no allocations. A norm is one call, as on devices."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.name() != "aten::rms_norm":
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if not func.is_view and not func.name().startswith("aten::empty"):
+            self.counts[func.name()] += 1
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Numbers of launches of each kernel. Calls of the interpreter are not counted."""
+    counts: Counter[str] = Counter()
+    run = InterpretedFunction.run
+    without_modes: Any = _disable_current_modes
+
+    def counted(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        counts[kernel.__name__] += 1
+        with without_modes():
+            run(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    return counts
+
+
+def launches(ops: Ops, spec: ModelSpec, kernels: Counter[str]) -> Counter[str]:
+    """Count the launches of a decode step of 4 rows with contexts of several lengths."""
+    model = Decoder(spec, random_weights(spec, torch.float32), ops, CPU)
+    rows = [
+        BatchRow([5], start, range(1 + 3 * row, 4 + 3 * row), 1) for row, start in enumerate((3, 20, 33, 40))
+    ]
+    batch, cache = Batch(rows, BLOCK_SIZE, CPU), KVCache(spec, 16, torch.float32, CPU)
+    kernels.clear()
+    torch_calls = Launches()
+    with torch_calls:
+        model.forward(batch, cache)
+    return torch_calls.counts + kernels
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain", "ours"),
+    [
+        pytest.param({}, (41, 19), (10, 7), id="llama"),
+        pytest.param({"qk_norm": True}, (43, 19), (10, 7), id="qwen3"),
+    ],
+)
+def test_decode_step_launches(
+    changes: dict[str, Any], plain: tuple[int, int], ours: tuple[int, int], kernels: Counter[str]
+) -> None:
+    """Launches per layer, and per step beside those, of plain operations and of the kernels."""
+    results = []
+    for kind in (PlainOps, AcceleratorOps):
+        specs = [tiny_spec(**changes, layers=count) for count in (2, 3)]
+        two, three = (launches(kind(spec), spec, kernels) for spec in specs)
+        per_layer = three.total() - two.total()
+        results.append((per_layer, two.total() - 2 * per_layer))
+    assert results == [plain, ours]
+
+
+LATENT = LatentSpec(q_rank=0, kv_rank=32, plain=16, value=16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "Triton kernels compute norms, activations, rotation and attention"),
+        (
+            {"latent": LATENT, "kv_heads": 1, "head_dim": 40},
+            "multi-head latent attention",
+        ),
+        ({"head_dim": 320}, "heads of 320 dimensions, above 256"),
+    ],
+)
+def test_operations_of_an_accelerator_are_logged(
+    changes: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        ops = create_ops(tiny_spec(**changes), torch.device("cuda"), torch.bfloat16, {})
+    assert isinstance(ops, AcceleratorOps)
+    assert message in caplog.text
+
+
+def test_disabled_kernels_leave_accelerators_to_torch(caplog: pytest.LogCaptureFixture) -> None:
+    ops = create_ops(tiny_spec(), torch.device("cuda"), torch.bfloat16, {"BATON_KERNELS": "off"})
+    assert not isinstance(ops, AcceleratorOps)
+    assert "BATON_KERNELS disables the kernels" in caplog.text
+
+
+def test_kernels_run_on_the_device_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device of the thread, which is the first one."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    second = torch.device("cuda:1")
+    batch: Any = SimpleNamespace(positions=SimpleNamespace(device=second))
+    AcceleratorOps(tiny_spec()).begin(batch)
+    assert chosen == [second]

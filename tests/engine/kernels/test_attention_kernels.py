@@ -1,0 +1,140 @@
+"""The kernels of attention against the plain operations."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_engine.batch import Batch
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.spec import ModelSpec
+from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.kernels.attention import SPLIT
+from baton_engine.ops.plain import PlainOps
+from tests.engine.kernels.cases import DEVICE, batch_of, caches
+from tests.engine.random_weights import tiny_spec
+
+SHAPES: dict[str, list[tuple[int, int]]] = {
+    "one token alone": [(0, 1)],
+    "one token on a full block": [(15, 1)],
+    "one token that opens a block": [(16, 1)],
+    "one token that ends a split": [(SPLIT - 1, 1)],
+    "one token that opens a split": [(SPLIT, 1)],
+    "one token of many splits": [(3 * SPLIT + 7, 1)],
+    "a whole prompt": [(0, 37)],
+    "a later chunk": [(21, 13)],
+    "a chunk over the border of splits": [(SPLIT - 9, 20)],
+    "rows of one token with other lengths": [(30, 1), (2 * SPLIT, 1), (0, 1)],
+    "prefill and decode mixed": [(40, 1), (0, 20), (17, 5), (SPLIT + 1, 1)],
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "two heads per key head": {},
+    "no groups": {"heads": 2, "kv_heads": 2},
+    "three heads per key head": {"heads": 6},
+    "eight heads per key head": {"heads": 8, "kv_heads": 1, "head_dim": 64},
+    "heads of 80 dimensions": {"head_dim": 80},
+    "heads of 256 dimensions": {"heads": 2, "kv_heads": 1, "head_dim": 256},
+    "a window of one": {"sliding_window": 1},
+    "a window below a block": {"sliding_window": 9},
+    "a window over splits": {"sliding_window": SPLIT + 30},
+    "chunked windows": {"sliding_window": 24, "window_chunks": True},
+    "sinks": {"sinks": True},
+    "sinks and a window": {"sinks": True, "sliding_window": 20},
+    "a scale and a cap of scores": {"attention_scale": 0.4, "attention_cap": 2.5},
+}
+
+
+def both(spec: ModelSpec, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Attention by the kernels, over a cache with NaN behind the rows, and by the plain operations."""
+    clean, stale = caches(spec, batch, dtype)
+    q = torch.randn(batch.size, spec.heads, spec.head_dim, dtype=dtype, device=DEVICE)
+    sinks = torch.randn(spec.heads, device=DEVICE) if spec.sinks else None
+    results = []
+    ops: PlainOps
+    for ops, cache in ((AcceleratorOps(spec), stale), (PlainOps(spec), clean)):
+        ops.begin(batch)
+        results.append(ops.attention(q, cache, 1, batch, spec.sliding_window, sinks))
+    return results[0], results[1]
+
+
+CASES = [
+    pytest.param(
+        shapes,
+        model,
+        id=f"{shapes}, {model}",
+        marks=() if model == "two heads per key head" or "mixed" in shapes else pytest.mark.slow,
+    )
+    for shapes, model in itertools.product(SHAPES, MODELS)
+]
+
+
+@pytest.mark.parametrize(("shapes", "model"), CASES)
+def test_attention_kernels_give_the_plain_result(shapes: str, model: str) -> None:
+    torch.manual_seed(3)
+    spec = tiny_spec(**MODELS[model])
+    result, expected = both(spec, batch_of(SHAPES[shapes], random.Random(5)), torch.float32)
+    torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 48])
+def test_attention_kernels_in_half_precision(block_size: int) -> None:
+    """The interpreter has no products of bfloat16."""
+    torch.manual_seed(4)
+    batch = batch_of(SHAPES["prefill and decode mixed"], random.Random(6), block_size)
+    result, expected = both(tiny_spec(), batch, torch.float16)
+    assert result.dtype == torch.float16
+    torch.testing.assert_close(result, expected, atol=4e-3, rtol=4e-3)
+
+
+def near_a_border(chance: random.Random, size: int) -> int:
+    return max(0, size * chance.randint(0, 3) + chance.randint(-2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_attention_kernels_give_it_for_any_shapes(seed: int) -> None:
+    """Rows 1 to 64, lengths around the borders of blocks and splits, and any model that the kernels run."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    group, kv_heads = chance.randint(1, 8), chance.randint(1, 2)
+    window = chance.choice([None, None, 1, chance.randint(2, 80), SPLIT - 1, SPLIT + 1])
+    spec = tiny_spec(
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=chance.choice([64, 72, 96, 128, 192, 256]),
+        sliding_window=window,
+        window_chunks=chance.random() < 0.3,
+        sinks=chance.random() < 0.3,
+        layers=2,
+    )
+    starts = [near_a_border(chance, chance.choice([16, 64, SPLIT])) for _ in range(chance.randint(1, 64))]
+    shapes = [(start, chance.choice([1, 1, 1, 1, 2, near_a_border(chance, 16) or 1])) for start in starts]
+    result, expected = both(spec, batch_of(shapes, chance), torch.float32)
+    torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["two heads per key head", "a window below a block", "sinks"])
+def test_attention_bits_do_not_depend_on_the_batch(model: str) -> None:
+    torch.manual_seed(7)
+    spec = tiny_spec(**MODELS[model])
+    batch = batch_of([(2 * SPLIT + 3, 1), (0, 40), (17, 1), (SPLIT - 5, 30)], random.Random(8))
+    cache, _ = caches(spec, batch, torch.float32)
+    q = torch.randn(batch.size, spec.heads, spec.head_dim, device=DEVICE)
+    sinks = torch.randn(spec.heads, device=DEVICE) if spec.sinks else None
+    together = attention(spec, q, cache, batch, sinks)
+    for row, start, stop in zip(batch.rows, batch.starts, batch.starts[1:], strict=False):
+        single = Batch([row], batch.block_size, DEVICE)
+        result = attention(spec, q[start:stop].clone(), cache, single, sinks)
+        assert torch.equal(result, together[start:stop])
+
+
+def attention(spec: ModelSpec, q: Tensor, cache: KVCache, batch: Batch, sinks: Tensor | None) -> Tensor:
+    ops = AcceleratorOps(spec)
+    ops.begin(batch)
+    return ops.attention(q, cache, 1, batch, spec.sliding_window, sinks)

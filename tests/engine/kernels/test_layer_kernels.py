@@ -1,0 +1,143 @@
+"""The kernels of norms, activations, rotation and storage of keys against the plain operations."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_engine.model.rope import Rotary
+from baton_engine.model.spec import ModelSpec
+from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.plain import PlainOps
+from tests.engine.kernels.cases import DEVICE, batch_of, caches
+from tests.engine.random_weights import tiny_spec
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Relative: twice the distance of two numbers. The interpreter truncates to bfloat16, devices round."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of numpy
+
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def random_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def assert_near(result: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 2048), (7, 64), (64, 100)])
+def test_norm_kernels_give_the_plain_result(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    spec = tiny_spec()
+    x, residual, weight = (random_of(*shape, dtype=dtype) for shape in ((rows, size), (rows, size), (size,)))
+    ours, plain = AcceleratorOps(spec), PlainOps(spec)
+    assert_near(ours.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
+    expected, expected_sum = plain.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    result, result_sum = ours.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert_near(result, expected)
+    assert_near(result_sum, expected_sum)
+
+
+def test_norm_kernel_takes_a_part_of_wider_rows() -> None:
+    """Latent attention normalizes columns of a product, with weights of another dtype."""
+    torch.manual_seed(1)
+    x, weight = random_of(5, 48, dtype=torch.bfloat16)[:, 8:40], random_of(32)
+    spec = tiny_spec()
+    assert_near(AcceleratorOps(spec).rms_norm(x, weight, 1e-6), PlainOps(spec).rms_norm(x, weight, 1e-6))
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (64, 33), (2, 2500)])
+def test_activation_kernel_gives_the_plain_result(
+    rows: int, size: int, activation: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(size)
+    spec = tiny_spec(activation=activation)
+    gate_up = 4 * random_of(rows, 2 * size, dtype=dtype)
+    assert_near(AcceleratorOps(spec).gated(gate_up), PlainOps(spec).gated(gate_up))
+
+
+def test_activation_kernel_is_finite_for_large_values() -> None:
+    gate_up = torch.tensor([[-1e4, 1e4, -90.0, 90.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
+    for activation in ("silu", "gelu_tanh"):
+        spec = tiny_spec(activation=activation)
+        assert_near(AcceleratorOps(spec).gated(gate_up), PlainOps(spec).gated(gate_up))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "rotation alone": {},
+    "norms of heads": {"qk_norm": True},
+    "a norm over all heads": {"qk_norm": True, "qk_norm_joint": True},
+    "a part of a head is rotated": {"rotary_dim": 10, "qk_norm": True},
+    "no rotation": {"unrotated_layers": (True, True)},
+    "no rotation, but a temperature": {"unrotated_layers": (True, True), "temperature": (0.1, 8)},
+    "a norm after the rotation": {"qk_norm_after": True},
+    "three heads per key head": {"heads": 6},
+    "one key head": {"heads": 7, "kv_heads": 1, "head_dim": 64},
+    "heads of 80 dimensions": {"head_dim": 80, "qk_norm": True},
+    "heads of 256 dimensions": {"heads": 1, "kv_heads": 1, "head_dim": 256},
+}
+
+
+def stored(spec: ModelSpec, seed: int, dtype: torch.dtype, block_size: int = 16) -> None:
+    """Assert that kernels and plain operations give the same queries and write the same slots."""
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    shapes = [(0, 1), (15, 1), (16, 3), (chance.randrange(90), chance.randint(1, 40))]
+    batch = batch_of(shapes, chance, block_size)
+    qkv = random_of(batch.size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dtype=dtype)
+    joint = spec.qk_norm_joint
+    norms = [
+        random_of(spec.head_dim * (heads if joint else 1), dtype=dtype) if spec.qk_norm else None
+        for heads in (spec.heads, spec.kv_heads)
+    ]
+    rotation = Rotary.of_layers(spec, DEVICE)["full"].at(batch.positions)
+    results = []
+    for ops in (AcceleratorOps(spec), PlainOps(spec)):
+        _, cache = caches(spec, batch, dtype)
+        cache.kv.fill_(torch.nan)
+        ops.begin(batch)
+        turning = None if spec.rotation(1) == "none" else rotation
+        q = ops.rope_and_store(qkv.clone(), turning, norms[0], norms[1], cache, 1, batch)
+        results.append((q, cache.kv))
+    (q, kv), (expected_q, expected_kv) = results
+    assert_near(q, expected_q)
+    assert torch.equal(kv.isnan(), expected_kv.isnan())
+    assert_near(kv.nan_to_num(), expected_kv.nan_to_num())
+
+
+@DTYPES
+@pytest.mark.parametrize("model", MODELS)
+def test_storing_kernel_gives_the_plain_result(model: str, dtype: torch.dtype) -> None:
+    stored(tiny_spec(**MODELS[model]), 2, dtype)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 48])
+def test_storing_kernel_writes_blocks_of_any_size(block_size: int) -> None:
+    stored(tiny_spec(), 3, torch.float32, block_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_storing_kernel_gives_it_for_any_heads(seed: int) -> None:
+    chance = random.Random(seed)
+    kv_heads, dim = chance.randint(1, 4), chance.choice([64, 72, 128, 192, 256])
+    spec = tiny_spec(
+        heads=kv_heads * chance.randint(1, 8),
+        kv_heads=kv_heads,
+        head_dim=dim,
+        rotary_dim=chance.choice([0, dim // 2]),
+        qk_norm=chance.random() < 0.5,
+        qk_norm_after=chance.random() < 0.2,
+    )
+    stored(spec, seed, torch.float32)
