@@ -61,7 +61,7 @@ def source(parent: Connection, tls: str, block_bytes: int, megabytes: int) -> No
 
     async def serve() -> None:
         transfer = await create_transfer("nixl", pool(block_bytes, megabytes), "source")
-        parent.send((transfer.metadata, transfer.pool))
+        parent.send((transfer.metadata, transfer.pools))
         with transfer.serve():
             await asyncio.to_thread(parent.recv)
         await transfer.close()
@@ -73,7 +73,7 @@ async def rates(
     transfer: Transfer, cache: KVCache, remote: Transfer | Connection, repeats: int
 ) -> list[tuple[str, str, list[float]]]:
     """(transport, order, GB/s of each repeat) of both orders."""
-    metadata, theirs = remote.recv() if isinstance(remote, Connection) else (remote.metadata, remote.pool)
+    metadata, theirs = remote.recv() if isinstance(remote, Connection) else (remote.metadata, remote.pools)
     peer = await transfer.connect(metadata, theirs, "epoch")
     numbers = list(range(cache.blocks))
     orders: dict[str, Sequence[int]] = {

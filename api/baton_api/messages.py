@@ -26,7 +26,7 @@ import msgspec
 from baton_api.errors import TransferFailed
 from baton_api.sampling import SamplingParams
 
-PROTOCOL = 6
+PROTOCOL = 7
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -57,7 +57,11 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a worker's KV blocks: block `i` is `block_bytes` bytes at `address + i * block_bytes`."""
+    """
+    Memory of one rank's part of a worker's KV blocks.
+
+    The part of block `i` is `block_bytes` bytes at `address + i * block_bytes`.
+    """
 
     address: int
     block_bytes: int
@@ -78,7 +82,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     digest: str
     agent: bytes
     """The transfer agent's own metadata, opaque here."""
-    pool: PoolLayout
+    pools: tuple[PoolLayout, ...]
+    """One for each rank, in order. Each has an equal part of the key heads of all blocks."""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):

@@ -38,7 +38,13 @@ EXAMPLES: list[AnyMessage] = [
         protocol=PROTOCOL, worker="decode-0", epoch="e", model="m", digest="d", labels={"dtype": "float32"}
     ),
     Welcome(
-        protocol=PROTOCOL, worker="p", epoch="e", model="m", digest="d", agent=b"\x00\xff" * 200, pool=POOL
+        protocol=PROTOCOL,
+        worker="p",
+        epoch="e",
+        model="m",
+        digest="d",
+        agent=b"\x00\xff" * 200,
+        pools=(POOL, POOL),
     ),
     Refuse(reason="another model"),
     Prefill(

@@ -37,7 +37,7 @@ Script = Callable[[ControlConnection, Side], Awaitable[None]]
 
 def welcome(side: Side, **changes: object) -> Welcome:
     """Return the hello of a correct worker."""
-    good = side.me.welcome(side.transfer.metadata, side.transfer.pool)
+    good = side.me.welcome(side.transfer.metadata, side.transfer.pools)
     changed: Welcome = msgspec.structs.replace(good, **changes)
     return changed
 
@@ -81,8 +81,8 @@ async def welcome_another_digest(connection: ControlConnection, side: Side) -> N
 
 
 async def welcome_with_other_blocks(connection: ControlConnection, side: Side) -> None:
-    pool = msgspec.structs.replace(side.transfer.pool, block_bytes=17)
-    connection.send(welcome(side, pool=pool))
+    pool = msgspec.structs.replace(side.transfer.pools[0], block_bytes=17)
+    connection.send(welcome(side, pools=(pool,)))
 
 
 async def welcome_with_bad_metadata(connection: ControlConnection, side: Side) -> None:

@@ -104,13 +104,13 @@ class FaultyTransfer:
         return self.inner.metadata
 
     @property
-    def pool(self) -> PoolLayout:
-        return self.inner.pool
+    def pools(self) -> tuple[PoolLayout, ...]:
+        return self.inner.pools
 
-    async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
+    async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
         if self._refusals:
             raise self._refusals.popleft()
-        return await self.inner.connect(metadata, pool, epoch)
+        return await self.inner.connect(metadata, pools, epoch)
 
     def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> _FaultyPull:
         self.requested.append(PullRequest(peer.name, tuple(remote), tuple(local)))

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,21 @@ from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
+from baton_decode.main import decode
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
-from baton_engine.model.decoder import create_decoder
+from baton_engine.model.decoder import Decoder, create_decoder
 from baton_engine.model.progress import SILENT
 from baton_engine.model.shards import Shard, check_degree
+from baton_engine.ops.cpu import CpuOps
 from baton_engine.parallel.group import Group
 from baton_engine.parallel.loading import load_parallel
 from baton_engine.parallel.ranks import RankFailed
-from baton_engine.requests import FinishReason, Request
+from baton_engine.requests import FinishReason, RemotePrefill, Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker
+from baton_prefill.main import prefill
 from tests.engine.models import make_model
 from tests.engine.random_weights import tiny_spec
 
@@ -103,24 +106,33 @@ def rows() -> list[BatchRow]:
 
 def logits_of(checkpoint: Checkpoint, size: int, store: Path) -> Tensor:
     """Logits of `rows` by `size` ranks, each on a thread of its own; those of rank 0."""
-    spec = load_spec(checkpoint)
     results: dict[int, Tensor] = {}
 
     def run(rank: int) -> None:
-        shard = Shard(rank, size)
-        weights = load_weights(checkpoint, spec, torch.float32, shard=shard)
-        group = Group(shard, spec.vocab, CPU)
-        group.connect(store, 30)
-        model = create_decoder(shard.spec(spec), weights, CPU, torch.float32, group)
+        model = part_of(checkpoint, Shard(rank, size), store)
         cache = KVCache(model.spec, BLOCKS, torch.float32, CPU)
         results[rank] = model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)
 
+    on_ranks(size, run)
+    return results[0]
+
+
+def part_of(checkpoint: Checkpoint, shard: Shard, store: Path) -> Decoder:
+    """Return the part of one rank, which waits for the others."""
+    spec = load_spec(checkpoint)
+    weights = load_weights(checkpoint, spec, torch.float32, shard=shard)
+    group = Group(shard, spec.vocab, CPU)
+    group.connect(store, 30)
+    return create_decoder(shard.spec(spec), weights, CPU, torch.float32, group)
+
+
+def on_ranks(size: int, run: Callable[[int], None]) -> None:
+    """Call `run` for each rank, on a thread of its own."""
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return results[0]
 
 
 @pytest.mark.parametrize(
@@ -190,10 +202,15 @@ SAMPLING = (
 )
 
 
-async def tokens_of(worker: Worker, name: str, sampling: SamplingParams) -> list[int]:
+def request_of(name: str, sampling: SamplingParams, remote: RemotePrefill | None = None) -> Request:
     length = 11 + 13 * SAMPLING.index(sampling)
-    request = Request(name, tuple(3 + (5 * number) % 300 for number in range(length)), sampling)
-    return [choice.token async for output in worker.client.generate(request) for choice in output.tokens]
+    prompt = tuple(3 + (5 * number) % 300 for number in range(length))
+    return Request(name, prompt, sampling, remote=remote)
+
+
+async def tokens_of(worker: Worker, name: str, sampling: SamplingParams) -> list[int]:
+    outputs = worker.client.generate(request_of(name, sampling))
+    return [choice.token async for output in outputs for choice in output.tokens]
 
 
 async def answers(worker: Worker) -> list[list[int]]:
@@ -234,9 +251,9 @@ async def test_worker_answers_do_not_depend_on_the_degree(
         ({"tensor_parallel_size": 3}, "Possible degrees: 1, 2, 4."),
         ({"quantize": "q8_0"}, "does not support --quantize q8_0"),
         ({"speculation": "draft", "draft_model": "x"}, "does not support --speculation draft"),
-        ({"role": "prefill", "transfer": "loopback"}, "does not support --role prefill"),
+        ({"tensor_parallel_size": 4, "role": "prefill"}, "its 2 key heads are not divided equally"),
     ],
-    ids=["degree", "quantize", "draft model", "role"],
+    ids=["degree", "quantize", "draft model", "key heads of a pair"],
 )
 async def test_worker_refuses_what_ranks_cannot_compute(
     tiny: Path, given: dict[str, Any], message: str
@@ -245,6 +262,62 @@ async def test_worker_refuses_what_ranks_cannot_compute(
         async with open_worker(settings(tiny, **({"ranks": given.get("tensor_parallel_size", 2)} | given))):
             pass
     assert message in caught.value.message
+
+
+# --- Pair ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transfer", ["loopback", pytest.param("nixl", marks=pytest.mark.nixl)])
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)], ids=["two to one", "one to two", "two to two"])
+async def test_pair_of_any_degrees_answers_as_one_worker(
+    tiny: Path, transfer: str, ranks: tuple[int, int]
+) -> None:
+    async with open_worker(settings(tiny, 1)) as worker:
+        expected = [await tokens_of(worker, f"one-{number}", way) for number, way in enumerate(SAMPLING)]
+    given = {"transfer": transfer, "chunk_tokens": 16, "local_prefill_tokens": 0}
+    async with (
+        open_worker(settings(tiny, ranks[0], role="prefill", **given)) as source,
+        prefill(source) as serving,
+        open_worker(settings(tiny, ranks[1], role="decode", **given)) as worker,
+        decode(worker) as fetching,
+    ):
+        assert source.compatibility == worker.compatibility
+        assert fetching.remote is not None
+        for number, way in enumerate(SAMPLING):
+            remote = fetching.remote(serving.control, "", f"pair-{number}")
+            request = request_of(f"pair-{number}", way, remote)
+            outputs = [output async for output in worker.client.generate(request)]
+            assert [choice.token for output in outputs for choice in output.tokens] == expected[number]
+            relay = outputs[0].relay
+            assert relay is not None, "the prompt did not come from the prefill worker"
+            assert relay.transport.startswith(transfer)
+
+
+def test_rank_0_returns_after_all_ranks_have_stored(tiny: Path, tmp_path: Path) -> None:
+    """The blocks of a pass without logits may be announced at once."""
+    order: list[str] = []
+    returned = threading.Event()
+
+    class Late(CpuOps):
+        def rope_and_store(self, *given: Any) -> Tensor:
+            returned.wait(0.1)
+            result = super().rope_and_store(*given)
+            order.append("stored")
+            return result
+
+    def run(rank: int) -> None:
+        model = part_of(Checkpoint(tiny, "tiny"), Shard(rank, 2), tmp_path / "store")
+        if rank == 1:
+            model.ops = Late(model.spec, torch.float32)
+        cache = KVCache(model.spec, BLOCKS, torch.float32, CPU)
+        model.forward(Batch([BatchRow(list(range(3, 19)), 0, [1], 0)], BLOCK_SIZE, CPU), cache)
+        if rank == 0:
+            order.append("returned")
+            returned.set()
+
+    on_ranks(2, run)
+    assert order == ["stored"] * load_spec(Checkpoint(tiny, "tiny")).layers + ["returned"]
 
 
 # --- Failures ---

@@ -38,13 +38,13 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
         rows(theirs).copy_(pattern(BLOCKS, LAYERS, 1))
         source = LoopbackTransfer(theirs, "peer")
         transfer: Transfer = LoopbackTransfer(cache, "reader")
-        yield Link(kind, transfer, cache, source.metadata, source.pool, "epoch")
+        yield Link(kind, transfer, cache, source.metadata, source.pools, "epoch")
         asyncio.run(source.close())
         asyncio.run(transfer.close())
         return
     with ucx_tls(kind), PeerProcess(BLOCKS, LAYERS, seed=1) as peer:
         transfer = asyncio.run(create_transfer("nixl", cache, "reader"))
-        yield Link(kind, transfer, cache, peer.metadata, peer.pool, peer.epoch)
+        yield Link(kind, transfer, cache, peer.metadata, peer.pools, peer.epoch)
         asyncio.run(transfer.close())
 
 
@@ -149,11 +149,11 @@ async def test_transfer_local_blocks_outside_the_pool_are_an_error(link: Link) -
 async def test_transfer_incompatible_pool_is_rejected(link: Link) -> None:
     for fields in ({"block_bytes": 4096}, {"blocks": 0}, {"memory": "DISK"}, {"address": 2**64 - 1}):
         with pytest.raises(IncompatiblePeer):
-            await link.transfer.connect(link.metadata, link.changed_pool(**fields), link.epoch)
+            await link.transfer.connect(link.metadata, link.changed_pools(**fields), link.epoch)
 
 
 async def test_transfer_pool_not_owned_by_the_peer_is_rejected(link: Link) -> None:
-    elsewhere = link.changed_pool(address=link.pool.address + 2**32)
+    elsewhere = link.changed_pools(address=link.pools[0].address + 2**32)
     with pytest.raises(TransferFailed):
         await link.transfer.connect(link.metadata, elsewhere, link.epoch)
     async with link.connected() as peer:  # and the refusal left nothing behind
@@ -165,7 +165,7 @@ async def test_metadata_that_are_not_whole_are_refused(link: Link) -> None:
     flipped = bytes([*whole[:-1], whole[-1] ^ 1])
     for bad in (b"", b"hello", whole[:-1], whole + b"x", whole[1:], flipped, bytes(2**21)):
         with pytest.raises(TransferFailed):
-            await link.transfer.connect(bad, link.pool, link.epoch)
+            await link.transfer.connect(bad, link.pools, link.epoch)
 
 
 async def test_transfer_disconnected_peer_can_be_reconnected(link: Link) -> None:

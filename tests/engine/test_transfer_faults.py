@@ -54,7 +54,7 @@ async def reading(cache: KVCache) -> AsyncIterator[NixlTransfer]:
 
 
 async def connect(transfer: NixlTransfer, process: PeerProcess) -> Peer:
-    return await transfer.connect(process.metadata, process.pool, process.epoch)
+    return await transfer.connect(process.metadata, process.pools, process.epoch)
 
 
 async def soon(pull: Pull) -> Pulled:
@@ -225,7 +225,7 @@ async def test_nixl_reader_killed_in_mid_read_does_no_harm(
     kind: str, peer: PeerProcess, cache: KVCache
 ) -> None:
     for _ in range(3):
-        with Child("read", BLOCKS, LAYERS, peer.metadata, peer.pool) as reader:
+        with Child("read", BLOCKS, LAYERS, peer.metadata, peer.pools) as reader:
             assert reader.hear() == "reading"
     async with reading(cache) as transfer:
         connected = await connect(transfer, peer)

@@ -22,6 +22,7 @@ from baton_engine.transfer.reader import KNOWN_LIMIT, WINDOW, AgentError, BlockR
 from baton_engine.transfer.reads import Settlement, runs, slices
 
 POOL = PoolLayout(address=4096, block_bytes=10, blocks=1000)
+POOLS = (POOL,)
 
 
 @dataclass(eq=False, slots=True)
@@ -52,8 +53,8 @@ class FakeAgent:
         self.connected.add(metadata.decode())
         return metadata.decode()
 
-    def prepare(self, peer: str, pool: PoolLayout) -> Any:
-        if pool.address == 1:
+    def prepare(self, peer: str, pools: tuple[PoolLayout, ...]) -> Any:
+        if pools[0].address == 1:
             raise AgentError("not its memory")
         return peer
 
@@ -89,7 +90,7 @@ class FakeAgent:
     def progress(self) -> None:
         self.looks += 1
 
-    def transport(self, pool: PoolLayout, copied: bool) -> str:
+    def transport(self, pools: tuple[PoolLayout, ...], copied: bool) -> str:
         return "copied" if copied else "sent"
 
     def close(self) -> None:
@@ -113,8 +114,10 @@ class Bench:
         self.agent = FakeAgent()
         self.reader = BlockReader(self.agent)
 
-    async def connect(self, peer: str, near: bool = False, epoch: str = "1", pool: PoolLayout = POOL) -> str:
-        return await self.reader.call(lambda: self.reader.connect(peer.encode(), pool, epoch, near))
+    async def connect(
+        self, peer: str, near: bool = False, epoch: str = "1", pools: tuple[PoolLayout, ...] = POOLS
+    ) -> str:
+        return await self.reader.call(lambda: self.reader.connect(peer.encode(), pools, epoch, near))
 
     async def disconnect(self, peer: str) -> None:
         await self.reader.call(lambda: self.reader.disconnect(peer))
@@ -249,7 +252,7 @@ async def test_reader_rejected_metadata_or_pool_fails_the_connect(bench: Bench) 
     with pytest.raises(TransferFailed, match="bad metadata"):
         await bench.connect("bad")
     with pytest.raises(TransferFailed, match="not its memory"):
-        await bench.connect("p", pool=PoolLayout(address=1, block_bytes=10, blocks=10))
+        await bench.connect("p", pools=(PoolLayout(address=1, block_bytes=10, blocks=10),))
     assert bench.agent.removed == ["p"]
 
 

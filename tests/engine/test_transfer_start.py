@@ -47,10 +47,10 @@ async def test_nixl_starts_have_unique_names_and_metadata() -> None:
     first = await NixlTransfer.create(pool(2), "worker")
     second = await NixlTransfer.create(pool(2), "worker")
     assert first.metadata != second.metadata
-    peer = await first.connect(second.metadata, second.pool, "epoch")
+    peer = await first.connect(second.metadata, second.pools, "epoch")
     assert peer.name.startswith("worker-") and len(peer.name) == len("worker-") + 32
     with pytest.raises(TransferFailed, match="an earlier start"):
-        await first.connect(second.metadata, second.pool, "a later epoch")
+        await first.connect(second.metadata, second.pools, "a later epoch")
     await first.close()
     await second.close()
 

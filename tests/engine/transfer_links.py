@@ -96,12 +96,12 @@ class Child:
 class PeerProcess(Child):
     """A worker whose blocks can be read."""
 
-    def __init__(self, blocks: int, layers: int, seed: int) -> None:
-        super().__init__("serve", blocks, layers, seed)
+    def __init__(self, blocks: int, layers: int, seed: int, ranks: int = 1) -> None:
+        super().__init__("serve", blocks, layers, seed, ranks)
         self.metadata: bytes
-        self.pool: PoolLayout
+        self.pools: tuple[PoolLayout, ...]
         self.epoch: str
-        self.metadata, self.pool, self.epoch = self.hear()
+        self.metadata, self.pools, self.epoch = self.hear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,16 @@ class Link:
     transfer: Transfer
     cache: KVCache
     metadata: bytes
-    pool: PoolLayout
+    pools: tuple[PoolLayout, ...]
     epoch: str
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Peer]:
-        peer = await self.transfer.connect(self.metadata, self.pool, self.epoch)
+        peer = await self.transfer.connect(self.metadata, self.pools, self.epoch)
         try:
             yield peer
         finally:
             await self.transfer.disconnect(peer)
 
-    def changed_pool(self, **fields: Any) -> PoolLayout:
-        return msgspec.structs.replace(self.pool, **fields)
+    def changed_pools(self, **fields: Any) -> tuple[PoolLayout, ...]:
+        return tuple(msgspec.structs.replace(pool, **fields) for pool in self.pools)

@@ -17,15 +17,15 @@ from baton_api.messages import PoolLayout
 from baton_engine.transfer import ucx
 from baton_engine.transfer.integrity import seal, unseal
 from baton_engine.transfer.nixl import NixlTransfer
-from tests.engine.transfer_pools import pattern, pool, rows
+from tests.engine.transfer_pools import fill, pattern, pool
 
 
-async def serve(parent: Connection, blocks: int, layers: int, seed: int) -> None:
+async def serve(parent: Connection, blocks: int, layers: int, seed: int, ranks: int) -> None:
     """Hold `pattern(blocks, layers, seed)`, say where, and serve; then obey `rest` and `serve`."""
-    cache = pool(blocks, layers)
-    rows(cache).copy_(pattern(blocks, layers, seed))
+    cache = pool(blocks, layers, ranks)
+    fill(cache, pattern(blocks, layers, seed))
     transfer = await NixlTransfer.create(cache, "peer")
-    parent.send((transfer.metadata, transfer.pool, secrets.token_hex(8)))
+    parent.send((transfer.metadata, transfer.pools, secrets.token_hex(8)))
     with ExitStack() as serving:
         serving.enter_context(transfer.serve())
         while True:
@@ -37,7 +37,9 @@ async def serve(parent: Connection, blocks: int, layers: int, seed: int) -> None
             parent.send("ok")
 
 
-async def read(parent: Connection, blocks: int, layers: int, metadata: bytes, theirs: PoolLayout) -> None:
+async def read(
+    parent: Connection, blocks: int, layers: int, metadata: bytes, theirs: tuple[PoolLayout, ...]
+) -> None:
     """Read all blocks of a peer again and again; say `prompt_output` after the first time."""
     transfer = await NixlTransfer.create(pool(blocks, layers), "reader")
     peer = await transfer.connect(metadata, theirs, "epoch")
@@ -70,7 +72,7 @@ async def fuzz(parent: Connection, seed: int, count: int) -> None:
             mutant[chance.randrange(len(mutant))] = chance.randrange(256)
         del mutant[chance.randint(len(mutant) // 2, 2 * len(mutant)) :]
         try:
-            peer = await reader.connect(seal(bytes(mutant), wire, place), victim.pool, "epoch")
+            peer = await reader.connect(seal(bytes(mutant), wire, place), victim.pools, "epoch")
             await reader.disconnect(peer)
             parent.send("taken")
         except TransferFailed:

@@ -9,22 +9,24 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.spec import ModelSpec
 
 
-def pool(blocks: int, layers: int = 1) -> KVCache:
-    """Blocks of 8 KiB per layer, zeroed."""
+def pool(blocks: int, layers: int = 1, ranks: int = 1) -> KVCache:
+    """Blocks of 8 KiB per layer with 4 key heads, zeroed. `ranks` divide the heads."""
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         vocab=32,
         hidden=128,
         layers=layers,
-        heads=2,
-        kv_heads=2,
-        head_dim=64,
+        heads=4,
+        kv_heads=4 // ranks,
+        head_dim=32,
         intermediate=128,
         context=1024,
         norm_epsilon=1e-5,
         rope_theta=10000.0,
     )
-    return KVCache(spec, blocks, torch.bfloat16, torch.device("cpu"))
+    first, *others = (KVCache(spec, blocks, torch.bfloat16, torch.device("cpu")) for _ in range(ranks))
+    first.others = tuple(others)
+    return first
 
 
 def pattern(blocks: int, layers: int, seed: int) -> Tensor:
@@ -35,5 +37,14 @@ def pattern(blocks: int, layers: int, seed: int) -> Tensor:
 
 
 def rows(cache: KVCache) -> Tensor:
-    """The bytes of `cache`, one row per block, not copied."""
-    return cache.kv.view(torch.uint8).reshape(cache.blocks, -1)
+    """The bytes of `cache`, one row per block. Not copied, unless ranks divide it."""
+    kv = torch.cat([part.kv for part in cache.parts], 3) if cache.others else cache.kv
+    return kv.view(torch.uint8).reshape(cache.blocks, -1)
+
+
+def fill(cache: KVCache, content: Tensor) -> None:
+    """Write `content`, one row of bytes per block of a cache that is not divided, to the parts of `cache`."""
+    whole = pool(cache.blocks, cache.spec.layers)
+    rows(whole).copy_(content)
+    for part, heads in zip(cache.parts, whole.kv.chunk(len(cache.parts), 3), strict=True):
+        part.kv.copy_(heads)

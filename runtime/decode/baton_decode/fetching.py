@@ -117,7 +117,7 @@ class FetchTask:
             tail=tail,
             block_size=self._context.cache.block_size,
             vocab=self._context.vocab,
-            remote_blocks=link.peer.pool.blocks,
+            remote_blocks=link.peer.pools[0].blocks,
         )
         self._link, self._session = link, DecodeSession(spec)
         link.listeners[self._name] = self

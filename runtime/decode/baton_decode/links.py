@@ -17,6 +17,7 @@ from baton_api.messages import Abort, Chunk, Commit, Done, Drained, Failed, Pong
 from baton_engine.transfer import Peer, Transfer, control, handshake
 from baton_engine.transfer.control import ControlConnection, Pace
 from baton_engine.transfer.handshake import Identity
+from baton_engine.transfer.parts import whole_bytes
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,13 @@ class Link:
         try:
             hello = me.hello(request_id, ticket)
             welcome = await handshake.introduce(connection, me, hello, pace)
-            if welcome.pool.block_bytes != transfer.pool.block_bytes:
+            theirs, ours = whole_bytes(welcome.pools), whole_bytes(transfer.pools)
+            if theirs != ours:
                 raise IncompatiblePeer(
-                    f"{welcome.worker} at {address} has KV blocks of {welcome.pool.block_bytes} bytes, "
-                    f"but {me.worker} has {transfer.pool.block_bytes}."
+                    f"{welcome.worker} at {address} has KV blocks of {theirs} bytes, "
+                    f"but {me.worker} has {ours}."
                 )
-            peer = await transfer.connect(welcome.agent, welcome.pool, welcome.epoch)
+            peer = await transfer.connect(welcome.agent, welcome.pools, welcome.epoch)
         except BaseException:
             await connection.close()
             raise

@@ -170,7 +170,7 @@ class PrefillServer:
     def _welcome(self) -> Welcome:
         self._peer_reads.begin()
         self._peer_reads.end()  # it lingers, so the peer's first read is served
-        return self._me.welcome(self._transfer.metadata, self._transfer.pool)
+        return self._me.welcome(self._transfer.metadata, self._transfer.pools)
 
     def _admit(self, hello: Hello) -> str | None:
         if len(self._connections) > self._limits.peers:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ def block_bytes(spec: ModelSpec, dtype: torch.dtype, block_size: int = BLOCK_SIZ
 
 
 class KVCache:
-    """The tensors of all blocks of one worker."""
+    """The tensors of all blocks of one worker, or of one of its ranks."""
 
     def __init__(
         self,
@@ -48,14 +49,35 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         block_size: int = BLOCK_SIZE,
+        shared: int | None = None,
     ) -> None:
+        """`shared` is the descriptor of a file without content for the memory, which processes can share."""
         self.spec = spec
         self.blocks = blocks
         self.block_size = block_size
         # Zeroed, because values after a request's last token are multiplied by 0, and 0 * NaN is NaN.
         self.kv: Tensor = _zeros(
-            (blocks, spec.layers, spec.kv_planes, spec.kv_heads, block_size, spec.head_dim), dtype, device
+            (blocks, spec.layers, spec.kv_planes, spec.kv_heads, block_size, spec.head_dim),
+            dtype,
+            device,
+            shared,
         )
+        self.others: tuple[KVCache, ...] = ()
+        """Rank 0 on a CPU: the parts of the other ranks in order, in memory that both processes map."""
+
+    @property
+    def parts(self) -> tuple[KVCache, ...]:
+        """The parts of all ranks. Each has an equal range of the key heads."""
+        return (self, *self.others)
+
+    @property
+    def planes(self) -> int:
+        """Number of keys and values of all layers."""
+        return self.spec.layers * self.spec.kv_planes
+
+    @property
+    def whole_kv_heads(self) -> int:
+        return sum(part.spec.kv_heads for part in self.parts)
 
     @property
     def block_bytes(self) -> int:
@@ -66,11 +88,16 @@ class KVCache:
         return self.kv[number].view(torch.uint8).numpy().reshape(-1).data
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, shared: int | None) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Anonymous pages are zero without a write, so memory is allocated at the first use of a block.
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # New pages are zero without a write, so memory is allocated at the first use of a block.
+    size = math.prod(shape) * dtype.itemsize
+    if shared is None:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        os.ftruncate(shared, size)
+        pages = mmap.mmap(shared, size, flags=mmap.MAP_SHARED)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # The keys of a head in one block are 2 KiB. Small pages would cause many TLB misses in attention.
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -214,6 +214,8 @@ class Decoder:
             else:
                 q = ops.rope_and_store(qkv, rotation, layer.q_norm, layer.k_norm, cache, number, batch)
             if number == last and not len(wanted):
+                if self.group is not None:
+                    self.group.meet()  # rank 0 may announce the blocks, which are complete only now
                 break  # keys and values are stored; no output of this batch is needed
             x = ops.attention(q, cache, number, batch, layer.window, layer.sinks)
             if layer.latent is not None:

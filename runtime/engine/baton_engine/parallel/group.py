@@ -87,6 +87,10 @@ class Group:
         self._connected.broadcast([values]).wait()
         return values
 
+    def meet(self) -> None:
+        """Wait until all ranks have called it."""
+        self.sum(torch.zeros(1, device=self._device))
+
     def abort(self) -> None:
         """End operations in progress with an error. gloo does so itself if a rank ends."""
         if self._backend is not None and self._device.type == "cuda":

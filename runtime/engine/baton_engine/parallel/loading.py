@@ -30,7 +30,7 @@ def check_parallel(
     if encodes:
         raise SetupError(f"{flag} does not support encoders such as {name}. Start more workers instead.")
     if settings.role is not Role.BOTH:
-        raise SetupError(f"{flag} does not support --role {settings.role}. Use --role both.")
+        _check_pair(settings.role, size, spec, device, name)
     if settings.quantize not in ("keep", "off"):
         raise SetupError(
             f"{flag} does not support --quantize {settings.quantize}: ranks compute with torch operations."
@@ -40,6 +40,21 @@ def check_parallel(
     if settings.enable_lora:
         raise SetupError(f"{flag} does not support --enable-lora. Use --tensor-parallel-size 1.")
     check_degree(spec, size, name)
+
+
+def _check_pair(role: Role, size: int, spec: ModelSpec, device: torch.device, name: str) -> None:
+    """Raise SetupError if the KV blocks of `size` ranks cannot be transferred."""
+    if device.type != "cpu":
+        raise SetupError(
+            f"--tensor-parallel-size {size} does not support --role {role} on GPUs, because rank 0 transfers "
+            "the blocks of all ranks and has no access to other GPUs. Use --role both."
+        )
+    if spec.kv_heads % size:
+        raise SetupError(
+            f"--tensor-parallel-size {size} does not support --role {role} of {name}: its "
+            f"{spec.kv_heads} key heads are not divided equally. Choose a degree that divides them, "
+            "or --role both."
+        )
 
 
 def load_parallel(
@@ -70,6 +85,7 @@ def load_parallel(
         dtype=kind,
         device=str(device),
         threads=torch.get_num_threads(),
+        memory=-1,
         store="",
         timeout_s=timeout_s,
         log_format=logs.for_children()[logs.VARIABLE],

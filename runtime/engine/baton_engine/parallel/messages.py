@@ -44,6 +44,8 @@ class Start(RankMessage, frozen=True):
     dtype: str
     device: str
     threads: int
+    memory: int
+    """Descriptor of the file for the KV cache on a CPU, which rank 0 maps too."""
     store: str
     """File by which the ranks find each other."""
     timeout_s: float

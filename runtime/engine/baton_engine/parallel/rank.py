@@ -79,7 +79,7 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     group, model, size = _load(start, device)
     channel.send(Loaded(weights=size, at_start=at_start, free=free_bytes(device)))
     blocks = _expect(inbox, Allocate).blocks
-    cache = KVCache(model.spec, blocks, getattr(torch, start.dtype), device)
+    cache = KVCache(model.spec, blocks, getattr(torch, start.dtype), device, shared=start.memory)
     channel.send(Allocated())
     group.connect(Path(start.store), start.timeout_s)
     while True:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import socket
 import struct
@@ -76,8 +77,11 @@ class Ranks:
         start = msgspec.structs.replace(start, store=str(self._store))
         try:
             for rank in range(1, start.size):
-                self._others.append(_Process(rank, self._timeout_s, self._fail))
-                self._others[-1].start(msgspec.structs.replace(start, rank=rank, device=devices[rank]))
+                other = _Process(rank, self._timeout_s, self._fail)
+                self._others.append(other)
+                other.start(
+                    msgspec.structs.replace(start, rank=rank, device=devices[rank], memory=other.memory)
+                )
         except BaseException:
             self.close()
             raise
@@ -85,6 +89,11 @@ class Ranks:
     def load(self) -> list[Loaded]:
         """Wait until all ranks have loaded their weights. Raises SetupError with a rank's reason."""
         return [self._receive(other, Loaded) for other in self._others]
+
+    @property
+    def memories(self) -> list[int]:
+        """Descriptors of the files for the KV caches of the other ranks."""
+        return [other.memory for other in self._others]
 
     def allocate(self, blocks: int, group: Group) -> None:
         """Allocate the KV blocks of all other ranks and connect `group` to them. Raises SetupError."""
@@ -157,9 +166,10 @@ class _Process:
         # A stopped rank does not read. Only sending has a timeout: replies may take any time.
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s) or 1, 0))
         self.channel = Channel(own)
+        self.memory = os.memfd_create(f"baton-kv-rank-{rank}")
         with other:
             command = [sys.executable, "-m", "baton_engine.parallel.rank"]
-            self._process = subprocess.Popen(command, stdin=other.fileno())
+            self._process = subprocess.Popen(command, stdin=other.fileno(), pass_fds=(self.memory,))
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
 
     def start(self, message: Start) -> None:
@@ -176,6 +186,7 @@ class _Process:
         if self._thread.ident is not None:
             self._thread.join()
         self.channel.close()
+        os.close(self.memory)
 
     def _listen(self) -> None:
         reason = ""
@@ -229,6 +240,11 @@ class ParallelModel:
     def open_cache(self, blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Allocate the KV cache of all ranks. Returns rank 0's. Raises SetupError."""
         cache = KVCache(self.part.spec, blocks, dtype, device)
+        if device.type == "cpu":
+            cache.others = tuple(
+                KVCache(self.part.spec, blocks, dtype, device, shared=memory)
+                for memory in self.ranks.memories
+            )
         self.ranks.allocate(blocks, self._group)
         return cache
 

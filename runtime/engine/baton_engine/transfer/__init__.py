@@ -27,7 +27,7 @@ class Peer:
 
     name: str
     """Unique for each start of the peer's process."""
-    pool: PoolLayout
+    pools: tuple[PoolLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,11 @@ class Transfer(Protocol):
         ...
 
     @property
-    def pool(self) -> PoolLayout: ...
+    def pools(self) -> tuple[PoolLayout, ...]:
+        """The parts of this worker's blocks, one for each rank."""
+        ...
 
-    async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
+    async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
         """Connect to a peer. `epoch` identifies the start of its process. Raises TransferFailed."""
         ...
 

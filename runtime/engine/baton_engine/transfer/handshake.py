@@ -49,7 +49,7 @@ class Identity:
             ticket=ticket,
         )
 
-    def welcome(self, agent: bytes, pool: PoolLayout) -> Welcome:
+    def welcome(self, agent: bytes, pools: tuple[PoolLayout, ...]) -> Welcome:
         return Welcome(
             protocol=PROTOCOL,
             worker=self.worker,
@@ -57,7 +57,7 @@ class Identity:
             model=self.model,
             digest=self.compatibility.digest,
             agent=agent,
-            pool=pool,
+            pools=pools,
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import xxhash
 
@@ -24,7 +25,17 @@ def block_checksum(cache: KVCache, block: int) -> int:
 
 
 def block_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
-    """Return xxh3-64 of each of `blocks`. Blocks of a GPU are copied together."""
+    """
+    Return xxh3-64 of each of `blocks`, which does not depend on the number of ranks that divide them.
+
+    Blocks of a GPU are copied together. Parts of several ranks are joined.
+    """
+    if cache.others:
+        pools = [
+            part.kv.view(torch.uint8).numpy().reshape(cache.blocks, cache.planes, -1) for part in cache.parts
+        ]
+        joined = (np.concatenate([pool[block] for pool in pools], axis=1) for block in blocks)
+        return [xxhash.xxh3_64_intdigest(block.data) for block in joined]
     if cache.kv.device.type == "cpu":
         pool = cache.kv.view(torch.uint8).numpy().reshape(cache.blocks, -1)
         return [xxhash.xxh3_64_intdigest(pool[block].data) for block in blocks]

@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakValueDictionary
+
+from torch import Tensor
 
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pulled
-from baton_engine.transfer.reads import Settlement, check_pool, check_read, runs
+from baton_engine.transfer.parts import whole_bytes
+from baton_engine.transfer.reads import Settlement, check_pools, check_read, runs
 
 _workers: WeakValueDictionary[bytes, LoopbackTransfer] = WeakValueDictionary()
 
@@ -45,32 +48,29 @@ class LoopbackTransfer:
         return self._token
 
     @property
-    def pool(self) -> PoolLayout:
-        return PoolLayout(
-            address=self._cache.kv.data_ptr(),
-            block_bytes=self._cache.block_bytes,
-            blocks=self._cache.blocks,
+    def pools(self) -> tuple[PoolLayout, ...]:
+        return tuple(
+            PoolLayout(address=part.kv.data_ptr(), block_bytes=part.block_bytes, blocks=part.blocks)
+            for part in self._cache.parts
         )
 
-    async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
+    async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
         worker = _workers.get(metadata)
         if worker is None:
             raise TransferFailed(
                 "No worker of this process has this metadata: --transfer loopback supports only workers in "
                 "one process. Start both workers with --transfer nixl."
             )
-        check_pool(self.pool, pool)
-        if pool != worker.pool:
-            raise TransferFailed(
-                f"The pool of {worker._agent} differs from the pool that the peer announced."
-            )
+        check_pools(self.pools, pools, self._cache.whole_kv_heads)
+        if pools != worker.pools:
+            raise TransferFailed(f"The pools of {worker._agent} differ from those that the peer announced.")
         self._peers[worker._agent] = metadata
-        return Peer(worker._agent, pool)
+        return Peer(worker._agent, pools)
 
     def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Settlement:
         end = Settlement()
         try:
-            check_read(peer.pool, self.pool, remote, local)
+            check_read(peer.pools[0], self.pools[0], remote, local)
             self._copier.submit(self._copy, peer, list(remote), list(local), end)
         except TransferFailed as error:
             end.fail(error)
@@ -83,10 +83,10 @@ class LoopbackTransfer:
         if worker is None:
             end.fail(TransferFailed(f"The peer {peer.name} is gone."))
             return
-        theirs, ours = worker._cache.kv, self._cache.kv
-        for source, destination, count in runs(remote, local):
-            ours[destination : destination + count].copy_(theirs[source : source + count])
-        size = len(remote) * self._cache.block_bytes
+        for ours, theirs in _shared_heads(self._cache, worker._cache):
+            for source, destination, count in runs(remote, local):
+                ours[destination : destination + count].copy_(theirs[source : source + count])
+        size = len(remote) * whole_bytes(self.pools)
         end.succeed(Pulled(bytes=size, seconds=time.perf_counter() - begin, transport="loopback"))
 
     def serve(self) -> AbstractContextManager[None]:
@@ -98,3 +98,23 @@ class LoopbackTransfer:
     async def close(self) -> None:
         _workers.pop(self._token, None)
         await asyncio.to_thread(self._copier.shutdown)
+
+
+def _shared_heads(ours: KVCache, theirs: KVCache) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views [block, layer, plane, head, slot, dim] of the same key heads on both sides."""
+    for part, start, stop in _heads(ours):
+        for other, first, end in _heads(theirs):
+            low, high = max(start, first), min(stop, end)
+            if low < high:
+                yield (
+                    part.kv[:, :, :, low - start : high - start],
+                    other.kv[:, :, :, low - first : high - first],
+                )
+
+
+def _heads(cache: KVCache) -> Iterator[tuple[KVCache, int, int]]:
+    """Yield the part of each rank with its key heads: the first one, and the one after the last."""
+    start = 0
+    for part in cache.parts:
+        yield part, start, start + part.spec.kv_heads
+        start += part.spec.kv_heads

@@ -21,17 +21,20 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton_api.errors import SetupError, TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, ucx
 from baton_engine.transfer.integrity import seal, unseal
+from baton_engine.transfer.parts import BlockPiece, block_pieces, whole_bytes
 from baton_engine.transfer.reader import AgentError, BlockReader, Read
-from baton_engine.transfer.reads import Settlement, check_pool, check_read, slices
+from baton_engine.transfer.reads import Settlement, check_pools, check_read, slices
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +57,9 @@ class NixlTransfer:
     """The agent of one worker and its thread. Created by `create`, used on the event loop."""
 
     def __init__(self, cache: KVCache, worker: str) -> None:
-        cuda = cache.kv.device.type == "cuda"
-        self._pool = PoolLayout(
-            address=cache.kv.data_ptr(),
-            block_bytes=cache.block_bytes,
-            blocks=cache.blocks,
-            device=(cache.kv.device.index or 0) if cuda else 0,
-            memory="VRAM" if cuda else "DRAM",
-        )
-        self._agent = NixlAgent(f"{worker}-{secrets.token_hex(16)}", cache, self._pool)
+        self._cache = cache
+        self._pools = tuple(_layout(part) for part in cache.parts)
+        self._agent = NixlAgent(f"{worker}-{secrets.token_hex(16)}", cache, self._pools)
         self._reader = BlockReader(self._agent)
         self._metadata = b""
 
@@ -87,28 +84,29 @@ class NixlTransfer:
         return self._metadata
 
     @property
-    def pool(self) -> PoolLayout:
-        return self._pool
+    def pools(self) -> tuple[PoolLayout, ...]:
+        return self._pools
 
-    async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
-        check_pool(self._pool, pool)
+    async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
+        check_pools(self._pools, pools, self._cache.whole_kv_heads)
         plain, place = unseal(metadata, self._agent.wire)
         near = place == self._agent.place != ""
-        name = await self._reader.call(lambda: self._reader.connect(plain, pool, epoch, near))
-        return Peer(name, pool)
+        name = await self._reader.call(lambda: self._reader.connect(plain, pools, epoch, near))
+        return Peer(name, pools)
 
     def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Settlement:
         end = Settlement()
         try:
-            check_read(peer.pool, self._pool, remote, local)
+            check_read(peer.pools[0], self._pools[0], remote, local)
         except TransferFailed as error:
             end.fail(error)
             return end
+        size = whole_bytes(self._pools)
         read = Read(
             peer=peer.name,
-            bytes=len(remote) * self._pool.block_bytes,
+            bytes=len(remote) * size,
             end=end,
-            waiting=deque(slices(remote, local, max(1, SLICE_BYTES // self._pool.block_bytes))),
+            waiting=deque(slices(remote, local, max(1, SLICE_BYTES // size))),
             sample=(list(remote[:1]), list(local[:1])),
         )
         self._reader.post(lambda: self._reader.begin(read))
@@ -136,12 +134,12 @@ class NixlTransfer:
 class NixlAgent:
     """Implementation of `reader.Agent` with NIXL and UCX. Used on the reader's thread only."""
 
-    def __init__(self, name: str, cache: KVCache, pool: PoolLayout) -> None:
+    def __init__(self, name: str, cache: KVCache, pools: tuple[PoolLayout, ...]) -> None:
         self.wire = ""
         self.place = ""
         self._name = name
         self._cache = cache  # keeps the memory alive while peers may write to it
-        self._pool = pool
+        self._pools = pools
         self._agent: Any = None
         self._errors: tuple[type[Exception], ...] = ()
         self._registered: Any = None
@@ -150,7 +148,7 @@ class NixlAgent:
 
     def open(self) -> bytes:
         """Start UCX, register the pool, and return the metadata for peers. Raises SetupError."""
-        size = self._pool.blocks * self._pool.block_bytes
+        size = self._cache.blocks * whole_bytes(self._pools)
         with ucx.environment():
             nixl_agent, nixl_agent_config, self._errors = _load()
             try:
@@ -158,9 +156,9 @@ class NixlAgent:
                 self._agent = nixl_agent(self._name, config)
                 if "UCX" not in self._agent.backends:
                     raise SetupError(f"The NIXL library has no UCX plugin. {WAY_OUT}")
-                region = (self._pool.address, size, self._pool.device, "")
-                self._registered = self._agent.register_memory([region], self._pool.memory, ["UCX"])
-                self._blocks = self._prepare("NIXL_INIT_AGENT", self._pool)
+                regions = [(one.address, one.blocks * one.block_bytes, one.device, "") for one in self._pools]
+                self._registered = self._agent.register_memory(regions, self._pools[0].memory, ["UCX"])
+                self._blocks = self._prepare("NIXL_INIT_AGENT", self._pools)
                 metadata: bytes = self._agent.get_agent_metadata()
             except self._errors as error:
                 tls = os.environ.get("UCX_TLS", "all")
@@ -179,29 +177,56 @@ class NixlAgent:
         except self._errors as error:
             raise AgentError(str(error)) from error
 
-    def prepare(self, peer: str, pool: PoolLayout) -> Any:
+    def prepare(self, peer: str, pools: tuple[PoolLayout, ...]) -> _Blocks:
         try:
-            return self._prepare(peer, pool)
+            return _Blocks(peer, pools, self._prepare(peer, pools))
         except self._errors as error:
             raise AgentError(str(error)) from error
 
-    def _prepare(self, agent: str, pool: PoolLayout) -> Any:
-        """Create one descriptor per block, from one row: (address, bytes, device, distance, count)."""
-        row = (pool.address, pool.block_bytes, pool.device, pool.block_bytes, pool.blocks)
-        return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), pool.memory, ["UCX"])
+    def _prepare(self, agent: str, pools: tuple[PoolLayout, ...]) -> Any:
+        """Create one descriptor per block and rank, from rows (address, bytes, device, distance, count)."""
+        rows = [(one.address, one.block_bytes, one.device, one.block_bytes, one.blocks) for one in pools]
+        return self._agent.prep_xfer_dlist(agent, np.array(rows, dtype=np.uint64), pools[0].memory, ["UCX"])
 
-    def make(self, theirs: Any, remote: Sequence[int], local: Sequence[int]) -> Any:
-        # NIXL merges adjacent blocks into one descriptor.
+    def make(self, theirs: _Blocks, remote: Sequence[int], local: Sequence[int]) -> Any:
         try:
+            if len(theirs.pools) != len(self._pools):
+                return self._make_of_pieces(theirs, remote, local)
+            # NIXL merges adjacent blocks into one descriptor.
             return self._agent.make_prepped_xfer(
                 "READ",
                 self._blocks,
-                np.array(local, dtype=np.int32),
-                theirs,
-                np.array(remote, dtype=np.int32),
+                _indices(local, self._pools),
+                theirs.prepared,
+                _indices(remote, theirs.pools),
             )
         except self._errors as error:
             raise AgentError(str(error)) from error
+
+    def _make_of_pieces(self, theirs: _Blocks, remote: Sequence[int], local: Sequence[int]) -> Any:
+        # Prepared lists of all pieces of all blocks could need gigabytes.
+        planes = self._cache.planes
+        our_pieces = block_pieces(self._pools, len(theirs.pools), planes)
+        their_pieces = block_pieces(theirs.pools, len(self._pools), planes)
+        return self._agent.initialize_xfer(
+            "READ",
+            self._described(local, self._pools, our_pieces),
+            self._described(remote, theirs.pools, their_pieces),
+            theirs.peer,
+            backends=["UCX"],
+        )
+
+    def _described(
+        self, blocks: Sequence[int], pools: tuple[PoolLayout, ...], pieces: Sequence[BlockPiece]
+    ) -> Any:
+        """Return descriptors of all pieces of `blocks`, piece by piece."""
+        numbers = np.array(blocks, dtype=np.uint64)
+        rows = np.empty((len(pieces), len(numbers), 3), dtype=np.uint64)  # address, bytes, device
+        for row, piece in zip(rows, pieces, strict=True):
+            pool = pools[piece.rank]
+            row[:, 0] = numbers * np.uint64(pool.block_bytes) + np.uint64(pool.address + piece.offset)
+            row[:, 1:] = piece.size, pool.device
+        return self._agent.get_xfer_descs(rows.reshape(-1, 3), pools[0].memory)
 
     def post(self, handle: Any) -> bool:
         try:
@@ -221,19 +246,19 @@ class NixlAgent:
     def release(self, handle: Any) -> None:
         self._tidy(handle.release)
 
-    def remove(self, peer: str, blocks: Any) -> None:
+    def remove(self, peer: str, blocks: _Blocks | None) -> None:
         # UCX tears down a failed connection step by step. Removing the agent earlier aborts the process.
         for _ in range(TEARDOWN_STEPS):
             self.progress()
         if blocks is not None:
-            self._tidy(blocks.release)
+            self._tidy(blocks.prepared.release)
         self._tidy(lambda: self._agent.remove_remote_agent(peer))
 
     def progress(self) -> None:
         self._agent.get_new_notifs(["UCX"])
 
-    def transport(self, pool: PoolLayout, copied: bool) -> str:
-        memory = "VRAM" if "VRAM" in (pool.memory, self._pool.memory) else "DRAM"
+    def transport(self, pools: tuple[PoolLayout, ...], copied: bool) -> str:
+        memory = "VRAM" if "VRAM" in (pools[0].memory, self._pools[0].memory) else "DRAM"
         return ucx.transport(memory, copied, self._rdma)
 
     def close(self) -> None:
@@ -249,6 +274,33 @@ class NixlAgent:
             step()
         except self._errors as error:
             log.warning("NIXL failed to release a resource: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The blocks of a peer."""
+
+    peer: str
+    pools: tuple[PoolLayout, ...]
+    prepared: Any
+    """Descriptors: that of block `b` of rank `r` is number `r * blocks + b`."""
+
+
+def _indices(blocks: Sequence[int], pools: tuple[PoolLayout, ...]) -> NDArray[np.int32]:
+    """Return the numbers of the prepared descriptors of `blocks`, rank by rank."""
+    first = np.arange(len(pools), dtype=np.int32)[:, None] * pools[0].blocks
+    return (first + np.array(blocks, dtype=np.int32)).reshape(-1)
+
+
+def _layout(part: KVCache) -> PoolLayout:
+    device = part.kv.device
+    return PoolLayout(
+        address=part.kv.data_ptr(),
+        block_bytes=part.block_bytes,
+        blocks=part.blocks,
+        device=device.index or 0,
+        memory="VRAM" if device.type == "cuda" else "DRAM",
+    )
 
 
 def is_installed() -> bool:

@@ -61,7 +61,7 @@ class Agent(Protocol):
         """Register a peer, which may be registered already. Returns its name."""
         ...
 
-    def prepare(self, peer: str, pool: PoolLayout) -> Any:
+    def prepare(self, peer: str, pools: tuple[PoolLayout, ...]) -> Any:
         """Prepare the peer's blocks for `make`."""
         ...
 
@@ -85,8 +85,8 @@ class Agent(Protocol):
         """Answer peers that read from this worker."""
         ...
 
-    def transport(self, pool: PoolLayout, copied: bool) -> str:
-        """Return the transport of reads from `pool`. `copied`: reads complete in the posting call."""
+    def transport(self, pools: tuple[PoolLayout, ...], copied: bool) -> str:
+        """Return the transport of reads from `pools`. `copied`: reads complete in the posting call."""
         ...
 
     def close(self) -> None: ...
@@ -114,7 +114,7 @@ class _Remote:
 
     name: str
     epoch: str
-    pool: PoolLayout
+    pools: tuple[PoolLayout, ...]
     blocks: Any
     uses: int = 1
     """Number of open connections."""
@@ -174,7 +174,7 @@ class BlockReader:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def connect(self, metadata: bytes, pool: PoolLayout, epoch: str, near: bool) -> str:
+    def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str, near: bool) -> str:
         """Connect to a peer and return its name. Raises TransferFailed."""
         self._agent.progress()  # releases the sockets of closed peers
         try:
@@ -184,13 +184,13 @@ class BlockReader:
         existing = self._remotes.get(name)
         if existing is None:
             try:
-                blocks = self._agent.prepare(name, pool)
+                blocks = self._agent.prepare(name, pools)
             except AgentError as error:
                 self._agent.remove(name, None)
-                raise TransferFailed(f"Cannot read the pool that {name} announced: {error}.") from error
+                raise TransferFailed(f"Cannot read the pools that {name} announced: {error}.") from error
             self._forget_oldest()
-            self._remotes[name] = _Remote(name, epoch, pool, blocks, near=near)
-        elif existing.dead or (existing.epoch, existing.pool) != (epoch, pool):
+            self._remotes[name] = _Remote(name, epoch, pools, blocks, near=near)
+        elif existing.dead or (existing.epoch, existing.pools) != (epoch, pools):
             raise TransferFailed(f"The peer {name} has failed before, or is from an earlier start.")
         else:
             existing.uses += 1
@@ -319,7 +319,7 @@ class BlockReader:
         if read.error:
             read.end.fail(TransferFailed(read.error))
         else:
-            transport = self._agent.transport(remote.pool, remote.copied)
+            transport = self._agent.transport(remote.pools, remote.copied)
             read.end.succeed(Pulled(bytes=read.bytes, seconds=read.seconds, transport=transport))
 
     def _forget(self, remote: _Remote) -> None:

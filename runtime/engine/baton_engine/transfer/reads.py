@@ -9,28 +9,45 @@ completion: each waiter has a separate future, and its cancellation or timeout d
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
+from baton_engine.transfer.parts import whole_bytes
 
 BLOCKS_LIMIT = 2**31 - 1
-"""Maximum number of blocks: NIXL's descriptor counts have 32 bits."""
+"""Maximum number of blocks of all ranks: NIXL's descriptor counts have 32 bits."""
 
 
-def check_pool(ours: PoolLayout, theirs: PoolLayout) -> None:
-    """Raise IncompatiblePeer if blocks of the pool `theirs` do not fit `ours`."""
-    if theirs.block_bytes != ours.block_bytes:
+def check_pools(ours: Sequence[PoolLayout], theirs: Sequence[PoolLayout], kv_heads: int) -> None:
+    """
+    Raise IncompatiblePeer if blocks of the pools `theirs` cannot be read into `ours`.
+
+    `kv_heads` is that of the whole model.
+    """
+    if whole_bytes(theirs) != whole_bytes(ours):
         raise IncompatiblePeer(
-            f"The peer's KV blocks have {theirs.block_bytes} bytes and this worker's {ours.block_bytes}. "
+            f"The peer's KV blocks have {whole_bytes(theirs)} bytes and this worker's {whole_bytes(ours)}. "
             "Start both with the same model, dtype and block size."
         )
-    if not 0 < theirs.blocks <= BLOCKS_LIMIT or theirs.memory not in ("DRAM", "VRAM"):
-        raise IncompatiblePeer(f"The peer announced a pool of {theirs.blocks} blocks of {theirs.memory!r}.")
-    if not 0 < theirs.address < 2**64 - theirs.blocks * theirs.block_bytes or not 0 <= theirs.device < 2**16:
-        raise IncompatiblePeer("The peer announced a pool with an invalid address.")
+    parts = math.lcm(len(ours), len(theirs))
+    if kv_heads % parts:
+        raise IncompatiblePeer(
+            f"The peer divides {kv_heads} key heads among {len(theirs)} ranks and this worker among "
+            f"{len(ours)}, which needs {parts} equal parts. Choose --tensor-parallel-size so that "
+            "the least common multiple of both divides the key heads."
+        )
+    first = theirs[0]
+    for pool in theirs:
+        if (pool.block_bytes, pool.blocks, pool.memory) != (first.block_bytes, first.blocks, first.memory):
+            raise IncompatiblePeer("The peer announced different pools for its ranks.")
+        if not 0 < pool.blocks <= BLOCKS_LIMIT // len(theirs) or pool.memory not in ("DRAM", "VRAM"):
+            raise IncompatiblePeer(f"The peer announced a pool of {pool.blocks} blocks of {pool.memory!r}.")
+        if not 0 < pool.address < 2**64 - pool.blocks * pool.block_bytes or not 0 <= pool.device < 2**16:
+            raise IncompatiblePeer("The peer announced a pool with an invalid address.")
 
 
 def check_read(theirs: PoolLayout, ours: PoolLayout, remote: Sequence[int], local: Sequence[int]) -> None:
