@@ -86,6 +86,29 @@ def test_without_prefill_workers_decode_workers_do_both() -> None:
     assert "prefill" not in cluster.service["status"]
 
 
+@pytest.mark.parametrize(
+    ("decode", "flags", "accelerators"),
+    [
+        ({}, [], None),
+        ({"parallelism": {"tensor": 2}}, ["--tensor-parallel-size=2"], None),
+        (
+            {"parallelism": {"tensor": 4}, "resources": {"gpu": {"count": 4}}},
+            ["--tensor-parallel-size=4"],
+            "4",
+        ),
+    ],
+    ids=["one", "processes", "accelerators"],
+)
+def test_plan_worker_gets_its_degree_and_accelerators(
+    decode: dict[str, Any], flags: list[str], accelerators: str | None
+) -> None:
+    cluster = settled(changed(MINIMAL, "decode", decode))
+    (worker,) = [name for name in cluster.names("Deployment") if name != "chat-router"]
+    container = cluster.objects["apps/v1", "Deployment", worker]["spec"]["template"]["spec"]["containers"][0]
+    assert [flag for flag in container["args"] if "parallel" in flag] == flags
+    assert container["resources"].get("limits", {}).get("nvidia.com/gpu") == accelerators
+
+
 def test_everything_belongs_to_the_service_and_says_so() -> None:
     cluster = settled(HUB)
     for manifest in cluster.objects.values():

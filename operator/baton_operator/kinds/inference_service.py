@@ -23,21 +23,31 @@ _WAITS = (
     "(has(self.router.holdForScaleFromZeroSeconds) && self.router.holdForScaleFromZeroSeconds > 0)"
 )
 _GPUS = "(has(self.{0}) && has(self.{0}.resources) && has(self.{0}.resources.gpu))"
-_ONE = " && ".join(f"self.{{0}}.parallelism.{one} == 1" for one in ("tensor", "pipeline", "nodes"))
+_ONE_NODE = "self.{0}.parallelism.pipeline == 1 && self.{0}.parallelism.nodes == 1"
+_UNDIVIDED = "(self.engine.type == 'Baton' || self.{0}.parallelism.tensor == 1)"
 
 
 def _of_engine(role: str) -> tuple[Rule, ...]:
     """Return what engine.type allows in a role."""
     return (
         Rule(
-            f"self.engine.type != 'Baton' || !{_GPUS.format(role)} || self.{role}.resources.gpu.count <= 1",
-            "a worker uses 1 accelerator and would leave the others idle: set count to 1 and raise replicas",
+            f"self.engine.type != 'Baton' || !{_GPUS.format(role)} || "
+            f"self.{role}.resources.gpu.count in [0, self.{role}.parallelism.tensor]",
+            "a worker uses parallelism.tensor accelerators: set count to that number, or raise replicas",
             f".{role}.resources.gpu.count",
         ),
         Rule(
-            f"self.engine.type in ['vLLM', 'SGLang'] || !has(self.{role}) || ({_ONE.format(role)})",
-            "parallelism is for engine.type vLLM and SGLang: a Baton worker uses one accelerator, and a "
-            "Custom engine has its own flags in engine.args",
+            f"self.engine.type != 'Baton' || !has(self.prefill) || !{_GPUS.format(role)} || "
+            f"self.{role}.resources.gpu.count <= 1",
+            "prefill and decode workers of engine.type Baton use 1 accelerator each: set count and "
+            "parallelism.tensor to 1, or remove prefill",
+            f".{role}.resources.gpu.count",
+        ),
+        Rule(
+            f"self.engine.type in ['vLLM', 'SGLang'] || !has(self.{role}) || "
+            f"({_ONE_NODE.format(role)} && {_UNDIVIDED.format(role)})",
+            "pipeline and nodes are for engine.type vLLM and SGLang, and tensor also for Baton: a Custom "
+            "engine has its own flags in engine.args",
             f".{role}.parallelism",
         ),
     )

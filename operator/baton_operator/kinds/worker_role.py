@@ -103,8 +103,9 @@ class Gpu(Part):
     """Name of the extended resource of the device plugin."""
 
     count: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of accelerators; 0 for a worker that runs on the CPU. At most 1 for engine type Baton. For
-    others, a multiple of parallelism.tensor x parallelism.pipeline / parallelism.nodes."""
+    """Number of accelerators; 0 for a worker that runs on the CPU. For engine type Baton,
+    parallelism.tensor, which is 1 in a pair. For others, a multiple of parallelism.tensor x
+    parallelism.pipeline / parallelism.nodes."""
 
 
 class Rdma(Part):
@@ -249,10 +250,12 @@ class DisruptionBudget(Part):
 
 
 class Parallelism(Part):
-    """Distribution of one worker over accelerators and nodes. For engine types vLLM and SGLang."""
+    """Distribution of one worker over accelerators and nodes. For engine types vLLM and SGLang; tensor also
+    for Baton."""
 
     tensor: Annotated[int, Field(ge=1, le=512)] = 1
-    """Accelerators among which each layer is divided."""
+    """Accelerators among which each layer is divided. A Baton worker without accelerators divides it among
+    processes."""
 
     pipeline: Annotated[int, Field(ge=1, le=64)] = 1
     """Stages into which the layers are divided, each on `tensor` accelerators."""

@@ -48,6 +48,8 @@ def _flags(worker: WorkerPod) -> list[str]:
         flags += [f"--health-port={ports.health}", "--no-kv-tokens"]
     if worker.role is Role.PREFILL:
         flags += ["--control-host=$(POD_IP)", f"--control-port={ports.control}"]
+    if worker.spec.parallelism.tensor > 1:
+        flags.append(f"--tensor-parallel-size={worker.spec.parallelism.tensor}")
     if engine.max_model_len is not None:
         flags.append(f"--max-model-len={engine.max_model_len}")
     if engine.kv_cache_memory is not None:
