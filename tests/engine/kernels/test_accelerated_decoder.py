@@ -32,7 +32,10 @@ from tests.engine.kernels.cases import DEVICE
 from tests.engine.models import VOCAB, make_model
 from tests.engine.random_weights import random_weights, tiny_spec
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU")
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # of numpy
+]
 
 PROMPTS = [[(3 + at * (7 + row) + at**2) % VOCAB for at in range(3 + 17 * row)] for row in range(4)]
 
