@@ -8,8 +8,6 @@ import gc
 import logging
 import os
 import signal
-import sys
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
     try:
         settings = read_settings(WorkerSettings, {**given, "role": role})
         logs.begin(settings.log_format, settings.name or role)
-        with quick_imports():
+        with _uncollected():
             match settings.role:
                 case Role.PREFILL:
                     from baton_prefill.main import run
@@ -51,31 +49,17 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
         raise
 
 
-UNUSED = "torch._meta_registrations"
-"""A module that takes a quarter of the time of torch's import. It is for tensors without data and for
-torch.compile, which no worker uses."""
-
-
 @contextlib.contextmanager
-def quick_imports() -> Iterator[None]:
+def _uncollected() -> Iterator[None]:
     """
-    Import torch in two thirds of the time: without garbage collections and without `UNUSED`.
+    Import without garbage collections, which take a sixth of the time of torch's import.
 
-    Modules stay until the end, so later collections do not visit their objects either. Within this context,
-    torch gets an empty module for `UNUSED`, which can be imported later.
+    Modules stay until the end, so later collections do not visit their objects either.
     """
     gc.disable()
-    skipped = UNUSED not in sys.modules and "torch" not in sys.modules
-    if skipped:
-        sys.modules[UNUSED] = types.ModuleType(UNUSED)
     try:
         yield
     finally:
-        if skipped:
-            del sys.modules[UNUSED]
-            parent, _, name = UNUSED.rpartition(".")
-            if (imported := sys.modules.get(parent)) is not None:
-                vars(imported).pop(name, None)
         gc.freeze()
         gc.enable()
 
