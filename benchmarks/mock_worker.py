@@ -1,7 +1,10 @@
 """
-Workers that answer at once, to measure routers in front of them: the endpoints of all routers, on one core.
+Workers without a model, to measure routers in front of them: the endpoints of all routers, on one core.
 
-A chat whose body ends in `"hold":true}` is a stream that sends one event and then waits for `GET /release`.
+A stream has as many tokens as the body's `max_tokens` says, and each is one event in a write of its own. The
+first comes at once, the others with the worker's steps, `STEP_S` apart, each for all of its streams. A router
+that asks for Baton's resume state gets it in the same writes. A prefill worker generates one token. A chat
+with `"hold": true` is a stream that sends one event and then waits for `GET /release`.
 Answers of /v1/responses come whole.
 """
 
@@ -11,9 +14,10 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import resource
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import Process
 from typing import cast
 
@@ -21,11 +25,12 @@ import httptools
 import uvloop
 
 from baton_api import headers
+from baton_api.resuming import Beginning, begin_line, tokens_line
 
 PREFILL_PORTS, DECODE_PORTS = (9101, 9102), (9103, 9104)
 PLAIN_PORTS = (9105, 9106, 9107, 9108)
-EVENTS = 8
-"""Of a streamed answer; they come all at once."""
+STEP_S = 0.005
+"""Seconds between two tokens of a stream."""
 
 REPORT = b"tokens=%d;cached=%d;held=0;queue_s=0.000000;compute_s=%.6f;transfer_s=0.000100;remote=%d;tail="
 """Report of Baton's workers about a prompt, so that the router learns as much as from real ones."""
@@ -52,12 +57,17 @@ def _chunked(parts: Sequence[bytes]) -> bytes:
 _CHUNK = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 _CHOICE = {"index": 0, "delta": {"content": "word "}, "finish_reason": None}
 EVENT = b"data: " + json.dumps({**_CHUNK, "choices": [_CHOICE]}).encode() + b"\n\n"
+WORD = b'"word "'
+"""The text of each event, once."""
+
 LAST = b"data: [DONE]\n\n"
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-baton-prompt: %b\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
-STREAMED = _chunked([EVENT] * EVENTS + [LAST, b""])
+BEGINNING = begin_line(Beginning("c", 1, 1, 0))
+TOKENS = tokens_line([42], ended=False)
+LAST_TOKENS = tokens_line([42], ended=True)
 WHOLE = json.dumps(
     {
         "id": "c", "object": "chat.completion", "created": 1, "model": "m",
@@ -77,7 +87,15 @@ WHOLE_HEAD = (
 
 
 RESPONSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-baton-prompt: %b\r\n"
+_MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":(\d+)')
 _numbers = itertools.count()
+
+
+@lru_cache(1024)
+def rendered(tokens: int) -> bytes:
+    """The prompt's tokens, for which vllm-router asks vLLM before it chooses a worker."""
+    body = {"request_id": "c", "model": "m", "token_ids": [1] * tokens, "sampling_params": {}}
+    return _answer(b"200 OK", b"application/json", json.dumps(body).encode())
 
 
 def response() -> bytes:
@@ -91,10 +109,48 @@ def response() -> bytes:
     return b"content-length: %d\r\n\r\n" % len(body) + body
 
 
+class Steps:
+    """The streams of one worker: each step writes one event of each."""
+
+    def __init__(self) -> None:
+        self._streams: dict[asyncio.Transport, tuple[int, bool]] = {}
+        """Tokens to come, and whether the router follows them."""
+
+    def add(self, transport: asyncio.Transport, tokens: int, follows: bool) -> None:
+        if not self._streams:
+            asyncio.get_running_loop().call_later(STEP_S, self._step)
+        self._streams[transport] = tokens, follows
+
+    def _step(self) -> None:
+        due = asyncio.get_running_loop().time() + STEP_S
+        for transport, (tokens, follows) in list(self._streams.items()):
+            if tokens == 1 or transport.is_closing():
+                del self._streams[transport]
+            else:
+                self._streams[transport] = tokens - 1, follows
+            transport.write(_token(follows, last=tokens == 1))
+        if self._streams:
+            asyncio.get_running_loop().call_at(due, self._step)
+
+
+def _token(follows: bool, last: bool) -> bytes:
+    """The write with one token, and with the end of the stream behind the last one."""
+    if not last:
+        return _FOLLOWED if follows else _PLAIN
+    return _FOLLOWED_LAST if follows else _PLAIN_LAST
+
+
+_PLAIN, _FOLLOWED = _chunked([EVENT]), _chunked([EVENT + TOKENS])
+_PLAIN_LAST = _chunked([EVENT, LAST, b""])
+_FOLLOWED_LAST = _chunked([EVENT + LAST_TOKENS, LAST, b""])
+
+
 class MockWorker(asyncio.Protocol):
     """One connection to a worker of a role."""
 
-    def __init__(self, role: str, port: int, holding: set[MockWorker], cached: set[int]) -> None:
+    def __init__(
+        self, role: str, port: int, holding: set[MockWorker], cached: set[int], steps: Steps
+    ) -> None:
         """`holding` are those whose streams wait, `cached` the beginnings that the worker has seen."""
         load = {
             "role": role, "model": "m", "total_blocks": 100_000, "free_blocks": 100_000,
@@ -109,8 +165,10 @@ class MockWorker(asyncio.Protocol):
         def page(content: object) -> bytes:
             return _answer(b"200 OK", b"application/json", json.dumps(content).encode())
 
+        self._prefills = role == "prefill"
         self._holding = holding
         self._cached = cached
+        self._steps = steps
         self._pages = {b"/load": page(load), b"/v1/models": page({"object": "list", "data": [model]})}
         self._other = page(about)
 
@@ -119,7 +177,7 @@ class MockWorker(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
         self._path = b""
-        self._remote = 0
+        self._remote, self._follows = 0, False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._holding.discard(self)
@@ -133,6 +191,8 @@ class MockWorker(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if name == headers.PREFILL.encode():
             self._remote = 1
+        elif name == headers.FOLLOW.encode():
+            self._follows = True
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
@@ -145,7 +205,7 @@ class MockWorker(asyncio.Protocol):
                 self._release()
             self._transport.write(self._pages.get(self._path, self._other))
         self._body.clear()
-        self._path, self._remote = b"", 0
+        self._path, self._remote, self._follows = b"", 0, False
 
     def _answer(self, body: bytes) -> None:
         tokens = len(body) // BYTES_PER_TOKEN + 1
@@ -154,16 +214,26 @@ class MockWorker(asyncio.Protocol):
         self._cached.add(beginning)
         compute_s = COMPUTE_S + (tokens - cached) * TOKEN_S
         report = REPORT % (tokens, cached, compute_s, self._remote)
-        tail = body[-200:].replace(b" ", b"")
-        if self._path == b"/v1/responses":
+        fields = (body[:200] + body[-500:]).replace(b" ", b"")  # routers may order them as they like
+        if self._path.endswith(b"/render"):
+            self._transport.write(rendered(tokens))
+        elif self._path == b"/v1/responses":
             self._transport.write(RESPONSE_HEAD % report + response())
-        elif b'"stream":true' not in tail:
+        elif b'"stream":true' not in fields:
             self._transport.write(WHOLE_HEAD % report + WHOLE)
-        elif b'"hold":true' in tail:
+        elif b'"hold":true' in fields:
             self._holding.add(self)
             self._transport.write(STREAM_HEAD % report + _chunked([EVENT]))
         else:
-            self._transport.write(STREAM_HEAD % report + STREAMED)
+            self._stream(report, fields)
+
+    def _stream(self, report: bytes, fields: bytes) -> None:
+        given = None if self._prefills else _MAX_TOKENS.search(fields)
+        tokens = int(given[1]) if given else 1
+        beginning = _chunked([BEGINNING]) if self._follows else b""
+        self._transport.write(STREAM_HEAD % report + beginning + _token(self._follows, last=tokens == 1))
+        if tokens > 1:
+            self._steps.add(self._transport, tokens - 1, self._follows)
 
     def _release(self) -> None:
         for one in self._holding:
@@ -193,7 +263,7 @@ def _serve(core: int) -> None:
         holding: set[MockWorker] = set()
         for role, ports in (("prefill", PREFILL_PORTS), ("decode", DECODE_PORTS), ("both", PLAIN_PORTS)):
             for port in ports:
-                make = partial(MockWorker, role, port, holding, set())
+                make = partial(MockWorker, role, port, holding, set(), Steps())
                 await loop.create_server(make, "127.0.0.1", port, backlog=4096)
         await asyncio.Event().wait()
 

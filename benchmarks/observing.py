@@ -37,8 +37,8 @@ from benchmarks.router import COMMANDS, OTHER_CORE, WARM_S, command, running
 
 PORT = 31950
 PAGES = 50
-CASE = "short", True
-"""Prompts, and whether answers are streams."""
+CASE = "short", 1
+"""Prompts, and tokens of each answer, which is a stream."""
 
 COLUMNS = ("cpu_us", "per_s")
 BEFORE = {"metrics": "bare", "logs": "metrics", "sampled": "metrics", "traced": "metrics"}
@@ -121,7 +121,7 @@ def page_ms(process: psutil.Process, port: int) -> float:
 def measure(process: psutil.Process, port: int, seconds: float, clients: int) -> dict[str, float]:
     requests = router_load.requests(*CASE)
     before = sum(process.cpu_times()[:2])
-    waits, errors = uvloop.run(router_load.load([port], clients, seconds, requests))
+    waits, errors = uvloop.run(router_load.load([port], clients, seconds, requests, CASE[1]))
     used = sum(process.cpu_times()[:2]) - before
     assert not errors, f"{errors} requests went wrong"
     return {"cpu_us": 1e6 * used / len(waits), "per_s": len(waits) / seconds}

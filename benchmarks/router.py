@@ -4,15 +4,18 @@ Cost of routers, side by side: processor time per request and time added to the 
     python -m benchmarks.router --peers /path/to/venv --routers baton,sglang,vllm
     python -m benchmarks.router --open-streams 9000
 
-Each router is started in turn on core 0, before four mock workers that answer at once. Workers and clients
-share core 1. A case is MODE:PROMPT:ANSWER:
+Each router is started in turn on core 0, before four mock workers whose prompts take no time. Workers and
+clients share core 1. A case is MODE:PROMPT:ANSWER:
 
-- MODE: `pd` has two prefill and two decode workers, `plain` has four that do both.
+- MODE: `pd` has two prefill and two decode workers, `plain` has four that do both. With `openai`, Baton does
+  not know these four for its own; for peers it is the same as `plain`.
 - PROMPT: `short` or `long` (33 KB), or `kept` or `stateless` requests to /v1/responses, whose answers are
   whole.
-- ANSWER: `stream` or `whole`.
+- ANSWER: `whole`, or the number of tokens of a stream. Each token comes in a write of its own, with 5 ms
+  between two tokens of a stream (`benchmarks.mock_worker`).
 
-Processor time is that of all the router's processes, with 64 clients in a closed loop. The time added to the
+Processor time is that of all the router's processes, with 64 clients in a closed loop, for each answer. The
+time of a long answer beyond that of one token is given for each further token, too. The time added to the
 first byte is that of one client, less its waiting time without the router. Peers run their best policy,
 `cache_aware`.
 Runs are interleaved, as machines are noisy. `--peers` is an environment with sglang-router and vllm-router.
@@ -57,6 +60,7 @@ COMMANDS = {
     "baton": {
         "pd": "{python} -m baton_cli.main router --port {port} {decode:--decode=} {prefill:--prefill=}",
         "plain": "{python} -m baton_cli.main router --port {port} {plain:--decode=}",
+        "openai": "{python} -m baton_cli.main router --port {port} --engine openai {plain:--worker=}",
     },
     "sglang": {
         "pd": "{peers} -m sglang_router.launch_router --host 127.0.0.1 --port {port} --policy cache_aware "
@@ -71,11 +75,10 @@ COMMANDS = {
         "--log-level error --worker-urls {plain:}",
     },
 }
+for peer in ("sglang", "vllm"):
+    COMMANDS[peer]["openai"] = COMMANDS[peer]["plain"]
 CASES = ",".join(
-    f"{mode}:{prompt}:{answer}"
-    for mode in ("pd", "plain")
-    for prompt in ("short", "long")
-    for answer in ("whole", "stream")
+    f"{mode}:short:{answer}" for mode in ("pd", "plain", "openai") for answer in ("whole", 1, 50, 300)
 )
 
 Measurements = dict[str, float]
@@ -123,51 +126,74 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
+def answer_tokens(case: str) -> int:
+    """
+    Tokens of the case's answers; 0 if they are whole.
+
+    >>> answer_tokens("pd:short:300"), answer_tokens("pd:short:whole")
+    (300, 0)
+    """
+    answer = case.rpartition(":")[2]
+    return 0 if answer == "whole" else int(answer)
+
+
 def single_client(
-    ports: Sequence[int], requests: Sequence[bytes], quick: bool = False
+    ports: Sequence[int], requests: Sequence[bytes], tokens: int, quick: bool = False
 ) -> tuple[float, float]:
     """Median and 99th percentile of one client's waits, in milliseconds."""
-    waits, _ = uvloop.run(router_load.load(ports, 1, SINGLE_CLIENT_S, requests, quick))
+    waits, _ = uvloop.run(router_load.load(ports, 1, SINGLE_CLIENT_S, requests, tokens, quick))
     return 1e3 * statistics.median(waits), 1e3 * _percentile(waits, 0.99)
 
 
 def measure(process: psutil.Process, port: int, case: str, clients: int, seconds: float) -> Measurements:
-    mode, prompt, answer = case.split(":")
-    requests = router_load.requests(prompt, answer == "stream")
-    uvloop.run(router_load.load([port], clients, WARM_S, requests))
+    mode, prompt, _ = case.split(":")
+    tokens = answer_tokens(case)
+    uvloop.run(router_load.load([port], clients, WARM_S, router_load.requests(prompt, min(tokens, 1))))
+    requests = router_load.requests(prompt, tokens)
     before = _processor_s(process)
-    waits, errors = uvloop.run(router_load.load([port], clients, seconds, requests))
+    waits, errors = uvloop.run(router_load.load([port], clients, seconds, requests, tokens))
     used = _processor_s(process) - before
-    direct = single_client(PLAIN_PORTS[:1] if mode == "plain" else DECODE_PORTS[:1], requests)
-    added, quick = single_client([port], requests), single_client([port], requests, quick=True)
-    return {
+    measured = {
         "cpu_us": round(1e6 * used / len(waits), 1),
         "per_s": round(len(waits) / seconds),
         "first_byte_p50_ms": round(1e3 * statistics.median(waits), 2),
         "first_byte_p99_ms": round(1e3 * _percentile(waits, 0.99), 2),
-        "added_p50_ms": round(added[0] - direct[0], 2),
-        "added_p99_ms": round(added[1] - direct[1], 2),
-        "added_p50_quickack_ms": round(quick[0] - direct[0], 2),
         "errors": errors,
         "memory_mb": round(_memory_mb(process), 1),
     }
+    if tokens > 1:
+        return measured
+    direct = single_client((DECODE_PORTS if mode == "pd" else PLAIN_PORTS)[:1], requests, tokens)
+    added, quick = (single_client([port], requests, tokens, quick) for quick in (False, True))
+    return {
+        **measured,
+        "added_p50_ms": round(added[0] - direct[0], 2),
+        "added_p99_ms": round(added[1] - direct[1], 2),
+        "added_p50_quickack_ms": round(quick[0] - direct[0], 2),
+    }
+
+
+def note_token_costs(measured: dict[str, Measurements]) -> None:
+    """Add to long answers the cost of each token beyond the first, in µs, by the case of one token."""
+    for case, costs in measured.items():
+        tokens, short = answer_tokens(case), measured.get(f"{case.rpartition(':')[0]}:1")
+        if tokens > 1 and short is not None:
+            costs["token_us"] = round((costs["cpu_us"] - short["cpu_us"]) / (tokens - 1), 2)
 
 
 def table(results: dict[str, dict[str, list[Measurements]]]) -> str:
-    """The medians over the repeats, and how the first router's processor time is to the best other one's."""
+    """The medians over the repeats, and how the first router's processor time is to each other one's."""
     names = list(results)
-    lines = [f"| case | figure | {' | '.join(names)} | to the better peer |"]
-    lines.append("|---|---|" + "---|" * (len(names) + 1))
+    ratios = [f"{names[0]} / {name}" for name in names[1:]]
+    lines = [f"| case | figure | {' | '.join([*names, *ratios])} |"]
+    lines.append("|---|---|" + "---|" * (len(names) + len(ratios)))
     for case, rounds in results[names[0]].items():
         for key in rounds[0]:
-            row = [
-                statistics.median(one[key] for one in results[name][case]) if case in results[name] else None
-                for name in names
-            ]
-            peers = [cell for cell in row[1:] if cell]
-            ratio = f"{(row[0] or 0) / min(peers):.2f}" if peers and key == "cpu_us" else ""
-            cells = ["" if cell is None else f"{cell:g}" for cell in row]
-            lines.append(f"| {case} | {key} | " + " | ".join([*cells, ratio]) + " |")
+            row = [statistics.median(one[key] for one in results[name][case]) for name in names]
+            compared = key in ("cpu_us", "token_us", "first_byte_p99_ms") and all(row)
+            cells = [f"{cell:g}" for cell in row]
+            cells += [f"{row[0] / peer:.2f}" if compared else "" for peer in row[1:]]
+            lines.append(f"| {case} | {key} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -176,15 +202,20 @@ def compare(options: argparse.Namespace) -> None:
     cases = options.cases.split(",")
     peers = str(options.peers / "bin" / "python")
     for repeat in range(options.repeats):
-        for mode in sorted({case.partition(":")[0] for case in cases}):
+        for place, mode in enumerate(dict.fromkeys(case.partition(":")[0] for case in cases)):
             for number, name in enumerate(results):
-                port = 31000 + 10 * number + 200 * repeat + 100 * (mode == "plain")
+                port = 31000 + 10 * number + 300 * repeat + 100 * place
                 words = command(options.command.get((name, mode)) or COMMANDS[name][mode], port, peers)
                 with running(words, port, options.out / f"{name}-{mode}.log") as process:
-                    for case in (one for one in cases if one.startswith(mode)):
-                        measured = measure(process, port, case, options.clients, options.seconds)
-                        results[name].setdefault(case, []).append(measured)
-                        print(f"{name} {case} {json.dumps(measured)}", file=sys.stderr, flush=True)
+                    measured = {
+                        case: measure(process, port, case, options.clients, options.seconds)
+                        for case in cases
+                        if case.startswith(mode)
+                    }
+                note_token_costs(measured)
+                for case, costs in measured.items():
+                    results[name].setdefault(case, []).append(costs)
+                    print(f"{name} {case} {json.dumps(costs)}", file=sys.stderr, flush=True)
     print(table(results))
 
 
@@ -230,7 +261,7 @@ def main() -> None:
     parser.add_argument("--router", action="append", default=[], metavar="NAME:MODE=COMMAND")
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--open-streams", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/router"))

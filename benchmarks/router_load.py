@@ -14,6 +14,8 @@ from typing import cast
 
 import httptools
 
+from benchmarks import mock_worker
+
 RESPONSES = "/v1/responses"
 
 
@@ -23,10 +25,14 @@ class Client(asyncio.Protocol):
 
     requests: Iterator[bytes]
     until: float
+    tokens: int = 0
+    """Tokens of each answer; 0 for a whole one, which is not looked into."""
     quick: bool = False
     """Whether it acknowledges data immediately (TCP_QUICKACK), so that the router does not wait for it."""
     sent: float = 0.0
     first: float = 0.0
+    came: int = 0
+    """Tokens of the answer so far."""
     waits: list[float] = field(default_factory=list)
     errors: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -41,7 +47,7 @@ class Client(asyncio.Protocol):
         assert self.transport is not None
         self.parser = httptools.HttpResponseParser(self)
         self._acknowledge()
-        self.sent, self.first = time.perf_counter(), 0.0
+        self.sent, self.first, self.came = time.perf_counter(), 0.0, 0
         self.transport.write(next(self.requests))
 
     def data_received(self, data: bytes) -> None:
@@ -51,11 +57,12 @@ class Client(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self.first = self.first or time.perf_counter()
+        self.came += body.count(mock_worker.WORD)
 
     def on_message_complete(self) -> None:
         assert self.parser is not None and self.transport is not None
         self.waits.append((self.first or time.perf_counter()) - self.sent)
-        self.errors += self.parser.get_status_code() != 200
+        self.errors += self.parser.get_status_code() != 200 or self.came < self.tokens
         if time.perf_counter() < self.until and self.parser.should_keep_alive():
             asyncio.get_running_loop().call_soon(self.ask)
         else:
@@ -73,8 +80,8 @@ class Client(asyncio.Protocol):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
 
-def request(messages: list[dict[str, str]], **fields: object) -> bytes:
-    return _post("/v1/chat/completions", {"messages": messages, "max_tokens": 16, **fields})
+def request(messages: list[dict[str, str]], tokens: int = 16, **fields: object) -> bytes:
+    return _post("/v1/chat/completions", {"messages": messages, "max_tokens": tokens, **fields})
 
 
 def _post(path: str, fields: dict[str, object]) -> bytes:
@@ -83,9 +90,11 @@ def _post(path: str, fields: dict[str, object]) -> bytes:
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-def requests(kind: str, stream: bool, count: int = 400) -> list[bytes]:
+def requests(kind: str, tokens: int, count: int = 400) -> list[bytes]:
     """
     Prompts, `short` or `long` (33 KB), that begin alike in sixteen ways and end each in its own.
+
+    Answers are streams of so many tokens, or whole with 0.
 
     `kept` and `stateless` are short ones to /v1/responses, whose responses the router keeps or not.
     """
@@ -98,7 +107,9 @@ def requests(kind: str, stream: bool, count: int = 400) -> list[bytes]:
 
     if kind in ("kept", "stateless"):
         return [
-            _post(RESPONSES, {"input": f"q{number} {words(30)}", "store": kind == "kept", "stream": stream})
+            _post(
+                RESPONSES, {"input": f"q{number} {words(30)}", "store": kind == "kept", "stream": tokens > 0}
+            )
             for number in range(count)
         ]
     beginnings = [words(4700 if kind == "long" else 20) for _ in range(16)]
@@ -108,16 +119,26 @@ def requests(kind: str, stream: bool, count: int = 400) -> list[bytes]:
                 {"role": "system", "content": beginnings[number % 16]},
                 {"role": "user", "content": f"q{number} {words(12)}"},
             ],
-            stream=stream,
+            tokens or 16,
+            stream=tokens > 0,
         )
         for number in range(count)
     ]
 
 
 async def load(
-    ports: Sequence[int], clients: int, seconds: float, messages: Sequence[bytes], quick: bool = False
+    ports: Sequence[int],
+    clients: int,
+    seconds: float,
+    messages: Sequence[bytes],
+    tokens: int = 0,
+    quick: bool = False,
 ) -> tuple[list[float], int]:
-    """Return the seconds to the first byte of each answer, and the number of failures."""
+    """
+    Return the seconds to the first byte of each answer, and the number of failures.
+
+    Each answer must have so many tokens.
+    """
     loop = asyncio.get_running_loop()
     until = time.perf_counter() + seconds
 
@@ -126,7 +147,7 @@ async def load(
             yield messages[start % len(messages)]
             start += 7
 
-    crowd = [Client(endless(number), until, quick) for number in range(clients)]
+    crowd = [Client(endless(number), until, tokens, quick) for number in range(clients)]
     for number, client in enumerate(crowd):
         await loop.create_connection(lambda one=client: one, "127.0.0.1", ports[number % len(ports)])  # type: ignore[misc]
     await asyncio.wait_for(asyncio.gather(*(client.done.wait() for client in crowd)), seconds + 30)
