@@ -97,6 +97,18 @@ def test_tokens_with_a_long_context_cost_more() -> None:
     assert cost.seconds(100, 8000) > cost.seconds(100, 100)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(5))
+def test_prompts_that_are_all_alike_keep_the_fit_stable(seed: int, noise: float) -> None:
+    cost, rng = WorkerKind().newcomer(), random.Random(seed)
+    for number in range(4000):
+        uncached = rng.randint(48, 53)
+        cost.learn(uncached, uncached + 42, (1e-4 + 2e-5 * uncached) * rng.uniform(1 - noise, 1 + noise))
+        if number > 2000:
+            assert cost.seconds(50, 92) == pytest.approx(1.1e-3, rel=0.5)
+            assert cost.seconds(92, 92) < 2 * 1.94e-3
+
+
 def test_prediction_is_never_in_the_past() -> None:
     prefill, step = WorkerKind().newcomer(), StepCost()
     for _ in range(50):

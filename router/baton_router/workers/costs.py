@@ -13,6 +13,7 @@ it runs with every first token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from baton_api.profiles import Profile
@@ -169,7 +170,7 @@ PRIOR_CONFIDENCE = 10.0
 """Initial variance of the coefficients against the noise: the larger, the less the prior counts."""
 
 VARIANCE_LIMIT = 1e4
-"""Without it, an input that is always 0 would let its variance grow for ever."""
+"""Limit of each coefficient's variance: with inputs that are always alike, it would grow for ever."""
 
 Triple = tuple[float, float, float]
 
@@ -211,6 +212,9 @@ class LeastSquares:
         yy = (yy - gain_y * gain_y / spread) / FORGETTING
         yz = (yz - gain_y * gain_z / spread) / FORGETTING
         zz = (zz - gain_z * gain_z / spread) / FORGETTING
-        if xx > VARIANCE_LIMIT or yy > VARIANCE_LIMIT or zz > VARIANCE_LIMIT:  # those beside them are less
-            xx, yy, zz = min(xx, VARIANCE_LIMIT), min(yy, VARIANCE_LIMIT), min(zz, VARIANCE_LIMIT)
+        if xx > VARIANCE_LIMIT or yy > VARIANCE_LIMIT or zz > VARIANCE_LIMIT:
+            # Each input is scaled, with its covariances: a matrix whose diagonal alone is cut has negative
+            # variances, and then the fit diverges.
+            x, y, z = (math.sqrt(VARIANCE_LIMIT / max(one, VARIANCE_LIMIT)) for one in (xx, yy, zz))
+            xx, xy, xz, yy, yz, zz = xx * x * x, xy * x * y, xz * x * z, yy * y * y, yz * y * z, zz * z * z
         self._variance = (xx, xy, xz, yy, yz, zz)
