@@ -1,8 +1,8 @@
 """
 LoRA adapters in the engine: what they cost in a batch, and whether loading and unloading leaks.
 
-    python -m benchmarks.lora MODEL [--ranks 8,16,64]        cost of a forward pass
-    python -m benchmarks.lora MODEL --churn 1000             loads and unloads at a server under load
+    python -m benchmarks.lora MODEL [--ranks 8,16,64] [--quantize off]    cost of a forward pass
+    python -m benchmarks.lora MODEL --churn 1000                          loads and unloads under load
 
 The cost is the time of a pass with adapters beside that of one without, in turn. All seven projections of all
 layers are adapted. The churn runs `baton serve` with streams of requests to the model and to adapters, and
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import torch
@@ -33,7 +33,7 @@ from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.lora import CONFIG, PREFIX, WEIGHTS, projection_shapes, read_lora
 from baton_engine.model.resolve import resolve
-from baton_engine.model.spec import ModelSpec
+from baton_engine.model.spec import ModelSpec, Quantize
 
 CPU = torch.device("cpu")
 DEPTH = 96
@@ -88,10 +88,10 @@ def medians(model: Model, cache: KVCache, batches: list[Batch]) -> list[float]:
     return [statistics.median(taken) for taken in times]
 
 
-def cost(name: str, ranks: list[int]) -> None:
+def cost(name: str, ranks: list[int], quantize: Quantize) -> None:
     checkpoint = resolve(name)
     spec, dtype = load_spec(checkpoint), torch.bfloat16
-    model = create_model(spec, load_weights(checkpoint, spec, dtype), CPU, dtype)
+    model = create_model(spec, load_weights(checkpoint, spec, dtype, quantize=quantize), CPU, dtype)
     cache = KVCache(spec, 1 + 32 * (DEPTH + PROMPT) // BLOCK_SIZE, dtype, CPU)
     print(f"{name}, {type(model).__name__}, {torch.get_num_threads()} threads; milliseconds of a pass")
     print(f"{'rank':>5} {'batch':>16} {'none':>8} {'1 adapter':>16} {'8 adapters':>16}")
@@ -182,6 +182,7 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--ranks", default="8,16,64")
+    parser.add_argument("--quantize", choices=get_args(Quantize), default="keep")
     parser.add_argument("--churn", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
@@ -189,7 +190,7 @@ def main() -> None:
     if given.churn:
         asyncio.run(churn(given.model, given.churn))
     else:
-        cost(given.model, [int(rank) for rank in given.ranks.split(",")])
+        cost(given.model, [int(rank) for rank in given.ranks.split(",")], given.quantize)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,13 @@ from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.lora import read_lora
 from baton_engine.model.native_decoder import native_decoder
+from baton_engine.model.spec import Quantize
 from baton_engine.ops.plain import PlainOps
 from tests.engine.expert_models import EXPERT_ARCHITECTURES
 from tests.engine.greedy import CPU, by_baton, by_transformers
 from tests.engine.lora_adapters import ATTENTION, make_adapter
 from tests.engine.models import ARCHITECTURES, VOCAB, make_model
+from tests.engine.test_quantized import ROUNDING, RoundingOps, dequantized, distance
 
 TOKENS = 32
 TOLERANCE = 1e-4
@@ -74,10 +76,11 @@ def plain_model(base: Path, dtype: torch.dtype = torch.float32) -> Model:
     return Decoder(spec, load_weights(checkpoint, spec, dtype), PlainOps(spec), CPU)
 
 
-def native_model(base: Path, dtype: torch.dtype = torch.float32) -> Model:
+def native_model(base: Path, dtype: torch.dtype = torch.float32, quantize: Quantize = "off") -> Model:
     checkpoint = Checkpoint(base, "base")
     spec = load_spec(checkpoint)
-    model = native_decoder(spec, load_weights(checkpoint, spec, dtype), dtype, threads=2)
+    weights = load_weights(checkpoint, spec, dtype, quantize=quantize)
+    model = native_decoder(spec, weights, dtype, threads=2)
     if model is None:
         pytest.skip("the native kernels are unavailable")
     return model
@@ -132,10 +135,11 @@ def test_lora_of_every_family_is_that_of_peft(family: Path, make: Callable[[Path
         assert got.logprobs == pytest.approx(wanted.logprobs, abs=TOLERANCE), name
 
 
+@pytest.mark.parametrize("quantize", ["off", "q8_0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora_rows_do_not_depend_on_other_rows(folder: Path, dtype: torch.dtype) -> None:
+def test_lora_rows_do_not_depend_on_other_rows(folder: Path, dtype: torch.dtype, quantize: Quantize) -> None:
     """Decode rows and prefill rows with and without adapters: the same bits alone as in any batch."""
-    model = native_model(folder / "base", dtype)
+    model = native_model(folder / "base", dtype, quantize)
     adapters = adapters_of(model, folder)
     kinds = [(adapter, length) for adapter in adapters for length in (1, 21)]
 
@@ -153,6 +157,35 @@ def test_lora_rows_do_not_depend_on_other_rows(folder: Path, dtype: torch.dtype)
     base = [kind for kind in kinds if kind[0] is None]
     assert torch.equal(logits(base), single[: len(base)])
     assert len(set(map(tuple, single.tolist()))) == len(kinds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantize", ["q8_0", "q4_0"])
+def test_lora_on_quantized_weights_is_that_on_expanded(
+    folder: Path, quantize: Quantize, dtype: torch.dtype
+) -> None:
+    """Only products with quantized weights round their inputs to 8 bits, those with adapters do not."""
+    model = native_model(folder / "base", dtype, quantize)
+    checkpoint = Checkpoint(folder / "base", "base")
+    kept = load_weights(checkpoint, model.spec, torch.float32, quantize=quantize)
+    expanded = Decoder(model.spec, dequantized(kept), RoundingOps(model.spec), CPU)
+    ours, theirs = (logits_of(one, folder, kind) for one, kind in ((model, dtype), (expanded, torch.float32)))
+    errors = [distance(got, wanted) for got, wanted in zip(ours, theirs, strict=True)]
+    effects = [distance(adapted, theirs[0]) for adapted in theirs[1:]]
+    if dtype == torch.float32:
+        assert max(errors) < ROUNDING
+        assert min(effects) > 2 * ROUNDING
+    else:  # queries, keys and values are rounded too
+        assert sum(errors[1:]) < sum(effects) / 2
+
+
+def logits_of(model: Model, folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of the last tokens of the same prompt, with each adapter in one batch."""
+    rows = [
+        BatchRow(prompt(30, seed=5), 0, [1 + 2 * row, 2 + 2 * row], 1, adapter=adapter)
+        for row, adapter in enumerate(adapters_of(model, folder))
+    ]
+    return model.forward(Batch(rows, BLOCK_SIZE, CPU), KVCache(model.spec, 1 + 2 * len(rows), dtype, CPU))
 
 
 def test_lora_bfloat16_is_close_to_fp32(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,14 @@ async def answer(worker: Worker, adapter: LoadedAdapter | None) -> list[int]:
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "off"])
-async def test_lora_worker_expands_quantized_weights(
-    root: Path, speculation: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The kernels do not add adapters to quantized matrices, so it would refuse the adapter otherwise."""
+async def test_lora_worker_keeps_quantized_weights(root: Path, speculation: str) -> None:
     given = {"lora_modules": (f"pirate={root / 'pirate'}",), "speculation": speculation}
-    with caplog.at_level(logging.INFO):
-        async with open_worker(settings(root / "quantized.gguf", **given)) as worker:
-            assert worker.load().adapters == ("pirate",)
-            base = await answer(worker, None)
-            adapted = await answer(worker, worker.adapters.get("pirate"))
-    assert "quantized matrices are expanded" in caplog.text
+    async with open_worker(settings(root / "quantized.gguf", **given)) as worker:
+        assert worker.load().adapters == ("pirate",)
+        base = await answer(worker, None)
+        adapted = await answer(worker, worker.adapters.get("pirate"))
+    async with open_worker(settings(root / "quantized.gguf", enable_lora=False)) as worker:
+        assert await answer(worker, None) == base
     assert base != adapted
     assert len(base) == len(adapted) == 30
 
@@ -59,7 +55,6 @@ async def test_lora_worker_expands_quantized_weights(
 @pytest.mark.parametrize(
     ("variant", "given", "words"),
     [
-        ("", {"quantize": "q8_0"}, ("--quantize q8_0", "--quantize off")),
         ("", {"enable_lora": False, "lora_modules": ("a=/a",)}, ("--lora-modules", "--enable-lora")),
         ("", {"lora_modules": ("a=/no/such/folder",)}, ("a=/no/such/folder", "No adapter found")),
         ("qwen3 with experts", {}, ("Qwen3MoeForCausalLM", "experts", "Remove the flag")),

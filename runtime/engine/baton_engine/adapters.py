@@ -17,7 +17,7 @@ from baton_engine.model.decoder import Model
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.lora import FILES, read_lora
 from baton_engine.model.resolve import adapter_folder, served_names
-from baton_engine.model.spec import ModelSpec, Quantize
+from baton_engine.model.spec import ModelSpec
 from baton_engine.requests import LoadedAdapter
 from baton_engine.settings import WorkerSettings
 
@@ -134,22 +134,6 @@ class AdapterRegistry:
                 f"{len(self._adapters)} adapters are loaded, the maximum of --max-loras. Unload one first, "
                 f"or start the worker with --max-loras {self._limit + 1}."
             )
-
-
-def quantize_beside(settings: WorkerSettings) -> Quantize:
-    """
-    Return how to load the matrices. With --enable-lora, quantized ones are expanded: the kernels add adapters
-    only to products of floats. Raises SetupError if a quantized format was chosen.
-    """
-    if not settings.enable_lora:
-        return settings.quantize
-    if settings.quantize not in ("keep", "off"):
-        raise SetupError(
-            f"--quantize {settings.quantize} does not work with --enable-lora: adapters are not added "
-            "to quantized matrices. Use --quantize off, or remove --enable-lora."
-        )
-    log.info("--enable-lora: quantized matrices are expanded, because adapters are not added to them")
-    return "off"
 
 
 def registry_of(

@@ -23,7 +23,7 @@ from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
 from baton_api.workers import Load, Role
 from baton_engine import machine
-from baton_engine.adapters import AdapterRegistry, quantize_beside, registry_of
+from baton_engine.adapters import AdapterRegistry, registry_of
 from baton_engine.client import AsyncEngine
 from baton_engine.devices import device_of, dtype_of, free_bytes, short, show_free
 from baton_engine.engine import Engine
@@ -310,7 +310,7 @@ def _load(
     if settings.tensor_parallel_size > 1:
         parts = load_parallel(settings, name, checkpoint, spec, device, dtype, progress, stack)
         return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, *parts)
-    quantize = native_decoder.quantization(quantize_beside(settings), spec, device, dtype)
+    quantize = native_decoder.quantization(settings.quantize, spec, device, dtype)
     log.info("Load weight begin. avail mem=%s", show_free(device))
     weights = load_weights(checkpoint, spec, dtype, progress, quantize)
     digest, size = weights_digest(weights), weights.bytes

@@ -142,7 +142,6 @@ class NativeDecoder:
         self._positions = 0
         self._turn_to(FIRST_POSITIONS // 2)
         self._kernels = kernel_library
-        self._quantized = False
         tied = weights.head is weights.embedding
         handle = kernel_library.baton_create(ctypes.byref(_sizes(spec, dtype, threads, tied)))
         if not handle:
@@ -187,8 +186,6 @@ class NativeDecoder:
         return logits
 
     def prepare_adapter(self, weights: LoraWeights) -> NativeAdapter:
-        if self._quantized:
-            raise SetupError("The kernels do not add adapters to quantized weights. Use --quantize off.")
         return NativeAdapter(self.spec, weights, self.dtype, self._kernels, self._handle)
 
     def _rows(self, count: int) -> Tensor:
@@ -267,7 +264,6 @@ class NativeDecoder:
         where = (self._handle, ctypes.c_int64(layer), ctypes.c_int64(FIELDS[place]))
         bias_at = ctypes.c_void_p(None if bias is None else bias.data_ptr())
         if isinstance(weight, Quantized):
-            self._quantized = True
             rows = [part.rows.contiguous() for part in weight.parts]
             parts = (_Part * len(rows))(
                 *(

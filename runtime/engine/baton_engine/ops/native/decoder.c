@@ -350,10 +350,8 @@ static int among_chosen(const struct model *model, size_t layer, size_t step) {
 static struct product product_of(const struct model *model, size_t layer_index, size_t step) {
     const struct layer *layer = model->layers + layer_index;
     const int chosen = among_chosen(model, layer_index, step), joins = step == JOIN || step == CLOSE;
-    const size_t item = item_bytes((int)model->spec.kind);
     struct product product = {
         .rows = step == JOIN ? model->attended : step == CLOSE ? model->gated : model->normed,
-        .row_bytes = (step == JOIN ? model->attended_stride : step == CLOSE ? model->gated_stride : model->normed_stride) * item,
         .count = (size_t)(chosen ? model->pass->wanted : model->pass->tokens),
         .mode = step == GATE ? GATED : joins && !model->joined ? ADD : WRITE,
         .result = model->joined ? model->joined : chosen ? model->chosen : model->residual,
@@ -373,6 +371,8 @@ static struct product product_of(const struct model *model, size_t layer_index, 
     case GATE: product.weight = &layer->gate_up, product.result = model->gated, product.result_stride = model->gated_stride; break;
     default: product.weight = &layer->down; break;
     }
+    product.row_bytes = (step == JOIN ? model->attended_stride : step == CLOSE ? model->gated_stride : model->normed_stride) *
+                        item_bytes(input_kind(product.weight, (int)model->spec.kind));
     return product;
 }
 
@@ -425,7 +425,10 @@ INLINE void shrink_chunk(const struct model *model, size_t layer, size_t step, s
         const struct low_rank *low_rank = low_rank_at(product.adapters[row], layer, product.linear);
         if (!low_rank || first >= low_rank->rank) continue;
         const size_t last = first + RANKS_AT_ONCE < low_rank->rank ? first + RANKS_AT_ONCE : low_rank->rank;
-        shrink(low_rank, product.rows + row * product.row_bytes, first, last, model->shrunk + row * model->shrunk_stride, kind);
+        const char *from_row = product.rows + row * product.row_bytes;
+        float *to = model->shrunk + row * model->shrunk_stride;
+        if (product.weight->quantized) shrink_floats(low_rank, (const float *)from_row, first, last, to, kind);
+        else shrink(low_rank, from_row, first, last, to, kind);
     }
 }
 

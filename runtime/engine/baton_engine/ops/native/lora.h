@@ -175,7 +175,30 @@ INLINE floats dot_words(floats total, words left, words right, const int kind) {
 #endif
 }
 
-/* Computes ranks `first` to `last` of the product of one row with A. The row is padded like those of activations. */
+INLINE floats load_kind(const char *from, size_t index, const int kind) {
+    if (kind == FLOAT32) return load((const float *)from + index);
+    loose_halves narrow_values = *(const loose_halves *)((const bfloat16 *)from + index);
+    return (floats)(__builtin_convertvector((halves)narrow_values, words) << 16);
+}
+
+/*
+ * Computes ranks `first` to `last` of the product of one row of float32 with A. It is the input of a quantized product,
+ * before it is rounded.
+ */
+INLINE void shrink_floats(const struct low_rank *low_rank, const float *row, size_t first, size_t last, float *to,
+                          const int kind) {
+    const size_t stride = low_rank->stride;
+    for (size_t rank = first; rank < last; rank++) {
+        floats even = splat(0.0f), odd = splat(0.0f);
+        for (size_t at = 0; at < stride; at += 2 * LANES) {
+            even += load(row + at) * load_kind(low_rank->a, rank * stride + at, kind);
+            odd += load(row + at + LANES) * load_kind(low_rank->a, rank * stride + at + LANES, kind);
+        }
+        to[rank] = sum(even + odd);
+    }
+}
+
+/* The same for a row of the model's kind. The row is padded like those of activations. */
 INLINE void shrink(const struct low_rank *low_rank, const char *row, size_t first, size_t last, float *to, const int kind) {
     const size_t bytes = low_rank->stride * item_bytes(kind);
     for (size_t rank = first; rank < last; rank++) {
@@ -189,12 +212,6 @@ INLINE void shrink(const struct low_rank *low_rank, const char *row, size_t firs
         if (at < bytes) even = dot_words(even, load_words(row + at), load_words(a + at), kind);
         to[rank] = sum(even + odd);
     }
-}
-
-INLINE floats load_kind(const char *from, size_t index, const int kind) {
-    if (kind == FLOAT32) return load((const float *)from + index);
-    loose_halves narrow_values = *(const loose_halves *)((const bfloat16 *)from + index);
-    return (floats)(__builtin_convertvector((halves)narrow_values, words) << 16);
 }
 
 /* Returns `total` + B times the `shrunk` numbers of a row, for the outputs of one strip. */
