@@ -3,7 +3,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
-PYTEST := $(PYTHON) -m pytest -q -rs -n logical --maxprocesses 4 --dist loadfile
+PYTEST := $(PYTHON) -m pytest -q -rs -n auto --dist loadfile --no-loadscope-reorder
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
 # Kernels are compiled on first use: where the machine has no C compiler, one comes from the package index.
@@ -26,8 +26,9 @@ help: ## list the targets
 demo: $(VENV)/demo ## fetch a small model, start everything, answer two questions
 	$(VENV)/bin/baton demo
 
+# With one thread each, because its processes use all cores. In `test-all`, torch has as many as users' workers.
 test: $(VENV)/dev ## run the tests that need no servers and no long time
-	$(PYTEST) -m 'not slow'
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow'
 
 test-all: $(VENV)/dev ## run all tests
 	$(PYTEST)

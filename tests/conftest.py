@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -32,17 +34,57 @@ def a_log_of_its_own() -> Iterator[None]:
         logger.setLevel(level)
 
 
+SLOW_WEIGHT = 100
+"""Tests without the mark that take as long as one with it."""
+
+
+MOST_CORES = 4
+"""Each process takes 2 GB."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: tests wait a third of their time, for sockets and other processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_CORES) + 1
+
+
 class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist declares no types
     """One process for all tests of a file, or of a folder that shares servers."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return next((folder for folder in SHARING if file.startswith(f"{folder}/")), file)
+        return scope_of(nodeid)
+
+
+def scope_of(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in SHARING if file.startswith(f"{folder}/")), file)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put long scopes first, so that none is the last one's: `--no-loadscope-reorder` keeps this order."""
+    if hasattr(config, "workerinput"):
+        weights: Counter[str] = Counter()
+        for item in items:
+            weights[scope_of(item.nodeid)] += SLOW_WEIGHT if item.get_closest_marker("slow") else 1
+        items.sort(key=lambda item: -weights[scope_of(item.nodeid)])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep modules and tests, millions of objects that stay, out of all garbage collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -101,9 +102,18 @@ def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess
 
 def render(values: Mapping[str, Any], *options: str) -> list[Manifest]:
     """All manifests, in helm's order."""
-    done = helm("template", "baton", str(CHART), f"--namespace={NAMESPACE}", *options, values=values)
+    manifests: list[Manifest] = json.loads(_rendered(json.dumps(values), *options))
+    return manifests
+
+
+@functools.cache
+def _rendered(values: str, *options: str) -> str:
+    """As JSON: helm and the YAML parser take a second, and each caller gets manifests of its own."""
+    done = helm(
+        "template", "baton", str(CHART), f"--namespace={NAMESPACE}", *options, values=json.loads(values)
+    )
     assert done.returncode == 0, done.stderr
-    return [one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one]
+    return json.dumps([one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one])
 
 
 def of_kind(manifests: Iterable[Manifest], kind: str, *, tests: bool = False) -> list[Manifest]:

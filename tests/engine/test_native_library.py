@@ -111,6 +111,7 @@ def test_library_failing_compiler_is_quoted(environment: dict[str, str], tmp_pat
     assert built(environment) == []
 
 
+@pytest.mark.slow
 def test_library_that_fails_its_own_test_is_discarded(environment: dict[str, str], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.h"
     wrong.write_text(

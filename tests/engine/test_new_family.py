@@ -29,6 +29,7 @@ print(json.dumps([answer.tokens, answer.logprobs]))
 """Runs in a process of its own, whose engine has the new family."""
 
 
+@pytest.mark.slow
 def test_family_of_the_documentation_answers_as_transformers(tmp_path: Path) -> None:
     (lines,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert sum(bool(line) for line in lines.splitlines()) == 10

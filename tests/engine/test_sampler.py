@@ -222,7 +222,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("spread", [2.0, 0.05])
+@pytest.mark.parametrize("spread", [2.0, pytest.param(0.05, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("vocab", [40, 1000])
 @pytest.mark.parametrize("name", PARAMS)
 def test_tokens_are_drawn_with_their_probability(name: str, vocab: int, spread: float) -> None:

@@ -7,6 +7,7 @@ thus look free, and as many as possible are computed.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,9 +21,11 @@ from torch import Tensor
 from baton_api.errors import ConstraintBroken
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
 from tests.engine.fake_model import FakeModel
 from tests.engine.serving import Prefiller, Serving, prompt_of, request_of
+from tests.seeds import seeds
 
 FEW = tuple(range(3, 9))
 """A text of few tokens repeats itself, so that many drafts are accepted."""
@@ -133,22 +136,29 @@ def serve(requests: Sequence[Request], tokens: int, **how: Any) -> tuple[dict[st
     return {request.id: shown(serving.outputs[request.id]) for request in requests}, serving
 
 
+@functools.cache
+def served_plainly(seed: int) -> tuple[dict[str, Any], EngineSnapshot]:
+    """Outputs without drafts, with which several tests compare theirs, and the engine's counters."""
+    outputs, serving = serve(requests_of(seed), 0, blocks=513)
+    return outputs, serving.engine.snapshot()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_speculation_changes_no_output(seed: int) -> None:
-    plain, without = serve(requests_of(seed), 0, blocks=513)
+    plain, without = served_plainly(seed)
     drafted, serving = serve(requests_of(seed), 1 + seed * 2, blocks=513)
     assert drafted == plain
     totals = serving.engine.snapshot().totals
     assert totals.draft_tokens > totals.accepted_tokens > 0
-    assert without.engine.snapshot().totals.drafts == 0
+    assert without.totals.drafts == 0
     # The same blocks are known: no rejected token was published, and no verified one was missed.
-    assert serving.engine.snapshot().cached_blocks == without.engine.snapshot().cached_blocks
-    assert totals.generated_tokens == without.engine.snapshot().totals.generated_tokens
+    assert serving.engine.snapshot().cached_blocks == without.cached_blocks
+    assert totals.generated_tokens == without.totals.generated_tokens
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_speculation_changes_no_output_of_retracted_requests(seed: int) -> None:
-    plain, _ = serve(requests_of(seed), 0, blocks=257)
+    plain, _ = served_plainly(seed)
     drafted, serving = serve(requests_of(seed), 8, blocks=30, chunk_tokens=16, max_running=9)
     assert [[one[:3] for one in outputs] for outputs in drafted.values()] == [
         [one[:3] for one in outputs] for outputs in plain.values()
@@ -273,20 +283,20 @@ class Similar(FakeModel):
         return super().logits(tokens if sum(tokens) % 5 else [1])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, quick=2))
 @pytest.mark.parametrize("draft", [FakeModel, Similar, partial(FakeModel, seed=8)])
 def test_draft_model_changes_no_output(seed: int, draft: Callable[[], FakeModel]) -> None:
     """The draft model checks tokens and positions in its own cache, as the model does."""
-    plain, without = serve(requests_of(seed), 0, blocks=257)
-    drafted, serving = serve(requests_of(seed), 1 + seed * 2, blocks=257, draft=draft())
+    plain, without = served_plainly(seed)
+    drafted, serving = serve(requests_of(seed), 1 + seed * 2, blocks=513, draft=draft())
     assert drafted == plain
     assert serving.engine.snapshot().totals.draft_tokens > 0
-    assert serving.engine.snapshot().cached_blocks == without.engine.snapshot().cached_blocks
+    assert serving.engine.snapshot().cached_blocks == without.cached_blocks
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_draft_model_changes_no_output_of_retracted_requests(seed: int) -> None:
-    plain, _ = serve(requests_of(seed), 0, blocks=257)
+    plain, _ = served_plainly(seed)
     drafted, serving = serve(requests_of(seed), 8, blocks=30, chunk_tokens=16, max_running=9, draft=Similar())
     assert [[one[:3] for one in outputs] for outputs in drafted.values()] == [
         [one[:3] for one in outputs] for outputs in plain.values()

@@ -42,7 +42,10 @@ def described(tokenizer: Any) -> dict[str, Any]:
     return {**named, "backend": tokenizer.backend_tokenizer.to_str()}
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen3", "llama3_1", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny", "qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3_1", "deepseek_v3"))],
+)
 def test_stored_tokenizer_equals_that_of_transformers(folder: Path, tmp_path: Path, name: str) -> None:
     source = folder if name == "tiny" else npm_tokenizer(name)
     wanted = described(read(source))

@@ -29,6 +29,7 @@ from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker
 from tests.engine.models import make_model
+from tests.plain_http import PLAIN
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4
 """Two layers, keys and values, two key heads of 16, 16 tokens, float32."""
@@ -120,7 +121,9 @@ async def test_service_accelerator_error_ends_process_with_reason(tiny: Path) ->
     chosen = settings(tiny, port=0, name="gpu-worker")
     running = asyncio.ensure_future(service.run(chosen, listener, SILENT, breaking))
     await listener.ready.wait()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{listener.port}", trust_env=False, verify=PLAIN
+    ) as http:
         assert (await http.get("/ready")).status_code == 200
         body = {"model": "tiny", "prompt": [3, 4], "max_tokens": 4}
         assert (await http.post("/v1/completions", json=body)).status_code == 500

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from baton_api import metrics
 from baton_observing import rules
@@ -89,12 +93,9 @@ def engine_rules() -> str:
 
 
 def evaluated(
-    folder: Path, interval_s: int, series: Series, queries: Mapping[str, str], at_s: int
+    interval_s: int, series: Series, queries: Mapping[str, str], at_s: int
 ) -> dict[str, list[tuple[Mapping[str, str], float]]]:
     """Return the samples of each query, with the rules of engines, at a time."""
-    (folder / "engines.yaml").write_text(
-        re.sub(r"interval: \d+s", f"interval: {interval_s}s", engine_rules())
-    )
     test: dict[str, Any] = {
         "interval": f"{interval_s}s",
         "input_series": [
@@ -112,12 +113,25 @@ def evaluated(
         ],
     }
     text = {"rule_files": ["engines.yaml"], "evaluation_interval": f"{interval_s}s", "tests": [test]}
-    (folder / "test.yaml").write_text(json.dumps(text))
-    command = ["promtool", "test", "rules", "test.yaml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    got = re.findall(r"^ +got: ?(.*)$", done.stdout + done.stderr, re.MULTILINE)
-    assert len(got) == len(queries), done.stdout + done.stderr
+    output = promtool_output(interval_s, json.dumps(text))
+    got = re.findall(r"^ +got: ?(.*)$", output, re.MULTILINE)
+    assert len(got) == len(queries), output
     return {name: samples(text) for name, text in zip(queries, got, strict=True)}
+
+
+@functools.cache
+def promtool_output(interval_s: int, test: str) -> str:
+    """Return what promtool prints. It takes half a second, and tests with the same input share it."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (on Debian: apt install prometheus)")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        every = f"interval: {interval_s}s"
+        (folder / "engines.yaml").write_text(re.sub(r"interval: \d+s", every, engine_rules()))
+        (folder / "test.yaml").write_text(test)
+        command = ["promtool", "test", "rules", "test.yaml"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
 
 
 def samples(text: str) -> list[tuple[Mapping[str, str], float]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -39,13 +37,6 @@ POLICIES: Mapping[RoleName, ScalingPolicy] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    if shutil.which("promtool") is None:
-        pytest.skip("promtool is not installed (on Debian: apt install prometheus)")
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def pair() -> Recording:
     return Recording.read("vllm_pair")
@@ -61,12 +52,10 @@ def all_series(recording: Recording) -> Series:
     return {**recording.scraped(), **router_series(recording)}
 
 
-def inputs(
-    folder: Path, recording: Recording, series: Series, at_s: int, slots: int | None = None
-) -> ServiceMetrics:
+def inputs(recording: Recording, series: Series, at_s: int, slots: int | None = None) -> ServiceMetrics:
     """Return the inputs of the autoscaler at a time, from its own query."""
     query = MetricsQuery(NAMESPACE, SERVICE, 95, window_s=40, decode_slots=slots)
-    results = evaluated(folder, recording.interval_s, series, {"all": query.text}, at_s)["all"]
+    results = evaluated(recording.interval_s, series, {"all": query.text}, at_s)["all"]
     return ServiceMetrics({labels[METRIC_LABEL]: value for labels, value in results})
 
 
@@ -108,7 +97,7 @@ def test_mapping_labels_are_those_of_contract(mapping: EngineMapping) -> None:
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda one: one.engine)
-def test_busy_pair_has_every_mapped_metric(mapping: EngineMapping, folder: Path) -> None:
+def test_busy_pair_has_every_mapped_metric(mapping: EngineMapping) -> None:
     pair = Recording.read(f"{mapping.engine}_pair")
     parts = {"counter": "", "gauge": "", "histogram": "_count"}
     queries = {
@@ -116,12 +105,12 @@ def test_busy_pair_has_every_mapped_metric(mapping: EngineMapping, folder: Path)
         for one in CONTRACT
         if one.name.startswith("baton_worker_")
     }
-    results = evaluated(folder, pair.interval_s, all_series(pair), queries, BUSY_S)
+    results = evaluated(pair.interval_s, all_series(pair), queries, BUSY_S)
     mapped = {one.metric.name for one in mapping.metrics} | {metrics.WORKER_QUEUED_TOKENS.name}
     assert {name for name, got in results.items() if got} == mapped
 
 
-def test_recorded_values_are_those_of_workers(pair: Recording, folder: Path) -> None:
+def test_recorded_values_are_those_of_workers(pair: Recording) -> None:
     table = {
         'baton_worker_requests_running{role="decode"}': 3,
         'baton_worker_requests_queued{role="prefill"}': 1,
@@ -136,7 +125,7 @@ def test_recorded_values_are_those_of_workers(pair: Recording, folder: Path) -> 
         'baton_worker_kv_usage_ratio{role="decode"}': 0.0413,
         'baton_worker_info{role="decode", worker="decode-0", model="smollm2"}': 1,
     }
-    results = evaluated(folder, pair.interval_s, all_series(pair), {name: name for name in table}, BUSY_S)
+    results = evaluated(pair.interval_s, all_series(pair), {name: name for name in table}, BUSY_S)
     assert {name: [value for _, value in got] for name, got in results.items()} == {
         name: [pytest.approx(value)] for name, value in table.items()
     }
@@ -144,7 +133,7 @@ def test_recorded_values_are_those_of_workers(pair: Recording, folder: Path) -> 
     assert {"namespace", "service", "role", "worker", "pod"} <= labels.keys() and labels["engine"] == "vllm"
 
 
-def test_recorded_values_are_those_of_sglang_mock(sglang_pair: Recording, folder: Path) -> None:
+def test_recorded_values_are_those_of_sglang_mock(sglang_pair: Recording) -> None:
     """Queues add up, priorities do not; milliseconds and megabytes become seconds and bytes."""
     table = {
         'baton_worker_requests_running{role="decode"}': 6,
@@ -165,24 +154,24 @@ def test_recorded_values_are_those_of_sglang_mock(sglang_pair: Recording, folder
         metrics.WORKER_TRANSFER_FAILURES.name: [0, 7],
     }
     series = all_series(sglang_pair)
-    results = evaluated(folder, sglang_pair.interval_s, series, {name: name for name in table}, BUSY_S)
+    results = evaluated(sglang_pair.interval_s, series, {name: name for name in table}, BUSY_S)
     assert {name: sorted(value for _, value in got) for name, got in results.items()} == {
         name: [pytest.approx(one) for one in (value if isinstance(value, list) else [value])]
         for name, value in table.items()
     }
 
 
-def test_aliases_and_other_vllm_servers_are_not_recorded(folder: Path) -> None:
+def test_aliases_and_other_vllm_servers_are_not_recorded() -> None:
     """Baton's aliases have no engine label; servers that Baton did not start have no worker label."""
     series: Series = {
         'vllm:num_requests_running{model_name="m", worker="decode-0", role="decode"}': [1.0] * 4,
         'vllm:num_requests_running{model_name="m", engine="0", pod="stranger"}': [1.0] * 4,
     }
     name = metrics.WORKER_RUNNING.name
-    assert evaluated(folder, 5, series, {name: name}, 10) == {name: []}
+    assert evaluated(5, series, {name: name}, 10) == {name: []}
 
 
-def test_ranks_of_one_worker_are_one_series(folder: Path) -> None:
+def test_ranks_of_one_worker_are_one_series() -> None:
     target = 'model_name="m", worker="decode-0", role="decode"'
     series: Series = {
         f'vllm:{metric}{{{target}, engine="{rank}"}}': [value] * 4
@@ -190,13 +179,13 @@ def test_ranks_of_one_worker_are_one_series(folder: Path) -> None:
         for rank, value in enumerate(values)
     }
     names = {one.name: one.name for one in (metrics.WORKER_RUNNING, metrics.WORKER_KV_USAGE)}
-    results = evaluated(folder, 5, series, names, 10)
+    results = evaluated(5, series, names, 10)
     assert [value for got in results.values() for _, value in got] == [5.0, 0.7]
 
 
 class TestAutoscalerInputs:
-    def test_busy_pair_gives_speed_and_backlog(self, pair: Recording, folder: Path) -> None:
-        seen = inputs(folder, pair, all_series(pair), BUSY_S)
+    def test_busy_pair_gives_speed_and_backlog(self, pair: Recording) -> None:
+        seen = inputs(pair, all_series(pair), BUSY_S)
         assert seen.read("prefill_workers").value == seen.read("decode_workers").value == 1
         assert seen.read("demand_prompt").above(100)
         # One prompt queued and one running at a mean of 400 computed tokens.
@@ -207,18 +196,18 @@ class TestAutoscalerInputs:
         assert 0.1 < (seen.read("decode_token_mean").value or 0) < 0.2
         assert seen.read("decode_answer").value == pytest.approx(48, rel=0.5)
 
-    def test_slots_are_unknown_unless_spec_names_them(self, pair: Recording, folder: Path) -> None:
+    def test_slots_are_unknown_unless_spec_names_them(self, pair: Recording) -> None:
         series = all_series(pair)
-        without = inputs(folder, pair, series, BUSY_S)
+        without = inputs(pair, series, BUSY_S)
         assert (
             not without.read("decode_slots").has_value and not without.read("decode_fullest_slots").has_value
         )
-        seen = inputs(folder, pair, series, BUSY_S, slots=SLOTS)
+        seen = inputs(pair, series, BUSY_S, slots=SLOTS)
         assert seen.read("decode_slots").value == SLOTS
         assert seen.read("decode_fullest_slots").value == 3 / SLOTS
 
-    def test_idle_pair_has_zeros(self, pair: Recording, folder: Path) -> None:
-        seen = inputs(folder, pair, all_series(pair), AFTER_S, slots=SLOTS)
+    def test_idle_pair_has_zeros(self, pair: Recording) -> None:
+        seen = inputs(pair, all_series(pair), AFTER_S, slots=SLOTS)
         zeros = (
             "prefill_queued_tokens",
             "prefill_queued",
@@ -228,8 +217,8 @@ class TestAutoscalerInputs:
         )
         assert {name: seen.read(name).value for name in zeros} == dict.fromkeys(zeros, 0.0)
 
-    def test_sglang_mock_gives_all_inputs_but_slots(self, sglang_pair: Recording, folder: Path) -> None:
-        seen = inputs(folder, sglang_pair, all_series(sglang_pair), BUSY_S)
+    def test_sglang_mock_gives_all_inputs_but_slots(self, sglang_pair: Recording) -> None:
+        seen = inputs(sglang_pair, all_series(sglang_pair), BUSY_S)
         assert seen.read("prefill_speed").value == pytest.approx(4000 / 5, rel=0.3)
         # Three prompts wait, one runs, and each has 400 uncached tokens.
         assert seen.read("prefill_queued_tokens").value == pytest.approx(3.5 * 400)
@@ -238,31 +227,31 @@ class TestAutoscalerInputs:
         assert seen.read("decode_token_mean").value == pytest.approx(0.03)
         assert not seen.read("decode_slots").has_value
 
-    def test_deletion_cost_counts_requests_by_pod(self, pair: Recording, folder: Path) -> None:
+    def test_deletion_cost_counts_requests_by_pod(self, pair: Recording) -> None:
         query = MetricsQuery(NAMESPACE, SERVICE, 95).running
-        results = evaluated(folder, pair.interval_s, all_series(pair), {"pods": query}, BUSY_S)["pods"]
+        results = evaluated(pair.interval_s, all_series(pair), {"pods": query}, BUSY_S)["pods"]
         assert {labels["pod"]: value for labels, value in results} == {"prefill-0": 2.0, "decode-0": 3.0}
 
 
 class TestDecisions:
-    def test_load_scales_decode_up(self, pair: Recording, folder: Path) -> None:
+    def test_load_scales_decode_up(self, pair: Recording) -> None:
         """Three of three slots are in use, and the rate of such a worker is its capacity."""
-        seen = inputs(folder, pair, all_series(pair), BUSY_S, slots=3)
+        seen = inputs(pair, all_series(pair), BUSY_S, slots=3)
         assert sample("decode", seen).utilisation.value == 1
         decision = decided("decode", sample("decode", seen))
         assert (decision.replicas, decision.reason) == (2, "Demand")
 
-    def test_load_scales_prefill_up(self, pair: Recording, folder: Path) -> None:
+    def test_load_scales_prefill_up(self, pair: Recording) -> None:
         """The learned speed and the backlog make the need."""
-        seen = inputs(folder, pair, all_series(pair), BUSY_S)
+        seen = inputs(pair, all_series(pair), BUSY_S)
         decision = decided("prefill", sample("prefill", seen))
         assert decision.replicas > 1 and decision.reason in ("Demand", "Saturated"), decision
 
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
     @pytest.mark.parametrize("role", ["prefill", "decode"])
-    def test_idle_pair_scales_down(self, engine: str, folder: Path, role: RoleName) -> None:
+    def test_idle_pair_scales_down(self, engine: str, role: RoleName) -> None:
         pair = Recording.read(f"{engine}_pair")
-        seen = inputs(folder, pair, all_series(pair), AFTER_S, slots=SLOTS)
+        seen = inputs(pair, all_series(pair), AFTER_S, slots=SLOTS)
         decision = decided(role, replace(sample(role, seen, replicas=2), silent=0), capacity=150.0)
         assert (decision.replicas, decision.reason) == (1, "Spare"), decision
 
@@ -278,16 +267,14 @@ class TestDecisions:
             ("prefill", "vllm:"),
         ],
     )
-    def test_missing_metric_is_unknown_and_holds(
-        self, pair: Recording, folder: Path, role: RoleName, missing: str
-    ) -> None:
+    def test_missing_metric_is_unknown_and_holds(self, pair: Recording, role: RoleName, missing: str) -> None:
         series = {**pair.scraped(missing), **router_series(pair)}
-        seen = inputs(folder, pair, series, AFTER_S, slots=SLOTS)
+        seen = inputs(pair, series, AFTER_S, slots=SLOTS)
         decision = decided(role, replace(sample(role, seen, replicas=2), silent=0), capacity=150.0)
         assert decision.replicas == 2 and "unknown" in decision.message, decision
 
-    def test_decode_without_known_slots_holds(self, pair: Recording, folder: Path) -> None:
+    def test_decode_without_known_slots_holds(self, pair: Recording) -> None:
         """vLLM does not report its batch slots: without them in the spec, decode never scales down."""
-        seen = inputs(folder, pair, all_series(pair), AFTER_S)
+        seen = inputs(pair, all_series(pair), AFTER_S)
         decision = decided("decode", replace(sample("decode", seen, replicas=2), silent=0), capacity=150.0)
         assert decision.replicas == 2 and "utilization is unknown" in decision.message, decision

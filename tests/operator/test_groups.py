@@ -13,6 +13,7 @@ from baton_operator.manifests.objects import Manifest, merged
 from baton_operator.reconcilers.report import scaler_status
 from baton_operator.scaling.budget import gpus, of_role
 from tests.operator.fake_cluster import FakeCluster
+from tests.seeds import seeds
 
 WIDE: Manifest = {"resources": {"gpu": {"count": 8}}, "parallelism": {"tensor": 8, "pipeline": 2, "nodes": 2}}
 VLLM: Manifest = {
@@ -134,7 +135,7 @@ def test_terminating_group_is_not_ready() -> None:
     assert cluster.service["status"]["decode"]["ready"] == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, quick=8))
 def test_rollout_replaces_groups_in_pairs(seed: int) -> None:
     """Through evictions and crashes: at the end, all pods are of the new revision, in whole groups."""
     cluster = FakeCluster(merged(VLLM, {"decode": {"replicas": 2}}), seed=seed, troubles=5)

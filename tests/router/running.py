@@ -13,6 +13,7 @@ import httpx
 from baton_router.app import RouterApp, create_app
 from baton_router.server import RouterServer, address, bind
 from baton_router.settings import RouterSettings
+from tests.plain_http import PLAIN
 
 CHAT = "/v1/chat/completions"
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -89,7 +90,7 @@ async def running_router(
     listening = bind(config.host, config.port)
     url = address(listening)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=PLAIN) as client:
         try:
             if wait:
                 await until(lambda: all(worker.health.load for worker in router.workers.all))

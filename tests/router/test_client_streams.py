@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from baton_api import metrics
 from baton_http.protocol import BoundedHttpProtocol
+from tests.plain_http import PLAIN
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, STREAM, RunningRouter, running_router, until
@@ -90,7 +91,7 @@ async def test_parallel_streams_are_all_complete() -> None:
 
 
 def sdk(router: RunningRouter) -> openai.AsyncOpenAI:
-    http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
+    http_client = openai.DefaultAsyncHttpxClient(trust_env=False, verify=PLAIN)
     return openai.AsyncOpenAI(
         base_url=router.url + "/v1", api_key="none", max_retries=0, http_client=http_client
     )

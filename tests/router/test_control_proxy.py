@@ -17,6 +17,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from baton_http.replies import Receive, Scope, Send
 from baton_router.frontends.control_proxy import ControlProxy
+from tests.plain_http import PLAIN
 from tests.router.running import until
 
 app = FastAPI()
@@ -123,7 +124,7 @@ async def passing() -> AsyncIterator[httpx.AsyncClient]:
 
         async with Served(app, path), Served(frontend, None) as before:
             url = f"http://127.0.0.1:{before.port}"
-            async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=PLAIN) as client:
                 yield client
 
 
@@ -183,7 +184,7 @@ async def test_disconnected_client_disconnects_from_the_scheduler_too() -> None:
 async def test_missing_scheduler_process_is_reported() -> None:
     async with Served(ControlProxy("/nonexistent/socket"), None) as frontend:
         url = f"http://127.0.0.1:{frontend.port}/v1/files"
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=PLAIN) as client:
             answer = await client.get(url)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
         assert "retry-after" in answer.headers

@@ -28,6 +28,7 @@ pytest.importorskip("envoy.service.ext_proc.v3.external_processor_pb2")
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
+from tests.plain_http import PLAIN  # noqa: E402
 from tests.router.fake_envoy import (  # noqa: E402
     MODES,
     FakeEnvoy,
@@ -88,7 +89,7 @@ async def test_request_gets_destination_and_serves(mode: int) -> None:
     async with (
         workers(2) as decode,
         picker(decode) as (running, gateway),
-        httpx.AsyncClient(trust_env=False) as client,
+        httpx.AsyncClient(trust_env=False, verify=PLAIN) as client,
     ):
         stream = gateway.stream(mode)
         head = routed(await stream.request(STREAM))

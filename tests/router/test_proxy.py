@@ -16,6 +16,7 @@ from baton_api.metrics import STALE
 from baton_api.workers import Role
 from baton_http.upstream import STALE_S, Upstream, UpstreamExchange, UpstreamLost
 from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW
+from tests.plain_http import PLAIN
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker, WorkerRequest
 from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, until
@@ -27,7 +28,7 @@ ERROR_503 = b'{"error":{"message":"full","type":"server_error","param":null,"cod
 @pytest.mark.parametrize("body", [QUESTION, STREAM], ids=["whole", "stream"])
 async def test_answer_has_the_bytes_of_a_direct_call(body: object) -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=PLAIN) as client:
             direct = await client.post(worker.url + CHAT, json=body)
         routed = await router.post(body)
         assert routed.status_code == direct.status_code == 200
@@ -231,7 +232,7 @@ async def test_worker_with_progressing_requests_is_not_down() -> None:
     async with (
         FakeWorker(fake_worker.flood) as worker,
         running_router([worker], health_interval_s=0.1, health_misses=1) as router,
-        httpx.AsyncClient(base_url=router.url, trust_env=False) as client,
+        httpx.AsyncClient(base_url=router.url, trust_env=False, verify=PLAIN) as client,
         client.stream("POST", CHAT, json=STREAM) as answer,
     ):
         worker.silent = True
@@ -245,7 +246,7 @@ async def test_worker_with_progressing_requests_is_not_down() -> None:
 async def test_disconnected_client_ends_its_request() -> None:
     for behaviour in (fake_worker.hang, fake_worker.hang_in_the_stream, fake_worker.flood):
         async with FakeWorker(behaviour) as worker, running_router([worker]) as router:
-            async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=router.url, trust_env=False, verify=PLAIN) as client:
                 asking = asyncio.create_task(client.post(CHAT, json=STREAM))
                 await worker.arrived.wait()
                 asking.cancel()

@@ -13,6 +13,7 @@ import pytest
 
 from baton_api import headers, metrics
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, WorkerLost
+from tests.plain_http import PLAIN
 from tests.router import fake_worker
 from tests.router.fake_worker import STREAM_END, STREAM_HEAD, FakeWorker, WorkerRequest, chunk, plain
 from tests.router.running import running_router
@@ -91,7 +92,12 @@ async def respond(worker: FakeWorker, request: WorkerRequest, writer: asyncio.St
 
 
 def client(url: str, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=f"{url}/v1",
+        api_key=key,
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(verify=PLAIN),
+    )
 
 
 async def test_next_turn_finds_its_conversation_on_any_worker() -> None:
@@ -224,7 +230,7 @@ async def test_key_sees_only_its_own_responses() -> None:
         with pytest.raises(openai.BadRequestError):
             await two.responses.create(model="tiny", input="Hi", previous_response_id=mine.id)
         await one.responses.create(model="tiny", input="Hi", previous_response_id=mine.id)
-        async with httpx.AsyncClient(base_url=router.url, trust_env=False) as stranger:
+        async with httpx.AsyncClient(base_url=router.url, trust_env=False, verify=PLAIN) as stranger:
             assert (await stranger.get(f"{PATH}/{mine.id}")).status_code == 401
 
 
@@ -259,7 +265,7 @@ NOT_KEPT = {
 async def test_other_answers_pass_and_are_not_stored(behaviour: fake_worker.Behaviour) -> None:
     async with FakeWorker(behaviour) as worker, running_router([worker]) as router:
         answer = await router.post(QUESTION, PATH)
-        async with httpx.AsyncClient(trust_env=False) as direct:
+        async with httpx.AsyncClient(trust_env=False, verify=PLAIN) as direct:
             assert answer.content == (await direct.post(worker.url + PATH, json=QUESTION)).content
         assert len(router.router.responses) == 0
 

@@ -9,6 +9,7 @@ their values to the new names. It goes away with the next version of the API.
 from __future__ import annotations
 
 import copy
+import functools
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -56,6 +57,13 @@ def part_of(annotation: Any) -> type[Part] | None:
     return next(filter(None, map(part_of, typing.get_args(annotation))), None)
 
 
+@functools.cache
+def _parts_of(kind: type[Part]) -> Mapping[str, type[Part]]:
+    """The fields that hold parts. Cached: every plan reads all stored revisions."""
+    parts = ((name, part_of(field.annotation)) for name, field in fields(kind).items())
+    return {name: part for name, part in parts if part is not None}
+
+
 def _moved(kind: type[Part], given: Mapping[str, Any], path: str) -> tuple[Object, list[tuple[str, str]]]:
     """
     Return the object with new names, and the pairs of names that mattered.
@@ -63,9 +71,10 @@ def _moved(kind: type[Part], given: Mapping[str, Any], path: str) -> tuple[Objec
     The API server fills in the default of a new field also where only the old one was written. An old value
     therefore counts unless the new field has another value than its default.
     """
-    moved: Object = copy.deepcopy(dict(given)) if kind.renamed_fields else dict(given)
+    written = any(_takes(given, old.split(".")) for old in kind.renamed_fields)
+    moved: Object = copy.deepcopy(dict(given)) if written else dict(given)
     renamed = []
-    for old, new in kind.renamed_fields.items():
+    for old, new in kind.renamed_fields.items() if written else ():
         value = _take(moved, old.split("."))
         if value is None:
             continue
@@ -88,10 +97,8 @@ def _moved(kind: type[Part], given: Mapping[str, Any], path: str) -> tuple[Objec
 
 def _parts(kind: type[Part], given: Object) -> Iterator[tuple[str, type[Part], int | None, Object]]:
     """The objects below, with the field and the place in a list."""
-    for name, field in fields(kind).items():
-        part, value = part_of(field.annotation), given.get(name)
-        if part is None:
-            continue
+    for name, part in _parts_of(kind).items():
+        value = given.get(name)
         if isinstance(value, dict):
             yield name, part, None, value
         elif isinstance(value, list):
@@ -117,6 +124,15 @@ def _same(value: Any, default: Any) -> bool:
         except ValueError:
             return False
     return bool(value == default)
+
+
+def _takes(given: Mapping[str, Any], path: list[str]) -> bool:
+    """Return whether `_take` would change the object."""
+    name, *rest = path
+    if not rest:
+        return name in given
+    below = given.get(name)
+    return isinstance(below, dict) and (not below or _takes(below, rest))
 
 
 def _take(given: Object, path: list[str]) -> Any:

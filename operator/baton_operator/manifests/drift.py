@@ -79,6 +79,8 @@ def contains(existing: Any, desired: Any) -> bool:
     >>> contains({"cpu": "1", "added": 1}, {"cpu": "1000m"}), contains([1, 2], [1])
     (True, False)
     """
+    if existing == desired:
+        return True
     if isinstance(desired, dict):
         if not isinstance(existing, dict):
             return not desired and existing is None
@@ -87,7 +89,7 @@ def contains(existing: Any, desired: Any) -> bool:
         if not isinstance(existing, list):
             return not desired and existing is None
         return len(existing) == len(desired) and all(map(contains, existing, desired))
-    return bool(existing == desired) or _same_quantity(existing, desired)
+    return _same_quantity(existing, desired)
 
 
 def _hash(made_from: Any) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from baton_engine.api.http import HttpServer
 from tests.engine.api.api import Api, open_api
+from tests.plain_http import PLAIN
 
 
 @pytest.fixture
@@ -27,6 +28,9 @@ async def server(api: Api) -> AsyncIterator[HttpServer]:
 @pytest.fixture
 async def sdk(server: HttpServer) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
-        base_url=f"http://{server.address}/v1", api_key="none", max_retries=0
+        base_url=f"http://{server.address}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(verify=PLAIN),
     ) as client:
         yield client

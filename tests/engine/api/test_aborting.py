@@ -17,6 +17,7 @@ from baton_engine.api.http import HttpServer
 from baton_engine.api.running import Running
 from tests.engine.api.api import MODEL, USER, Api, eventually
 from tests.engine.api.test_validation import assert_error
+from tests.plain_http import PLAIN
 
 
 async def abort(http: httpx.AsyncClient, **body: Any) -> int:
@@ -60,7 +61,7 @@ async def test_abort_unstreamed_request_is_a_499(api: Api, name: dict[str, Any],
 async def test_abort_stream_ends_with_an_error_event(api: Api, server: HttpServer) -> None:
     body = {"model": MODEL, "messages": USER, "stream": True, "ignore_eos": True}
     async with (
-        httpx.AsyncClient(base_url=f"http://{server.address}") as http,
+        httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as http,
         http.stream("POST", "/v1/chat/completions", json=body) as response,
     ):
         lines = response.aiter_lines()
@@ -76,7 +77,11 @@ async def test_abort_stream_ends_with_an_error_event(api: Api, server: HttpServe
 
 
 async def test_abort_sdk_raises_without_retry(api: Api, server: HttpServer) -> None:
-    async with openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="x") as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{server.address}/v1",
+        api_key="x",
+        http_client=openai.DefaultAsyncHttpxClient(verify=PLAIN),
+    ) as client:
         api.model.go.clear()
         asking: asyncio.Task[Any] = asyncio.create_task(
             client.chat.completions.create(model=MODEL, messages=USER, extra_body={"rid": "r"})  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from baton_engine.api.http import HttpServer
 from baton_engine.model.embedder import Embedder, Unable
 from baton_engine.requests import Pooling
 from tests.engine.api.api import CONTEXT, MODEL, TOKENIZER, Api, eventually, open_api
+from tests.plain_http import PLAIN
 
 HIDDEN = TOKENIZER.vocab_size
 """The fake model's states are its logits."""
@@ -98,7 +99,12 @@ async def test_base64_is_the_same_numbers_in_little_endian(api: Api) -> None:
 async def test_embeddings_sdk_reads_both_encodings(api: Api, fields: dict[str, Any]) -> None:
     async with (
         HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server,
-        openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="none", max_retries=0) as sdk,
+        openai.AsyncOpenAI(
+            base_url=f"http://{server.address}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(verify=PLAIN),
+        ) as sdk,
     ):
         answer = await sdk.embeddings.create(model=MODEL, input=["Hi", "there"], **fields)
     assert [item.index for item in answer.data] == [0, 1]

@@ -11,6 +11,7 @@ from baton_api import limits
 from baton_api.errors import Overloaded, SetupError
 from baton_engine.api.http import HttpServer
 from tests.engine.api.api import MODEL, USER, Api
+from tests.plain_http import PLAIN
 
 
 async def test_http_port_in_use_names_the_flag(api: Api, server: HttpServer) -> None:
@@ -37,7 +38,7 @@ async def test_http_closed_server_sends_unanswered_clients_a_retry(api: Api) -> 
     api.model.go.clear()
     async with (
         HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server,
-        httpx.AsyncClient(base_url=f"http://{server.address}") as client,
+        httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as client,
     ):
         body = {"model": MODEL, "messages": USER}
         waiting = asyncio.create_task(client.post("/v1/chat/completions", json=body))
@@ -52,7 +53,7 @@ async def test_http_closed_server_sends_unanswered_clients_a_retry(api: Api) -> 
 async def test_http_closed_server_cuts_streams_and_frees_its_port(api: Api) -> None:
     async with HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server:
         body = {"model": MODEL, "messages": USER, "stream": True, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as client:
             with pytest.raises(httpx.RemoteProtocolError):
                 async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                     parts = response.aiter_raw()

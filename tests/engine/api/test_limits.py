@@ -26,6 +26,7 @@ from baton_api.limits import Kind, Limit
 from baton_engine.api.http import HttpServer
 from tests.engine.api.api import LETTERS, MODEL, USER, Api
 from tests.engine.api.test_validation import assert_error, nested
+from tests.plain_http import PLAIN
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TYPES = {"content-type": "application/json"}
@@ -245,7 +246,7 @@ async def test_limits_body_beyond_the_limit_is_a_413(api: Api, server: HttpServe
         for start in range(0, len(body), 100_000):
             yield body[start : start + 100_000]
 
-    async with httpx.AsyncClient(base_url=f"http://{server.address}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as http:
         for size, status in ((limits.BODY.most, 200), (limits.BODY.most + 1, limits.BODY.status)):
             content = parts(padded(size)) if chunked else padded(size)
             response = await http.post(COMPLETIONS, content=content, headers=TYPES)

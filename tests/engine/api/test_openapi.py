@@ -59,7 +59,13 @@ SERVED = [
     if "worker" in operation.served_by
 ]
 WAYS = [
-    pytest.param(operation.method, path, mode, id=f"{operation.method} {path} {mode.value}")
+    pytest.param(
+        operation.method,
+        path,
+        mode,
+        id=f"{operation.method} {path} {mode.value}",
+        marks=pytest.mark.slow if mode is GenerationMode.NEGATIVE else (),
+    )
     for operation, path in SERVED
     for mode in GenerationMode
     # Without a body there is nothing to be wrong, and what has two names is the same under both.
@@ -100,6 +106,12 @@ def described(url: str) -> Any:
 
 
 @pytest.fixture(scope="module")
+def schema(described: Any) -> Any:
+    """Made once: its references and request bodies take longer to read than one operation's requests."""
+    return schemathesis.openapi.from_dict(described)
+
+
+@pytest.fixture(scope="module")
 def sent(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
     """Count requests by status; print the counts at the end with `-s`."""
     counted: Counter[str] = Counter()
@@ -109,9 +121,15 @@ def sent(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize(("method", "path", "mode"), WAYS)
 def test_openapi_answers_match_the_description(
-    url: str, described: Any, sent: Counter[str], method: str, path: str, mode: GenerationMode
+    url: str,
+    described: Any,
+    schema: Any,
+    sent: Counter[str],
+    method: str,
+    path: str,
+    mode: GenerationMode,
 ) -> None:
-    operation = schemathesis.openapi.from_dict(described)[path][method.upper()]
+    operation = schema[path][method.upper()]
 
     @hypothesis.seed(20_240_601)
     @hypothesis.settings(

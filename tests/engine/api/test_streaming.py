@@ -16,6 +16,7 @@ from baton_engine.api.exchange import open_exchange
 from baton_engine.api.generate import Generate
 from baton_engine.api.http import HttpServer
 from tests.engine.api.api import LETTERS, MODEL, USER, Api, events, eventually, open_api
+from tests.plain_http import PLAIN
 
 
 async def test_stream_has_role_content_finish_and_done(api: Api) -> None:
@@ -164,7 +165,7 @@ async def test_stream_error_is_an_event_then_a_cut(api: Api, server: HttpServer)
     api.model.fail_on = LETTERS[1]
     body = {"model": MODEL, "messages": USER, "stream": True}
     received = b""
-    async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:
+    async with httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as client:
         with pytest.raises(httpx.RemoteProtocolError):
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 assert response.status_code == 200

@@ -15,6 +15,8 @@ from benchmarks.scaling.__main__ import imagined
 from benchmarks.scaling.policies import POLICIES
 from benchmarks.scaling.score import Count, Score
 
+pytestmark = pytest.mark.slow
+
 Scores = Mapping[str, Score]
 
 

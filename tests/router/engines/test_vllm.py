@@ -12,6 +12,7 @@ import pytest
 
 from baton_api.errors import ModelNotFound
 from baton_api.headers import CACHED, REQUEST_ID
+from tests.plain_http import PLAIN
 from tests.router.engines.fake_engine import generate, render, text_of
 from tests.router.engines.fake_vllm import FakeVllm
 from tests.router.running import RunningRouter, running_router, until
@@ -56,7 +57,7 @@ async def test_pair_generates_what_one_worker_would(path: str, stream: bool) -> 
         FakeVllm(blocks) as decode,
         FakeVllm() as single,
         running_router([decode], [prefill], **PAIRS_ALWAYS) as router,
-        httpx.AsyncClient(base_url=single.url, headers={REQUEST_ID: "same"}) as direct,
+        httpx.AsyncClient(base_url=single.url, headers={REQUEST_ID: "same"}, verify=PLAIN) as direct,
     ):
         router.client.headers[REQUEST_ID] = "same"
         given = await router.post({**body, "stream": stream}, path)
@@ -164,7 +165,7 @@ async def test_broken_stream_continues_at_another_worker(path: str, way: str) ->
             worker.gate_after = 5 if way == "killed" else None
             worker.errors = errors
         router = await stack.enter_async_context(running_router(workers))
-        direct = await stack.enter_async_context(httpx.AsyncClient(base_url=single.url))
+        direct = await stack.enter_async_context(httpx.AsyncClient(base_url=single.url, verify=PLAIN))
         answering = asyncio.create_task(streamed(router, body, path))
         await until(lambda: any(worker.bodies for worker in workers))
         first = next(worker for worker in workers if worker.bodies)

@@ -15,6 +15,7 @@ from baton_api.keys import KeyDigest, Keys
 from baton_engine.api.http import HttpServer
 from baton_engine.settings import WorkerSettings
 from tests.engine.api.api import CONTEXT, MODEL, Api, open_api
+from tests.plain_http import PLAIN
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {
@@ -36,7 +37,10 @@ async def api() -> AsyncIterator[Api]:
 @pytest.fixture
 async def claude(server: HttpServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic.AsyncAnthropic(
-        base_url=f"http://{server.address}", api_key=KEY, max_retries=0
+        base_url=f"http://{server.address}",
+        api_key=KEY,
+        max_retries=0,
+        http_client=anthropic.DefaultAsyncHttpxClient(verify=PLAIN),
     ) as client:
         yield client
 

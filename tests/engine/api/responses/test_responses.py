@@ -15,6 +15,7 @@ from baton_engine.api.http import HttpServer
 from baton_engine.api.responses.request import OWN
 from tests.engine.api.api import CONTEXT, LETTERS, MODEL, Api
 from tests.engine.api.responses.typed import kinds, typed_events, whole_response
+from tests.plain_http import PLAIN
 
 NAMES = (
     "id", "object", "created_at", "status", "error", "incomplete_details", "instructions", "model", "output",
@@ -312,7 +313,7 @@ async def test_response_stream_failure_sends_failed_and_cuts(api: Api, server: H
     api.model.script = "abc"
     api.model.fail_on = LETTERS[1]
     received = b""
-    async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:
+    async with httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as client:
         with pytest.raises(httpx.RemoteProtocolError):
             async with client.stream("POST", "/v1/responses", json=BROKEN) as answer:
                 async for part in answer.aiter_raw():
@@ -336,7 +337,7 @@ async def test_response_stream_failure_raises_in_the_sdk(api: Api, sdk: openai.A
 async def test_response_stream_abort_sends_failed_and_ends_cleanly(api: Api, server: HttpServer) -> None:
     body = BROKEN | {"ignore_eos": True, "rid": "mine"}
     async with (
-        httpx.AsyncClient(base_url=f"http://{server.address}") as client,
+        httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as client,
         client.stream("POST", "/v1/responses", json=body) as answer,
     ):
         parts = answer.aiter_text()

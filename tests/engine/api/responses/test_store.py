@@ -15,6 +15,7 @@ from baton_engine.api.http import HttpServer
 from baton_engine.settings import WorkerSettings
 from tests.engine.api.api import MODEL, Api, open_api
 from tests.engine.api.responses.typed import typed_events, whole_response
+from tests.plain_http import PLAIN
 
 
 async def respond(api: Api, **body: Any) -> httpx.Response:
@@ -143,8 +144,18 @@ async def test_store_key_sees_only_its_own_responses() -> None:
     async with open_api(keys=keys) as api, HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server:
         url = f"http://{server.address}/v1"
         async with (
-            openai.AsyncOpenAI(base_url=url, api_key="one", max_retries=0) as one,
-            openai.AsyncOpenAI(base_url=url, api_key="two", max_retries=0) as two,
+            openai.AsyncOpenAI(
+                base_url=url,
+                api_key="one",
+                max_retries=0,
+                http_client=openai.DefaultAsyncHttpxClient(verify=PLAIN),
+            ) as one,
+            openai.AsyncOpenAI(
+                base_url=url,
+                api_key="two",
+                max_retries=0,
+                http_client=openai.DefaultAsyncHttpxClient(verify=PLAIN),
+            ) as two,
         ):
             mine = await one.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
             await one.responses.retrieve(mine.id)

@@ -159,6 +159,7 @@ def test_forced_calls_are_read_back(name: str) -> None:
     try_family(name, TOKENIZER, GRAMMARS, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_forced_calls_are_read_back_with_tokens_of_a_real_model(name: str) -> None:
     try_family(name, *real(REAL[name]), 4)
