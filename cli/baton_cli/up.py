@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from baton_cli.child import Command
 from baton_cli.display import Bar, Display
 from baton_cli.options import read_settings
 from baton_cli.supervisor import Interrupted, Member, Supervisor, Watcher, supervise, threads_each
-from baton_engine import machine
+from baton_engine import lending, machine
 from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings
 
@@ -91,15 +91,16 @@ class Plan:
         """The key of this command's own requests. Empty if the service requires no key."""
         return self.own_key if self.router.api_key or self.router.api_key_file else ""
 
-    def worker_commands(self, cores: int) -> list[Command]:
-        """Return one command per worker. Each gets an equal share of the cores."""
+    def worker_commands(self, cores: int, seats: Sequence[str] = ()) -> list[Command]:
+        """Return one command per worker. Each gets an equal share of the cores, and its seat to lend them."""
         flags = {"threads": threads_each(cores, len(self.roles)), **self.worker}
         counts = dict.fromkeys(Role, 0)
         commands = []
         for role in self.roles:
             name = f"{role}-{counts[role]}"
             counts[role] += 1
-            named = {**flags, "name": name, "served_model_name": self.names, "host": "127.0.0.1"}
+            shared = {"shared_cores": seats[len(commands)]} if seats else {}
+            named = {**shared, **flags, "name": name, "served_model_name": self.names, "host": "127.0.0.1"}
             commands.append(
                 Command(
                     name=name,
@@ -168,8 +169,9 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
         state = plan.router.state
         if not state and plan.router.port == 0:  # a restarted router must find its state
             state = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        seats = stack.enter_context(lending.seats(len(plan.roles)))
         supervisor = await stack.enter_async_context(supervise(watcher, drain_s))
-        workers = [supervisor.add(command) for command in plan.worker_commands(machine.usable_cores())]
+        workers = [supervisor.add(each) for each in plan.worker_commands(machine.usable_cores(), seats)]
         for member in workers:
             await supervisor.unless_failed(member.listening())
         router = supervisor.add(

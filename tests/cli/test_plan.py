@@ -39,6 +39,12 @@ def test_workers_share_a_share_of_the_memory(tiny: Path, monkeypatch: pytest.Mon
     assert all("--memory-share=0.3" in command.arguments for command in plan(tiny).worker_commands(8))
 
 
+def test_each_worker_gets_a_seat_to_lend_its_cores(tiny: Path) -> None:
+    commands = plan(tiny).worker_commands(2, ["seats:0", "seats:1"])
+    for number, command in enumerate(commands):
+        assert {f"--shared-cores=seats:{number}", "--threads=1"} <= set(command.arguments)
+
+
 def test_switches_and_names_reach_every_worker(tiny: Path) -> None:
     planned = plan(tiny, served_model_name=("a,b", "c"), cache_report=False, log_requests=True)
     assert planned.names == ("a", "b", "c")

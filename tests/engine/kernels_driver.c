@@ -2,7 +2,8 @@
  * Runs the decoder's passes without Python, so that the sanitizers of a C compiler can watch them.
  *
  * For random models and batches, four threads must write the same logits, states and cache as one thread does, bit by
- * bit. Exits with 1 and says which case differs otherwise.
+ * bit. Two of the four are on cores that another worker lends and takes back all the time. Exits with 1 and says which
+ * case differs otherwise.
  */
 #define SHARED_PACKING ((size_t)1) /* all threads pack all weights */
 #include "decoder.c"
@@ -65,8 +66,29 @@ static void fill(struct model *model, enum place place, int64_t layer, int64_t o
     free(from), free(bias);
 }
 
+enum { OWN, OTHER, SEATS };
+
+static struct seat seats[SEATS];
+static _Atomic int ended;
+
+/* The other worker: it computes and pauses, or dies within a step, and comes back. */
+static void *compute_and_pause(void *argument) {
+    (void)argument;
+    atomic_store(&seats[OTHER].threads, 2);
+    for (int i = 0; !atomic_load(&ended); i++) {
+        atomic_store(&seats[OTHER].computing, i % 2);
+        atomic_store(&seats[OTHER].at, nanoseconds() - (i % 5 ? LEND_NANOSECONDS : i % 3 ? SILENT_NANOSECONDS : 0));
+        for (volatile int pause = 0; pause < i % 7 * 1000; pause++) {}
+    }
+    return NULL;
+}
+
 static struct model *make(struct spec spec, int64_t threads, uint32_t seed) {
     spec.threads = threads;
+    if (threads > 1) {
+        spec.threads = spec.spare = threads / 2;
+        spec.seats = (int64_t)(intptr_t)seats, spec.seat_count = SEATS, spec.seat = OWN;
+    }
     struct model *model = baton_create(&spec);
     const int64_t qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim, attended = spec.heads * spec.head_dim;
     if (!model) exit(1);
@@ -204,6 +226,37 @@ static int agree(struct spec spec, const char *name) {
     return agreed;
 }
 
+/* Of 8 cores, the worker with seat 0 has 2. */
+static int lends_what_others_leave(void) {
+    const int64_t now = 100 * SILENT_NANOSECONDS, paused = now - LEND_NANOSECONDS, dead = now - SILENT_NANOSECONDS;
+    const struct {
+        const char *name;
+        int64_t threads, computing, at, more_threads, more_at, lent;
+    } cases[] = {
+        {"an empty seat", 0, 0, 0, 0, 0, 6},
+        {"never computed", 6, 0, 0, 0, 0, 6},
+        {"computes", 6, 1, now, 0, 0, 0},
+        {"within a long phase", 6, 1, dead + 1, 0, 0, 0},
+        {"died within a step", 6, 1, dead, 0, 0, 6},
+        {"between two steps", 6, 0, paused + 1, 0, 0, 0},
+        {"paused", 6, 0, paused, 0, 0, 6},
+        {"two divide a third one's cores", 2, 1, now, 4, 0, 2},
+        {"two others compute", 2, 1, now, 4, now, 0},
+        {"more threads than cores", 8, 1, now, 8, now, 0},
+    };
+    for (size_t nth = 0; nth < sizeof cases / sizeof *cases; nth++) {
+        struct seat all[3] = {
+            {.threads = 2, .computing = 1, .at = now},
+            {.threads = cases[nth].threads, .computing = cases[nth].computing, .at = cases[nth].at},
+            {.threads = cases[nth].more_threads, .computing = 1, .at = cases[nth].more_at},
+        };
+        const int64_t got = lent(&(struct lending){.seats = all, .count = 3, .own = 0, .cores = 8}, now);
+        if (got != cases[nth].lent) printf("%s: %d cores are lent\n", cases[nth].name, (int)got);
+        if (got != cases[nth].lent) return 0;
+    }
+    return 1;
+}
+
 int main(void) {
     static const int64_t formats[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4};
     const struct spec specs[] = {
@@ -216,7 +269,8 @@ int main(void) {
         {.vocab = 35, .hidden = 51, .layers = 4, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 33, .rotated = 2,
          .post_norm = 1, .joint_norm = 1},
     };
-    if (!baton_sound()) return 1;
+    pthread_t other;
+    if (!baton_sound() || !lends_what_others_leave() || pthread_create(&other, NULL, compute_and_pause, NULL)) return 1;
     for (size_t nth = 0; nth < sizeof specs / sizeof *specs; nth++)
         for (int kind = FLOAT32; kind <= BFLOAT16; kind++) {
             struct spec spec = specs[nth];
@@ -229,5 +283,6 @@ int main(void) {
                             .kind = nth % 2, .tied = nth % 3 == 0};
         if (!agree(spec, "quantized")) return 1;
     }
-    return 0;
+    atomic_store(&ended, 1);
+    return pthread_join(other, NULL);
 }

@@ -170,6 +170,11 @@ class WorkerSettings(BaseSettings):
     threads: int = Field(default=0, ge=0)
     """CPU threads per forward pass. 0: all cores available to the process."""
 
+    shared_cores: str = ""
+    """Where workers on one machine write that they compute, as FILE:NUMBER. The CPU kernels then also use
+    cores beyond --threads while other workers leave them. `baton up` sets it. FILE has 64 zero bytes per
+    worker, and NUMBER counts from 0. Empty: the kernels use their own threads only."""
+
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that divide the model's heads and matrices: processes that share the CPU's threads, or
     the GPUs from --device on. 1: no division. The degree must divide query heads and the intermediate

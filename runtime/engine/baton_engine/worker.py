@@ -22,7 +22,7 @@ from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
 from baton_api.workers import Load, Role
-from baton_engine import machine
+from baton_engine import lending, machine
 from baton_engine.adapters import AdapterRegistry, registry_of
 from baton_engine.client import AsyncEngine
 from baton_engine.devices import device_of, dtype_of, free_bytes, short, show_free
@@ -314,7 +314,8 @@ def _load(
     log.info("Load weight begin. avail mem=%s", show_free(device))
     weights = load_weights(checkpoint, spec, dtype, progress, quantize)
     digest, size = weights_digest(weights), weights.bytes
-    model = create_model(spec, weights, device, dtype)
+    seat = lending.take_seat(settings.shared_cores, torch.get_num_threads(), machine.usable_cores())
+    model = create_model(spec, weights, device, dtype, seat=seat)
     del weights  # the model has its own copy, in the device's layout
     checkpoint.release()
     log.info(
@@ -324,7 +325,7 @@ def _load(
         show_free(device),
         time.monotonic() - began,
     )
-    draft, draft_size = load_draft(settings, spec, device, dtype, progress)
+    draft, draft_size = load_draft(settings, spec, device, dtype, progress, seat)
     return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, model, digest, size + draft_size, draft)
 
 

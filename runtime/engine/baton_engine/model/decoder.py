@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.lending import Seat
 from baton_engine.model.lora import LoraWeights, LowRankLinear, low_rank_linears
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.quantized import Matrix, floats
@@ -69,9 +70,11 @@ def create_model(
     device: torch.device,
     dtype: torch.dtype,
     environment: Mapping[str, str] = os.environ,
+    seat: Seat | None = None,
 ) -> Model:
-    """Create the fastest available model for `device`. `weights` must be in `dtype`."""
-    native_model = native_decoder(spec, weights, dtype, environment) if device.type == "cpu" else None
+    """Create the fastest model for `device`. `weights` must be in `dtype`. The CPU kernels use `seat`."""
+    cpu = device.type == "cpu"
+    native_model = native_decoder(spec, weights, dtype, environment, seat=seat) if cpu else None
     return native_model or create_decoder(spec, weights, device, dtype, environment=environment)
 
 

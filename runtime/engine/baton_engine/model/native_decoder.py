@@ -24,6 +24,7 @@ from baton_api.errors import SetupError
 from baton_engine import machine
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.lending import Cores, Seat
 from baton_engine.model import native_experts
 from baton_engine.model.lora import LoraWeights
 from baton_engine.model.native_lora import NativeAdapter, adapter_pointers
@@ -81,6 +82,7 @@ class _Spec(ctypes.Structure):
                 "kind", "threads", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim",
                 "intermediate", "tied", "nodes", "rotated", "gelu", "joint_norm", "post_norm",
                 "experts", "chosen", "expert_intermediate", "expert_layers", "sigmoid", "normalized",
+                "spare", "seats", "seat_count", "seat",
             )
         ),
         *(
@@ -131,7 +133,7 @@ class NativeDecoder:
     """Implementation of `Model` in C. Runs one pass at a time. Rows of a pass are independent."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, kernel_library: ctypes.CDLL, threads: int
+        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, kernel_library: ctypes.CDLL, cores: Cores
     ) -> None:
         """Copy the weights, so that the caller can release its own. Raises MemoryError."""
         self.spec = spec
@@ -143,7 +145,8 @@ class NativeDecoder:
         self._turn_to(FIRST_POSITIONS // 2)
         self._kernels = kernel_library
         tied = weights.head is weights.embedding
-        handle = kernel_library.baton_create(ctypes.byref(_sizes(spec, dtype, threads, tied)))
+        self._cores = cores
+        handle = kernel_library.baton_create(ctypes.byref(_sizes(spec, dtype, tied, cores)))
         if not handle:
             raise MemoryError("no memory for the packed weights")
         self._handle = ctypes.c_void_p(handle)
@@ -288,10 +291,9 @@ class NativeDecoder:
             raise ValueError(f"layer {layer}: {place} {tuple(weight.shape)} does not fit the model's sizes")
 
 
-def _sizes(spec: ModelSpec, dtype: torch.dtype, threads: int, tied: bool) -> _Spec:
+def _sizes(spec: ModelSpec, dtype: torch.dtype, tied: bool, cores: Cores) -> _Spec:
     return _Spec(
         kind=KINDS[dtype],
-        threads=threads,
         vocab=spec.vocab,
         hidden=spec.hidden,
         layers=spec.layers,
@@ -313,6 +315,7 @@ def _sizes(spec: ModelSpec, dtype: torch.dtype, threads: int, tied: bool) -> _Sp
         score_scale=spec.score_scale,
         score_cap=spec.attention_cap or 0,
         **native_experts.sizes(spec),
+        **cores.sizes(),
     )
 
 
@@ -336,6 +339,7 @@ def native_decoder(
     dtype: torch.dtype,
     environment: Mapping[str, str] = os.environ,
     threads: int = 0,
+    seat: Seat | None = None,
 ) -> NativeDecoder | None:
     """Create the native model, or return None if kernels are unavailable. 0 threads: torch's number."""
     if not supports(spec, dtype):
@@ -345,7 +349,8 @@ def native_decoder(
     except library.Unavailable as reason:
         log.warning("native kernels are unavailable, using slower torch operations: %s", reason)
         return None
-    return NativeDecoder(spec, weights, dtype, kernel_library, threads or torch.get_num_threads())
+    cores = Cores(threads or torch.get_num_threads(), seat)
+    return NativeDecoder(spec, weights, dtype, kernel_library, cores)
 
 
 def quantization(

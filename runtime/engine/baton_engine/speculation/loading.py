@@ -7,6 +7,7 @@ import logging
 import torch
 
 from baton_api.errors import SetupError
+from baton_engine.lending import Seat
 from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.progress import Progress
@@ -18,7 +19,12 @@ log = logging.getLogger(__name__)
 
 
 def load_draft(
-    settings: WorkerSettings, spec: ModelSpec, device: torch.device, dtype: torch.dtype, progress: Progress
+    settings: WorkerSettings,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    seat: Seat | None,
 ) -> tuple[Model | None, int]:
     """
     Load the draft model for a model of `spec`. Returns it, if there is one, and the bytes of its weights.
@@ -50,4 +56,4 @@ def load_draft(
         )
     weights = load_weights(checkpoint, draft, dtype, progress)
     log.info("Draft model: %s, %s", checkpoint.name, draft.architecture)
-    return create_model(draft, weights, device, dtype), weights.bytes
+    return create_model(draft, weights, device, dtype, seat=seat), weights.bytes

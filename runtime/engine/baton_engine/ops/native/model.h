@@ -28,6 +28,8 @@ struct spec {
     int64_t gelu, joint_norm, post_norm; /* flags: GELU gates, one norm of all heads, norms of outputs */
     /* Experts; 0: none. expert_layers: number of layers that have them. Flags: sigmoid scores, normalized weights. */
     int64_t experts, chosen, expert_intermediate, expert_layers, sigmoid, normalized;
+    /* Threads for cores that other workers lend, the address of the workers' seats, their number, and the own seat. */
+    int64_t spare, seats, seat_count, seat;
     double epsilon, embedding_scale, residual_scale, logit_scale, logit_cap, score_scale, score_cap, expert_scale; /* cap 0: none */
 };
 
@@ -195,7 +197,13 @@ struct model *baton_create(const struct spec *spec) {
     if (model->arena) madvise(model->arena, model->arena_bytes, MADV_HUGEPAGE);
 #endif
     model->layers = calloc((size_t)spec->layers, sizeof(struct layer));
-    model->pool = pool_create((int)spec->threads);
+    const struct lending lending = {
+        .seats = (struct seat *)(intptr_t)spec->seats,
+        .count = spec->seat_count,
+        .own = spec->seat,
+        .cores = spec->threads + spec->spare,
+    };
+    model->pool = pool_create((int)spec->threads, (int)spec->spare, lending);
     if (model->pool) model->scratches = zeros((size_t)model->pool->threads * sizeof(struct scratch));
     if (model->arena && model->layers && model->scratches) return model;
     baton_destroy(model);

@@ -7,6 +7,11 @@
  * phase. A thread that the system does not schedule therefore delays the others only if it holds a chunk, and the
  * caller can finish a step without other threads. Waiting threads spin for a bounded time, then sleep. Within a step
  * they do not yield, because on a busy machine that costs a whole time slice for a wait of microseconds.
+ *
+ * Workers of one machine lend each other the cores that they do not use. A pool has threads of its own, which always
+ * run, and spare threads for the other workers' cores. Each worker writes into a seat in shared memory when it computes.
+ * A spare thread looks there before each chunk, and sleeps while the cores' owners compute. It thus gives a core back
+ * after one chunk, and never holds a chunk while it waits for a core.
  */
 #ifndef BATON_POOL_H
 #define BATON_POOL_H
@@ -28,6 +33,25 @@
 /* ... and only briefly if steps are not consecutive. */
 #define IDLE_SPIN_NANOSECONDS 50000
 
+/* A worker lends its cores after this pause, which is longer than that between two of its steps ... */
+#define LEND_NANOSECONDS 10000000
+/* ... and if it died or was stopped within a step, after this time, in which the slowest phase makes progress. */
+#define SILENT_NANOSECONDS 10000000000
+
+/* What a worker tells the others. All zero: nobody took the seat. */
+struct seat {
+    _Alignas(64) _Atomic int64_t threads; /* the worker's own */
+    _Atomic int64_t computing; /* whether it is within a step */
+    _Atomic int64_t at; /* when it last began a phase or ended a step */
+};
+
+/* The seats of all workers of this machine. */
+struct lending {
+    struct seat *seats; /* NULL: no other worker */
+    int64_t count, own;
+    int64_t cores; /* of all workers together */
+};
+
 struct job {
     void *self;
     size_t phases;
@@ -42,7 +66,9 @@ struct worker {
 };
 
 struct pool {
-    int threads; /* including the caller */
+    int threads; /* including the caller and the spare ones */
+    size_t own; /* threads whose number is below are the worker's own */
+    struct lending lending;
     struct worker *workers;
     const struct job *job;
     size_t phase; /* phase of the job; changed only between phases */
@@ -51,9 +77,10 @@ struct pool {
     _Alignas(64) _Atomic uint64_t word;
     _Alignas(64) _Atomic uint32_t done;
     _Alignas(64) _Atomic int sleepers;
+    _Atomic int spare_sleepers;
     _Atomic int stopping;
     pthread_mutex_t mutex;
-    pthread_cond_t changed;
+    pthread_cond_t changed, spare_changed;
 };
 
 static inline uint32_t next_of(uint64_t word) { return (uint32_t)(word & ((1u << CHUNK_BITS) - 1)); }
@@ -75,14 +102,47 @@ static inline int64_t nanoseconds(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+/* Returns how many spare threads may run at `now`: workers that compute share what the others leave. */
+static int64_t lent(const struct lending *lending, int64_t now) {
+    if (!lending->seats) return 0;
+    int64_t taken = atomic_load_explicit(&lending->seats[lending->own].threads, memory_order_relaxed), workers = 1;
+    for (int64_t i = 0; i < lending->count; i++) {
+        const struct seat *seat = &lending->seats[i];
+        if (i == lending->own) continue;
+        const int64_t threads = atomic_load_explicit(&seat->threads, memory_order_relaxed);
+        const int64_t silent = now - atomic_load_explicit(&seat->at, memory_order_relaxed);
+        const int computing = atomic_load_explicit(&seat->computing, memory_order_relaxed) != 0;
+        if (threads > 0 && silent < (computing ? SILENT_NANOSECONDS : LEND_NANOSECONDS)) taken += threads, workers++;
+    }
+    return lending->cores > taken ? (lending->cores - taken) / workers : 0;
+}
+
+static int is_barred(const struct pool *pool, size_t thread) {
+    return thread >= pool->own && (int64_t)(thread - pool->own) >= lent(&pool->lending, nanoseconds());
+}
+
+/* Tells the other workers whether this one computes. */
+static void tell(const struct pool *pool, int computing) {
+    if (!pool->lending.seats) return;
+    struct seat *seat = &pool->lending.seats[pool->lending.own];
+    atomic_store_explicit(&seat->at, nanoseconds(), memory_order_relaxed);
+    atomic_store_explicit(&seat->computing, computing, memory_order_relaxed);
+}
+
 /* Publishes a new word; wakes sleeping threads if it has work for them or ends the job. */
 static void announce(struct pool *pool, uint32_t count, int wake) {
+    tell(pool, count > 0);
     uint64_t phase = phase_of(atomic_load_explicit(&pool->word, memory_order_relaxed)) + 1;
     atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
     atomic_store(&pool->word, phase << (2 * CHUNK_BITS) | (uint64_t)count << CHUNK_BITS);
     if (wake && atomic_load(&pool->sleepers)) {
         pthread_mutex_lock(&pool->mutex);
         pthread_cond_broadcast(&pool->changed);
+        pthread_mutex_unlock(&pool->mutex);
+    }
+    if (count && atomic_load(&pool->spare_sleepers) && lent(&pool->lending, nanoseconds())) {
+        pthread_mutex_lock(&pool->mutex);
+        pthread_cond_broadcast(&pool->spare_changed);
         pthread_mutex_unlock(&pool->mutex);
     }
 }
@@ -116,13 +176,15 @@ static int take(struct pool *pool, size_t thread) {
     return 1;
 }
 
-/* Returns when the phase is no longer that of `word`, or when the pool stops. */
-static void await_change(struct pool *pool, uint64_t word) {
+/* Returns when the phase is no longer that of `word` and the thread may run, or when the pool stops. */
+static void await_change(struct pool *pool, uint64_t word, size_t thread) {
     const uint64_t phase = phase_of(word);
     const uint32_t count = count_of(word);
+    const int spare = thread >= pool->own;
+    _Atomic int *sleepers = spare ? &pool->spare_sleepers : &pool->sleepers;
     const int64_t most = count ? BUSY_SPIN_NANOSECONDS : atomic_load_explicit(&pool->idle_spin, memory_order_relaxed);
     int64_t began = nanoseconds(), waited = 0;
-    while (waited < most) {
+    while (waited < most && !is_barred(pool, thread)) {
         for (int i = 0; i < 32; i++) {
             if (phase_of(atomic_load_explicit(&pool->word, memory_order_acquire)) != phase) return;
             pause_briefly();
@@ -132,10 +194,10 @@ static void await_change(struct pool *pool, uint64_t word) {
         if (!count) sched_yield();
     }
     pthread_mutex_lock(&pool->mutex);
-    atomic_fetch_add(&pool->sleepers, 1);
-    while (phase_of(atomic_load(&pool->word)) == phase && !atomic_load(&pool->stopping))
-        pthread_cond_wait(&pool->changed, &pool->mutex);
-    atomic_fetch_sub(&pool->sleepers, 1);
+    atomic_fetch_add(sleepers, 1);
+    while ((phase_of(atomic_load(&pool->word)) == phase || is_barred(pool, thread)) && !atomic_load(&pool->stopping))
+        pthread_cond_wait(spare ? &pool->spare_changed : &pool->changed, &pool->mutex);
+    atomic_fetch_sub(sleepers, 1);
     pthread_mutex_unlock(&pool->mutex);
 }
 
@@ -144,7 +206,7 @@ static void *work(void *argument) {
     struct pool *pool = self->pool;
     while (!atomic_load_explicit(&pool->stopping, memory_order_relaxed)) {
         uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
-        if (!take(pool, self->number)) await_change(pool, word);
+        if (is_barred(pool, self->number) || !take(pool, self->number)) await_change(pool, word, self->number);
     }
     return NULL;
 }
@@ -155,21 +217,28 @@ static void pool_run(struct pool *pool, const struct job *job) {
     atomic_store_explicit(&pool->idle_spin, in_a_run ? NEXT_STEP_NANOSECONDS : IDLE_SPIN_NANOSECONDS, memory_order_relaxed);
     pool->phase = 0;
     pool->job = job;
+    tell(pool, 1);
     advance(pool, 0);
     for (;;) {
         uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
         if (count_of(word) == 0) break;
-        if (!take(pool, 0)) await_change(pool, word);
+        if (!take(pool, 0)) await_change(pool, word, 0);
     }
     pool->ended = nanoseconds();
 }
 
-static struct pool *pool_create(int threads) {
+/* `threads` of its own and so many `spare` ones, which run on the cores that `lending` leaves. */
+static struct pool *pool_create(int threads, int spare, struct lending lending) {
     struct pool *pool = aligned_alloc(64, (sizeof(struct pool) + 63) / 64 * 64);
     if (!pool) return NULL;
     memset(pool, 0, sizeof *pool);
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->changed, NULL);
+    pthread_cond_init(&pool->spare_changed, NULL);
+    pool->own = (size_t)threads;
+    if (spare) pool->lending = lending;
+    if (spare) atomic_store(&lending.seats[lending.own].threads, threads);
+    threads += spare;
     pool->workers = calloc((size_t)threads, sizeof(struct worker));
     pool->threads = 1;
     /* If the system creates fewer threads than requested, the pool is slower but works. */
@@ -186,10 +255,12 @@ static void pool_destroy(struct pool *pool) {
     pthread_mutex_lock(&pool->mutex);
     atomic_store(&pool->stopping, 1);
     pthread_cond_broadcast(&pool->changed);
+    pthread_cond_broadcast(&pool->spare_changed);
     pthread_mutex_unlock(&pool->mutex);
     for (int i = 0; i < pool->threads - 1; i++) pthread_join(pool->workers[i].thread, NULL);
     pthread_mutex_destroy(&pool->mutex);
     pthread_cond_destroy(&pool->changed);
+    pthread_cond_destroy(&pool->spare_changed);
     free(pool->workers);
     free(pool);
 }

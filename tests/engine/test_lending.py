@@ -1,0 +1,104 @@
+"""Workers of one machine use each other's cores while these are idle, and only then."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton_api.errors import SetupError
+from baton_engine.lending import SEAT_BYTES, Seat, seats, take_seat
+from baton_engine.model.native_decoder import NativeDecoder, native_decoder
+from tests.engine.random_weights import random_weights, tiny_spec
+
+CPU = torch.device("cpu")
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The seats of two workers."""
+    file = tmp_path / "seats"
+    file.write_bytes(bytes(2 * SEAT_BYTES))
+    return file
+
+
+def test_seats_of_two_workers_share_memory() -> None:
+    with seats(2) as places:
+        first, second = (take_seat(one, 1, 4) for one in places)
+    assert first is not None and second is not None
+    assert (first.number, second.number, first.spare) == (0, 1, 3)
+    first.memory[5] = b"x"
+    assert second.memory[5] == b"x"
+
+
+def test_a_worker_without_others_has_no_seat() -> None:
+    with seats(1) as places:
+        assert places == ("",)
+    assert take_seat("", 1, 4) is None
+
+
+def test_a_worker_with_all_cores_takes_no_seat(place: Path) -> None:
+    assert take_seat(f"{place}:0", 4, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("{}:2", "has the seats 0 to 1"),
+        ("{}:x", "names no seat"),
+        ("{}", "cannot be mapped"),
+        ("{}.missing:0", "No such file"),
+        ("/dev/null:0", "cannot be mapped"),
+    ],
+)
+def test_setting_that_names_no_seat_is_refused(place: Path, where: str, reason: str) -> None:
+    with pytest.raises(SetupError, match=reason) as refused:
+        take_seat(where.format(place), 1, 4)
+    assert "--shared-cores" in refused.value.message
+
+
+class Neighbor:
+    """The worker in seat 1. It says that it computes, whatever it does."""
+
+    def __init__(self, memory: Seat) -> None:
+        self._memory = memory.memory
+
+    def tell(self, *, computing: bool, at: int) -> None:
+        self._memory[SEAT_BYTES : SEAT_BYTES + 24] = struct.pack("3q", 1, computing, at)
+
+
+def others_seconds(model: NativeDecoder) -> tuple[float, float]:
+    """Processor seconds of all other threads and of this one, while the model computes some prompts."""
+    states = torch.ones((64, model.spec.hidden))
+    began, mine = time.process_time(), time.thread_time()
+    for _ in range(200):
+        model.project(states)
+    mine = time.thread_time() - mine
+    return time.process_time() - began - mine, mine
+
+
+def test_kernels_use_the_cores_of_an_idle_neighbor_only(place: Path) -> None:
+    seat = take_seat(f"{place}:0", 1, 2)
+    assert seat is not None
+    spec = tiny_spec(vocab=4096)
+    model = native_decoder(
+        spec, random_weights(spec, torch.float32), torch.float32, os.environ, threads=1, seat=seat
+    )
+    if model is None:
+        pytest.skip("no native kernels here")
+    neighbor = Neighbor(seat)
+    until = time.monotonic() + WAIT_S
+    neighbor.tell(computing=False, at=0)
+    helped = mine = 0.0
+    while helped < 0.1 * mine or not mine:
+        assert time.monotonic() < until, f"other threads computed {helped} s beside {mine} s of this one"
+        helped, mine = others_seconds(model)
+    neighbor.tell(computing=True, at=time.monotonic_ns())
+    others_seconds(model)  # the last chunk of the spare thread
+    helped, mine = others_seconds(model)
+    assert helped < 0.05 * mine
