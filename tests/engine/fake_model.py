@@ -13,7 +13,7 @@ import threading
 import torch
 from torch import Tensor
 
-from baton_engine.batch import Batch
+from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.lora import LoraWeights
 from baton_engine.model.spec import ModelSpec
@@ -62,14 +62,19 @@ class FakeModel:
         self.go.set()
         self.inside = threading.Event()
         """Set while a pass is under way."""
+        self.interruptions = 0
+        self._interrupted = threading.Event()
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        self._interrupted.clear()
         self.inside.set()
         self.passes += 1
         self.sizes.append(batch.size)
         memory = cache.kv.view(cache.blocks, 2, cache.block_size, 2)
         before = [self._read(memory, batch, row, batch.rows[row].start) for row in range(len(batch.rows))]
-        self.go.wait()
+        while not self.go.wait(0.001):
+            if self._interrupted.is_set():
+                self.end_early(batch, cache)
         if self.fail_on is not None and bool((batch.tokens == self.fail_on).any()):
             raise self.failure
         slots = batch.slots
@@ -92,6 +97,17 @@ class FakeModel:
             ]
         self.inside.clear()
         return torch.stack(logits) if logits else torch.empty((0, self.spec.vocab))
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def end_early(self, batch: Batch, cache: KVCache) -> None:
+        """Leave something in the pass's slots that is none of its tokens."""
+        memory = cache.kv.view(cache.blocks, 2, cache.block_size, 2)
+        memory[batch.slots // cache.block_size, 0, batch.slots % cache.block_size] = -1.0
+        self.interruptions += 1
+        self.inside.clear()
+        raise PassInterrupted
 
     def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
         """This model has no head: its states are its logits."""

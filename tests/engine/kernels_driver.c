@@ -70,8 +70,16 @@ enum { OWN, OTHER, SEATS };
 
 static struct seat seats[SEATS];
 static _Atomic int ended;
+static struct model *interruptible; /* a model that computes a pass */
+static pthread_mutex_t of_interruptible = PTHREAD_MUTEX_INITIALIZER;
 
-/* The other worker: it computes and pauses, or dies within a step, and comes back. */
+static void let_interrupt(struct model *model) {
+    pthread_mutex_lock(&of_interruptible);
+    interruptible = model;
+    pthread_mutex_unlock(&of_interruptible);
+}
+
+/* The other worker: it computes and pauses, or dies within a step, and comes back. Passes are interrupted beside it. */
 static void *compute_and_pause(void *argument) {
     (void)argument;
     atomic_store(&seats[OTHER].threads, 2);
@@ -79,6 +87,9 @@ static void *compute_and_pause(void *argument) {
         atomic_store(&seats[OTHER].computing, i % 2);
         atomic_store(&seats[OTHER].at, nanoseconds() - (i % 5 ? LEND_NANOSECONDS : i % 3 ? SILENT_NANOSECONDS : 0));
         for (volatile int pause = 0; pause < i % 7 * 1000; pause++) {}
+        pthread_mutex_lock(&of_interruptible);
+        if (interruptible) baton_interrupt(interruptible);
+        pthread_mutex_unlock(&of_interruptible);
     }
     return NULL;
 }
@@ -160,7 +171,11 @@ static struct results run(struct model *model, struct pass pass, const char *cac
     pass.logits = results.logits, pass.states = results.states, pass.cache = results.cache;
     struct pass head = {.wanted = pass.wanted, .logits = results.projected, .states = results.states,
                         .states_stride = pass.states_stride};
-    if (baton_forward(model, &pass) || (wanted && baton_project(model, &head))) exit(1);
+    let_interrupt(model);
+    int result = baton_forward(model, &pass);
+    let_interrupt(NULL);
+    while (result == INTERRUPTED) result = baton_forward(model, &pass);
+    if (result || (wanted && baton_project(model, &head))) exit(1);
     return results;
 }
 

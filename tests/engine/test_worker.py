@@ -89,6 +89,9 @@ class BrokenModel:
     def project(self, states: Tensor) -> Tensor:
         return states
 
+    def interrupt(self) -> None:
+        raise AssertionError("no request is patient")
+
     def prepare_adapter(self, weights: LoraWeights) -> None:
         raise MemoryError("no memory for the adapter")
 

@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+class PassInterrupted(Exception):
+    """`Model.interrupt` ended a pass early. It has no results, and can be computed again."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """The tokens of one request in a pass."""

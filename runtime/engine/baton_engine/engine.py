@@ -22,6 +22,7 @@ import torch
 from baton_api.errors import BatonError, InternalError, NotReady
 from baton_api.reports import Fallback
 from baton_engine import forward_pass
+from baton_engine.batch import PassInterrupted
 from baton_engine.forward_pass import Sampled, ScheduledChunk
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
@@ -35,6 +36,7 @@ from baton_engine.requests import FetchResult, FinishReason, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
 from baton_engine.scheduling.commands import Command, CommandQueue
+from baton_engine.scheduling.interruption import Interruption
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.sequence import Sequence, Stage
@@ -86,6 +88,7 @@ class Engine:
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)
         self._commands = CommandQueue()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+        self._interruption = Interruption(model)
         self._mask_filler = MaskFiller(model.spec.vocab)
         self._synchronize = forward_pass.synchronizer(cache.kv.device)
         self._failures = 0
@@ -110,13 +113,8 @@ class Engine:
         Raises ContextTooLong, PromptTooLarge, Overloaded, NotReady, or another InvalidRequest.
         """
         size, blocks, longest = self._cache.block_size, self._pool.capacity, self.limits.max_model_len
-        admission.check(
-            request,
-            vocab=self._model.spec.vocab,
-            max_model_len=longest,
-            blocks=blocks,
-            block_size=size,
-        )
+        vocab = self._model.spec.vocab
+        admission.check(request, vocab=vocab, max_model_len=longest, blocks=blocks, block_size=size)
         longest = min(len(request.prompt) + request.sampling.max_tokens, longest)
         sequence = Sequence(request, size, min(-(-longest // size), blocks))
         sequence.arrived_at = self._clock()
@@ -126,6 +124,7 @@ class Engine:
             request.id, lambda: self._commands.post(lambda: self._lifecycle.add(sequence))
         ):
             raise NotReady("The worker is shutting down.")
+        self._interruption.ask(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request in any state, with ABORT if it has not ended, and free its exported blocks."""
@@ -138,6 +137,7 @@ class Engine:
     def fetched(self, fetched: FetchResult) -> None:
         """Take the result of a `RemotePrefill.start`."""
         self._commands.post(lambda: self._fetched(fetched))
+        self._interruption.ask(self._scheduler.fetching.get(fetched.request_id))
 
     def settled(self, blocks: Collection[int]) -> None:
         """Free these quarantined blocks: no transfer writes them any more."""
@@ -215,24 +215,27 @@ class Engine:
             for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]
             if sequence.stage is Stage.RUNNING
         ]
-        if chunks:
-            accepted = self._compute(chunks)
+        if chunks and (accepted := self._compute(chunks)) is not None:
             self._counters.add_step(self._clock() - started, plan, accepted)
             self._log.note(plan, self._scheduler, accepted)
         self._report()
         return plan.changed
 
-    def _compute(self, chunks: list[ScheduledChunk]) -> int:
-        """Compute and process a pass. Returns the number of accepted draft tokens."""
+    def _compute(self, chunks: list[ScheduledChunk]) -> int | None:
+        """Compute and process a pass. Returns the number of accepted draft tokens; None if interrupted."""
         try:
-            result = forward_pass.run(
-                self._model,
-                self._cache,
-                chunks,
-                mask_filler=self._mask_filler,
-                clock=self._clock,
-                synchronize=self._synchronize,
-            )
+            with self._interruption.of(chunks):
+                result = forward_pass.run(
+                    self._model,
+                    self._cache,
+                    chunks,
+                    mask_filler=self._mask_filler,
+                    clock=self._clock,
+                    synchronize=self._synchronize,
+                )
+        except PassInterrupted:
+            self._speculator.forget(chunks)
+            return None
         except Exception as error:
             names = ", ".join(chunk.sequence.request.id for chunk in chunks)
             log.exception("A forward pass failed; these requests end: %s", names)

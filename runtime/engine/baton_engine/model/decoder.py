@@ -43,8 +43,12 @@ class Model(Protocol):
         """
         Return the logits [S, V] fp32 of `batch.wanted_at`, [0, V] if that is empty.
 
-        Writes keys and values of all tokens of the batch to `cache`.
+        Writes keys and values of all tokens of the batch to `cache`. Raises PassInterrupted.
         """
+        ...
+
+    def interrupt(self) -> None:
+        """End the `forward` in progress early, where that is possible. Call it on any thread."""
         ...
 
     def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
@@ -142,6 +146,9 @@ class Decoder:
             _laid_out(layer, spec, number, ops, device) for number, layer in enumerate(weights.layers)
         )
         self.rotary = Rotary.of_layers(spec, device)
+
+    def interrupt(self) -> None:
+        pass  # torch's queue of operations cannot be shortened
 
     def prepare_adapter(self, weights: LoraWeights) -> TorchAdapter:
         device, dtype = self.embedding.device, self.embedding.dtype

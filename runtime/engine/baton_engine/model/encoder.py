@@ -228,6 +228,9 @@ class Encoder:
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.project(self.hidden_states(batch, cache))
 
+    def interrupt(self) -> None:
+        pass  # a pass computes whole prompts, and batch lines are among them with all others
+
     def prepare_adapter(self, weights: LoraWeights) -> None:
         raise SetupError(f"{self.spec.architecture} does not support LoRA adapters.")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_engine import machine
-from baton_engine.batch import Batch
+from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.kv.cache import KVCache
 from baton_engine.lending import Cores, Seat
 from baton_engine.model import native_experts
@@ -105,25 +105,13 @@ class _Pass(ctypes.Structure):
     """`struct pass` of decoder.c."""
 
     _fields_ = (
-        ("tokens", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("wanted", ctypes.c_int64),
-        ("ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "wanted")),
+        *((name, ctypes.c_void_p) for name in ("ids", "positions", "slots", "starts", "blocks")),
         ("width", ctypes.c_int64),
-        ("wanted_at", ctypes.c_void_p),
-        ("cosines", ctypes.c_void_p),
-        ("sines", ctypes.c_void_p),
-        ("sliding_cosines", ctypes.c_void_p),
-        ("sliding_sines", ctypes.c_void_p),
-        ("cache", ctypes.c_void_p),
-        ("cache_slots", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("logits", ctypes.c_void_p),
-        ("states", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("wanted_at", "cosines", "sines")),
+        *((name, ctypes.c_void_p) for name in ("sliding_cosines", "sliding_sines", "cache")),
+        *((name, ctypes.c_int64) for name in ("cache_slots", "block_size")),
+        *((name, ctypes.c_void_p) for name in ("logits", "states")),
         ("states_stride", ctypes.c_int64),
         ("adapters", ctypes.c_void_p),
     )
@@ -188,6 +176,9 @@ class NativeDecoder:
             raise MemoryError(f"no memory for the activations of {len(rows)} tokens")
         return logits
 
+    def interrupt(self) -> None:
+        self._kernels.baton_interrupt(self._handle)
+
     def prepare_adapter(self, weights: LoraWeights) -> NativeAdapter:
         return NativeAdapter(self.spec, weights, self.dtype, self._kernels, self._handle)
 
@@ -228,6 +219,8 @@ class NativeDecoder:
                 return
             case 1:
                 raise MemoryError(f"no memory for the activations of {batch.size} tokens")
+            case 3:
+                raise PassInterrupted
             case _:
                 raise IndexError(f"a token id is not below {self.spec.vocab}, or a slot not in the cache")
 

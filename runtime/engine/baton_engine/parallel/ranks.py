@@ -233,6 +233,9 @@ class ParallelModel:
 
         return self.ranks.compute(Project(states=len(states)), part)
 
+    def interrupt(self) -> None:
+        pass  # all ranks would have to end at the same place
+
     def prepare_adapter(self, weights: LoraWeights) -> NoReturn:
         """Refused at startup: adapters are not divided among the ranks."""
         raise SetupError("--tensor-parallel-size does not support LoRA adapters.")

@@ -79,10 +79,15 @@ class Speculator:
             self._times.add(sum(chunk.size for chunk in chunks), result.seconds)
         drafts = [chunk for chunk in chunks if chunk.draft]
         accepted = verify(chunks, result, mask_filler, take) if drafts else 0
-        for chunk in drafts:
-            self._scheduler.trim(chunk.sequence, chunk.sequence.request.computed)
+        self.forget(drafts)
         self._counters.add_drafts(len(drafts), sum(len(chunk.draft) for chunk in drafts), accepted)
         return accepted
+
+    def forget(self, chunks: abc.Sequence[ScheduledChunk]) -> None:
+        """Release the blocks of draft tokens that are not part of an answer."""
+        for chunk in chunks:
+            if chunk.draft:
+                self._scheduler.trim(chunk.sequence, chunk.sequence.request.computed)
 
     def _modeled(
         self, decodes: abc.Sequence[Sequence], draft_model: DraftModel

@@ -595,7 +595,7 @@ static int is_sound(const struct model *model, const struct pass *pass) {
     return 1;
 }
 
-enum result { DONE, NO_MEMORY, OUT_OF_RANGE };
+enum result { DONE, NO_MEMORY, OUT_OF_RANGE, INTERRUPTED };
 
 /* Runs one pass. Calls for the same model must not overlap. */
 int baton_forward(struct model *model, const struct pass *pass) {
@@ -611,13 +611,18 @@ int baton_forward(struct model *model, const struct pass *pass) {
     struct job job = {
         .self = model,
         .phases = phase_count(model),
+        .interruptible = 1,
         .chunks = chunks_in,
         .run = model->spec.kind == BFLOAT16 ? run_bfloat : run_float,
     };
-    pool_run(model->pool, &job);
+    atomic_store(&model->pool->interrupted, 0);
+    const int whole = pool_run(model->pool, &job);
     model->pass = NULL;
-    return DONE;
+    return whole ? DONE : INTERRUPTED;
 }
+
+/* Ends the pass in progress after its current phase, if there is one. From any thread. */
+void baton_interrupt(struct model *model) { atomic_store(&model->pool->interrupted, 1); }
 
 /* The head only: phase 0 rounds the states to the weights' kind or to 8 bits, phase 1 multiplies. */
 static size_t chunks_of_head(void *self, size_t phase) {

@@ -55,6 +55,7 @@ struct lending {
 struct job {
     void *self;
     size_t phases;
+    int interruptible; /* whether `interrupted` ends it after the phase in progress */
     size_t (*chunks)(void *self, size_t phase); /* at least 1, far below 2 ** CHUNK_BITS */
     void (*run)(void *self, size_t phase, size_t chunk, size_t thread); /* thread: 0 is the caller, others from 1 */
 };
@@ -72,6 +73,7 @@ struct pool {
     struct worker *workers;
     const struct job *job;
     size_t phase; /* phase of the job; changed only between phases */
+    _Atomic int interrupted;
     int64_t ended; /* time at which the last job ended */
     _Atomic int64_t idle_spin;
     _Alignas(64) _Atomic uint64_t word;
@@ -150,7 +152,7 @@ static void announce(struct pool *pool, uint32_t count, int wake) {
 /* Opens the next phase; phases with a single chunk are run immediately by this thread. */
 static void advance(struct pool *pool, size_t thread) {
     const struct job *job = pool->job;
-    for (; pool->phase < job->phases; pool->phase++) {
+    for (; pool->phase < job->phases && !(job->interruptible && atomic_load(&pool->interrupted)); pool->phase++) {
         size_t count = job->chunks(job->self, pool->phase);
         if (count > 1) {
             announce(pool, (uint32_t)count, 1);
@@ -211,8 +213,8 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* Runs all phases of `job`. Calls must not overlap. */
-static void pool_run(struct pool *pool, const struct job *job) {
+/* Runs all phases of `job`; returns 0 if it was interrupted. Calls must not overlap. */
+static int pool_run(struct pool *pool, const struct job *job) {
     int in_a_run = nanoseconds() - pool->ended < NEXT_STEP_NANOSECONDS;
     atomic_store_explicit(&pool->idle_spin, in_a_run ? NEXT_STEP_NANOSECONDS : IDLE_SPIN_NANOSECONDS, memory_order_relaxed);
     pool->phase = 0;
@@ -225,6 +227,7 @@ static void pool_run(struct pool *pool, const struct job *job) {
         if (!take(pool, 0)) await_change(pool, word, 0);
     }
     pool->ended = nanoseconds();
+    return pool->phase == job->phases;
 }
 
 /* `threads` of its own and so many `spare` ones, which run on the cores that `lending` leaves. */
