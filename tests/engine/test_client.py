@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton_api.errors import PromptTooLarge
-from baton_engine.client import AsyncEngine
+from baton_engine.client import TOGETHER, AsyncEngine
 from baton_engine.requests import FinishReason
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_model import FakeModel, make_cache
@@ -44,6 +44,26 @@ async def test_generations_run_side_by_side(client: AsyncEngine) -> None:
 
     results = await asyncio.gather(*(tokens(seed) for seed in range(12)))
     assert results == [FakeModel().greedy(prompt_of(10, seed), 8) for seed in range(12)]
+
+
+@pytest.mark.parametrize("count", [1, 2, TOGETHER, TOGETHER + 1, 3 * TOGETHER])
+async def test_client_joins_outputs_that_nobody_watches(client: AsyncEngine, count: int) -> None:
+    request = request_of("a", 10, max_tokens=count)
+    outputs = [output async for output in client.generate(request, together=True)]
+    tokens = [choice.token for output in outputs for choice in output.tokens]
+    assert tokens == FakeModel().greedy(prompt_of(10), count)
+    assert [len(output.tokens) for output in outputs][:1] == [1], "the first token is not kept back"
+    assert len(outputs) <= 1 + -(-count // TOGETHER)
+    assert [output.finish for output in outputs] == [None] * (len(outputs) - 1) + [FinishReason.LENGTH]
+
+
+async def test_client_joined_outputs_end_with_an_abort(client: AsyncEngine, model: FakeModel) -> None:
+    outputs = []
+    async for output in client.generate(request_of("a", max_tokens=240), together=True):
+        outputs.append(output)
+        client.abort("a")
+    assert outputs[-1].finish is FinishReason.ABORT
+    await free(client)
 
 
 async def test_client_rejection_is_raised_before_iteration(client: AsyncEngine) -> None:

@@ -2,6 +2,7 @@
 The asyncio client of the engine: `async for output in client.generate(request)`.
 
 The engine's thread wakes the event loop once per step, not once per token; everything else runs on the loop.
+A reader that nobody watches token by token, such as that of a batch line, is woken once in `TOGETHER` tokens.
 A request is aborted when its task is cancelled, or its iterator is closed or garbage-collected.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from baton_api.hashing import block_hashes
 from baton_engine.engine import Engine
@@ -20,6 +22,9 @@ from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
+
+TOGETHER = 16
+"""Tokens after which the reader of joined outputs is woken."""
 
 
 class AsyncEngine:
@@ -67,9 +72,11 @@ class AsyncEngine:
         18 ms."""
         return tuple(block_hashes(prompt, self._block_size, root))
 
-    def generate(self, request: Request) -> Generation:
+    def generate(self, request: Request, *, together: bool = False) -> Generation:
         """
         Submit a request and return the iterator of its outputs. Iterate it to its end, or close it.
+
+        With `together`, outputs after the first one arrive later and joined.
 
         Raises the errors of `Engine.submit`.
 
@@ -77,7 +84,7 @@ class AsyncEngine:
         ...     async for output in outputs: ...
         """
         self.engine.submit(request)
-        stream = self._streams[request.id] = _Stream()
+        stream = self._streams[request.id] = _Stream(together)
         self._idle.clear()
         return Generation(self, request.id, stream)
 
@@ -114,8 +121,7 @@ class AsyncEngine:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                stream.outputs.append(output)
-                stream.wake()
+                stream.append(output)
                 if output.finish is not None:
                     self._forget(output.request_id)
 
@@ -134,11 +140,35 @@ class AsyncEngine:
 class _Stream:
     """The unread outputs of one request."""
 
-    __slots__ = ("outputs", "waiter")
+    __slots__ = ("begun", "outputs", "together", "waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool) -> None:
         self.outputs: deque[Output] = deque()
         self.waiter: asyncio.Future[None] | None = None
+        self.together = together
+        self.begun = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the reader takes an output now."""
+        if not self.together or not self.begun:
+            return bool(self.outputs)
+        return len(self.outputs) >= TOGETHER or (bool(self.outputs) and self.outputs[-1].finish is not None)
+
+    def append(self, output: Output) -> None:
+        self.outputs.append(output)
+        if self.ready:
+            self.wake()
+
+    def take(self) -> Output:
+        """Return the next output. Only the first one has fields about the prompt, so others are joined."""
+        output = self.outputs.popleft()
+        if self.together and self.begun and self.outputs:
+            rest, last = [output, *self.outputs], self.outputs[-1]
+            self.outputs.clear()
+            output = replace(last, tokens=tuple(token for one in rest for token in one.tokens))
+        self.begun = True
+        return output
 
     def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -156,7 +186,7 @@ class Generation(AsyncIterator[Output]):
 
     async def __anext__(self) -> Output:
         stream = self._stream
-        while not stream.outputs:
+        while not stream.ready:
             if self._ended:
                 raise StopAsyncIteration
             stream.waiter = asyncio.get_running_loop().create_future()
@@ -167,7 +197,7 @@ class Generation(AsyncIterator[Output]):
                 raise
             finally:
                 stream.waiter = None
-        output = stream.outputs.popleft()
+        output = stream.take()
         self._ended = output.finish is not None
         return output
 

@@ -55,7 +55,7 @@ class Engine:
     """
     Owns a model, its KV cache and one compute thread. Public methods are thread-safe.
 
-    The compute thread calls `on_outputs` at most once per step; it must return without blocking. It calls
+    The compute thread calls `on_outputs` at most twice per step; it must return without blocking. It calls
     `on_fatal` with the reason of a failure that only a new process can recover from.
     """
 
@@ -179,6 +179,8 @@ class Engine:
             while (commands := self._commands.take(wait=idle)) is not None:
                 try:
                     self._run_commands(commands)
+                    if commands:
+                        self._report()  # a fetched prompt's first token does not wait for the next pass
                     commands.clear()  # else they would keep requests, and their adapters, until the next one
                     idle = not self._step()
                 except Exception:  # a bug in the engine; without this, clients would wait forever

@@ -24,6 +24,7 @@ from baton_engine.api.served import Served
 from baton_engine.api.streaming import Usage
 from baton_engine.api.transcript import Piece, Transcript
 from baton_engine.api.work import Work
+from baton_engine.client import Generation
 from baton_engine.requests import FinishReason, Output, PromptLogprobs, RemotePrefill, Request
 
 
@@ -125,7 +126,7 @@ class Choices:
                     yield choice, Piece(finish=FinishReason.LENGTH)
                 return
             for lead in self._leads:
-                lead.outputs = self._served.engine.generate(lead.request)
+                lead.outputs = self._generate(lead)
             if len(self.all) == 1:
                 async for piece in self._pieces_of(self.all[0]):
                     yield self.all[0], piece
@@ -134,6 +135,12 @@ class Choices:
                 yield item
         finally:
             await self._close()
+
+    def _generate(self, choice: Choice) -> Generation:
+        """Submit a choice. Nobody waits for single tokens of a whole batch line without stop strings."""
+        parameters = self._work.parameters
+        together = choice.request.patient and not parameters.streaming.wanted and not parameters.stops
+        return self._served.engine.generate(choice.request, together=together)
 
     async def _merged(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         self._tasks += [asyncio.create_task(self._drive(lead)) for lead in self._leads]
@@ -158,7 +165,7 @@ class Choices:
             async for piece in self._pieces_of(choice):
                 followers, choice.followers = choice.followers, []
                 for follower in followers:
-                    follower.outputs = self._served.engine.generate(follower.request)
+                    follower.outputs = self._generate(follower)
                     self._unsubmitted -= 1  # after the submission, so that a rejection precedes all pieces
                     self._tasks.append(asyncio.create_task(self._drive(follower)))
                 self._queue.put_nowait((choice, piece))

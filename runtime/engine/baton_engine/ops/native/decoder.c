@@ -611,9 +611,9 @@ int baton_forward(struct model *model, const struct pass *pass) {
     struct job job = {
         .self = model,
         .phases = phase_count(model),
-        .interruptible = 1,
         .chunks = chunks_in,
         .run = model->spec.kind == BFLOAT16 ? run_bfloat : run_float,
+        .interruptible = 1,
     };
     atomic_store(&model->pool->interrupted, 0);
     const int whole = pool_run(model->pool, &job);

@@ -361,7 +361,7 @@ static void pack_chunk(void *self, size_t phase, size_t chunk, size_t thread) {
 }
 
 static void pack(struct model *model, struct packing packing) {
-    const struct job job = {&packing, 1, packing_chunks, pack_chunk};
+    const struct job job = {&packing, 1, packing_chunks, pack_chunk, 0};
     const int shared = packing.outputs * packing.weight->inputs >= SHARED_PACKING;
     packing.rows = shared ? PANEL : packing.outputs;
     if (shared) pool_run(model->pool, &job);

@@ -55,9 +55,9 @@ struct lending {
 struct job {
     void *self;
     size_t phases;
-    int interruptible; /* whether `interrupted` ends it after the phase in progress */
     size_t (*chunks)(void *self, size_t phase); /* at least 1, far below 2 ** CHUNK_BITS */
     void (*run)(void *self, size_t phase, size_t chunk, size_t thread); /* thread: 0 is the caller, others from 1 */
+    int interruptible; /* whether `interrupted` ends it after the phase in progress */
 };
 
 struct worker {
