@@ -39,7 +39,7 @@ def test_workers_share_a_share_of_the_memory(tiny: Path, monkeypatch: pytest.Mon
     assert all("--memory-share=0.3" in command.arguments for command in plan(tiny).worker_commands(8))
 
 
-def test_each_worker_gets_a_seat_to_lend_its_cores(tiny: Path) -> None:
+def test_plan_workers_get_one_seat_each(tiny: Path) -> None:
     commands = plan(tiny).worker_commands(2, ["seats:0", "seats:1"])
     for number, command in enumerate(commands):
         assert {f"--shared-cores=seats:{number}", "--threads=1"} <= set(command.arguments)

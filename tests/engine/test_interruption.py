@@ -29,22 +29,24 @@ def sequence(*, patient: bool) -> Sequence:
 
 
 Event = Literal["whole", "interrupted", "mixed"]
-WASTED: list[Event] = ["interrupted"] * YIELDS
+WASTED: list[Event] = ["interrupted" for _ in range(YIELDS)]
 
 
 @pytest.mark.parametrize(
-    ("before", "rows", "asks", "interrupts"),
+    ("before", "rows", "line_waits", "interrupts"),
     [
         pytest.param([], [True, True], False, 1, id="only lines"),
         pytest.param([], [True, False], False, 0, id="a request is among them"),
-        pytest.param([], [True], True, 0, id="another line asks"),
+        pytest.param([], [True], True, 0, id="another line waits"),
         pytest.param(WASTED[1:], [True], False, 1, id="not yet too often"),
         pytest.param(WASTED, [True], False, 0, id="too often in a row"),
         pytest.param([*WASTED, "whole"], [True], False, 1, id="a whole pass since"),
         pytest.param([*WASTED, "mixed"], [True], False, 1, id="a whole pass with others since"),
     ],
 )
-def test_interruption_of_passes(before: list[Event], rows: list[bool], asks: bool, interrupts: int) -> None:
+def test_interruption_of_passes(
+    before: list[Event], rows: list[bool], line_waits: bool, interrupts: int
+) -> None:
     model = Counting()
     interruption = Interruption(model)
     for event in before:
@@ -55,18 +57,18 @@ def test_interruption_of_passes(before: list[Event], rows: list[bool], asks: boo
         except PassInterrupted:
             pass
     with interruption.of([chunk(patient=patient) for patient in rows]):
-        interruption.ask(sequence(patient=asks))
+        interruption.ask(sequence(patient=line_waits))
     interruption.ask(sequence(patient=False))  # no pass is under way
-    assert model.asked == interrupts
+    assert model.interrupts == interrupts
 
 
 class Counting(FakeModel):
     def __init__(self) -> None:
         super().__init__()
-        self.asked = 0
+        self.interrupts = 0
 
     def interrupt(self) -> None:
-        self.asked += 1
+        self.interrupts += 1
 
 
 def test_engine_request_ends_a_pass_of_lines() -> None:
@@ -124,8 +126,12 @@ class Unsteady(FakeModel):
 def test_interrupted_passes_change_no_answer(seed: int) -> None:
     """With drafts, retractions and shared prefixes."""
     chance = random.Random(seed)
-    sizes = {"blocks": chance.choice([17, 65]), "chunk_tokens": chance.choice([8, 32])}
-    with Serving(model=Unsteady(chance), speculation_tokens=chance.choice([0, 4]), **sizes) as serving:
+    with Serving(
+        blocks=chance.choice([17, 65]),
+        model=Unsteady(chance),
+        chunk_tokens=chance.choice([8, 32]),
+        speculation_tokens=chance.choice([0, 4]),
+    ) as serving:
         requests = [
             request_of(
                 f"{number}",

@@ -28,21 +28,21 @@ def place(tmp_path: Path) -> Path:
 
 
 def test_seats_of_two_workers_share_memory() -> None:
-    with seats(2) as places:
-        first, second = (take_seat(one, 1, 4) for one in places)
+    with seats(2) as settings:
+        first, second = (take_seat(one, 1, 4) for one in settings)
     assert first is not None and second is not None
-    assert (first.number, second.number, first.spare) == (0, 1, 3)
+    assert (first.number, second.number, first.extra_threads) == (0, 1, 3)
     first.memory[5] = b"x"
     assert second.memory[5] == b"x"
 
 
-def test_a_worker_without_others_has_no_seat() -> None:
-    with seats(1) as places:
-        assert places == ("",)
+def test_seat_of_a_single_worker_is_none() -> None:
+    with seats(1) as settings:
+        assert settings == ("",)
     assert take_seat("", 1, 4) is None
 
 
-def test_a_worker_with_all_cores_takes_no_seat(place: Path) -> None:
+def test_seat_with_all_cores_is_none(place: Path) -> None:
     assert take_seat(f"{place}:0", 4, 4) is None
 
 

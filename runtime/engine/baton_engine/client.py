@@ -2,7 +2,7 @@
 The asyncio client of the engine: `async for output in client.generate(request)`.
 
 The engine's thread wakes the event loop once per step, not once per token; everything else runs on the loop.
-A reader that nobody watches token by token, such as that of a batch line, is woken once in `TOGETHER` tokens.
+A reader of joined outputs, such as that of a batch line, is woken once in `TOGETHER` tokens.
 A request is aborted when its task is cancelled, or its iterator is closed or garbage-collected.
 """
 

@@ -29,7 +29,7 @@ class Seat:
     memory: ctypes.Array[ctypes.c_char]
     """All seats."""
     number: int
-    spare: int
+    extra_threads: int
     """Threads in addition to the worker's own, for cores that others lend; at least 1."""
 
 
@@ -47,7 +47,7 @@ class Cores:
             return {"threads": self.threads}
         return {
             "threads": self.threads,
-            "spare": self.seat.spare,
+            "spare": self.seat.extra_threads,
             "seats": ctypes.addressof(self.seat.memory),
             "seat_count": len(self.seat.memory) // SEAT_BYTES,
             "seat": self.seat.number,

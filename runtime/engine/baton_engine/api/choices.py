@@ -137,7 +137,7 @@ class Choices:
             await self._close()
 
     def _generate(self, choice: Choice) -> Generation:
-        """Submit a choice. Nobody waits for single tokens of a whole batch line without stop strings."""
+        """Submit a choice. A whole batch line without stop strings needs no single tokens."""
         parameters = self._work.parameters
         together = choice.request.patient and not parameters.streaming.wanted and not parameters.stops
         return self._served.engine.generate(choice.request, together=together)
