@@ -95,7 +95,7 @@ class Plan:
         """Return one command per worker. Each gets an equal share of the cores, and its seat to lend them."""
         flags = {"threads": threads_each(cores, len(self.roles)), **self.worker}
         counts = dict.fromkeys(Role, 0)
-        commands = []
+        commands: list[Command] = []
         for role in self.roles:
             name = f"{role}-{counts[role]}"
             counts[role] += 1

@@ -66,7 +66,7 @@ class Neighbor:
     """The worker in seat 1. It says that it computes, whatever it does."""
 
     def __init__(self, memory: Seat) -> None:
-        self._memory = memory.memory
+        self._memory = memoryview(memory.memory).cast("B")
 
     def tell(self, *, computing: bool, at: int) -> None:
         self._memory[SEAT_BYTES : SEAT_BYTES + 24] = struct.pack("3q", 1, computing, at)

@@ -162,9 +162,9 @@ class Watched(AsyncEngine):
         self.threads.add(threading.get_ident())
         return super().hashes(prompt, root)
 
-    def generate(self, request: Request) -> Generation:
+    def generate(self, request: Request, *, together: bool = False) -> Generation:
         self.requests.append(request)
-        return super().generate(request)
+        return super().generate(request, together=together)
 
 
 async def test_completions_hash_each_prompt_once_off_the_event_loop() -> None:
