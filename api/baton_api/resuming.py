@@ -52,12 +52,20 @@ def tokens_line(tokens: Sequence[int], *, ended: bool) -> bytes:
     return TOKENS + ",".join(map(str, tokens)).encode() + (ENDED if ended else b"") + b"\n\n"
 
 
-def read_tokens(line: bytes) -> tuple[list[int], bool]:
-    """Parse a `tokens_line` into tokens and whether the output has ended. Raises ValueError."""
-    content = line.removeprefix(TOKENS).rstrip(b"\n")
-    ended = content.endswith(ENDED)
-    numbers = content.removesuffix(ENDED)
-    return [int(number) for number in numbers.split(b",")] if numbers else [], ended
+def read_line(line: bytes) -> tuple[bytes, bool]:
+    """
+    Return the numbers of a `tokens_line` for `read_numbers`, and whether the output has ended.
+
+    >>> read_line(b": baton-tokens 5,17 ended")
+    (b'5,17', True)
+    """
+    content = line[len(TOKENS) :].rstrip(b"\n")
+    return (content[: -len(ENDED)], True) if content.endswith(ENDED) else (content, False)
+
+
+def read_numbers(numbers: bytes) -> list[int]:
+    """Parse tokens that commas separate. Raises ValueError."""
+    return [int(number) for number in numbers.split(b",")] if numbers else []
 
 
 def with_resumption(body: bytes, resumption: Resumption) -> bytes:

@@ -75,7 +75,7 @@ class EventStream:
             end = piece.rfind(b"\n") + 1
             self._rest = piece[end:]
             piece = piece[:end]
-        self._tail = (self._tail + piece[-TAIL:])[-TAIL:]
+        self._tail = piece[-TAIL:] if len(piece) >= TAIL else (self._tail + piece)[-TAIL:]
         return piece
 
     def finish(self) -> bytes:

@@ -14,7 +14,7 @@ import msgspec
 
 from baton_api import anthropic
 from baton_api.errors import BatonError
-from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_tokens
+from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_line, read_numbers
 from baton_http.sse import DONE, MESSAGE_STOP, EventStream
 
 WAITING_LIMIT = 1024 * 1024
@@ -28,7 +28,7 @@ _beginning = msgspec.json.Decoder(Beginning)
 class ResumableStream(EventStream):
     """A stream of events whose worker was asked to report its tokens."""
 
-    __slots__ = ("_before", "_begun", "_ended", "_tokens", "_waiting", "_watching")
+    __slots__ = ("_before", "_begun", "_ended", "_numbers", "_waiting", "_watching")
 
     failures: ClassVar[bytes] = b'\ndata: {"error"'
     """Beginning of the event with which a worker ends a failed stream."""
@@ -37,9 +37,10 @@ class ResumableStream(EventStream):
         """`before` is the part of the answer that had been forwarded before the stream was resumed."""
         super().__init__()
         self._begun: Beginning | None = None
-        self._tokens = list(before.tokens) if before else []
-        self._before = len(self._tokens)
-        self.tokens = len(self._tokens)
+        self._before = before.tokens if before else []
+        self._numbers = bytearray()
+        """This worker's tokens, a comma after each: they are read only if the stream breaks."""
+        self.tokens = len(self._before)
         self._ended = False
         self._watching = True
         """Whether there may be comments to take out."""
@@ -49,7 +50,7 @@ class ResumableStream(EventStream):
     @property
     def generated(self) -> int | None:
         """Tokens that this worker reports as generated; None if it does not report them."""
-        return len(self._tokens) - self._before if self._begun is not None else None
+        return self.tokens - len(self._before) if self._begun is not None else None
 
     @property
     def waiting(self) -> bool:
@@ -60,7 +61,8 @@ class ResumableStream(EventStream):
         """Where another worker would continue; None if this one did not report it, or no worker could."""
         if self._begun is None or b'"invalid_request_error"' in self._failure:
             return None
-        return Resumption(self._begun, self._tokens, self._ended)
+        tokens = self._before + read_numbers(bytes(self._numbers[:-1]))
+        return Resumption(self._begun, tokens, self._ended)
 
     def push(self, piece: bytes) -> bytes:
         return super().push(self._with_tokens(piece) if self._watching else piece)
@@ -88,7 +90,7 @@ class ResumableStream(EventStream):
             waiting = waiting[end + 1 :]
         if self._begun is None and not _BEGINS.startswith(waiting[: len(_BEGINS)]):
             self._watching = False  # it has nothing to say
-        if not self._watching or self._passes(waiting):
+        if len(waiting) > 1 and (not self._watching or self._passes(waiting)):
             passing += waiting[1:]
             waiting = b"\n"
         self._waiting = waiting
@@ -101,13 +103,14 @@ class ResumableStream(EventStream):
         return self.ends[0] in waiting or (comment and not own) or len(waiting) > WAITING_LIMIT
 
     def _note(self, line: bytes) -> None:
-        if line.startswith(BEGINS):
-            self._begun = _beginning.decode(line.removeprefix(BEGINS))
-        elif line.startswith(TOKENS):
-            tokens, ended = read_tokens(line)
-            self._tokens += tokens
-            self.tokens = len(self._tokens)
+        if line.startswith(TOKENS):
+            numbers, ended = read_line(line)
+            if numbers:
+                self._numbers += numbers + b","
+                self.tokens += numbers.count(b",") + 1
             self._ended = self._ended or ended
+        elif line.startswith(BEGINS):
+            self._begun = _beginning.decode(line.removeprefix(BEGINS))
 
 
 class MessageStream(ResumableStream):

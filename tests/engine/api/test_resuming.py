@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton_api import anthropic, headers
-from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_tokens, with_resumption
+from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_line, read_numbers, with_resumption
 from tests.engine.api.api import MODEL, USER, Api, open_api
 
 FOLLOW = {headers.FOLLOW: "1"}
@@ -37,8 +37,8 @@ class Followed:
             if event.startswith(BEGINS):
                 self.beginning = json_of(event.removeprefix(BEGINS))
             elif event.startswith(TOKENS):
-                tokens, ended = read_tokens(event)
-                self.tokens += tokens
+                numbers, ended = read_line(event)
+                self.tokens += read_numbers(numbers)
                 self.steps.append((events, len(self.tokens), ended))
                 events = b""
             else:
