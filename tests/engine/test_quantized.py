@@ -25,7 +25,16 @@ from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
-from baton_engine.model.quantized import BLOCK, Format, Matrix, Quantized, QuantizedPart, quantize
+from baton_engine.model.quantized import (
+    BLOCK,
+    NATIVE_FORMATS,
+    Format,
+    Matrix,
+    Quantized,
+    QuantizedPart,
+    floats,
+    quantize,
+)
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights
 from baton_engine.ops import Linear
@@ -126,9 +135,9 @@ class RoundingOps(PlainOps):
         super().__init__(spec)
         self._exact = spec.vocab if exact_head else None
 
-    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        product = PlainLinear(weight, bias)
-        if len(weight) == self._exact:
+    def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
+        product = PlainLinear(floats(weight), bias)
+        if weight.shape[0] == self._exact:
             return product
 
         def rounded(x: Tensor) -> Tensor:
@@ -153,7 +162,7 @@ def native_model(spec: ModelSpec, weights: Weights, threads: int = 2, **changes:
     return model
 
 
-STORED = [form for form in Format if form is not Format.INT4]
+STORED = sorted(NATIVE_FORMATS - {Format.INT4})
 """Formats of GGUF."""
 FORMATS = [*([form] for form in STORED), [Format.Q4_K, Format.Q6_K, Format.Q8_0, Format.Q4_0, Format.Q5_K]]
 

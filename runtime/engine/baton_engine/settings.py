@@ -163,9 +163,9 @@ class WorkerSettings(BaseSettings):
     float32."""
 
     quantize: Quantize = "keep"
-    """Format of the model's matrices on a CPU. With keep, it is the stored one, and inputs of quantized
-    matrices are rounded to 8 bits. With off, all matrices are expanded to DTYPE. With q8_0 and q4_0, matrices
-    that are not quantized are converted while loading. A GPU expands all formats."""
+    """Format of the model's matrices. With keep, it is the stored one, and a CPU rounds inputs of quantized
+    matrices to 8 bits. With off, all matrices are expanded to DTYPE. With q8_0 and q4_0, matrices that are
+    not quantized are converted while loading."""
 
     threads: int = Field(default=0, ge=0)
     """CPU threads per forward pass. 0: all cores available to the process."""

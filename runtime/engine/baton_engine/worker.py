@@ -38,7 +38,6 @@ from baton_engine.kv.cache import (
 from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
 from baton_engine.metrics.tracing import WorkerTracing, tracing_of
-from baton_engine.model import native_decoder
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.embedder import Embedder, Unable, embedder_of
@@ -47,6 +46,7 @@ from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
+from baton_engine.ops.choice import kept_formats
 from baton_engine.parallel.loading import check_parallel, load_parallel
 from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import Pooling, Request
@@ -310,9 +310,9 @@ def _load(
     if settings.tensor_parallel_size > 1:
         parts = load_parallel(settings, name, checkpoint, spec, device, dtype, progress, stack)
         return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, *parts)
-    quantize = native_decoder.quantization(settings.quantize, spec, device, dtype)
+    quantize, formats = kept_formats(settings.quantize, spec, device, dtype)
     log.info("Load weight begin. avail mem=%s", show_free(device))
-    weights = load_weights(checkpoint, spec, dtype, progress, quantize)
+    weights = load_weights(checkpoint, spec, dtype, progress, quantize, formats=formats)
     digest, size = weights_digest(weights), weights.bytes
     seat = lending.take_seat(settings.shared_cores, torch.get_num_threads(), machine.usable_cores())
     model = create_model(spec, weights, device, dtype, seat=seat)

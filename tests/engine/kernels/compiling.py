@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,8 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from baton_engine.model.quantized import Format, Quantized, QuantizedPart
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.kernels.quantized import QuantizedLinear
 from tests.engine.kernels.cases import batch_of, caches
 from tests.engine.random_weights import tiny_spec
 
@@ -54,12 +55,25 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+ROW_BYTES = {
+    Format.Q4_0: 128 * 18,
+    Format.Q5_1: 128 * 24,
+    Format.Q8_0: 128 * 34,
+    Format.Q4_K: 16 * 144,
+    Format.Q6_K: 16 * 210,
+    Format.INT4: 128 * 19,
+    Format.FP8: 4096 + 4 * 32,
+}
+"""Bytes of a row of 4096 inputs, for one format of each kind."""
+
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
 }
 
 
@@ -89,14 +103,31 @@ class Launch:
         self.options = kwargs
 
 
-def launches(spec: ModelSpec, dtype: torch.dtype) -> Iterator[Launch]:
-    """Return what a layer of a model launches for a chunk of a prompt, and for rows of one token."""
+def capturing() -> list[Launch]:
+    """Return a list, to which launches are added from now on instead of being run."""
     captured: list[Launch] = []
 
     def capture(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         captured.append(Launch(kernel, args, kwargs))
 
     triton.JITFunction.run = capture
+    return captured
+
+
+def quantized_launches(form: Format, dtype: torch.dtype) -> list[Launch]:
+    """Return what a product with a matrix launches for a few rows, and for many."""
+    captured = capturing()
+    inputs, size = 4096, ROW_BYTES[form]
+    part = QuantizedPart(form, torch.zeros(64, size, dtype=torch.uint8), group=128)
+    linear = QuantizedLinear(Quantized((part,), inputs), torch.zeros(64, dtype=dtype))
+    for rows in (3, 100):
+        linear(torch.zeros(rows, inputs, dtype=dtype))
+    return captured
+
+
+def launches(spec: ModelSpec, dtype: torch.dtype) -> list[Launch]:
+    """Return what a layer of a model launches for a chunk of a prompt, and for rows of one token."""
+    captured = capturing()
     ops, batch = AcceleratorOps(spec), batch_of([(0, 40), (300, 1)], random.Random(1))
     cache, _ = caches(spec, batch, dtype)
     x = torch.zeros(batch.size, spec.hidden, dtype=dtype)
@@ -111,7 +142,7 @@ def launches(spec: ModelSpec, dtype: torch.dtype) -> Iterator[Launch]:
     sinks = torch.zeros(spec.heads, dtype=dtype) if spec.sinks else None
     for window in {None, spec.sliding_window}:
         ops.attention(q, cache, 1, batch, window, sinks)
-    yield from captured
+    return captured
 
 
 def spilled(compiled: Any) -> int:
@@ -121,8 +152,12 @@ def spilled(compiled: Any) -> int:
 
 
 def main() -> None:
-    for name, changes in MODELS.items():
-        for launch in launches(tiny_spec(hidden=4096, **changes), torch.bfloat16):
+    captured = {
+        name: launches(tiny_spec(hidden=4096, **changes), torch.bfloat16) for name, changes in MODELS.items()
+    }
+    captured |= {form.name: quantized_launches(form, torch.bfloat16) for form in ROW_BYTES}
+    for name, kernels in captured.items():
+        for launch in kernels:
             for target, gpu in TARGETS.items():
                 compiled = triton.compile(launch.source, target=gpu, options=launch.options)
                 shared = compiled.metadata.shared

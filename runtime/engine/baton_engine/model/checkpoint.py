@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from baton_engine.model.spec import ModelSpec, Quantize
 if TYPE_CHECKING:
     import torch
 
+    from baton_engine.model.quantized import Format
     from baton_engine.model.shards import Shard
     from baton_engine.model.weights import Weights
 
@@ -67,14 +69,16 @@ def load_weights(
     quantize: Quantize = "off",
     shard: Shard | None = None,
     sampled: bool = False,
+    formats: Collection[Format] | None = None,
 ) -> Weights:
     """
     Load all weights in `dtype` on the CPU. Checks all names and shapes first. Raises SetupError.
 
-    `shard` and `sampled` as in `baton_engine.model.weights.build`.
-    Only the native kernels support matrices in quantized formats, so other models need `quantize="off"`.
+    `shard` and `sampled` as in `baton_engine.model.weights.build`. `formats` are those that the model keeps,
+    None: those of the native kernels. torch's operations need `quantize="off"`.
     """
     from baton_engine.model import weights
+    from baton_engine.model.quantized import NATIVE_FORMATS
     from baton_engine.model.quantized_folder import source_of
     from baton_engine.model.tensor_reader import TensorSource
 
@@ -84,7 +88,8 @@ def load_weights(
     else:
         folder = source_of(checkpoint.path, read_json(checkpoint.path / "config.json"), spec)
         source = weights.FamilyTensors(folder, spec)
-    return weights.build(source, spec, dtype, progress, quantize, shard, sampled)
+    kept = NATIVE_FORMATS if formats is None else formats
+    return weights.build(source, spec, dtype, progress, quantize, shard, sampled, kept)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def create_decoder(
     environment: Mapping[str, str] = os.environ,
 ) -> Decoder:
     """Create the model with the fastest `Ops`. With `group`, `spec` and `weights` are this rank's parts."""
-    return Decoder(spec, weights, create_ops(spec, device, dtype, environment), device, group)
+    return Decoder(spec, weights, create_ops(spec, device, dtype, environment), device, group, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +134,18 @@ class Decoder:
         ops: Ops,
         device: torch.device,
         group: Group | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype` is that of activations. None: that of the embedding, which is not quantized then."""
         self.spec = spec
         self.ops = ops
         self.group = group
-        self.embedding = floats(weights.embedding).to(device)
+        embedding = weights.embedding.to(device)
         self.final_norm = weights.final_norm.to(device)
         tied = weights.head is weights.embedding
-        self.head = ops.prepare(self.embedding if tied else floats(weights.head).to(device))
+        self.head = ops.prepare(embedding if tied else weights.head.to(device))
+        self.embedding = ops.prepare_table(embedding, self.head if tied else None)
+        self.device, self.dtype = device, dtype or floats(weights.embedding).dtype
         self.layers = tuple(
             _laid_out(layer, spec, number, ops, device) for number, layer in enumerate(weights.layers)
         )
@@ -151,8 +155,7 @@ class Decoder:
         pass  # torch's queue of operations cannot be shortened
 
     def prepare_adapter(self, weights: LoraWeights) -> TorchAdapter:
-        device, dtype = self.embedding.device, self.embedding.dtype
-        return tuple(low_rank_linears(self.spec, layer, dtype, device) for layer in weights.layers)
+        return tuple(low_rank_linears(self.spec, layer, self.dtype, self.device) for layer in weights.layers)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
@@ -169,7 +172,7 @@ class Decoder:
     def project(self, states: Tensor) -> Tensor:
         if not len(states):
             return torch.empty((0, self.spec.vocab), dtype=torch.float32, device=states.device)
-        return self._logits(states.to(self.embedding.dtype))
+        return self._logits(states.to(self.dtype))
 
     def _logits(self, states: Tensor) -> Tensor:
         """Return the logits [S, V] fp32 of the states [S, N] after the final norm."""
@@ -182,11 +185,11 @@ class Decoder:
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self.group is None:
-            residual = self.embedding[tokens]  # [T, N]
+            residual = self.embedding[tokens].to(self.dtype)  # [T, N]
         else:
             residual = self.group.embedded(self.embedding, tokens)
         if self.spec.embedding_scale != 1:
-            residual *= rounded(self.spec.embedding_scale, self.embedding.dtype)
+            residual *= rounded(self.spec.embedding_scale, self.dtype)
         return residual
 
     def _summed(self, x: Tensor) -> Tensor:
@@ -274,14 +277,14 @@ def _laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, devic
         return None if tensor is None else tensor.to(device)
 
     def prepared(weight: Matrix | None, bias: Tensor | None) -> Linear | None:
-        return None if weight is None else ops.prepare(floats(weight).to(device), moved(bias))
+        return None if weight is None else ops.prepare(weight.to(device), moved(bias))
 
     return Layer(
         attention_norm=moved(layer.attention_norm),
-        qkv=ops.prepare(floats(layer.qkv).to(device), moved(layer.qkv_bias)),
+        qkv=ops.prepare(layer.qkv.to(device), moved(layer.qkv_bias)),
         q_norm=moved(layer.q_norm),
         k_norm=moved(layer.k_norm),
-        output=ops.prepare(floats(layer.output).to(device), moved(layer.output_bias)),
+        output=ops.prepare(layer.output.to(device), moved(layer.output_bias)),
         attention_post_norm=moved(layer.attention_post_norm),
         mlp_norm=moved(layer.mlp_norm),
         gate_up=prepared(layer.gate_up, layer.gate_up_bias),

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from baton_api.errors import SetupError
 from baton_engine import machine
 from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.kv.cache import KVCache
@@ -30,7 +29,7 @@ from baton_engine.model.lora import LoraWeights
 from baton_engine.model.native_lora import NativeAdapter, adapter_pointers
 from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.rope import Rotary
-from baton_engine.model.spec import ModelSpec, Quantize
+from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights, rounded
 from baton_engine.ops.native import library
 
@@ -344,30 +343,6 @@ def native_decoder(
         return None
     cores = Cores(threads or torch.get_num_threads(), seat)
     return NativeDecoder(spec, weights, dtype, kernel_library, cores)
-
-
-def quantization(
-    choice: Quantize,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    environment: Mapping[str, str] = os.environ,
-) -> Quantize:
-    """
-    Return how to load the matrices: `choice`, or "off" instead of "keep" if the kernels do not run the model.
-
-    Raises SetupError if `choice` is a format that requires them.
-    """
-    if choice == "off" or (
-        device.type == "cpu" and spec.experts is None and supports(spec, dtype) and available(environment)
-    ):
-        return choice
-    if choice != "keep":
-        raise SetupError(
-            f"--quantize {choice} requires the native CPU kernels, which do not run {spec.architecture} in "
-            f"{dtype} on {device}. Use --quantize off, or a CPU with a C compiler."
-        )
-    return "off"
 
 
 def available(environment: Mapping[str, str] = os.environ) -> bool:

@@ -1,14 +1,15 @@
 """
-Matrices in GGUF's quantized formats, which the native kernels keep instead of expanding them.
+Matrices in quantized formats, which the kernels keep instead of expanding them.
 
-`ops/native/quantized.h` defines the layout in memory. The kernels round activations to 8 bits with one scale
-per 32 inputs, as llama.cpp does, so results differ from those of expanded weights within that rounding.
+Most formats are GGUF's. The native kernels of CPUs (`ops/native/quantized.h`) round activations to 8 bits
+with one scale per 32 inputs, as llama.cpp does. So results differ from those of expanded weights within that
+rounding. The kernels of accelerators (`ops/kernels/quantized.py`) do not round activations.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ BLOCK = 32
 
 
 class Format(enum.IntEnum):
-    """Formats that the kernels keep. The numbers are those of GGUF's tensor types, but for INT4."""
+    """Formats that kernels keep. The numbers are those of GGUF's tensor types, but for INT4 and FP8."""
 
     Q4_0 = 2
     Q4_1 = 3
@@ -30,6 +31,12 @@ class Format(enum.IntEnum):
     Q6_K = 14
     INT4 = 63
     """Blocks of a float16 scale, the byte that stands for zero, and 32 numbers of 4 bits as in Q4_0."""
+    FP8 = 64
+    """Float8 (e4m3) numbers of a row, and then its float32 scales of `QuantizedPart.group` inputs each."""
+
+
+NATIVE_FORMATS = frozenset(Format) - {Format.FP8}
+"""Formats of the native kernels. Those of accelerators compute in all formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class QuantizedPart:
     format: Format
     rows: Tensor
     """[outputs, bytes per row] uint8, the blocks of each row as GGUF stores them."""
+    group: int = 0
+    """FP8: inputs that share a scale. Other formats have their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,9 @@ class Quantized:
     def nbytes(self) -> int:
         return sum(part.rows.nbytes for part in self.parts)
 
+    def to(self, device: torch.device) -> Quantized:
+        return Quantized(tuple(replace(part, rows=part.rows.to(device)) for part in self.parts), self.inputs)
+
 
 Matrix = Tensor | Quantized
 
@@ -63,7 +75,7 @@ Matrix = Tensor | Quantized
 def floats(matrix: Matrix) -> Tensor:
     """Return a matrix that is not quantized. torch's operations support no other."""
     if isinstance(matrix, Quantized):
-        raise TypeError(f"a matrix in {matrix.parts[0].format.name} requires the native kernels")
+        raise TypeError(f"a matrix in {matrix.parts[0].format.name} requires kernels, not torch's operations")
     return matrix
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton_api.errors import SetupError
 from baton_engine.model.expert_tensors import ExpertTensors
 from baton_engine.model.families import BY_ARCHITECTURE
-from baton_engine.model.quantized import BLOCK, Format, Quantized, pack
+from baton_engine.model.quantized import BLOCK, Format, Quantized, QuantizedPart, pack
 from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.scheme import WAY_OUT, Scheme, scheme_of
 from baton_engine.model.spec import ModelSpec
@@ -38,6 +38,8 @@ BESIDE = {
 """Suffixes of the tensors beside it."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".attn.k_scale", ".attn.v_scale")
 """Scales of a quantized KV cache. The engine's cache is not quantized."""
+FP8_MULTIPLE = 16
+"""Inputs of a step of the kernels at least."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """AutoAWQ packs output i of eight into the nibble with this number."""
 
@@ -108,10 +110,13 @@ class QuantizedFolder:
         Return the matrix in a format of the kernels that holds exactly the same numbers, or None.
 
         The kernels need groups of a multiple of 32 consecutive inputs, and scales that float16 represents.
+        Groups of FP8 are multiples of 16, and their scales are float32.
         """
         base = tensor.removesuffix(WEIGHT)
-        if base not in self._bases or self._scheme.method == "fp8":
+        if base not in self._bases:
             return None
+        if self._scheme.method == "fp8":
+            return self._kept_fp8(base)
         matrix = self._integers(base)
         inputs = matrix.numbers.shape[1]
         halves = matrix.scales.to(torch.float16)
@@ -171,22 +176,40 @@ class QuantizedFolder:
         return f"{base}{suffix}" in self._plain.shapes
 
     def _read_fp8(self, base: str) -> Tensor:
-        outputs, inputs = self._shape(base)
+        scales, width = self._fp8_scales(base)
         values = self._raw(base, WEIGHT).to(torch.float32)
+        return values * scales.repeat_interleave(width, 1)[:, : values.shape[1]]
+
+    def _kept_fp8(self, base: str) -> Quantized | None:
+        scales, width = self._fp8_scales(base)
+        outputs, inputs = self._shape(base)
+        if width < inputs and width % FP8_MULTIPLE:
+            return None
+        numbers = self._raw(base, WEIGHT).view(torch.uint8)
+        if bool((numbers & 0x7F == 0x7F).any()) or not bool(scales.isfinite().all()):
+            raise SetupError(
+                f"{self.name}: tensor {base}{WEIGHT} has a number or a scale that is not finite. The file is "
+                "damaged. Download it again."
+            )
+        rows = torch.cat((numbers, scales.expand(outputs, -1).contiguous().view(torch.uint8)), dim=1)
+        return Quantized((QuantizedPart(Format.FP8, rows, width),), inputs)
+
+    def _fp8_scales(self, base: str) -> tuple[Tensor, int]:
+        """Return scales [outputs, groups] or [1, 1] in fp32, and the number of inputs of a group."""
+        outputs, inputs = self._shape(base)
         if self._scheme.block is not None:
             height, width = self._scheme.block
             grid = (-(-outputs // height), -(-inputs // width))
             suffix = ".weight_scale_inv" if self._has(base, ".weight_scale_inv") else ".weight_scale"
             scales = self._raw(base, suffix, grid).to(torch.float32)
-            scales = scales.repeat_interleave(height, 0)[:outputs].repeat_interleave(width, 1)[:, :inputs]
-            return values * scales
+            return scales.repeat_interleave(height, 0)[:outputs], width
         scale = self._raw(base, ".weight_scale").to(torch.float32)
         if scale.numel() not in (1, outputs):
             raise SetupError(
                 f"{self.name}: tensor {base}.weight_scale has {scale.numel()} numbers, expected 1 or "
                 f"{outputs}."
             )
-        return values * scale.reshape(-1, 1)
+        return scale.reshape(-1, 1), inputs
 
     def _integers(self, base: str) -> _Integers:
         outputs, inputs = self._shape(base)

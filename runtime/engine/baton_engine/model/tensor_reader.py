@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +66,8 @@ class TensorReader:
     """Dtype in which a tensor is stored here, by name."""
     progress: Progress
     choice: Quantize
+    formats: Collection[Format]
+    """Formats that the model keeps."""
     sampled: bool = False
     """Whether only the values of `samples` are read. The rest stays uninitialized, without memory."""
     expanded: Counter[str] = field(default_factory=Counter)
@@ -101,13 +103,15 @@ class TensorReader:
         return Quantized(tuple(parts), self.shapes[names[0]][1])
 
     def _quantized(self, name: str) -> Quantized | None:
-        kept = self.source.read_quantized(name)
+        stored = Format.__members__.get(self.source.format(name))
+        kept = None if stored is not None and stored not in self.formats else self.source.read_quantized(name)
         if kept is not None or self.choice == "keep" or self.shapes[name][1] % BLOCK:
             return kept
         return quantize(self.source.read(name), Format[self.choice.upper()])
 
     def report(self) -> None:
         """Log the quantized matrices that were expanded."""
+        kept = ", ".join(form.name for form in sorted(self.formats))
         for form, count in sorted(self.expanded.items()):
             log.log(
                 logging.INFO if self.choice == "off" else logging.WARNING,
@@ -115,7 +119,7 @@ class TensorReader:
                 self.source.name,
                 count,
                 form,
-                "" if self.choice == "off" else f". Formats that are kept: {', '.join(Format.__members__)}",
+                "" if self.choice == "off" else f". Formats that are kept: {kept}",
             )
 
 

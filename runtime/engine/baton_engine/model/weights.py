@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -23,7 +23,7 @@ from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import NORM, ModelFamily, TensorNames
 from baton_engine.model.latent_weights import latent_norms, latent_shapes, rotated_in_halves
 from baton_engine.model.progress import Progress
-from baton_engine.model.quantized import Matrix, Quantized
+from baton_engine.model.quantized import NATIVE_FORMATS, Format, Matrix, Quantized
 from baton_engine.model.rope import in_halves
 from baton_engine.model.shards import Shard, ShardTensors
 from baton_engine.model.spec import ModelSpec, Quantize
@@ -274,13 +274,14 @@ def build(
     choice: Quantize = "off",
     shard: Shard | None = None,
     sampled: bool = False,
+    formats: Collection[Format] = NATIVE_FORMATS,
 ) -> Weights:
     """
     Build all weights in `dtype`, reading each tensor once. Raises SetupError.
 
     Norms are fp32 in families that add an offset to them: bfloat16 would round the sum. `choice` applies to
-    matrices: keep the formats of the checkpoint that the kernels support, or also convert the other ones to a
-    quantized format. With `shard`, only that part is read. `sampled`: read only what the digest needs.
+    matrices: keep those of the checkpoint's formats that are in `formats`, or also convert the other ones to
+    a quantized format. With `shard`, only that part is read. `sampled`: read only what the digest needs.
     """
     source = Prefixed(source) if spec.headless else source
     family = BY_ARCHITECTURE[spec.architecture]
@@ -292,7 +293,7 @@ def build(
         shapes = {name: source.shapes[name] for name in shapes}
 
     kept = partial(_kept, family=family, dtype=dtype)
-    reader = TensorReader(source, shapes, kept, progress, choice, sampled)
+    reader = TensorReader(source, shapes, kept, progress, choice, formats, sampled)
     embedding = reader.matrix([f"{names.embedding}.weight"])
     weights = Weights(
         embedding=embedding,
@@ -304,8 +305,8 @@ def build(
     if sampled:
         return weights
     reader.report()
-    formats = weights.formats.most_common()
-    log.info("Weights: %s", ", ".join(f"{show_size(size)} in {form}" for form, size in formats))
+    sizes = weights.formats.most_common()
+    log.info("Weights: %s", ", ".join(f"{show_size(size)} in {form}" for form, size in sizes))
     return weights
 
 

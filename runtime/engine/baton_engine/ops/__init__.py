@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.quantized import Matrix
 
 
 class Linear(Protocol):
@@ -23,6 +24,14 @@ class Linear(Protocol):
         ...
 
 
+class Table(Protocol):
+    """An embedding [V, N] in the layout of its `Ops`."""
+
+    def __getitem__(self, rows: Tensor, /) -> Tensor:
+        """Return the rows [T] of the table: [T, N] in the model's dtype, or fp32 if it is quantized."""
+        ...
+
+
 class Ops(Protocol):
     """
     Operations of a decoder layer. T: tokens, H: query heads, K: key heads, D: head size.
@@ -30,8 +39,16 @@ class Ops(Protocol):
     Inputs are not modified unless stated otherwise. Results do not share memory with other tensors.
     """
 
-    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Convert a [out, in] weight to the layout of this device. The caller then releases its copy."""
+    def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
+        """
+        Convert a [out, in] weight to the layout of this device. The caller then releases its copy.
+
+        Raises TypeError for a quantized weight, if these operations do not support it.
+        """
+        ...
+
+    def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:
+        """Convert an embedding [V, N] likewise. `head` is its product, if the model has tied embeddings."""
         ...
 
     def begin(self, batch: Batch) -> None:

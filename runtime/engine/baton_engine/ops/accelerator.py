@@ -2,7 +2,8 @@
 The decoder's operations on an accelerator: Triton's kernels, and the vendor's library for matrix products.
 
 The kernels (`baton_engine.ops.kernels`) run on CUDA and ROCm. A layer of a decode step has six launches of
-them and four matrix products, where the plain operations have dozens.
+them and four matrix products, where the plain operations have dozens. Products with quantized matrices are
+kernels too.
 
 A token's results from these kernels do not depend on the batch. Its last bits may depend on whether it is in
 a chunk or in a row of one token, because tensor cores multiply tiles of different heights. Matrix products of
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.spec import ModelSpec
+from baton_engine.ops import Linear, Table
 from baton_engine.ops.kernels import attention, layers
-from baton_engine.ops.plain import PlainOps
+from baton_engine.ops.kernels.quantized import QuantizedLinear
+from baton_engine.ops.plain import PlainLinear, PlainOps
 
 MOST_HEAD_DIM = 256
 """A tile of wider heads would not fit in registers."""
@@ -33,6 +37,14 @@ class AcceleratorOps(PlainOps):
         """Why plain operations compute attention; None if the kernels do."""
         self._plan_of: dict[int | None, attention.AttentionPlan] = {}
         """By window, made by the first layer with this window."""
+
+    def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
+        return QuantizedLinear(weight, bias) if isinstance(weight, Quantized) else PlainLinear(weight, bias)
+
+    def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:
+        if isinstance(embedding, Tensor):
+            return embedding
+        return head if isinstance(head, QuantizedLinear) else QuantizedLinear(embedding)
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)

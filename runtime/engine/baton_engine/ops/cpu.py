@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Linear
 from baton_engine.ops.plain import PlainLinear, PlainOps
@@ -46,10 +47,10 @@ class CpuOps(PlainOps):
             and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
 
-    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         if not self.packs:
-            return PlainLinear(weight, bias)
-        return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias)
+            return PlainLinear(floats(weight), bias)
+        return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(floats(weight).contiguous(), None), bias)
 
 
 def computes_bfloat16(capabilities: Mapping[str, object]) -> bool:

@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.spec import ModelSpec
-from baton_engine.ops import Linear
+from baton_engine.ops import Linear, Table
 
 SINK_DIMENSIONS = 8
 """Dimensions that attention with sinks adds to a head. One is needed; torch's kernels want multiples of 8."""
@@ -64,8 +65,11 @@ class PlainOps:
         self.spec = spec
         self._plans: dict[int | None, list[RowGroup]] = {}
 
-    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return PlainLinear(weight, bias)
+    def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
+        return PlainLinear(floats(weight), bias)
+
+    def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:
+        return floats(embedding)
 
     def begin(self, batch: Batch) -> None:
         self._plans = {}

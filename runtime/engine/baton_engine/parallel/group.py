@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from baton_engine.model.shards import Shard
+from baton_engine.ops import Table
 
 LOOPBACK = "127.0.0.1"
 """All ranks of a worker are on one machine."""
@@ -64,7 +65,7 @@ class Group:
             total = total + other
         return total.to(part.dtype)
 
-    def embedded(self, embedding: Tensor, tokens: Tensor) -> Tensor:
+    def embedded(self, embedding: Table, tokens: Tensor) -> Tensor:
         """Return the embeddings [T, N] of tokens [T]. `embedding` has this rank's rows."""
         rows = self._ranges[self.shard.rank]
         inside = (tokens >= rows.start) & (tokens < rows.stop)

@@ -1,0 +1,128 @@
+"""
+Numbers and scales of quantized matrices, apart: what the kernels of accelerators arrange in their own order.
+
+A value is number * scale + offset. The fields are those of the formats, so nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from baton_engine.model.quantized import BLOCK, Format, QuantizedPart
+
+SUPERBLOCK = 256
+"""Inputs that share float16 factors of their scales, in the formats whose name ends in K."""
+MOST_GROUP = 128
+"""Inputs of a group up to which equal groups are joined."""
+FLOAT8_FACTOR = 256
+"""A float8 (e4m3) number, divided by the float16 number with the same bits of exponent and mantissa."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpacked:
+    """Rows of a matrix [outputs, inputs]. Groups are consecutive inputs of one size; the last may be cut."""
+
+    numbers: Tensor
+    """[outputs, inputs] int8; uint8 for 4 bits, and for the bits of float8."""
+    group: int
+    scales: Tensor
+    """[outputs, groups] float32, float16, or integers that `factors` multiplies."""
+    zeros: Tensor | None = None
+    """[outputs, groups] uint8: the numbers that stand for zero."""
+    minima: Tensor | None = None
+    """[outputs, groups] float16, or integers that `factors` multiplies: the values of number 0."""
+    factors: Tensor | None = None
+    """[outputs, inputs / 256, 2] float16, of scales and of minima."""
+    float8: bool = False
+    """The numbers are the bits of float8 (e4m3). Read as float16, they are 256 times too small."""
+    zero: int = 0
+    """The number that stands for zero in all groups."""
+
+
+def unpack(part: QuantizedPart, inputs: int) -> Unpacked:
+    """Take the rows of `part` apart, on their device."""
+    rows, outputs = part.rows, len(part.rows)
+    if part.format is Format.FP8:
+        scales = rows[:, inputs:].contiguous().view(torch.float32) * FLOAT8_FACTOR
+        return Unpacked(numbers=rows[:, :inputs], float8=True, group=part.group, scales=scales)
+    if part.format in (Format.Q4_K, Format.Q5_K, Format.Q6_K):
+        blocks = rows.view(outputs, inputs // SUPERBLOCK, -1)
+        return _six_bits(blocks) if part.format is Format.Q6_K else _with_minima(blocks, part.format)
+    blocks = rows.view(outputs, inputs // BLOCK, -1)
+    scales = _halves(blocks[..., :2])[..., 0]
+    if part.format is Format.Q8_0:
+        return _joined(Unpacked(numbers=_flat(blocks[..., 2:].view(torch.int8)), group=BLOCK, scales=scales))
+    tail = blocks[..., -BLOCK // 2 :]
+    numbers = torch.cat((tail & 15, tail >> 4), dim=2)
+    if part.format in (Format.Q5_0, Format.Q5_1):
+        bits = blocks[..., -BLOCK // 2 - 4 : -BLOCK // 2, None] >> _range(8, rows) & 1
+        numbers = (numbers | bits.flatten(2) << 4).to(torch.int8)
+    plain = Unpacked(numbers=_flat(numbers), group=BLOCK, scales=scales)
+    match part.format:
+        case Format.Q4_0:
+            return _joined(replace(plain, zero=8))
+        case Format.Q5_0:
+            return replace(plain, numbers=plain.numbers - 16)
+        case Format.INT4:
+            return _joined(replace(plain, zeros=blocks[..., 2]))
+        case _:
+            return replace(plain, minima=_halves(blocks[..., 2:4])[..., 0])
+
+
+def _with_minima(blocks: Tensor, form: Format) -> Unpacked:
+    """Q4_K and Q5_K: two float16 factors, eight scales and minima of 6 bits in 12 bytes, and the numbers."""
+    first, second, third = torch.split(blocks[..., 4:16], 4, dim=2)
+    scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), dim=2)
+    minima = torch.cat((second & 63, third >> 4 | (second >> 6) << 4), dim=2)
+    pairs = blocks[..., -SUPERBLOCK // 2 :].reshape(*blocks.shape[:2], 4, 1, BLOCK)
+    numbers = torch.cat((pairs & 15, pairs >> 4), dim=3).flatten(2, 3)  # [outputs, superblocks, 8, 32]
+    if form is Format.Q5_K:
+        tops = blocks[..., 16 : 16 + BLOCK].unsqueeze(2) >> _range(8, blocks)[:, None] & 1
+        numbers = (numbers | tops << 4).to(torch.int8)
+    factors = _halves(blocks[..., :4]) * torch.tensor([1, -1], dtype=torch.float16, device=blocks.device)
+    return Unpacked(
+        numbers=_flat(numbers), group=BLOCK, scales=_flat(scales), minima=_flat(minima), factors=factors
+    )
+
+
+def _six_bits(blocks: Tensor) -> Unpacked:
+    """Q6_K: low four bits, high two bits, a signed scale of each 16 numbers, and a float16 factor."""
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 2 * BLOCK)
+    low = torch.cat((low & 15, low >> 4), dim=3).flatten(3)  # [outputs, superblocks, 2, 128]
+    shifts = 2 * _range(4, blocks)[:, None]
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, BLOCK) >> shifts & 3
+    numbers = (low | high.flatten(3) << 4).to(torch.int8) - 32
+    factors = _halves(blocks[..., 208:210])
+    return Unpacked(
+        numbers=_flat(numbers),
+        group=16,
+        scales=_flat(blocks[..., 192:208].view(torch.int8)),
+        factors=torch.cat((factors, factors), dim=2),
+    )
+
+
+def _joined(unpacked: Unpacked) -> Unpacked:
+    """Join adjacent groups with equal scales, which checkpoints with longer groups have."""
+    group, scales, zeros = unpacked.group, unpacked.scales, unpacked.zeros
+    while group < MOST_GROUP and scales.shape[1] % 2 == 0:
+        if not all(each is None or torch.equal(each[:, ::2], each[:, 1::2]) for each in (scales, zeros)):
+            break
+        group, scales = 2 * group, scales[:, ::2]
+        zeros = None if zeros is None else zeros[:, ::2]
+    return replace(unpacked, group=group, scales=scales, zeros=zeros)
+
+
+def _halves(octets: Tensor) -> Tensor:
+    """View [..., 2n] bytes as [..., n] float16."""
+    return octets.contiguous().view(torch.float16)
+
+
+def _flat(blocks: Tensor) -> Tensor:
+    return blocks.flatten(1)
+
+
+def _range(count: int, beside: Tensor) -> Tensor:
+    return torch.arange(count, dtype=torch.uint8, device=beside.device)

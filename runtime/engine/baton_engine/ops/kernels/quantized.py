@@ -1,0 +1,338 @@
+"""
+Products with quantized matrices, whose numbers become floats in registers.
+
+Numbers of 4 bits, 8 bits and float8 are exact in bfloat16 and float16, so they are multiplied as they are.
+The sum of a group is multiplied by its scale in fp32. Only the result is rounded.
+
+Inputs are divided at fixed positions into splits, whose sums are added in order. With few rows, each split is
+a program of its own, and a second kernel adds them: otherwise small matrices would occupy few
+multiprocessors. The height of tiles, their steps and the splits depend on the matrix only. So a row has the
+same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from baton_engine.model.quantized import Quantized, QuantizedPart
+from baton_engine.model.unpacked import SUPERBLOCK, Unpacked, unpack
+
+ROWS = 32
+"""Rows of a tile, for any number of rows: tiles of another height would be multiplied by other instructions,
+which may round differently."""
+
+COLUMNS = 64
+"""Outputs of a tile."""
+
+MOST_STEP = 128
+"""Inputs per step at most. A step is in one group."""
+
+LEAST_STEP = 16
+"""Inputs of a matrix product on tensor cores."""
+
+SPLIT = 2048
+"""Inputs that are added before they are added to others. A multiple of all steps."""
+
+STAGES = 3
+"""Steps in shared memory: others are loaded while one is multiplied."""
+
+
+@triton.jit
+def _floats(numbers, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
+    """Widen numbers, exactly. Those of float8 get the value of the float16 number with the same bits."""
+    if KIND == "float8":
+        bits = numbers.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return half.to(tl.float16, bitcast=True).to(dtype)
+    else:
+        return (numbers.to(tl.int8) - ZERO).to(dtype)
+
+
+@triton.jit
+def _scale_of(
+    scales, offsets, factors, output, outputs, held, step,
+    STEP: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
+    SUPERBLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return scale and offset of each output in a step, in fp32."""
+    place = step // GROUP_STEPS * outputs + output
+    scale = tl.load(scales + place, mask=held, other=0).to(tl.float32)
+    offset = scale * 0
+    if OFFSET != "none":
+        offset = tl.load(offsets + place, mask=held, other=0).to(tl.float32)
+    if FACTORS:
+        factor = factors + step * STEP // SUPERBLOCK * 2 * outputs + output
+        scale *= tl.load(factor, mask=held, other=0).to(tl.float32)
+        offset *= tl.load(factor + outputs, mask=held, other=0).to(tl.float32)
+    if OFFSET == "zeros":
+        offset = -offset * scale
+    return scale, offset
+
+
+@triton.jit
+def _sum_split(
+    x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs, begin, end,
+    KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return the sums [ROWS, COLUMNS] of the steps begin to end."""
+    inner = tl.arange(0, WIDTH)
+    held = output < outputs
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(begin, end):
+        place = (step * outputs + output) * WIDTH
+        packed = tl.load(numbers + place[:, None] + inner[None, :], mask=held[:, None], other=0)
+        k = step * STEP + inner[None, :]
+        at = x + row[:, None] * x_stride + k
+        first = tl.load(at, mask=(row < rows)[:, None] & (k < inputs), other=0.0)
+        if KIND == "int4":
+            # A byte has a number of the first half of the step, and one of the second half.
+            second = tl.load(at + WIDTH, mask=(row < rows)[:, None] & (k + WIDTH < inputs), other=0.0)
+            low = _floats(packed & 15, KIND, ZERO, first.dtype)
+            products = tl.dot(first, tl.trans(low), input_precision="ieee")
+            high = _floats(packed >> 4, KIND, ZERO, first.dtype)
+            products = tl.dot(second, tl.trans(high), products, input_precision="ieee")
+        else:
+            wide = _floats(packed, KIND, ZERO, first.dtype)
+            products = tl.dot(first, tl.trans(wide), input_precision="ieee")
+        scale, offset = _scale_of(
+            scales, offsets, factors, output, outputs, held, step,
+            STEP, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK,
+        )  # fmt: skip
+        total += products * scale[None, :]
+        if OFFSET != "none":
+            inputs_sum = tl.sum(first.to(tl.float32), axis=1)
+            if KIND == "int4":
+                inputs_sum += tl.sum(second.to(tl.float32), axis=1)
+            total += inputs_sum[:, None] * offset[None, :]
+    return total
+
+
+@triton.jit
+def _store(total, bias, result, row, rows, output, outputs, result_stride, BIAS: tl.constexpr):
+    held = output < outputs
+    if BIAS:
+        total += tl.load(bias + output, mask=held, other=0.0).to(tl.float32)[None, :]
+    mask = (row < rows)[:, None] & held[None, :]
+    place = row[:, None] * result_stride + output[None, :]
+    tl.store(result + place, total.to(result.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply(
+    x, numbers, scales, offsets, factors, bias, result, sums, rows, x_stride, result_stride, outputs, inputs,
+    steps,
+    PARTIAL: tl.constexpr, BIAS: tl.constexpr, SPLIT_STEPS: tl.constexpr,
+    KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of rows with a tile of outputs; with PARTIAL, one split of the inputs."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    output = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    first = tl.program_id(2)
+    last = first + 1 if PARTIAL else tl.cdiv(steps, SPLIT_STEPS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for split in range(first, last):
+        total += _sum_split(
+            x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs,
+            split * SPLIT_STEPS, tl.minimum(steps, (split + 1) * SPLIT_STEPS),
+            KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
+        )  # fmt: skip
+    if PARTIAL:
+        place = (first * rows + row)[:, None] * outputs + output[None, :]
+        tl.store(sums + place, total, mask=(row < rows)[:, None] & (output < outputs)[None, :])
+    else:
+        _store(total, bias, result, row, rows, output, outputs, result_stride, BIAS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_splits(
+    sums, bias, result, rows, result_stride, outputs, splits,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add the splits of a row in order."""
+    row = (tl.program_id(0) + tl.arange(0, ROWS)).to(tl.int64)
+    output = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for split in range(splits):
+        place = (split * rows + row)[:, None] * outputs + output[None, :]
+        total += tl.load(sums + place, mask=(output < outputs)[None, :], other=0.0)
+    _store(total, bias, result, row, rows, output, outputs, result_stride, BIAS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arranged:
+    """Outputs in one format, in the order in which the kernel reads them."""
+
+    numbers: Tensor
+    """[steps, outputs, bytes of a step]"""
+    scales: Tensor
+    """[groups, outputs]"""
+    offsets: Tensor | None
+    """[groups, outputs] zeros or minima."""
+    factors: Tensor | None
+    """[superblocks, 2, outputs]"""
+    constants: dict[str, Any]
+    inputs: int
+
+    @property
+    def outputs(self) -> int:
+        return self.numbers.shape[1]
+
+    def multiply(self, x: Tensor, bias: Tensor | None, result: Tensor) -> None:
+        """Write the product of x [T, inputs] to `result` [T, outputs], whose rows may be apart."""
+        rows, steps = len(x), len(self.numbers)
+        split_steps = SPLIT // self.constants["STEP"]
+        splits = triton.cdiv(steps, split_steps)
+        partial = rows <= ROWS and splits > 1
+        sums = x.new_empty((splits, rows, self.outputs), dtype=torch.float32) if partial else result
+        tiles = triton.cdiv(self.outputs, COLUMNS)
+        _multiply[(triton.cdiv(rows, ROWS), tiles, splits if partial else 1)](
+            x,
+            self.numbers,
+            self.scales,
+            self.scales if self.offsets is None else self.offsets,
+            self.scales if self.factors is None else self.factors,
+            x if bias is None else bias,
+            result,
+            sums,
+            rows,
+            x.stride(0),
+            result.stride(0),
+            self.outputs,
+            self.inputs,
+            steps,
+            PARTIAL=partial,
+            BIAS=bias is not None,
+            SPLIT_STEPS=split_steps,
+            SUPERBLOCK=SUPERBLOCK,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_stages=STAGES,
+            **self.constants,
+        )
+        if partial:
+            _add_splits[(rows, tiles)](
+                sums,
+                x if bias is None else bias,
+                result,
+                rows,
+                result.stride(0),
+                self.outputs,
+                splits,
+                BIAS=bias is not None,
+                ROWS=1,
+                COLUMNS=COLUMNS,
+            )
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Return the values [T, inputs] fp32 of the rows `outputs` [T] of the matrix."""
+        kind, step = self.constants["KIND"], self.constants["STEP"]
+        numbers = self.numbers[:, outputs].transpose(0, 1)  # [T, steps, bytes]
+        if kind == "int4":
+            numbers = torch.cat((numbers & 15, numbers >> 4), dim=2)
+        if kind == "float8":
+            bits = numbers.to(torch.int16)
+            numbers = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).view(torch.float16)
+        numbers = numbers.to(torch.float32) - self.constants["ZERO"]
+        number = torch.arange(numbers.shape[1], device=outputs.device)
+        group, block = number // self.constants["GROUP_STEPS"], number * step // SUPERBLOCK
+
+        def of_steps(tensor: Tensor) -> Tensor:
+            return tensor[:, outputs].T[:, group, None].to(torch.float32)
+
+        scales = of_steps(self.scales)
+        factors = None if self.factors is None else self.factors[:, :, outputs].to(torch.float32)
+        if factors is not None:
+            scales = scales * factors[block, 0].T[..., None]
+        values: Tensor = numbers * scales
+        if self.offsets is not None:
+            offsets = of_steps(self.offsets)
+            if self.constants["OFFSET"] == "zeros":
+                offsets = -offsets * scales
+            elif factors is not None:
+                offsets = offsets * factors[block, 1].T[..., None]
+            values += offsets
+        return values.flatten(1)[:, : self.inputs]
+
+
+class QuantizedLinear:
+    """A quantized matrix on an accelerator: implementation of `Linear` and of `Table`."""
+
+    def __init__(self, matrix: Quantized, bias: Tensor | None = None) -> None:
+        """`matrix` is on the device. Its memory is not used any more."""
+        self.outputs, self._inputs = matrix.shape
+        self._bias = bias
+        self._parts = [_arranged(unpack(part, matrix.inputs)) for part in _merged(matrix.parts)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = torch.empty((len(x), self.outputs), dtype=x.dtype, device=x.device)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        start = 0
+        for part in self._parts if len(x) else []:
+            stop = start + part.outputs
+            bias = None if self._bias is None else self._bias[start:stop]
+            part.multiply(x, bias, result[:, start:stop])
+            start = stop
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (t for part in self._parts for t in (part.numbers, part.scales, part.offsets, part.factors))
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """Return the rows [T] of the matrix: [T, inputs] fp32. The matrix has one format."""
+        (part,) = self._parts
+        return part.values(rows)
+
+
+def _merged(parts: Sequence[QuantizedPart]) -> list[QuantizedPart]:
+    """Join adjacent parts in one format, so that one launch computes them."""
+    merged: list[QuantizedPart] = []
+    for part in parts:
+        if merged and (merged[-1].format, merged[-1].group) == (part.format, part.group):
+            rows = torch.cat((merged.pop().rows, part.rows))
+            part = QuantizedPart(part.format, rows, part.group)
+        merged.append(part)
+    return merged
+
+
+def _arranged(unpacked: Unpacked) -> _Arranged:
+    numbers = unpacked.numbers
+    outputs, inputs = numbers.shape
+    whole = unpacked.group >= inputs
+    step = MOST_STEP if whole else min(MOST_STEP, unpacked.group & -unpacked.group)
+    steps = -(-inputs // step)
+    kind = "int8" if numbers.dtype == torch.int8 else "float8" if unpacked.float8 else "int4"
+    padded = functional.pad(numbers, (0, steps * step - inputs)).view(outputs, steps, step).transpose(0, 1)
+    if kind == "int4":
+        padded = padded[..., : step // 2] | padded[..., step // 2 :] << 4
+    offsets = unpacked.minima if unpacked.zeros is None else unpacked.zeros
+    factors = unpacked.factors
+    return _Arranged(
+        numbers=padded.contiguous(),
+        scales=unpacked.scales.T.contiguous(),
+        offsets=None if offsets is None else offsets.T.contiguous(),
+        factors=None if factors is None else factors.permute(1, 2, 0).contiguous(),
+        inputs=inputs,
+        constants={
+            "KIND": kind,
+            "ZERO": unpacked.zero,
+            "STEP": step,
+            "WIDTH": padded.shape[2],
+            "GROUP_STEPS": steps if whole else unpacked.group // step,
+            "OFFSET": "none" if offsets is None else "minima" if unpacked.zeros is None else "zeros",
+            "FACTORS": factors is not None,
+        },
+    )

@@ -1,0 +1,104 @@
+"""Quantized models with accelerators' kernels, and the formats that a device keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton_api.errors import SetupError
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.quantized import NATIVE_FORMATS, Format, Quantized
+from baton_engine.model.weights import Weights
+from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.choice import kept_formats
+from baton_engine.ops.plain import PlainOps
+from baton_engine.transfer.compatibility import weights_digest
+from tests.engine.gguf_files import write_gguf
+from tests.engine.greedy import CPU, by_baton
+from tests.engine.kernels.cases import DEVICE
+from tests.engine.kernels.test_accelerated_decoder import PROMPTS
+from tests.engine.models import make_model
+from tests.engine.random_weights import tiny_spec
+from tests.engine.test_quantized_folder import SCHEMES, quantized_folder
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # of numpy
+]
+
+KEPT = {
+    "gptq": {"INT4"},
+    "gptq in another order": set(),
+    "awq": {"INT4"},
+    "int8": {"Q8_0"},
+    "int4 with zeros": {"INT4"},
+    "fp8": {"FP8"},
+    "fp8 of compressed-tensors": {"FP8"},
+    "fp8 in blocks": {"FP8"},
+}
+"""Checkpoints of `SCHEMES`, and the formats that a device keeps."""
+
+
+def both(path: Path) -> tuple[Decoder, Decoder, Weights]:
+    """The model with kept weights and kernels, and expanded with plain operations."""
+    checkpoint = Checkpoint(path, "quantized")
+    spec = load_spec(checkpoint)
+    kept = load_weights(checkpoint, spec, torch.float32, quantize="keep", formats=frozenset(Format))
+    exact = load_weights(checkpoint, spec, torch.float32)
+    ours = Decoder(spec, kept, AcceleratorOps(spec), CPU, dtype=torch.float32)
+    return ours, Decoder(spec, exact, PlainOps(spec), CPU), kept
+
+
+def assert_same_tokens(ours: Decoder, plain: Decoder, prompts: list[list[int]], count: int) -> None:
+    results, expected = by_baton(ours, prompts, count, 5), by_baton(plain, prompts, count, 64)
+    for result, other in zip(results, expected, strict=True):
+        assert result.tokens == other.tokens
+        assert result.logprobs == pytest.approx(other.logprobs, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "fp8" else pytest.mark.slow) for name in KEPT]
+)
+def test_kept_checkpoint_gives_the_expanded_tokens(name: str, tmp_path: Path) -> None:
+    config, matrix, _ = SCHEMES[name]
+    quantized_folder(tmp_path, config, matrix)
+    ours, plain, kept = both(tmp_path)
+    assert set(kept.formats) == {"float32", *KEPT[name]}
+    assert weights_digest(kept).endswith(f" with {', '.join(KEPT[name])}" if KEPT[name] else "")
+    assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
+
+
+def test_kept_gguf_file_gives_the_expanded_tokens(tmp_path: Path) -> None:
+    """Its embedding is quantized as well, and is the head: they share memory."""
+    folder = make_model(tmp_path / "model", "llama with tied embeddings")
+    ours, plain, kept = both(write_gguf(folder, tmp_path / "tiny.gguf", quantised=True))
+    assert isinstance(kept.embedding, Quantized)
+    head: object = ours.head
+    assert head is ours.embedding
+    assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
+
+
+CUDA = torch.device("cuda")
+CHOICES: dict[str, tuple[Any, torch.device, dict[str, str], Any]] = {
+    "kept by a device": ("keep", CUDA, {}, ("keep", frozenset(Format))),
+    "converted for a device": ("q8_0", CUDA, {}, ("q8_0", frozenset(Format))),
+    "expanded for a device": ("off", CUDA, {}, ("off", frozenset(Format))),
+    "a device without kernels": ("keep", CUDA, {"BATON_KERNELS": "0"}, ("off", frozenset(Format))),
+    "a CPU without kernels": ("keep", CPU, {"BATON_KERNELS": "0"}, ("off", NATIVE_FORMATS)),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_formats_that_are_kept(name: str) -> None:
+    choice, device, environment, expected = CHOICES[name]
+    assert kept_formats(choice, tiny_spec(), device, torch.bfloat16, environment) == expected
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_conversion_without_kernels_names_the_way_out(device: torch.device) -> None:
+    with pytest.raises(SetupError, match=r"--quantize q4_0 requires kernels.*Use --quantize off"):
+        kept_formats("q4_0", tiny_spec(), device, torch.bfloat16, {"BATON_KERNELS": "0"})
