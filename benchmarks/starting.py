@@ -70,8 +70,9 @@ def answers(port: int) -> bool:
 
 
 def processor_seconds(pid: int) -> float:
+    """Return the seconds of a process, of its descendants, and of those that ended."""
     parent = psutil.Process(pid)
-    return sum(sum(one.cpu_times()[:2]) for one in (parent, *parent.children(recursive=True)))
+    return sum(sum(one.cpu_times()[:4]) for one in (parent, *parent.children(recursive=True)))
 
 
 def shown(values: list[float]) -> str:

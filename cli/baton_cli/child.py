@@ -16,11 +16,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton_api import announcements
-from baton_api.announcements import Announcement
+from baton_api.announcements import Announcement, read
+
+if TYPE_CHECKING:
+    from baton_cli.template import Forked, Template
 
 PR_SET_PDEATHSIG = 1
 
@@ -46,7 +49,9 @@ class Command:
 class Child:
     """One process, from its start to its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, readers: Sequence[asyncio.Task[None]]) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process | Forked, readers: Sequence[asyncio.Task[None]]
+    ) -> None:
         self._process = process
         self._readers = readers
 
@@ -80,41 +85,50 @@ async def start(
     environment: Mapping[str, str],
     announced: Callable[[Announcement], None],
     logged: Callable[[str], None],
+    template: Template | None = None,
 ) -> Child:
-    """Start `baton`. Both callbacks run on the event loop, in order."""
-    reading, writing = os.pipe()
+    """Start `baton`, as a fork of `template` if it can. Both callbacks run on the event loop, in order."""
+    announcements, announcing = os.pipe()
+    log, output = os.pipe()
     try:
-        process = await asyncio.create_subprocess_exec(
+        whole = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+        forked = await template.fork(arguments, whole, output, announcing) if template else None
+        process = forked or await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "baton_cli.main",
             *arguments,
-            f"--announce-fd={writing}",
+            f"--announce-fd={announcing}",
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
-            pass_fds=(writing,),
+            stdout=output,
+            stderr=output,
+            env=whole,
+            pass_fds=(announcing,),
             process_group=0,
-            limit=LINE_LIMIT,
         )
     except BaseException:
-        os.close(reading)
+        os.close(announcements)
+        os.close(log)
         raise
     finally:
-        os.close(writing)
-    assert process.stdout is not None
-    pipe = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(pipe), os.fdopen(reading, "rb")
-    )
+        os.close(announcing)
+        os.close(output)
     return Child(
         process,
         (
-            asyncio.create_task(_read_announcements(pipe, announced)),
-            asyncio.create_task(_read_log(process.stdout, logged)),
+            asyncio.create_task(_read_announcements(await _reader(announcements), announced)),
+            asyncio.create_task(_read_log(await _reader(log), logged)),
         ),
     )
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    """Read a pipe, which is closed at its end."""
+    stream = asyncio.StreamReader(limit=LINE_LIMIT)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb")
+    )
+    return stream
 
 
 def die_with_parent() -> None:
@@ -126,7 +140,7 @@ def die_with_parent() -> None:
 async def _read_announcements(pipe: asyncio.StreamReader, announced: Callable[[Announcement], None]) -> None:
     async for line in pipe:
         with contextlib.suppress(msgspec.DecodeError):  # cut off by a kill
-            announced(announcements.read(line))
+            announced(read(line))
 
 
 async def _read_log(stream: asyncio.StreamReader, logged: Callable[[str], None]) -> None:

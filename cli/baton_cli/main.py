@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from baton_api.errors import BatonError, SetupError
-from baton_cli import batch, command, inspection
+from baton_cli import batch, command, inspection, template
 
 FAILED = 1
 SETUP_FAILED = 2
@@ -160,6 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command."""
     _take_interrupts()
     arguments = sys.argv[1:] if arguments is None else arguments
+    if FORKING.intersection(arguments[:1]) and "--help" not in arguments:
+        template.begin()  # before the options are read: that takes as long as a part of its imports
     try:
         create_app(arguments)(arguments)
     except SetupError as error:
@@ -206,6 +208,9 @@ def create_app(arguments: list[str]) -> typer.Typer:
 
 SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "demo"})
 """Commands whose options are settings."""
+
+FORKING = frozenset({"up", "demo"})
+"""Commands that start several workers."""
 
 LOCAL_ROUTER_FIELDS = frozenset({"host", "port", "dashboard", "api_key", "api_key_file", "allowed_origins"})
 """Settings that `up` passes to its router."""

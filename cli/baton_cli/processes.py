@@ -32,7 +32,7 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
     try:
         settings = read_settings(WorkerSettings, {**given, "role": role})
         logs.begin(settings.log_format, settings.name or role)
-        with _uncollected():
+        with uncollected():
             match settings.role:
                 case Role.PREFILL:
                     from baton_prefill.main import run
@@ -50,7 +50,7 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """
     Import without garbage collections, which take a sixth of the time of torch's import.
 

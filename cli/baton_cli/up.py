@@ -24,6 +24,7 @@ from baton_api import exposure
 from baton_api.announcements import Loading
 from baton_api.errors import SetupError
 from baton_api.workers import Role
+from baton_cli import template
 from baton_cli.child import Command
 from baton_cli.display import Bar, Display
 from baton_cli.options import read_settings
@@ -171,9 +172,13 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
             state = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         seats = stack.enter_context(lending.seats(len(plan.roles)))
         supervisor = await stack.enter_async_context(supervise(watcher, drain_s))
-        workers = [supervisor.add(each) for each in plan.worker_commands(machine.usable_cores(), seats)]
+        forks = template.begin()
+        commands = plan.worker_commands(machine.usable_cores(), seats)
+        workers = [supervisor.add(command, forks) for command in commands]
         for member in workers:
             await supervisor.unless_failed(member.listening())
+        if forks:
+            forks.close()
         router = supervisor.add(
             plan.router_command(
                 [member.url for member in workers if member.command.role == Role.PREFILL],

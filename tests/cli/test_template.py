@@ -1,0 +1,90 @@
+"""Workers as forks of a process that has imported torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from baton_api.announcements import Announcement, Refused
+from baton_cli import child
+from baton_cli.template import Template
+from tests.cli.service import START_S, await_true
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux"),
+]
+
+SECRET = {"BATON_TICKET_SECRET": "a-secret"}
+REFUSED = ("decode", "smollm2", "--host=nowhere.invalid")
+
+
+@pytest.fixture
+async def template() -> AsyncIterator[Template]:
+    started = Template()
+    yield started
+    started.close()
+
+
+class Started:
+    """A process, its log and its announcements."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.announcements: list[Announcement] = []
+
+    async def run(self, *arguments: str, template: Template | None) -> child.Child:
+        return await child.start(arguments, SECRET, self.announcements.append, self.log.append, template)
+
+
+async def test_fork_is_a_child_with_log_announcements_and_status(template: Template) -> None:
+    started = Started()
+    process = await started.run(*REFUSED, template=template)
+    seen = psutil.Process(process.pid)
+    assert seen.ppid() == os.getpid() and os.getpgid(process.pid) == process.pid
+    async with asyncio.timeout(START_S):
+        assert await process.ended() == 2
+    assert any("nowhere.invalid" in line for line in started.log), started.log
+    assert any(isinstance(one, Refused) for one in started.announcements)
+    assert not psutil.pid_exists(process.pid)
+
+
+async def test_fork_shows_its_command_and_can_be_killed(template: Template) -> None:
+    process = await Started().run("decode", "smollm2", "--port=0", template=template)
+    seen, expected = psutil.Process(process.pid), ["baton_cli.main", "decode", "smollm2"]
+    await asyncio.to_thread(await_true, lambda: seen.cmdline()[2:5] == expected, START_S, "its command")
+    process.kill()
+    async with asyncio.timeout(START_S):
+        assert await process.ended() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("ends", ["before", "while asked", "closed"])
+async def test_template_that_ended_is_replaced_by_a_process(template: Template, ends: str) -> None:
+    started = Started()
+    os.kill(template.pid, signal.SIGSTOP if ends == "while asked" else signal.SIGKILL)
+    if ends == "closed":
+        template.close()
+    starting = asyncio.create_task(started.run(*REFUSED, template=template))
+    if ends == "while asked":
+        await asyncio.sleep(0)
+        os.kill(template.pid, signal.SIGKILL)
+    async with asyncio.timeout(START_S):
+        assert await (await starting).ended() == 2
+    assert any("nowhere.invalid" in line for line in started.log), started.log
+
+
+async def test_start_cancelled_while_asking_ends_the_template(template: Template) -> None:
+    """Otherwise the next start would receive the process of this one."""
+    os.kill(template.pid, signal.SIGSTOP)
+    starting = asyncio.create_task(Started().run(*REFUSED, template=template))
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not psutil.pid_exists(template.pid)
