@@ -1,11 +1,11 @@
 """
-A process that has imported what workers need, from which `baton up` forks them. Linux without accelerators.
+Templates: processes that have imported what others need, from which `baton up` forks them. Linux only.
 
 Importing torch takes most of the start of a worker, and a fork does it once for all. The template begins
 while the command line is read. It has one thread, no event loop and no library of a transport, so a fork
-copies nothing that is in use. Each worker is forked twice, and becomes a child of `baton up`, which waits for
-it as for any process (`PR_SET_CHILD_SUBREAPER`, prctl(2)). Drivers of accelerators do not support forks. If
-the template is missing or has ended, workers are started as processes of their own.
+copies nothing that is in use. Each process is forked twice, and becomes a child of `baton up`, which waits
+for it as for any process (`PR_SET_CHILD_SUBREAPER`, prctl(2)). Drivers of accelerators do not support forks.
+If a template is missing or has ended, processes are started without it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ MESSAGE_BYTES = 1 << 20
 REPARENTING_S = 0.001
 """Between two looks at the parent of a new process."""
 
-MODULES = ("baton_cli.options", "baton_decode.main", "baton_prefill.main")
+WORKERS = ("baton_cli.options", "baton_decode.main", "baton_prefill.main")
+"""Modules of the template for workers."""
+ROUTERS = ("baton_cli.options", "baton_router.main")
+"""Modules of the template for routers. Its imports take as long as the rest of those for workers."""
 
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 """Files of the drivers for GPUs of NVIDIA and AMD."""
@@ -84,14 +87,14 @@ class Forked:
 class Template:
     """The template, seen from its parent."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         """Start it. Returns immediately. Raises OSError."""
         self._asking = asyncio.Lock()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                (sys.executable, "-m", __name__, str(theirs.fileno()), TITLE),
+                (sys.executable, "-m", __name__, str(theirs.fileno()), *modules, TITLE),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # an error here comes again, visibly, in a process of its own
@@ -132,11 +135,10 @@ class Template:
 
 
 @functools.cache
-def begin() -> Template | None:
-    """Start the template of this process, or return the one that was started. None: it cannot be used."""
-    if sys.platform != "linux" or any(Path(path).exists() for path in ACCELERATORS):
-        return None
-    return Template()
+def begin(modules: Sequence[str]) -> Template | None:
+    """Start the template with these modules, or return the one that was started. None: it is unusable."""
+    with_accelerators = modules is WORKERS and any(Path(path).exists() for path in ACCELERATORS)
+    return None if sys.platform != "linux" or with_accelerators else Template(modules)
 
 
 def main() -> None:
@@ -146,7 +148,7 @@ def main() -> None:
     from baton_cli.processes import uncollected
 
     with uncollected():
-        for module in MODULES:
+        for module in sys.argv[2:-1]:
             importlib.import_module(module)
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         arguments = _serve(connection)

@@ -172,20 +172,22 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
             state = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         seats = stack.enter_context(lending.seats(len(plan.roles)))
         supervisor = await stack.enter_async_context(supervise(watcher, drain_s))
-        forks = template.begin()
+        templates = [template.begin(modules) for modules in (template.WORKERS, template.ROUTERS)]
         commands = plan.worker_commands(machine.usable_cores(), seats)
-        workers = [supervisor.add(command, forks) for command in commands]
+        workers = [supervisor.add(command, templates[0]) for command in commands]
         for member in workers:
             await supervisor.unless_failed(member.listening())
-        if forks:
-            forks.close()
         router = supervisor.add(
             plan.router_command(
                 [member.url for member in workers if member.command.role == Role.PREFILL],
                 [member.url for member in workers if member.command.role == Role.DECODE],
                 state,
-            )
+            ),
+            templates[1],
         )
+        await supervisor.unless_failed(router.listening())
+        for forks in filter(None, templates):
+            forks.close()
         for member in (*workers, router):
             await supervisor.unless_failed(member.ready())
         service = Service(supervisor, router, tuple(workers), plan.key)

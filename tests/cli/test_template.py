@@ -13,7 +13,7 @@ import pytest
 
 from baton_api.announcements import Announcement, Refused
 from baton_cli import child
-from baton_cli.template import Template
+from baton_cli.template import WORKERS, Template
 from tests.cli.service import START_S, await_true
 
 pytestmark = [
@@ -27,7 +27,7 @@ REFUSED = ("decode", "smollm2", "--host=nowhere.invalid")
 
 @pytest.fixture
 async def template() -> AsyncIterator[Template]:
-    started = Template()
+    started = Template(WORKERS)
     yield started
     started.close()
 
