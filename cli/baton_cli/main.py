@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     _take_interrupts()
     arguments = sys.argv[1:] if arguments is None else arguments
     if FORKING.intersection(arguments[:1]) and "--help" not in arguments:
-        template.begin(template.WORKERS)  # which lasts longer than all the rest here
+        template.begin(template.WORKERS)  # its imports last longer than all the rest here
     try:
         create_app(arguments)(arguments)
     except SetupError as error:
