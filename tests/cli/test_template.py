@@ -7,13 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from baton_api.announcements import Announcement, Refused
 from baton_cli import child
-from baton_cli.template import Template
+from baton_cli import template as template_module
+from baton_cli.template import WORKERS, Template
 from tests.cli.service import START_S, await_true
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates are for Linux")
@@ -74,6 +76,36 @@ async def test_template_that_ended_is_replaced_by_a_process(template: Template, 
     async with asyncio.timeout(START_S):
         assert await (await starting).ended() == 2
     assert any(REASON in line for line in started.log), started.log
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("raise ImportError('no torch')", id="cannot be imported"),
+        pytest.param(
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+            id="has a thread, whose locks a fork would keep",
+        ),
+    ],
+)
+async def test_template_that_cannot_fork_is_replaced(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "for_the_template.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started, template = Started(), Template(("for_the_template",))
+    try:
+        process = await started.run(*REFUSED, template=template)
+        async with asyncio.timeout(START_S):
+            assert await process.ended() == 2
+    finally:
+        template.close()
+    assert any(REASON in line for line in started.log), started.log
+
+
+def test_workers_are_not_forked_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "ACCELERATORS", ("/nothing", "/dev/null"))
+    assert template_module.begin.__wrapped__(WORKERS) is None
 
 
 async def test_start_cancelled_while_asking_ends_the_template(template: Template) -> None:
