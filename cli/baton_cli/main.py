@@ -170,6 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BatonError as error:
         complain(error)
         raise SystemExit(FAILED) from None
+    finally:
+        template.end()
 
 
 def _take_interrupts() -> None:

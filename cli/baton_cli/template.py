@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import functools
 import importlib
 import os
 import signal
@@ -46,7 +45,7 @@ ARG_START, ARG_END = 47, 48
 """Fields of `/proc/PID/stat`, from 0 (proc_pid_stat(5))."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class ForkRequest(msgspec.Struct, frozen=True):
     """A process to fork. Its output and its announcements go to the two descriptors that come with it."""
 
     arguments: list[str]
@@ -113,7 +112,7 @@ class Template:
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int, announcing: int
     ) -> Forked | None:
         """Fork `baton` with these arguments, once the template is ready. None: it has ended."""
-        request = Request(list(arguments), dict(environment), os.getpid())
+        request = ForkRequest(list(arguments), dict(environment), os.getpid())
         loop = asyncio.get_running_loop()
         async with self._asking:
             try:
@@ -134,11 +133,23 @@ class Template:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
-@functools.cache
-def begin(modules: Sequence[str]) -> Template | None:
-    """Start the template with these modules, or return the one that was started. None: it is unusable."""
+_begun: dict[tuple[str, ...], Template] = {}
+
+
+def begin(modules: tuple[str, ...]) -> Template | None:
+    """Start the template with these modules, or return the one that runs. None: it cannot be used."""
     with_accelerators = modules is WORKERS and any(Path(path).exists() for path in ACCELERATORS)
-    return None if sys.platform != "linux" or with_accelerators else Template(modules)
+    if sys.platform != "linux" or with_accelerators:
+        return None
+    if modules not in _begun:
+        _begun[modules] = Template(modules)
+    return _begun[modules]
+
+
+def end() -> None:
+    """End all templates."""
+    while _begun:
+        _begun.popitem()[1].close()
 
 
 def main() -> None:
@@ -164,7 +175,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
         message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
         if not message:
             return None
-        request = msgspec.json.decode(message, type=Request)
+        request = msgspec.json.decode(message, type=ForkRequest)
         pid = _fork()
         if not pid:
             return _become(request, *descriptors)
@@ -200,7 +211,7 @@ def _fork() -> int:
     return 0
 
 
-def _become(request: Request, output: int, announcing: int) -> list[str]:
+def _become(request: ForkRequest, output: int, announcing: int) -> list[str]:
     """Make this fork the requested process. Returns its arguments."""
     if os.getppid() != request.parent:
         os._exit(1)

@@ -186,8 +186,7 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
             templates[1],
         )
         await supervisor.unless_failed(router.listening())
-        for forks in filter(None, templates):
-            forks.close()
+        template.end()
         for member in (*workers, router):
             await supervisor.unless_failed(member.ready())
         service = Service(supervisor, router, tuple(workers), plan.key)

@@ -105,7 +105,7 @@ async def test_template_that_cannot_fork_is_replaced(
 
 def test_workers_are_not_forked_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "ACCELERATORS", ("/nothing", "/dev/null"))
-    assert template_module.begin.__wrapped__(WORKERS) is None
+    assert template_module.begin(WORKERS) is None
 
 
 async def test_start_cancelled_while_asking_ends_the_template(template: Template) -> None:
