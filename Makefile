@@ -3,7 +3,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
-PYTEST := $(PYTHON) -m pytest -q -rs -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := $(PYTHON) -m pytest -q -rs --dist loadfile --no-loadscope-reorder
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
 # Kernels are compiled on first use: where the machine has no C compiler, one comes from the package index.
@@ -28,10 +28,10 @@ demo: $(VENV)/demo ## fetch a small model, start everything, answer two question
 
 # With one thread each, because its processes use all cores. In `test-all`, torch has as many as users' workers.
 test: $(VENV)/dev ## run the tests that need no servers and no long time
-	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow'
+	OMP_NUM_THREADS=1 $(PYTEST) -n auto -m 'not slow'
 
 test-all: $(VENV)/dev ## run all tests
-	$(PYTEST)
+	$(PYTEST) -n logical
 
 check: $(VENV)/dev ## what a change must pass besides the tests
 	$(VENV)/bin/ruff check .

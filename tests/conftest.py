@@ -43,10 +43,13 @@ MOST_CORES = 4
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores: tests wait a third of their time, for sockets and other processes."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """
+    `-n logical`: as many as cores. `-n auto`: one more, because tests wait a third of their time for sockets
+    and other processes. This is too many for slow tests, which start servers.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_CORES) + 1
+    return min(cores, MOST_CORES) + int(config.option.numprocesses == "auto")
 
 
 class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist declares no types
