@@ -46,7 +46,9 @@ def unpack(part: QuantizedPart, inputs: int) -> Unpacked:
     """Take the rows of `part` apart, on their device."""
     rows, outputs = part.rows, len(part.rows)
     if part.format is Format.FP8:
-        scales = rows[:, inputs:].contiguous().view(torch.float32) * FLOAT8_FACTOR
+        # A copy even of one row: a view as float32 must begin at a multiple of 4 bytes.
+        octets = rows[:, inputs:].clone(memory_format=torch.contiguous_format)
+        scales = octets.view(torch.float32) * FLOAT8_FACTOR
         return Unpacked(numbers=rows[:, :inputs], float8=True, group=part.group, scales=scales)
     if part.format in (Format.Q4_K, Format.Q5_K, Format.Q6_K):
         blocks = rows.view(outputs, inputs // SUPERBLOCK, -1)
