@@ -102,7 +102,7 @@ class FakeModel:
         self._interrupted.set()
 
     def end_early(self, batch: Batch, cache: KVCache) -> None:
-        """Leave something in the pass's slots that is none of its tokens."""
+        """Write wrong values into the slots of the pass, and end it."""
         memory = cache.kv.view(cache.blocks, 2, cache.block_size, 2)
         memory[batch.slots // cache.block_size, 0, batch.slots % cache.block_size] = -1.0
         self.interruptions += 1

@@ -90,7 +90,7 @@ def test_kernels_use_the_cores_of_an_idle_neighbor_only(place: Path) -> None:
         spec, random_weights(spec, torch.float32), torch.float32, os.environ, threads=1, seat=seat
     )
     if model is None:
-        pytest.skip("no native kernels here")
+        pytest.skip("the native kernels are unavailable: no C compiler is installed")
     neighbor = Neighbor(seat)
     until = time.monotonic() + WAIT_S
     neighbor.tell(computing=False, at=0)

@@ -139,24 +139,16 @@ async def test_store_stream_replay_is_rejected(api: Api) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
 
 
+def client(url: str, key: str) -> openai.AsyncOpenAI:
+    http = openai.DefaultAsyncHttpxClient(verify=PLAIN)
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
+
+
 async def test_store_key_sees_only_its_own_responses() -> None:
     keys = Keys((KeyDigest.of("one"), KeyDigest.of("two")))
     async with open_api(keys=keys) as api, HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server:
         url = f"http://{server.address}/v1"
-        async with (
-            openai.AsyncOpenAI(
-                base_url=url,
-                api_key="one",
-                max_retries=0,
-                http_client=openai.DefaultAsyncHttpxClient(verify=PLAIN),
-            ) as one,
-            openai.AsyncOpenAI(
-                base_url=url,
-                api_key="two",
-                max_retries=0,
-                http_client=openai.DefaultAsyncHttpxClient(verify=PLAIN),
-            ) as two,
-        ):
+        async with client(url, "one") as one, client(url, "two") as two:
             mine = await one.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
             await one.responses.retrieve(mine.id)
             for attempt in (two.responses.retrieve, two.responses.delete, two.responses.input_items.list):
