@@ -120,6 +120,15 @@ class ClientConnection:
         self.sending = False
         self.moved = self._loop.time()
 
+    @property
+    def ready(self) -> bool:
+        """Whether `write` may be called: the client is not slow, and no middleware reads the response."""
+        return self._direct and not self._cycle.flow.write_paused
+
+    def write(self, piece: bytes) -> None:
+        """Send a part of the response, and not the last one, without a task."""
+        self._cycle.write(piece, more=True)
+
     async def cut(self, last: bytes = b"") -> None:
         """End a started response so that no client can take it for complete."""
         self._finished = True

@@ -21,7 +21,7 @@ import uvicorn
 
 from baton_api import exposure
 from baton_api.errors import SetupError
-from baton_http.protocol import http_protocol
+from baton_http.protocol import Acceptor, http_protocol
 from baton_http.replies import Receive, Scope, Send
 from baton_router.app import create_app
 from baton_router.settings import RouterSettings
@@ -102,9 +102,15 @@ class RouterServer(uvicorn.Server):
         """Stops the components that send requests to this server."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        for listening in sockets or []:
+            listening.listen(BACKLOG)
+            self.servers.append(Acceptor(listening, self._connection))  # type: ignore[arg-type]
         if self.listening is not None:
             self.listening()
+
+    def _connection(self) -> asyncio.Protocol:
+        return self._connections(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.router.draining = True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import resource
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import httpx
@@ -116,3 +117,14 @@ async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not so within {seconds} s"
         await asyncio.sleep(0.002)
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process gets no new file descriptor; those that it has stay."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import time
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +19,13 @@ from baton_router.frontends.frontend import Frontend
 from baton_router.frontends.scheduler_service import SchedulerService
 from baton_router.settings import RouterSettings
 from tests.router.fake_worker import FakeWorker
-from tests.router.running import RunningRouter, running_router, until
+from tests.router.running import RunningRouter, no_more_files, running_router, until
 
 LOOP = BackgroundTask.DRAINING
 
 
 def errors(router: RunningRouter, task: BackgroundTask) -> float:
     return router.metric(ROUTER_BACKGROUND_ERRORS.name, task=task)
-
-
-@contextmanager
-def no_more_files() -> Iterator[None]:
-    """This process gets no new file descriptor; those that it has stay."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_health_checks_outlive_exhausted_descriptors(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,14 +1,22 @@
-"""Limits of client connections in bytes and seconds."""
+"""Client connections: their limits in bytes and seconds, and how they are accepted."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import cast
 
 import pytest
 
+from baton_http import protocol
+from baton_http.protocol import ACCEPTED_AT_ONCE, Acceptor
+from baton_router.server import BACKLOG, bind, new_event_loop
 from tests.router.fake_worker import FakeWorker
-from tests.router.running import RunningRouter, running_router
+from tests.router.running import RunningRouter, no_more_files, running_router, until
 
 START = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 LIMIT = 4096
@@ -116,3 +124,90 @@ async def test_invalid_http_is_400_in_the_format_of_openai(line: bytes) -> None:
         head, _, body = (await answer_to(router, line)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
         assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+class Greeter(asyncio.Protocol):
+    """Greets clients and hangs up; one for all connections."""
+
+    def __init__(self) -> None:
+        self.greeted = self.left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(b"hello")
+        transport.close()
+        self.greeted += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.left += 1
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with bind("127.0.0.1", 0) as one:
+        one.listen(BACKLOG)
+        yield one
+
+
+def connected(listening: socket.socket) -> socket.socket:
+    client = socket.create_connection(listening.getsockname())
+    client.setblocking(False)
+    return client
+
+
+async def greeting(client: socket.socket) -> bytes:
+    async with asyncio.timeout(60):
+        return await asyncio.get_running_loop().sock_recv(client, 100)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, new_event_loop])
+def test_burst_of_clients_is_accepted_in_few_turns(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], listening: socket.socket
+) -> None:
+    clients = [connected(listening) for _ in range(3 * ACCEPTED_AT_ONCE)]
+    greeter = Greeter()
+
+    async def count_turns() -> int:
+        acceptor = Acceptor(listening, lambda: greeter)
+        count = 0
+        while greeter.greeted < len(clients):
+            await asyncio.sleep(0)
+            count += 1
+        acceptor.close()
+        await acceptor.wait_closed()
+        await until(lambda: greeter.left == len(clients))
+        return count
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(count_turns()) < 10
+    for client in clients:
+        client.close()
+
+
+async def test_clients_are_accepted_again_once_there_are_descriptors(
+    listening: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "ACCEPT_RETRY_S", 0.01)
+    with closing(connected(listening)) as client, closing(Acceptor(listening, Greeter)):
+        with no_more_files():
+            await until(lambda: len(caplog.records) >= 2)
+        assert await greeting(client) == b"hello"
+    assert "accepts no connection" in caplog.text
+
+
+async def test_client_that_left_before_is_in_nobodys_way(listening: socket.socket) -> None:
+    gone = connected(listening)
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone.close()  # with a reset
+    with closing(connected(listening)) as client, closing(Acceptor(listening, Greeter)):
+        assert await greeting(client) == b"hello"
+
+
+async def test_closed_acceptor_accepts_nobody(listening: socket.socket) -> None:
+    acceptor = Acceptor(listening, Greeter)
+    acceptor.close()
+    with closing(connected(listening)) as client:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
+    await acceptor.wait_closed()

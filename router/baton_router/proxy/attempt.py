@@ -13,6 +13,7 @@ from baton_api.reports import PromptReport
 from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream, usage_tokens
 from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
+from baton_http.upstream_exchange import Sink
 from baton_router.engines.contract import Call, EngineDriver, ResumeState
 from baton_router.proxy.forwarding import is_event_stream, with_length
 from baton_router.proxy.routed_request import RoutedRequest
@@ -49,6 +50,7 @@ class Attempt:
         """The worker's report of the prompt, once the response has begun."""
         self._usage_tokens = 0
         self._closed = False
+        self._sink: Sink | None = None
 
     async def open(self, call: Call) -> bytes:
         """Send the request; returns the first part of the response. Raises UpstreamLost."""
@@ -78,11 +80,26 @@ class Attempt:
             self._picker.failed(self.grant)
         return opening
 
+    def forward_to(self, client: ClientConnection) -> None:
+        """While `next` waits, send parts to the client as they arrive; it returns those that must wait."""
+        events = self.events
+
+        def forward(piece: bytes) -> bool:
+            if not client.ready:
+                return False
+            if events is not None:
+                piece = events.push(piece)
+            if piece:
+                client.write(piece)
+            return True
+
+        self._sink = forward
+
     async def next(self) -> bytes:
         """The next part; may be empty while a line is incomplete. Raises UpstreamLost."""
         assert self.exchange is not None
         try:
-            piece = await self.exchange.read()
+            piece = await self.exchange.read(self._sink)
         except UpstreamLost:
             if self.events is None or not self.events.complete:
                 raise

@@ -287,6 +287,7 @@ class Proxy:
         can_resume = grant.has_alternative and attempt.resume_state is not None
         tokens_s = silent_s if can_resume else max(silent_s, settings.answer_s)
         idle_timeout = IdleTimeout(client, attempt.exchange, events, silent_s, tokens_s)
+        attempt.forward_to(client)
         try:
             while not attempt.ended:
                 if piece:
