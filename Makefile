@@ -81,10 +81,12 @@ images: ## build the images of operator, router and worker by BUILDER (docker), 
 $(VENV)/demo: EXTRAS = runtime,nixl,chat$(KERNELS)
 $(VENV)/dev: EXTRAS = dev$(KERNELS)
 
-# uv does not read pip's configuration; a mirror that is set there is meant for it too.
+# uv does not read pip's configuration; a mirror that is set there is meant for it too. The kernels need a compiler
+# and none of the packages, so they are compiled meanwhile. If that fails, the first start compiles them.
 $(VENV)/demo $(VENV)/dev: pyproject.toml constraints.txt | $(UV)
 	@index="$${PIP_INDEX_URL:-$$(python3 -m pip config get global.index-url 2>/dev/null)}"; \
 	if [ -n "$$index" ] && [ -z "$$UV_DEFAULT_INDEX$$UV_INDEX_URL" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
+	PYTHONPATH=runtime/engine $(PYTHON) -m baton_engine.ops.native.library >/dev/null 2>&1 & \
 	$(UV) pip install --python $(PYTHON) --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 

@@ -127,7 +127,7 @@ class Chunk(Message, frozen=True, tag="chunk"):
     blocks: list[int]
     """Their ids in the prefill worker's pool."""
     checksums: list[int]
-    """xxh3-64 of each block's bytes."""
+    """Of each block's bytes: xxh3-64, or a sum of mixed words if the pools are VRAM (ADR 37)."""
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):

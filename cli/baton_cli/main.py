@@ -7,8 +7,10 @@ of usage exit with status 2 and one line that names the solution; other errors e
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -159,9 +161,12 @@ def _given(given: dict[str, Any], model: str | None, model_path: str | None) -> 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command."""
     _take_interrupts()
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if FORKING.intersection(arguments[:1]) and "--help" not in arguments:
-        template.begin(template.WORKERS)  # its imports last longer than all the rest here
+    of_process, arguments = arguments is None, sys.argv[1:] if arguments is None else arguments
+    if "--help" not in arguments:
+        if of_process and COMPUTING.intersection(arguments[:1]) and not template.accelerated():
+            _begin_kernels()
+        if FORKING.intersection(arguments[:1]):
+            template.begin(template.WORKERS)  # its imports last longer than all the rest here
     try:
         create_app(arguments)(arguments)
     except SetupError as error:
@@ -172,6 +177,15 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(FAILED) from None
     finally:
         template.end()
+
+
+def _begin_kernels() -> None:
+    """Compile the kernels at the first start, beside the imports of torch."""
+    from baton_engine.ops.native import library
+
+    builder = library.begin_build(os.environ)
+    if builder is not None:
+        threading.Thread(target=builder.wait, daemon=True).start()  # it would remain as a zombie
 
 
 def _take_interrupts() -> None:
@@ -213,6 +227,9 @@ SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "
 
 FORKING = frozenset({"up", "demo"})
 """Commands that start several workers."""
+
+COMPUTING = FORKING | {"serve", "prefill", "decode"}
+"""Commands that need the native kernels."""
 
 LOCAL_ROUTER_FIELDS = frozenset({"host", "port", "dashboard", "api_key", "api_key_file", "allowed_origins"})
 """Settings that `up` passes to its router."""

@@ -137,8 +137,8 @@ REFUSALS = (
         "use --kv-cache-tokens, with 16 tokens per block",
     ),
     Refusal(
-        "--kv-cache-dtype --calculate-kv-scales",
-        "the KV cache has the --dtype of the weights",
+        "--calculate-kv-scales",
+        "--kv-cache-dtype fp8 stores keys and values without scales",
     ),
     Refusal(
         "--download-dir",

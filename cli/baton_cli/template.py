@@ -136,10 +136,14 @@ class Template:
 _begun: dict[tuple[str, ...], Template] = {}
 
 
+def accelerated() -> bool:
+    """Whether this machine has the driver of a GPU."""
+    return any(Path(path).exists() for path in ACCELERATORS)
+
+
 def begin(modules: tuple[str, ...]) -> Template | None:
     """Start the template with these modules, or return the one that runs. None: it cannot be used."""
-    with_accelerators = modules is WORKERS and any(Path(path).exists() for path in ACCELERATORS)
-    if sys.platform != "linux" or with_accelerators:
+    if sys.platform != "linux" or (modules is WORKERS and accelerated()):
         return None
     if modules not in _begun:
         _begun[modules] = Template(modules)

@@ -17,7 +17,7 @@ from baton_api.errors import SetupError
 from baton_cli import command, main, peers
 from baton_cli.options import options_of, read_settings, with_options
 from baton_cli.refusals import REFUSALS, Refusal
-from baton_engine import engine
+from baton_engine import failures
 from baton_engine.api import generate
 from baton_engine.kv.cache import BLOCK_SIZE
 from baton_engine.model import resolve
@@ -212,7 +212,7 @@ FACTS: dict[str, bool] = {
     "--enable-priority-scheduling": headers.CLASS == headers.CLASS and headers.PATIENT_CLASS == "batch",
     "--enable-mixed-chunk": "mixed_chunk_tokens" in WORKER,
     "--max-prefill-tokens": "--chunked-prefill-size" in peers.WORKER_ALIASES["chunk_tokens"],
-    "--watchdog-timeout": engine.FAILURES_LIMIT > 0,
+    "--watchdog-timeout": failures.FAILURES_LIMIT > 0,
     "--enable-metrics*": all(
         f'("GET", "{path}",' in SOURCES for path in ("/metrics", "/load", "/debug/requests")
     ),
@@ -225,8 +225,7 @@ FACTS: dict[str, bool] = {
     "--hicache-*": WORDS.isdisjoint({"offload", "swap", "hicache", "lmcache", "sleep"}),
     "--page-size": BLOCK_SIZE == 16,
     "--num-gpu-blocks-override": BLOCK_SIZE == 16,
-    "--kv-cache-dtype": "Data type of weights and KV cache."
-    in str(WorkerSettings.model_fields["dtype"].description),
+    "--calculate-kv-scales": "kv_cache_dtype" in WORKER and WORDS.isdisjoint({"scale", "scales"}),
     "--download-dir": "HF_HOME" in str(resolve.__doc__),
     "--quantization*": "quantize" in WORKER and WORDS.isdisjoint({"quantization", "loader"}),
     "--revision": "HF_TOKEN" in str(resolve.__doc__) and "revision" not in WORKER,

@@ -19,6 +19,7 @@ from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, Rela
 from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.streams import Event
 from tests.engine.fake_model import FakeModel, make_cache
 
 TIMEOUT_S = 60.0
@@ -143,7 +144,7 @@ class Prefiller:
         self.fetches: queue.SimpleQueue[Fetch] = queue.SimpleQueue()
         self.cancelled: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def start(self, fetch: Fetch) -> None:
+    def start(self, fetch: Fetch, unused: Event) -> None:
         self.fetches.put(fetch)
 
     def cancel(self, request_id: str) -> None:
@@ -183,7 +184,7 @@ class Recipient:
     def __init__(self) -> None:
         self.announced: list[tuple[int, tuple[int, ...]]] = []
 
-    def computed(self, request_id: str, tokens: int, blocks: Sequence[int]) -> None:
+    def computed(self, request_id: str, tokens: int, blocks: Sequence[int], written: Event) -> None:
         self.announced.append((tokens, tuple(blocks)))
 
 

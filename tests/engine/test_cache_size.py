@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ def blocks(memory: MemoryBudget = CPU, **sizes: Any) -> int:
         (CPU, {}, 6),
         (CPU, {"kv_cache_tokens": 48}, 4),
         (GPU, {}, 58),
+        (replace(GPU, working=10_000), {}, 49),
+        (replace(GPU, working=10_000), {"memory_share": 0.8}, 40),
     ],
     ids=[
         "bytes, as many whole blocks as fit",
@@ -58,6 +61,8 @@ def blocks(memory: MemoryBudget = CPU, **sizes: Any) -> int:
         "nothing asked on a CPU: a tenth of what is free",
         "tokens alone are exact, whatever the default would be",
         "nothing asked on a GPU: nine tenths of what is free",
+        "... and of what passes leave",
+        "a share is also for passes",
     ],
 )
 def test_cache_blocks_configured_size_is_used(
@@ -80,6 +85,16 @@ def test_cache_blocks_configured_size_is_used(
         (CPU, {"kv_cache_tokens": 16_000}, ("--kv-cache-tokens requires 1.00 MB", "are free")),
         (CPU, {"kv_cache_memory": 66_000}, ("--kv-cache-memory requires 66.0 kB", "65.0 kB are free")),
         (
+            replace(GPU, working=10_000),
+            {"kv_cache_memory": 60_000},
+            ("requires 60.0 kB", "65.0 kB are free and passes need 10.0 kB"),
+        ),
+        (
+            replace(GPU, working=10_000),
+            {"memory_share": 0.4},
+            ("weights need 30.0 kB, passes 10.0 kB", "above 0.42"),
+        ),
+        (
             MemoryBudget(at_start=None, weights=1, free=None, gpu=False),
             {"memory_share": 0.5},
             ("is unknown", "--kv-cache-memory"),
@@ -92,6 +107,8 @@ def test_cache_blocks_configured_size_is_used(
         "a share larger than what is left",
         "tokens beyond the memory",
         "bytes beyond the memory",
+        "bytes beyond what passes leave",
+        "a share that weights and passes use up",
         "a machine that is unknown",
     ],
 )
@@ -117,7 +134,11 @@ def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
         start = random_number.randrange(1, 200_000)
         weights = random_number.randrange(0, 100_000)
         memory = MemoryBudget(
-            at_start=start, weights=weights, free=max(0, start - weights), gpu=random_number.random() < 0.5
+            at_start=start,
+            weights=weights,
+            free=max(0, start - weights),
+            gpu=random_number.random() < 0.5,
+            working=random_number.choice((0, random_number.randrange(50_000))),
         )
         share = random_number.choice((0.0, random_number.random()))
         tokens = random_number.choice((0, random_number.randrange(1, 3000)))
@@ -127,8 +148,8 @@ def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
         except SetupError:
             continue
         assert count >= LEAST_BLOCKS
-        assert count * BLOCK <= (memory.free or 0)
-        assert not share or count * BLOCK + weights <= share * start
+        assert count * BLOCK + memory.working <= (memory.free or 0)
+        assert not share or count * BLOCK + weights + memory.working <= share * start
         assert not tokens or (count - 1) * 16 < tokens + 16
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     for file in whole.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
+
+
+def test_weights_are_stored_on_the_device_one_by_one(whole: Path) -> None:
+    """The host's memory does not have them all: the meta device stores nothing."""
+    checkpoint = Checkpoint(whole, "tiny")
+    spec = load_spec(checkpoint)
+    weights = load_weights(checkpoint, spec, torch.bfloat16, device=torch.device("meta"))
+    expected = load_weights(checkpoint, spec, torch.bfloat16)
+    assert weights.bytes == expected.bytes > 0
+    for layer in weights.layers:
+        tensors = [getattr(layer, part.name) for part in fields(layer)]
+        assert {tensor.device.type for tensor in tensors if tensor is not None} == {"meta"}
+    assert floats(weights.embedding).is_meta and floats(weights.head).is_meta and weights.final_norm.is_meta
 
 
 def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
@@ -182,7 +196,7 @@ def test_checkpoint_weights_have_requested_dtype_and_tied_head(tmp_path: Path) -
     checkpoint = Checkpoint(folder, "tiny")
     weights = load_weights(checkpoint, load_spec(checkpoint), torch.bfloat16)
     assert weights.head is weights.embedding
-    assert floats(weights.embedding).dtype == floats(weights.layers[0].qkv).dtype == torch.bfloat16
+    assert floats(weights.embedding).dtype == floats(next(iter(weights.layers)).qkv).dtype == torch.bfloat16
 
 
 class Watching:

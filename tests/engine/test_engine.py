@@ -21,7 +21,7 @@ from baton_api.errors import (
     PromptTooLarge,
 )
 from baton_engine import forward_pass
-from baton_engine.engine import FAILURES_LIMIT
+from baton_engine.failures import FAILURES_LIMIT
 from baton_engine.requests import FinishReason, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling.sequence import Sequence
@@ -266,30 +266,6 @@ def test_engine_failed_passes_in_a_row_are_fatal() -> None:
         fail(serving, FAILURES_LIMIT + 1)
         (reason,) = serving.fatal
         assert reason == "the last 5 forward passes failed, the last one with: a kernel failed"
-
-
-def test_engine_accelerator_error_is_fatal_at_once() -> None:
-    model = FakeModel()
-    model.fail_on = 90
-    model.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    with Serving(model=model) as serving:
-        fail(serving, 1)
-        (reason,) = serving.fatal
-        assert "an illegal memory access was encountered" in reason
-
-
-@pytest.mark.parametrize(
-    ("error", "lasting"),
-    [
-        (torch.AcceleratorError("CUDA error: device-side assert triggered"), True),
-        (RuntimeError("CUDA error: unspecified launch failure"), True),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), False),
-        (RuntimeError("a kernel failed"), False),
-        (ValueError("our own mistake"), False),
-    ],
-)
-def test_passes_lasting_errors_are_those_of_the_accelerator(error: Exception, lasting: bool) -> None:
-    assert forward_pass.is_lasting(error) is lasting
 
 
 def test_passes_time_includes_work_the_device_has_queued() -> None:

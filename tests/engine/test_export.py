@@ -134,7 +134,7 @@ def test_export_failed_pass_holds_blocks_until_release() -> None:
 
 def test_export_failed_announcement_ends_only_its_request() -> None:
     class Broken:
-        def computed(self, request_id: str, tokens: int, blocks: object) -> None:
+        def computed(self, request_id: str, tokens: int, blocks: object, written: object) -> None:
             raise ConnectionError("gone")
 
     broken: Export = Broken()

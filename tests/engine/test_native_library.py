@@ -18,6 +18,7 @@ from baton_engine.model.decoder import Decoder, create_model
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.ops.native import library
 from tests.engine.random_weights import random_weights, tiny_spec
+from tests.engine.test_interruption import until
 
 CPU = torch.device("cpu")
 
@@ -55,21 +56,38 @@ def built(environment: dict[str, str]) -> list[str]:
     return sorted(entry.name for entry in Path(environment["BATON_CACHE"]).iterdir())
 
 
-def test_library_parallel_starts_build_one_file(quick: dict[str, str]) -> None:
+def test_library_parallel_starts_build_it_once(quick: dict[str, str], tmp_path: Path) -> None:
+    """One begins before torch is imported. The compiler is slow, and a later start compiles nothing."""
+    copy = Path(quick["CC"]).read_text().splitlines()[-1]
+    quick["CC"] = compiler_script(tmp_path / "cc", f'echo "$@" >> {tmp_path}/calls; sleep 1; {copy}', quick)
+    builder = library.begin_build(quick)
+    assert builder is not None
     with ThreadPoolExecutor(3) as pool:
         for loaded in pool.map(library.load, [quick] * 3):
             assert loaded.baton_create
+    assert builder.wait() == 0
+    assert library.begin_build(quick) is None
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert sum("decoder.c" in call for call in calls) == 1
     assert len(built(quick)) == 1
 
 
-@pytest.mark.slow
-def test_library_second_start_compiles_nothing(environment: dict[str, str], tmp_path: Path) -> None:
-    count = f'echo "$@" >> {tmp_path}/calls; exec $real "$@"'
-    environment["CC"] = compiler_script(tmp_path / "cc", count, environment)
-    for _ in range(2):
-        library.load(environment)
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert sum("decoder.c" in call for call in calls) == 1
+def test_library_is_built_after_a_builder_was_killed(quick: dict[str, str], tmp_path: Path) -> None:
+    endless = compiler_script(tmp_path / "cc", f"touch {tmp_path}/begun; exec sleep 5", quick)
+    builder = library.begin_build({**quick, "CC": endless})
+    assert builder is not None
+    until((tmp_path / "begun").exists)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(library.load, quick)
+        builder.kill()
+        builder.wait()
+        assert loading.result().baton_create
+
+
+def test_library_that_cannot_be_built_is_not_begun(environment: dict[str, str]) -> None:
+    assert library.begin_build(environment | {"CC": "no-such-compiler"}) is None
+    assert library.begin_build(environment | {"BATON_KERNELS": "off"}) is None
+    assert library.begin_build(environment | {"BATON_BUNDLED": "/bundled"}) is None
 
 
 def test_another_compiler_makes_another_file(quick: dict[str, str], tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_quantized_folder_has_the_checkpoints_numbers(tmp_path: Path, name: str)
     assert set(kept.formats) == {"float32", *formats}
     if not formats:
         return
-    assert isinstance(kept.layers[0].qkv, Quantized)
+    assert isinstance(next(iter(kept.layers)).qkv, Quantized)
     assert isinstance(kept.head, Tensor)
     batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
     logits = native_model(spec, kept).forward(batch, filled_cache(spec, torch.float32))

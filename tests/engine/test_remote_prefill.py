@@ -173,7 +173,7 @@ def test_remote_prefill_free_text_reason_is_transfer_failed() -> None:
 
 def test_remote_prefill_unstarted_fetch_is_computed_locally() -> None:
     class Broken:
-        def start(self, fetch: Fetch) -> None:
+        def start(self, fetch: Fetch, unused: object) -> None:
             raise OSError("no route")
 
         def cancel(self, request_id: str) -> None: ...

@@ -15,6 +15,7 @@ from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState, uniform
+from baton_engine.sampling.weights import BLOCK
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams(temperature=1.0)
@@ -252,7 +253,7 @@ def drawn_by_torch(logits: Tensor, params: SamplingParams, position: int) -> int
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0])
-@pytest.mark.parametrize("vocab", [1000, 80 * sampler.BLOCK, 600 * sampler.BLOCK])
+@pytest.mark.parametrize("vocab", [1000, 80 * BLOCK, 600 * BLOCK])
 @pytest.mark.parametrize("top_k", [0, 2, 63, 64, 65, 100, 511, 513, 5000, 10**6])
 def test_sampler_cuts_draw_as_sorted_torch_does(top_k: int, vocab: int, spread: float) -> None:
     """top_p is a share of what top_k and min_p leave, however many tokens these are."""
@@ -272,7 +273,7 @@ def test_sampler_cuts_draw_as_sorted_torch_does(top_k: int, vocab: int, spread: 
 
 def test_sampler_top_p_beyond_the_likeliest_block_is_exact() -> None:
     """Many block maxima, nearly equal logits: the nucleus has thousands of tokens."""
-    vocab = 600 * sampler.BLOCK
+    vocab = 600 * BLOCK
     logits = make_logits(1, vocab, spread=0.01)
     params = replace(PLAIN, top_p=0.5)
     wanted = expected_set(logits[0], 0.5)
@@ -332,7 +333,6 @@ def test_uniform_is_uniform_and_independent_over_seeds() -> None:
     assert not any(same)
 
 
-BLOCK = sampler.BLOCK
 MASK_64 = 2**64 - 1
 NEVER = -math.inf
 LAST = 1 - 2**-53

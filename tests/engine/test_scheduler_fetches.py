@@ -19,7 +19,7 @@ from tests.engine.test_scheduler import SIZE, Books, shape
 class RemotePrefillStub:
     """A `RemotePrefill` for a scheduler, which starts and cancels nothing itself."""
 
-    def start(self, fetch: Fetch) -> None:
+    def start(self, fetch: Fetch, unused: object) -> None:
         raise AssertionError("the scheduler started a fetch")
 
     def cancel(self, request_id: str) -> None:

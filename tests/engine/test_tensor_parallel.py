@@ -250,10 +250,11 @@ async def test_worker_answers_do_not_depend_on_the_degree(
     [
         ({"tensor_parallel_size": 3}, "Possible degrees: 1, 2, 4."),
         ({"quantize": "q8_0"}, "does not support --quantize q8_0"),
+        ({"kv_cache_dtype": "fp8"}, "does not support --kv-cache-dtype fp8"),
         ({"speculation": "draft", "draft_model": "x"}, "does not support --speculation draft"),
         ({"tensor_parallel_size": 4, "role": "prefill"}, "its 2 key heads are not divided equally"),
     ],
-    ids=["degree", "quantize", "draft model", "key heads of a pair"],
+    ids=["degree", "quantize", "data type of the KV cache", "draft model", "key heads of a pair"],
 )
 async def test_worker_refuses_what_ranks_cannot_compute(
     tiny: Path, given: dict[str, Any], message: str

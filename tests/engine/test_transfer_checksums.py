@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import xxhash
 
 from baton_engine.transfer.integrity import block_checksum, block_checksums
-from tests.engine.transfer_pools import pattern, pool, rows
+from baton_engine.transfer.parts import DRAM, VRAM
+from tests.engine.fake_streams import FakeCuda, on_device
+from tests.engine.transfer_pools import fill, pattern, pool, rows
+
+MEMORIES = pytest.mark.parametrize("memory", [DRAM, VRAM])
 
 
 def test_checksum_is_the_xxh3_of_the_blocks_bytes() -> None:
@@ -17,22 +22,71 @@ def test_checksum_is_the_xxh3_of_the_blocks_bytes() -> None:
         assert block_checksum(cache, block) == xxhash.xxh3_64_intdigest(bytes(cache.block(block)))
 
 
-def test_many_at_once_are_the_same_as_one_by_one() -> None:
+def split_mix(state: int) -> int:
+    """The finalizer of SplitMix64, as its authors write it."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return state ^ (state >> 31)
+
+
+def test_device_checksum_is_the_sum_of_mixed_words() -> None:
+    cache = pool(3, layers=2)
+    rows(cache).copy_(pattern(3, 2, seed=5))
+    for block, sum_ in enumerate(block_checksums(cache, range(3), VRAM)):
+        content = bytes(cache.block(block))
+        words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, len(content), 8)]
+        mixed = (split_mix(word ^ (at * 0x9E3779B97F4A7C15 % 2**64)) for at, word in enumerate(words, 1))
+        assert sum_ == sum(mixed) % 2**64
+
+
+def test_device_checksum_changes_with_the_order_of_words() -> None:
+    cache = pool(2)
+    rows(cache).copy_(pattern(2, 1, seed=6))
+    rows(cache)[1] = rows(cache)[0].view(-1, 8).flip(0).reshape(-1)
+    first, second = block_checksums(cache, (0, 1), VRAM)
+    assert first != second
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_device_checksum_is_that_of_the_whole_block(ranks: int) -> None:
+    """A GPU announces blocks that ranks on a CPU divide."""
+    content = pattern(4, 2, seed=7)
+    whole, divided = pool(4, 2), pool(4, 2, ranks)
+    fill(whole, content)
+    fill(divided, content)
+    assert block_checksums(divided, range(4), VRAM) == block_checksums(whole, range(4), VRAM)
+
+
+def test_checksums_are_computed_beside_the_passes() -> None:
+    """Their queue is not that of the passes: they would wait for the next ones."""
+    cuda = FakeCuda()
+    cache = on_device(pool(4), cuda)
+    with cache.streams.aside():
+        assert cuda.current_stream(cache.kv.device) is not cuda.default
+    assert cuda.current_stream(cache.kv.device) is cuda.default
+
+
+@MEMORIES
+def test_many_at_once_are_the_same_as_one_by_one(memory: str) -> None:
     cache = pool(8)
     rows(cache).copy_(pattern(8, 1, seed=2))
     blocks = [5, 0, 5, 7]
-    assert block_checksums(cache, blocks) == [block_checksum(cache, block) for block in blocks]
-    assert block_checksums(cache, []) == []
+    one_by_one = [block_checksums(cache, [block], memory)[0] for block in blocks]
+    assert block_checksums(cache, blocks, memory) == one_by_one
+    assert block_checksums(cache, [], memory) == []
 
 
-def test_checksum_flipped_bit_changes_only_its_block() -> None:
+@MEMORIES
+def test_checksum_flipped_bit_changes_only_its_block(memory: str) -> None:
     cache = pool(4)
     rows(cache).copy_(pattern(4, 1, seed=3))
-    before = block_checksums(cache, range(4))
+    before = block_checksums(cache, range(4), memory)
     chance = random.Random(4)
     for _ in range(200):
         block, byte, bit = chance.randrange(4), chance.randrange(cache.block_bytes), 1 << chance.randrange(8)
         cache.block(block)[byte] ^= bit
-        changed = [now != then for now, then in zip(block_checksums(cache, range(4)), before, strict=True)]
+        changed = [
+            now != then for now, then in zip(block_checksums(cache, range(4), memory), before, strict=True)
+        ]
         assert changed == [number == block for number in range(4)]
         cache.block(block)[byte] ^= bit

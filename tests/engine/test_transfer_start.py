@@ -86,10 +86,10 @@ def test_ucx_place_is_shared_unless_copying_is_off(
 
 
 def test_ucx_transport_name_is_never_too_specific() -> None:
-    assert ucx.transport("DRAM", copied=True, rdma=True) == "nixl/ucx shm"
-    assert ucx.transport("DRAM", copied=False, rdma=False) == "nixl/ucx tcp"
-    assert ucx.transport("DRAM", copied=False, rdma=True) == "nixl/ucx network"
-    assert ucx.transport("VRAM", copied=True, rdma=False) == "nixl/ucx"
+    assert ucx.transport(False, copied=True, rdma=True) == "nixl/ucx shm"
+    assert ucx.transport(False, copied=False, rdma=False) == "nixl/ucx tcp"
+    assert ucx.transport(False, copied=False, rdma=True) == "nixl/ucx network"
+    assert ucx.transport(True, copied=True, rdma=False) == "nixl/ucx"
 
 
 def test_sealed_metadata_come_back_with_their_place() -> None:

@@ -146,7 +146,13 @@ WORKER_RETRACTIONS = Metric(
     "baton_worker_retractions_total",
     "counter",
     "requests",
-    "Sequences that released their blocks and were queued again, because the KV cache was full.",
+    "Sequences that released their blocks and were queued again, because KV cache or memory was full.",
+)
+WORKER_OUT_OF_MEMORY = Metric(
+    "baton_worker_out_of_memory_total",
+    "counter",
+    "events",
+    "Forward passes that ran out of memory. The worker repeats their tokens in smaller passes.",
 )
 WORKER_DRAFTS = Metric(
     "baton_worker_drafts_total",

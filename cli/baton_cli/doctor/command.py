@@ -15,7 +15,7 @@ from rich.text import Text
 
 from baton_api import __version__
 from baton_cli.doctor import cluster as clusters
-from baton_cli.doctor import engines, environment, limits, probes, selftests, transport
+from baton_cli.doctor import engines, environment, gpu, limits, probes, selftests, transport
 from baton_cli.doctor.machine import Finding, Level, Machine, Port
 
 ERROR_STATUS = 1
@@ -111,6 +111,9 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     transport.rdma,
     transport.locked_memory,
     transport.copies,
+    gpu.devices,
+    gpu.direct,
+    gpu.peers,
     transport.nixl,
     transport.network,
     limits.kernels,

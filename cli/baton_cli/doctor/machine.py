@@ -40,6 +40,23 @@ class RdmaDevice:
     """The state of each port, such as ACTIVE or DOWN."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """The GPUs of a machine, and what transfers from their memory need."""
+
+    devices: int = 0
+    driver: str = ""
+    """Such as `NVIDIA 580.95.05 open`."""
+    platform: str = ""
+    """`cuda` or `rocm`, as UCX names its plugin."""
+    direct: str = ""
+    """How RDMA devices read the memory of GPUs, such as nvidia_peermem or DMA-BUF. Empty if they cannot."""
+    gdrcopy: bool = False
+    """Whether the module gdrdrv is loaded."""
+    plugins: frozenset[str] | None = None
+    """Of UCX, such as cuda and ib. None if they are unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Port:
     """A TCP port of 127.0.0.1 that a Baton process uses by default."""
@@ -120,6 +137,7 @@ class Machine:
     rdma: tuple[RdmaDevice, ...] = ()
     verbs: str = ""
     """Why /dev/infiniband is not usable. Empty if it is."""
+    gpus: Gpus = Gpus()
     interfaces: frozenset[str] = frozenset()
     """Network interfaces."""
     copies: SelfTest

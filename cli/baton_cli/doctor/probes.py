@@ -25,6 +25,7 @@ import httpx
 from packaging.requirements import Requirement
 
 from baton_cli.doctor.engine_probes import EngineWorker, engine_workers
+from baton_cli.doctor.gpu_probes import gpus
 from baton_cli.doctor.machine import Cluster, DataFolder, Installed, Machine, Port, RdmaDevice, Space
 from baton_cli.doctor.selftests import SelfTests
 from baton_engine import machine as usable
@@ -67,6 +68,7 @@ def gather(
         locked=_limit(resource.RLIMIT_MEMLOCK, hard=False),
         rdma=tuple(rdma_devices()),
         verbs=verbs_trouble(),
+        gpus=gpus(),
         interfaces=frozenset(os.listdir(INTERFACES)) if INTERFACES.is_dir() else frozenset(),
         copies=tests.copies,
         kernels=tests.kernels,

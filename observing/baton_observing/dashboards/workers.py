@@ -133,7 +133,10 @@ KV_CACHE = Row(
             description="Sequences that gave up their KV blocks and continue later; their streams pause. "
             "Above one per second the KV cache is too small for the load.",
             unit=per_second("sequences"),
-            queries=(Query(WORKERS.rate(metrics.WORKER_RETRACTIONS, "worker"), "{{worker}}"),),
+            queries=(
+                Query(WORKERS.rate(metrics.WORKER_RETRACTIONS, "worker"), "{{worker}}"),
+                Query(WORKERS.rate(metrics.WORKER_OUT_OF_MEMORY, "worker"), "{{worker}}, out of memory"),
+            ),
             threshold=1,
             runbook="BatonKvCacheFull",
             width=12,

@@ -31,6 +31,7 @@ from baton_decode.sessions import (
 )
 from baton_engine.kv.cache import KVCache
 from baton_engine.requests import Fetch, FetchResult
+from baton_engine.streams import Event
 from baton_engine.transfer import Pulled, Transfer
 from baton_engine.transfer.integrity import block_checksums
 
@@ -70,6 +71,8 @@ class FetchRequest:
     """Issued by the router."""
     request_id: str
     """The router's id of the request; the ticket is for it."""
+    unused: Event
+    """Until it, the device may still write to the blocks of `fetch`."""
     refusal: str | None = None
     """Why the ticket does not allow a connection to `address`; None if it does."""
 
@@ -197,6 +200,11 @@ class FetchTask:
 
     def _pull(self, pull: ReadBlocks) -> None:
         assert self._link is not None and self._session is not None
+        unused = self.request.unused
+        if not unused.done():
+            waiting = self._loop.run_in_executor(None, unused.wait)
+            waiting.add_done_callback(lambda waited: self._pull_after(waited, pull))
+            return
         try:
             under_way = self._context.transfer.pull(self._link.peer, pull.remote, pull.local)
         except TransferFailed as error:
@@ -218,6 +226,14 @@ class FetchTask:
 
         under_way.settled().add_done_callback(ended)
 
+    def _pull_after(self, waited: asyncio.Future[None], pull: ReadBlocks) -> None:
+        """Pull once the device has left the blocks, unless it failed or this worker is closing."""
+        error = asyncio.CancelledError() if waited.cancelled() else waited.exception()
+        if error is not None:
+            self._read_failed(pull.number, error)
+        else:
+            self._pull(pull)
+
     def _read_failed(self, number: int, error: BaseException) -> None:
         assert self._session is not None
         request_id = self.request.fetch.request_id
@@ -225,8 +241,10 @@ class FetchTask:
         self._do(self._session.pull_failed(number, self._loop.time()))
 
     def _verify(self, verify: VerifyChecksums) -> None:
+        assert self._link is not None
+        memory = self._link.peer.pools[0].memory
         computing = self._loop.run_in_executor(
-            self._context.checksums, block_checksums, self._context.cache, verify.blocks
+            self._context.checksums, block_checksums, self._context.cache, verify.blocks, memory
         )
 
         def compared(computed: asyncio.Future[list[int]]) -> None:

@@ -29,6 +29,7 @@ from baton_decode.fetching import FetchContext, FetchEngine, FetchRequest, Fetch
 from baton_decode.links import Link
 from baton_engine.kv.cache import KVCache
 from baton_engine.requests import Fetch, RemotePrefill
+from baton_engine.streams import Event
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.control import Pace
 from baton_engine.transfer.handshake import Identity
@@ -223,8 +224,8 @@ class _RemotePrefill:
     request_id: str
     refusal: str | None
 
-    def start(self, fetch: Fetch) -> None:
-        request = FetchRequest(fetch, self.address, self.ticket, self.request_id, self.refusal)
+    def start(self, fetch: Fetch, unused: Event) -> None:
+        request = FetchRequest(fetch, self.address, self.ticket, self.request_id, unused, self.refusal)
         self.prefills.post(self.prefills.start, request)
 
     def cancel(self, request_id: str) -> None:

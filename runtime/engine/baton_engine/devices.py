@@ -50,6 +50,12 @@ def free_bytes(device: torch.device) -> int | None:
     return machine.free_memory()
 
 
+def release_memory(device: torch.device) -> None:
+    """Return unused memory of torch's allocator to `device`. Memory in pieces then serves larger tensors."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def show_free(device: torch.device) -> str:
     free = free_bytes(device)
     return "unknown" if free is None else show_size(free)

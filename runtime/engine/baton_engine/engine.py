@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -23,6 +24,8 @@ from baton_api.errors import BatonError, InternalError, NotReady
 from baton_api.reports import Fallback
 from baton_engine import forward_pass
 from baton_engine.batch import PassInterrupted
+from baton_engine.devices import release_memory
+from baton_engine.failures import EngineFailed, PassFailures
 from baton_engine.forward_pass import Sampled, ScheduledChunk
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
@@ -31,7 +34,6 @@ from baton_engine.lifecycle import Lifecycle, log_fields
 from baton_engine.metrics.counters import EngineCounters, EngineSnapshot
 from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
-from baton_engine.parallel.ranks import RankFailed
 from baton_engine.requests import FetchResult, FinishReason, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
@@ -46,9 +48,6 @@ from baton_engine.speculation.speculator import Speculator
 __all__ = ["Engine", "EngineLimits"]
 
 log = logging.getLogger(__name__)
-
-FAILURES_LIMIT = 5
-"""Consecutive failed forward passes after which the worker exits: a new process may recover."""
 
 
 class Engine:
@@ -91,8 +90,8 @@ class Engine:
         self._interruption = Interruption(model)
         self._mask_filler = MaskFiller(model.spec.vocab)
         self._synchronize = forward_pass.synchronizer(cache.kv.device)
-        self._failures = 0
-        """Failed forward passes since the last successful one."""
+        release = partial(release_memory, cache.kv.device)
+        self._failures = PassFailures(self._scheduler, self._lifecycle, self._counters, release)
         self._log = BatchLog(clock)
 
     # --- From any thread ---
@@ -183,10 +182,11 @@ class Engine:
                         self._report()  # a fetched prompt's first token does not wait for the next pass
                     commands.clear()  # else they would keep requests, and their adapters, until the next one
                     idle = not self._step()
-                except Exception:  # a bug in the engine; without this, clients would wait forever
+                except Exception as error:  # without this, clients would wait forever
                     log.exception("The engine's step failed; every request of this worker ends.")
+                    # Others than EngineFailed are bugs.
+                    self._fatal(str(error) if isinstance(error, EngineFailed) else "the engine's step failed")
                     self._end_all(FinishReason.ERROR, InternalError())
-                    self._fatal("the engine's step failed")
                     return
             self._end_all(FinishReason.ABORT)
 
@@ -225,6 +225,7 @@ class Engine:
 
     def _compute(self, chunks: list[ScheduledChunk]) -> int | None:
         """Compute and process a pass. Returns the number of accepted draft tokens; None if interrupted."""
+        failed = None
         try:
             with self._interruption.of(chunks):
                 result = forward_pass.run(
@@ -239,13 +240,12 @@ class Engine:
             self._speculator.forget(chunks)
             return None
         except Exception as error:
-            names = ", ".join(chunk.sequence.request.id for chunk in chunks)
-            log.exception("A forward pass failed; these requests end: %s", names)
-            for chunk in chunks:
-                self._lifecycle.end(chunk.sequence, FinishReason.ERROR, InternalError())
-            self._check_failures(error)
+            failed = self._failures.note(chunks, error)
+        if failed is not None:  # after the handler, whose traceback keeps the tensors of the pass
+            if reason := self._failures.recover(chunks, *failed):
+                self._fatal(reason)
             return 0
-        self._failures = 0
+        self._failures.succeeded()
         seconds = result.seconds
         self._counters.forward_times.add(seconds)
         self._counters.add_computed(sum(chunk.tokens for chunk in chunks if not chunk.is_decode))
@@ -316,7 +316,7 @@ class Engine:
         assert request.remote is not None and fetch is not None
         self._counters.add_prefix_lookup(sequence)
         try:
-            request.remote.start(fetch)
+            request.remote.start(fetch, self._cache.streams.record())
         except Exception:
             log.exception("Cannot start the fetch for request %s.", request.id, extra=log_fields(sequence))
             self._fetched(FetchResult(request.id, arrived=0, reason=Fallback.TRANSFER_FAILED))
@@ -363,7 +363,8 @@ class Engine:
         request = sequence.request
         assert request.export is not None
         try:
-            request.export.computed(request.id, request.computed, request.blocks)
+            written = self._cache.streams.record()
+            request.export.computed(request.id, request.computed, request.blocks, written)
         except Exception:
             log.exception("Cannot announce the blocks of request %s.", request.id, extra=log_fields(sequence))
             self._lifecycle.end(sequence, FinishReason.ERROR, InternalError())
@@ -384,15 +385,6 @@ class Engine:
                 f"{self._pool.quarantined} of {self._pool.capacity} KV blocks are quarantined, more than "
                 f"{limit:.0f}: transfers from a peer hang; only a restart frees the blocks"
             )
-
-    def _check_failures(self, error: Exception) -> None:
-        self._failures += 1
-        if isinstance(error, RankFailed):
-            self._fatal(error.message)
-        elif forward_pass.is_lasting(error):
-            self._fatal(f"the accelerator failed permanently: {error}")
-        elif self._failures == FAILURES_LIMIT:
-            self._fatal(f"the last {FAILURES_LIMIT} forward passes failed, the last one with: {error}")
 
     def _fatal(self, reason: str) -> None:
         log.critical("The worker cannot continue: %s.", reason)

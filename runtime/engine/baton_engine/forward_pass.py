@@ -139,22 +139,11 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     Return a function that waits for the device's queue and raises the device's errors.
 
     Without the wait, a pass on an accelerator would appear to take no time and its error would surface in a
-    later pass. Its blocks would also be announced before they are written.
+    later pass. Announcements do not depend on it: they have an event of their own.
     """
     if device.type == "cpu":
         return lambda: None
     return partial(torch.accelerator.synchronize, device)
-
-
-def is_lasting(error: BaseException) -> bool:
-    """
-    Return whether every later pass of this process would fail too.
-
-    An accelerator's error persists in its context until the process ends; an out-of-memory error does not.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
 def _sample(logits: Tensor, states: list[SamplingState], masks: list[Mask]) -> list[Sampled]:

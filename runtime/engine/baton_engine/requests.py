@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from baton_api.hashing import root_hash
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.metrics.tracing import StepSummary
+
+if TYPE_CHECKING:
+    from baton_engine.streams import Event
 
 
 class GrammarMatcher(Protocol):
@@ -212,7 +215,9 @@ class RemotePrefill(Protocol):
     The result is passed to `Engine.fetched`, from any thread.
     """
 
-    def start(self, fetch: Fetch) -> None: ...
+    def start(self, fetch: Fetch, unused: Event) -> None:
+        """Start a fetch. Until `unused`, a pass of ended requests may still write to its blocks."""
+        ...
 
     def cancel(self, request_id: str) -> None:
         """Cancel the fetch of an aborted request; report a `FetchResult` once its unsafe blocks are known."""
@@ -222,12 +227,13 @@ class RemotePrefill(Protocol):
 class Export(Protocol):
     """Receives the computed blocks of a prompt. Called on the engine's thread; must not block."""
 
-    def computed(self, request_id: str, tokens: int, blocks: Sequence[int]) -> None:
+    def computed(self, request_id: str, tokens: int, blocks: Sequence[int], written: Event) -> None:
         """
         Announce that the KV of the first `tokens` prompt tokens is in the first blocks of `blocks`.
 
-        Called once at admission, with the length of the cached prefix or 0, and after each chunk. The blocks
-        do not change until `Engine.release(request_id)`.
+        The device may not have written it before `written`. Called once at admission, with the length of the
+        cached prefix or 0, and after each chunk. The blocks do not change from then on until
+        `Engine.release(request_id)`.
         """
         ...
 

@@ -183,6 +183,10 @@ class WorkerSettings(BaseSettings):
     max_model_len: int = Field(default=0, ge=0)
     """Maximum number of prompt and output tokens of a request together. 0: the model's context length."""
 
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Data type of the KV cache. auto: DTYPE. fp8: float8 (e4m3) on a GPU, half the bytes of bfloat16. Keys
+    and values are rounded to 4 significant bits, and those beyond 448 become 448."""
+
     kv_cache_memory: Bytes = Field(default=0, ge=0)
     """Size of the KV cache. 0 on a GPU: 90% of the memory that the weights leave free. 0 on a CPU: 10% of the
     free memory at startup, at most 4 GiB. There it is also at most four contexts of the model or

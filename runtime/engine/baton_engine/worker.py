@@ -21,6 +21,7 @@ import torch
 from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
+from baton_api.setting_types import show_size
 from baton_api.workers import Load, Role
 from baton_engine import lending, machine
 from baton_engine.adapters import AdapterRegistry, registry_of
@@ -46,7 +47,7 @@ from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
-from baton_engine.ops.choice import kept_formats
+from baton_engine.ops.choice import kept_formats, kv_dtype
 from baton_engine.parallel.loading import check_parallel, load_parallel
 from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import Pooling, Request
@@ -57,6 +58,7 @@ from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility, weights_digest
 from baton_engine.transfer.handshake import Identity
 from baton_engine.transfer.kinds import create_transfer
+from baton_engine.working_memory import DevicePeak, working_memory
 
 log = logging.getLogger(__name__)
 
@@ -181,13 +183,14 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     async with contextlib.AsyncExitStack() as stack:
         at_start = free_bytes(device)
         loaded = await asyncio.to_thread(_load, settings, name, device, dtype, progress, stack)
-        cache = _open_cache(settings, loaded, dtype, device, at_start)
+        kept = kv_dtype(settings.kv_cache_dtype, loaded.spec, device, dtype)
         limits = _limits(settings, loaded, device)
+        cache = _open_cache(settings, loaded, limits, dtype, kept, device, at_start)
         tracing = _open_tracing(settings, name, stack)
         publisher = _open_publisher(settings, cache, stack)
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, f"{name}-{epoch[:8]}", stack)
-        client, fatal = _open_engine(loaded, cache, limits, publisher, stack)
+        client, fatal = _open_engine(loaded, cache, limits, publisher, dtype, stack)
         worker = Worker(
             settings=settings,
             name=name,
@@ -202,7 +205,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             cache=cache,
             engine=client.engine,
             client=client,
-            compatibility=Compatibility.of(loaded.spec, dtype, loaded.weights_digest),
+            compatibility=Compatibility.of(loaded.spec, dtype, loaded.weights_digest, kv_dtype=kept),
             transfer=transfer,
             publisher=publisher,
             tracing=tracing,
@@ -216,15 +219,28 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
 def _open_cache(
     settings: WorkerSettings,
     loaded: _LoadedModel,
+    limits: EngineLimits,
     dtype: torch.dtype,
+    kept: torch.dtype,
     device: torch.device,
     at_start: int | None,
 ) -> KVCache:
+    """Open the cache in the data type `kept`. That of a draft model has `dtype`."""
     gpu, model = device.type == "cuda", loaded.model
-    memory = MemoryBudget(at_start=at_start, weights=loaded.weights_bytes, free=free_bytes(device), gpu=gpu)
+    working = 0
+    if gpu and not isinstance(model, ParallelModel):
+        working = working_memory(model, limits, kept, device, DevicePeak(device))
+        log.info("The largest forward pass needs %s beside weights and KV cache", show_size(working))
+    memory = MemoryBudget(
+        at_start=at_start,
+        weights=loaded.weights_bytes,
+        free=free_bytes(device),
+        gpu=gpu,
+        working=working,
+    )
     if not isinstance(model, ParallelModel):
         beside = block_bytes(loaded.draft.spec, dtype) if loaded.draft else 0
-        return open_cache(settings, loaded.spec, dtype, device, memory, beside)
+        return open_cache(settings, loaded.spec, kept, device, memory, beside)
     part, memory = model.part.spec, model.budget(memory)
     beside = 0 if gpu else (settings.tensor_parallel_size - 1) * block_bytes(part, dtype)
     return open_cache(settings, part, dtype, device, memory, beside, model.open_cache)
@@ -254,6 +270,7 @@ def _open_engine(
     cache: KVCache,
     limits: EngineLimits,
     publisher: KvPublisher | None,
+    dtype: torch.dtype,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[AsyncEngine, asyncio.Future[str]]:
     """Start the engine; also return the future for the reason of a fatal failure."""
@@ -272,7 +289,7 @@ def _open_engine(
         log.info("Speculation is off: with these kernels, answers could depend on the draft tokens.")
     draft = None
     if loaded.draft is not None:
-        draft = (loaded.draft, KVCache(loaded.draft.spec, cache.blocks, cache.kv.dtype, cache.kv.device))
+        draft = (loaded.draft, KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device))
     if isinstance(loaded.model, ParallelModel):
         loaded.model.ranks.watch(on_fatal)
     client = AsyncEngine(loaded.model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft)
@@ -294,6 +311,7 @@ def _load(
     spec = load_spec(checkpoint) if encoder is None else encoder.model
     if settings.tensor_parallel_size > 1:
         check_parallel(settings, spec, device, checkpoint.name, encodes=encoder is not None)
+    kv_dtype(settings.kv_cache_dtype, spec, device, dtype)  # raises before the weights are loaded
     if settings.max_model_len > spec.context:
         raise SetupError(
             f"--max-model-len {settings.max_model_len} exceeds the context length of {checkpoint.name}, "
@@ -312,8 +330,9 @@ def _load(
         return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, *parts)
     quantize, formats = kept_formats(settings.quantize, spec, device, dtype)
     log.info("Load weight begin. avail mem=%s", show_free(device))
-    weights = load_weights(checkpoint, spec, dtype, progress, quantize, formats=formats)
+    weights = load_weights(checkpoint, spec, dtype, progress, quantize, formats=formats, device=device)
     digest, size = weights_digest(weights), weights.bytes
+    weights = weights.handed_over()
     seat = lending.take_seat(settings.shared_cores, torch.get_num_threads(), machine.usable_cores())
     model = create_model(spec, weights, device, dtype, seat=seat)
     del weights  # the model has its own copy, in the device's layout

@@ -23,8 +23,10 @@ from baton_engine.adapters import AdapterRegistry
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.tracing import WorkerTrace, WorkerTracing
 from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
+from baton_engine.streams import Event, HostEvent
 from baton_engine.transfer.control import ControlConnection
 from baton_engine.transfer.integrity import block_checksums
+from baton_engine.transfer.parts import memory_of
 from baton_prefill.sessions import (
     Action,
     ComputeChecksums,
@@ -95,6 +97,7 @@ class PromptTask:
         self._tasks: set[asyncio.Task[None]] = set()
         self._arrived_at = time.monotonic()
         self._started_at: float | None = None
+        self._written: Event = HostEvent()
         self._deadline: asyncio.TimerHandle | None = None
         self._spans = self._traced(session.prefill.trace)
         self._of = logs.of((session.prefill.request_id or request_id)[:NAME_LENGTH])
@@ -115,7 +118,7 @@ class PromptTask:
                 case SubmitPrompt():
                     self._spawn(self._compute())
                 case ComputeChecksums():
-                    self._spawn(self._checksum(action))
+                    self._spawn(self._checksum(action, self._written))
                 case SendToDecode(message):
                     self._connection.send(message)
                 case ReleaseBlocks():
@@ -137,13 +140,14 @@ class PromptTask:
         self._spans.end(attributes)
         self._spans = None
 
-    def computed(self, request_id: str, tokens: int, blocks: Sequence[int]) -> None:
+    def computed(self, request_id: str, tokens: int, blocks: Sequence[int], written: Event) -> None:
         """`Export`: called on the engine's thread; its list may grow later."""
-        self._loop.call_soon_threadsafe(self._progress, tokens, tuple(blocks), time.monotonic())
+        self._loop.call_soon_threadsafe(self._progress, tokens, tuple(blocks), written, time.monotonic())
 
-    def _progress(self, tokens: int, blocks: tuple[int, ...], now: float) -> None:
+    def _progress(self, tokens: int, blocks: tuple[int, ...], written: Event, now: float) -> None:
         if self._started_at is None:
             self._started_at = now
+        self._written = written  # later events include earlier ones
         self.do(self.session.computed(tokens, blocks))
 
     async def _compute(self) -> None:
@@ -211,11 +215,14 @@ class PromptTask:
             reason = str(output.error or "the prefill worker's engine aborted the prompt")
             self.do(self.session.failed(reason, retry=not isinstance(output.error, InvalidRequest)))
 
-    async def _checksum(self, prefill: ComputeChecksums) -> None:
+    async def _checksum(self, prefill: ComputeChecksums, written: Event) -> None:
         cache = self._context.cache
-        checksums = await self._loop.run_in_executor(
-            self._context.checksums, block_checksums, cache, prefill.blocks
-        )
+
+        def computed() -> list[int]:
+            written.wait()
+            return block_checksums(cache, prefill.blocks, memory_of(cache.kv.device))
+
+        checksums = await self._loop.run_in_executor(self._context.checksums, computed)
         self.do(self.session.checksummed(prefill.first_block, prefill.blocks, checksums))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

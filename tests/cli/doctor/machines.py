@@ -7,7 +7,17 @@ from typing import Any
 
 from baton_api.engines import EngineKind
 from baton_cli.doctor.engine_probes import EngineWorker
-from baton_cli.doctor.machine import Crd, DataFolder, Installed, Machine, Port, RdmaDevice, SelfTest, Space
+from baton_cli.doctor.machine import (
+    Crd,
+    DataFolder,
+    Gpus,
+    Installed,
+    Machine,
+    Port,
+    RdmaDevice,
+    SelfTest,
+    Space,
+)
 
 GIB = 1024**3
 
@@ -21,6 +31,7 @@ WELL = Machine(
     processes=None,
     locked=None,
     rdma=(RdmaDevice("mlx5_0", {1: "ACTIVE"}),),
+    gpus=Gpus(devices=1, driver="NVIDIA 580.95.05 open", platform="cuda", direct="DMA-BUF", gdrcopy=True),
     interfaces=frozenset({"lo", "eth0"}),
     copies=SelfTest("process_vm_readv"),
     kernels=SelfTest("compiled"),

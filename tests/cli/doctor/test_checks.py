@@ -14,6 +14,7 @@ from baton_cli.doctor.machine import (
     Cluster,
     Crd,
     DataFolder,
+    Gpus,
     Installed,
     Level,
     Machine,
@@ -165,10 +166,15 @@ def test_where_all_is_well_each_check_says_so() -> None:
 
 def test_doctor_missing_optional_parts_are_notes() -> None:
     plain = but(
-        rdma=(), locked=MIB, nixl=SelfTest("", installed=False), kernels=SelfTest("", installed=False)
+        rdma=(),
+        gpus=Gpus(),
+        locked=MIB,
+        nixl=SelfTest("", installed=False),
+        kernels=SelfTest("", installed=False),
     )
     assert {one.check for one in examine(plain) if one.level is Level.NOTE} == {
         "RDMA",
+        "GPU",
         "locked memory",
         "NIXL",
         "kernels",

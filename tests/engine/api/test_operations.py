@@ -151,7 +151,7 @@ class Prefill:
     def __call__(self, address: str, ticket: str, request_id: str) -> Prefill:
         return self
 
-    def start(self, fetch: Fetch) -> None:
+    def start(self, fetch: Fetch, unused: object) -> None:
         assert self.served is not None
         self.requested_tokens = len(fetch.tokens)
         arrived = len(fetch.blocks) if self.relay else 0

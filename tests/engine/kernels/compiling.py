@@ -1,9 +1,9 @@
 """
 Compile all kernels in bfloat16 for accelerators that need not be present.
 
-    python -m tests.engine.kernels.compiling
+    python -m tests.engine.kernels.compiling TARGET
 
-Prints for each kernel, model and target the bytes of shared memory and of registers that were spilled. A
+Prints for each kernel and model the bytes of shared memory and of registers that were spilled. A
 kernel that the interpreter runs may still not compile: the compiler knows more types, and fewer of Python's
 statements.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ from triton.compiler import ASTSource
 from baton_engine.model.quantized import Format, Quantized, QuantizedPart
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.kernels import sampling
+from baton_engine.ops.kernels.checksums import mixed_sums
 from baton_engine.ops.kernels.quantized import QuantizedLinear
+from baton_engine.sampling.weights import TokenRule
+from baton_engine.transfer.integrity import KEYS
 from tests.engine.kernels.cases import batch_of, caches
 from tests.engine.random_weights import tiny_spec
 
@@ -70,6 +75,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.int8: "i8",
@@ -95,7 +101,8 @@ class Launch:
                 signature[parameter.name] = f"*{TYPES[value.dtype]}"
                 attributes[(number,)] = [["tt.divisibility", 16]]
             else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                integer = "i32" if abs(value) < 2**31 else "i64"
+                signature[parameter.name] = "fp32" if isinstance(value, float) else integer
                 if isinstance(value, int) and value % 16 == 0:
                     attributes[(number,)] = [["tt.divisibility", 16]]
         self.name = kernel.fn.__name__
@@ -142,6 +149,10 @@ def launches(spec: ModelSpec, dtype: torch.dtype) -> list[Launch]:
     sinks = torch.zeros(spec.heads, dtype=dtype) if spec.sinks else None
     for window in {None, spec.sliding_window}:
         ops.attention(q, cache, 1, batch, window, sinks)
+    words = cache.kv.view(cache.blocks, -1).view(torch.int64)
+    mixed_sums(words, torch.zeros(2, dtype=torch.int64), KEYS)
+    for rule in (TokenRule(0.0), TokenRule(1.0)):
+        sampling.select_on_device(torch.zeros(3, 128 * 1024), [rule] * 3)
     return captured
 
 
@@ -151,18 +162,16 @@ def spilled(compiled: Any) -> int:
     return int(spills[1]) if spills else 0
 
 
-def main() -> None:
+def main(target: str) -> None:
     captured = {
         name: launches(tiny_spec(hidden=4096, **changes), torch.bfloat16) for name, changes in MODELS.items()
     }
     captured |= {form.name: quantized_launches(form, torch.bfloat16) for form in ROW_BYTES}
     for name, kernels in captured.items():
         for launch in kernels:
-            for target, gpu in TARGETS.items():
-                compiled = triton.compile(launch.source, target=gpu, options=launch.options)
-                shared = compiled.metadata.shared
-                print(f"{target} {name} {launch.name} {shared} {spilled(compiled)}", flush=True)
+            compiled = triton.compile(launch.source, target=TARGETS[target], options=launch.options)
+            print(f"{name} {launch.name} {compiled.metadata.shared} {spilled(compiled)}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -20,5 +20,7 @@ with pytest.MonkeyPatch.context() as patch:
         # Triton's interpreter imports this module at the first launch, when the variable is no longer set.
         import_module("triton.experimental.gluon")
         import_module("baton_engine.ops.accelerator")
+        import_module("baton_engine.ops.kernels.checksums")
+        import_module("baton_engine.ops.kernels.sampling")
     except ImportError:
         collect_ignore_glob = ["test_*.py"]

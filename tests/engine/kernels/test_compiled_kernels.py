@@ -16,18 +16,24 @@ SHARED = {"sm_80": 99 * KIB, "sm_90": 227 * KIB, "gfx942": 64 * KIB}
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_cuda_and_rocm(tmp_path: Path) -> None:
+def test_kernels_compile_for_cuda_and_rocm() -> None:
+    """One process per target. Triton's cache has what an earlier run compiled from the same sources."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    compiled = subprocess.run(
-        [sys.executable, "-m", "tests.engine.kernels.compiling"],
-        cwd=Path(__file__).parents[3],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert compiled.returncode == 0, compiled.stderr
-    kernels = [line.rsplit(" ", 3) for line in compiled.stdout.splitlines()]
-    assert {name.split(" ", 1)[0] for name, *_ in kernels} == SHARED.keys()
-    for name, kernel, shared, _ in kernels:
-        assert int(shared) <= SHARED[name.split(" ", 1)[0]], f"{kernel}: {name}"
+    processes = {
+        target: subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.kernels.compiling", target],
+            cwd=Path(__file__).parents[3],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for target in SHARED
+    }
+    for target, process in processes.items():
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        assert output
+        assert "UserWarning" not in errors
+        for name, kernel, shared, _ in [line.rsplit(" ", 3) for line in output.splitlines()]:
+            assert int(shared) <= SHARED[target], f"{kernel}: {name}, {target}"

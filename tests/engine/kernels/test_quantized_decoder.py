@@ -60,9 +60,8 @@ def assert_same_tokens(ours: Decoder, plain: Decoder, prompts: list[list[int]], 
         assert result.logprobs == pytest.approx(other.logprobs, abs=5e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "fp8" else pytest.mark.slow) for name in KEPT]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT)
 def test_kept_checkpoint_gives_the_expanded_tokens(name: str, tmp_path: Path) -> None:
     config, matrix, _ = SCHEMES[name]
     quantized_folder(tmp_path, config, matrix)

@@ -27,11 +27,15 @@ from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
 from baton_engine.model.spec import ModelSpec
 from baton_engine.settings import WorkerSettings
+from baton_engine.streams import Streams, streams_of
 
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 """Tokens in a block."""
+
+FLOAT8_CACHE = torch.uint8
+"""Data type of a cache whose values are bits of float8 (e4m3). Only accelerators' kernels convert them."""
 
 
 def block_bytes(spec: ModelSpec, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
@@ -55,6 +59,8 @@ class KVCache:
         self.spec = spec
         self.blocks = blocks
         self.block_size = block_size
+        self.streams: Streams = streams_of(device)
+        """Order the work on the blocks with readers and writers that the device does not know."""
         # Zeroed, because values after a request's last token are multiplied by 0, and 0 * NaN is NaN.
         self.kv: Tensor = _zeros(
             (blocks, spec.layers, spec.kv_planes, spec.kv_heads, block_size, spec.head_dim),
@@ -137,6 +143,8 @@ class MemoryBudget:
     free: int | None
     """Free memory now."""
     gpu: bool
+    working: int = 0
+    """Needed by the largest forward pass, beside weights and cache."""
 
 
 def cache_blocks(settings: WorkerSettings, memory: MemoryBudget, block: int, context: int) -> int:
@@ -170,10 +178,11 @@ def cache_blocks(settings: WorkerSettings, memory: MemoryBudget, block: int, con
             f"{BLOCK_SIZE} tokens needs {show_size(LEAST_BLOCKS * block)}. " + _more(flag, memory, block)
         )
     blocks = blocks if tokens is None else min(blocks, tokens)
-    if memory.free is not None and blocks * block > memory.free:
+    if memory.free is not None and blocks * block > memory.free - memory.working:
+        working = f" and passes need {show_size(memory.working)}" if memory.working else ""
         raise SetupError(
             f"{flag or 'The KV cache'} requires {show_size(blocks * block)}, but only "
-            f"{show_size(memory.free)} are free. Reduce the size, or stop other processes."
+            f"{show_size(memory.free)} are free{working}. Reduce the size, or stop other processes."
         )
     return blocks
 
@@ -221,12 +230,12 @@ def _shared(share: float, memory: MemoryBudget) -> int:
             "--memory-share cannot be used, because the free memory of this machine is unknown. Set the size "
             "of the KV cache: --kv-cache-memory 1GiB."
         )
-    return int(share * memory.at_start) - memory.weights
+    return int(share * memory.at_start) - memory.weights - memory.working
 
 
 def _unasked(memory: MemoryBudget) -> int:
     if memory.gpu:
-        return int((memory.free or 0) * GPU_CACHE_SHARE)
+        return int(((memory.free or 0) - memory.working) * GPU_CACHE_SHARE)
     return CACHE_LIMIT if memory.free is None else min(CACHE_LIMIT, int(memory.free * CACHE_SHARE))
 
 
@@ -239,7 +248,9 @@ def _most_by_default(memory: MemoryBudget, context: int) -> int:
 
 def _more(flag: str, memory: MemoryBudget, block: int) -> str:
     if flag == "--memory-share" and memory.at_start:
-        least = (memory.weights + LEAST_BLOCKS * block) / memory.at_start
+        used = memory.weights + memory.working
+        least = (used + LEAST_BLOCKS * block) / memory.at_start
         advice = f"Set --memory-share above {least:.2f}" if least < 1 else "Use a smaller model"
-        return f"The weights need {show_size(memory.weights)}. {advice}."
+        passes = f", passes {show_size(memory.working)}" if memory.working else ""
+        return f"The weights need {show_size(memory.weights)}{passes}. {advice}."
     return f"Increase it: --kv-cache-memory {-(-LEAST_BLOCKS * block // 2**20)}MiB."

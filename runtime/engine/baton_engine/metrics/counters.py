@@ -89,6 +89,8 @@ class Totals:
     """Received from a prefill worker."""
     generated_tokens: int = 0
     retractions: int = 0
+    out_of_memory: int = 0
+    """Forward passes that ran out of memory."""
     steps: int = 0
     drafts: int = 0
     """Rows of forward passes with draft tokens."""
@@ -117,6 +119,7 @@ class Totals:
             prompt_tokens_remote=self.prompt_tokens_remote,
             generated_tokens=self.generated_tokens,
             retractions=self.retractions,
+            out_of_memory=self.out_of_memory,
             steps=self.steps,
             drafts=self.drafts,
             draft_tokens=self.draft_tokens,

@@ -171,6 +171,7 @@ class EngineCollector(Collector):
             },
         )
         yield _counter(metrics.WORKER_RETRACTIONS, {(): totals.retractions})
+        yield _counter(metrics.WORKER_OUT_OF_MEMORY, {(): totals.out_of_memory})
         yield _counter(metrics.WORKER_DRAFTS, {(): totals.drafts})
         yield _counter(metrics.WORKER_DRAFT_TOKENS, {(): totals.draft_tokens})
         yield _counter(metrics.WORKER_ACCEPTED_TOKENS, {(): totals.accepted_tokens})

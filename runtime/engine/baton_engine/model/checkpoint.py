@@ -70,12 +70,13 @@ def load_weights(
     shard: Shard | None = None,
     sampled: bool = False,
     formats: Collection[Format] | None = None,
+    device: torch.device | None = None,
 ) -> Weights:
     """
-    Load all weights in `dtype` on the CPU. Checks all names and shapes first. Raises SetupError.
+    Load all weights in `dtype`. Checks all names and shapes first. Raises SetupError.
 
-    `shard` and `sampled` as in `baton_engine.model.weights.build`. `formats` are those that the model keeps,
-    None: those of the native kernels. torch's operations need `quantize="off"`.
+    `shard`, `sampled` and `device` as in `baton_engine.model.weights.build`. `formats` are those that the
+    model keeps, None: those of the native kernels. torch's operations need `quantize="off"`.
     """
     from baton_engine.model import weights
     from baton_engine.model.quantized import NATIVE_FORMATS
@@ -89,7 +90,7 @@ def load_weights(
         folder = source_of(checkpoint.path, read_json(checkpoint.path / "config.json"), spec)
         source = weights.FamilyTensors(folder, spec)
     kept = NATIVE_FORMATS if formats is None else formats
-    return weights.build(source, spec, dtype, progress, quantize, shard, sampled, kept)
+    return weights.build(source, spec, dtype, progress, quantize, shard, sampled, kept, device)
 
 
 def read_json(path: Path) -> dict[str, Any]:

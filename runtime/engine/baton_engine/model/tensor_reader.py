@@ -70,13 +70,16 @@ class TensorReader:
     """Formats that the model keeps."""
     sampled: bool = False
     """Whether only the values of `samples` are read. The rest stays uninitialized, without memory."""
+    device: torch.device | None = None
+    """Where tensors are stored, one by one from the checkpoint's file. None: in the host's memory."""
     expanded: Counter[str] = field(default_factory=Counter)
     """Number of matrices by format that are stored quantized and expanded here."""
 
     def stacked(self, names: Sequence[str]) -> Tensor:
         """Return the tensors stacked along the first dimension, in newly allocated memory."""
         rows = [self.shapes[name][0] for name in names]
-        whole = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=self.dtype_of(names[0]))
+        shape = sum(rows), *self.shapes[names[0]][1:]
+        whole = torch.empty(shape, dtype=self.dtype_of(names[0]), device=self.device)
         start = 0
         for name, count in zip(names, rows, strict=True):
             if self.sampled:

@@ -8,9 +8,9 @@ memory is allocated.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -90,11 +90,19 @@ class Weights:
 
     embedding: Matrix
     """[V, N]"""
-    layers: tuple[LayerWeights, ...]
+    layers: Iterable[LayerWeights]
     final_norm: Tensor
     """[N]"""
     head: Matrix
     """[V, N]; the same tensor as `embedding` if they are tied."""
+
+    def handed_over(self) -> Weights:
+        """
+        Return the same weights, whose layers can be iterated once. Each is released before the next one.
+
+        A model that copies them then needs no memory for two. The caller drops the original.
+        """
+        return replace(self, layers=_released(deque(self.layers)))
 
     @property
     def bytes(self) -> int:
@@ -114,6 +122,11 @@ class Weights:
             elif matrix is not None:
                 sizes[str(matrix.dtype).removeprefix("torch.")] += matrix.nbytes
         return sizes
+
+
+def _released(layers: deque[LayerWeights]) -> Iterator[LayerWeights]:
+    while layers:
+        yield layers.popleft()
 
 
 PREFIX = "model."
@@ -275,6 +288,7 @@ def build(
     shard: Shard | None = None,
     sampled: bool = False,
     formats: Collection[Format] = NATIVE_FORMATS,
+    device: torch.device | None = None,
 ) -> Weights:
     """
     Build all weights in `dtype`, reading each tensor once. Raises SetupError.
@@ -282,6 +296,7 @@ def build(
     Norms are fp32 in families that add an offset to them: bfloat16 would round the sum. `choice` applies to
     matrices: keep those of the checkpoint's formats that are in `formats`, or also convert the other ones to
     a quantized format. With `shard`, only that part is read. `sampled`: read only what the digest needs.
+    With `device`, each tensor is stored there before the next one is read, except for quantized ones.
     """
     source = Prefixed(source) if spec.headless else source
     family = BY_ARCHITECTURE[spec.architecture]
@@ -293,7 +308,7 @@ def build(
         shapes = {name: source.shapes[name] for name in shapes}
 
     kept = partial(_kept, family=family, dtype=dtype)
-    reader = TensorReader(source, shapes, kept, progress, choice, formats, sampled)
+    reader = TensorReader(source, shapes, kept, progress, choice, formats, sampled, device)
     embedding = reader.matrix([f"{names.embedding}.weight"])
     weights = Weights(
         embedding=embedding,

@@ -7,13 +7,14 @@ and `accelerator` Triton's kernels.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # `baton up` imports `native.library` without torch
+    from torch import Tensor
 
-from baton_engine.batch import Batch
-from baton_engine.kv.cache import KVCache
-from baton_engine.model.quantized import Matrix
+    from baton_engine.batch import Batch
+    from baton_engine.kv.cache import KVCache
+    from baton_engine.model.quantized import Matrix
 
 
 class Linear(Protocol):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.kv.cache import FLOAT8_CACHE
 from baton_engine.model import native_decoder
 from baton_engine.model.quantized import NATIVE_FORMATS, Format
 from baton_engine.model.spec import ModelSpec, Quantize
@@ -16,6 +20,9 @@ from baton_engine.ops import Ops
 from baton_engine.ops.cpu import CpuOps
 from baton_engine.ops.native.library import disabled
 from baton_engine.ops.plain import PlainOps
+
+if TYPE_CHECKING:
+    from baton_engine.sampling.weights import TokenRule
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +78,29 @@ def kept_formats(
     return "off" if reason else choice, formats
 
 
+def kv_dtype(
+    choice: Literal["auto", "fp8"],
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    environment: Mapping[str, str] = os.environ,
+) -> torch.dtype:
+    """Return the data type of the KV cache. Raises SetupError if the operations of the model lack it."""
+    if choice == "auto":
+        return dtype
+    reason: str | None = "the kernels of CPUs do not read it"
+    if device.type != "cpu" and not (reason := _missing(environment)):
+        from baton_engine.ops.accelerator import AcceleratorOps
+
+        reason = AcceleratorOps(spec).unsupported
+    if reason:
+        raise SetupError(
+            f"--kv-cache-dtype {choice} does not work for {spec.architecture} on {device}: {reason}. Use "
+            "--kv-cache-dtype auto."
+        )
+    return FLOAT8_CACHE
+
+
 def _missing(environment: Mapping[str, str]) -> str:
     """Return why there are no kernels of accelerators, or an empty string."""
     if disabled(environment):
@@ -80,3 +110,15 @@ def _missing(environment: Mapping[str, str]) -> str:
     except ImportError as error:
         return f"{error}; install triton"
     return ""
+
+
+@cache
+def selection(device_type: str) -> Callable[[Tensor, Sequence[TokenRule]], list[int | None]] | None:
+    """Return the kernels that select tokens on this type of device; None if the host selects them."""
+    if device_type == "cpu" or disabled(os.environ):
+        return None
+    try:
+        from baton_engine.ops.kernels.sampling import select
+    except ImportError:
+        return None  # `create_ops` logs it
+    return select

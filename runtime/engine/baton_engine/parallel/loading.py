@@ -35,6 +35,8 @@ def check_parallel(
         raise SetupError(
             f"{flag} does not support --quantize {settings.quantize}: ranks compute with torch operations."
         )
+    if settings.kv_cache_dtype != "auto":
+        raise SetupError(f"{flag} does not support --kv-cache-dtype {settings.kv_cache_dtype}. Use auto.")
     if settings.speculation == "draft":
         raise SetupError(f"{flag} does not support --speculation draft. Use ngram or off.")
     if settings.enable_lora:
@@ -93,8 +95,9 @@ def load_parallel(
     ranks = Ranks(start, [_device(device, rank) for rank in range(size)])
     stack.callback(ranks.close)
     shard = Shard(0, size)
-    weights = load_weights(checkpoint, spec, dtype, progress, shard=shard)
+    weights = load_weights(checkpoint, spec, dtype, progress, shard=shard, device=device)
     group, loaded = Group(shard, spec.vocab, torch.device(_device(device, 0))), weights.bytes
+    weights = weights.handed_over()
     part = create_decoder(shard.spec(spec), weights, device, dtype, group)
     del weights  # the model has its own copy, in the device's layout
     digest = weights_digest(load_weights(checkpoint, spec, dtype, SILENT, sampled=True))

@@ -89,9 +89,10 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
 def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:
     checkpoint, shard = Checkpoint(Path(start.checkpoint), start.name), Shard(start.rank, start.size)
     spec, dtype = load_spec(checkpoint).served_to(start.context), getattr(torch, start.dtype)
-    weights = load_weights(checkpoint, spec, dtype, shard=shard)
-    group = Group(shard, spec.vocab, device)
-    return group, create_decoder(shard.spec(spec), weights, device, dtype, group), weights.bytes
+    weights = load_weights(checkpoint, spec, dtype, shard=shard, device=device)
+    group, size = Group(shard, spec.vocab, device), weights.bytes
+    weights = weights.handed_over()
+    return group, create_decoder(shard.spec(spec), weights, device, dtype, group), size
 
 
 def _compute(message: AnyMessage, model: Decoder, group: Group, cache: KVCache, device: torch.device) -> None:

@@ -6,7 +6,8 @@ the highest maximum. A uniform number is searched in the block where the cumulat
 top-p and min-p each determine a least weight to keep. The 64th highest block maximum limits the search for it
 to a few likely tokens in nearly all cases.
 
-The token of a row depends only on its logits, parameters and position, not on other rows.
+The token of a row depends only on its logits, parameters and position, not on other rows. Weights and their
+sums are exact integers (`baton_engine.sampling.weights`), so kernels on an accelerator select the same token.
 
 Order of the steps: token mask, repetition penalty, frequency and presence penalty, logit bias, suppressed
 stop ids, temperature, min-p, top-k, and top-p of the remaining tokens. Tokens with the same weight as the
@@ -16,6 +17,7 @@ least kept one are kept too. Logprobs are those of the model's unmodified logits
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +26,13 @@ from torch import Tensor
 
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
+from baton_engine.ops.choice import selection
 from baton_engine.sampling import token_masks
-from baton_engine.sampling.state import SamplingState, Seen, uniform
-
-BLOCK = 128
-"""Number of tokens per block. A pass over blocks costs a fifth of torch's argmax."""
+from baton_engine.sampling.state import SamplingState, Seen
+from baton_engine.sampling.weights import BLOCK, TokenRule, rule_of, weigh
 
 CANDIDATES = (64, 512)
 """Minimum numbers of likely tokens in which the least kept one is searched, before all tokens are."""
-
-TINY = np.finfo(np.float32).smallest_subnormal
-"""The smallest positive weight. Tokens with weight 0 are never kept."""
 
 ALTERNATIVES = 20
 """Number of alternatives from which logprobs are selected, so that ties have the same order for any
@@ -50,29 +48,31 @@ def sample(
     `masks` has a bit for each allowed token, or None for a row without a mask. Returns None for a row with
     NaN or infinity in its logits, or without an allowed token.
     """
+    logits = logits.contiguous()
     masked = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
-    if all(state.plain for state in states):
-        token_masks.apply(logits, masked)
-        tokens, healthy = _most_likely(logits)
-        return [
-            TokenChoice(token=token) if good else None for token, good in zip(tokens, healthy, strict=True)
-        ]
     reported = _Logprobs(logits, states)
     token_masks.apply(logits, masked)
-    for row, state in zip(logits, states, strict=True):
-        if state.adjusted:
-            _adjust(row, state)
-    tokens, healthy = _most_likely(logits)
-    chance = [row for row, state in enumerate(states) if not state.greedy and healthy[row]]
+    _adjust(logits, states)
+    rules = [rule_of(state, logits.shape[1]) for state in states]
+    select = selection(logits.device.type)
+    tokens = select_on_host(logits, rules) if select is None else select(logits, rules)
+    return [
+        None if token is None else reported.choice(row, token)
+        for row, (token, _) in enumerate(zip(tokens, states, strict=True))
+    ]
+
+
+def select_on_host(logits: Tensor, rules: Sequence[TokenRule]) -> list[int | None]:
+    """Return the token of each row of `logits`, which may be overwritten; None for a row with bad logits."""
+    likeliest, healthy = _most_likely(logits)
+    tokens = [token if good else None for token, good in zip(likeliest, healthy, strict=True)]
+    chance = [row for row, rule in enumerate(rules) if rule.factor and healthy[row]]
     if chance:
-        peaks = logits[chance, [tokens[row] for row in chance]]
-        drawn = _draw(_select(logits, chance), peaks, [states[row] for row in chance])
+        peaks = logits[chance, [likeliest[row] for row in chance]]
+        drawn = _draw(_select(logits, chance), peaks, [rules[row] for row in chance])
         for row, token in zip(chance, drawn, strict=True):
             tokens[row] = token
-    return [
-        reported.choice(row, token) if good else None
-        for row, (token, good) in enumerate(zip(tokens, healthy, strict=True))
-    ]
+    return tokens
 
 
 def _most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
@@ -89,83 +89,86 @@ def _most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
     return tokens.squeeze(1).tolist(), healthy.squeeze(1).tolist()
 
 
-def _adjust(row: Tensor, state: SamplingState) -> None:
-    """Apply penalties, bias and suppressed ids to one row, in place."""
-    params = state.params
-    if state.seen is not None:
-        _penalize(row, state, state.seen)
-    if params.logit_bias:
-        ids = [token for token, _ in params.logit_bias]
-        bias = [value for _, value in params.logit_bias]
-        row.index_add_(0, _ids(ids, row), torch.tensor(bias, dtype=row.dtype, device=row.device))
-    if state.suppresses and state.drawn < params.min_tokens and params.stop_ids:
-        stops = [token for token in params.stop_ids if token < len(row)]  # the tokenizer may have more ids
-        row[_ids(stops, row)] = float("-inf")
+def _adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Apply penalties, bias and suppressed ids to contiguous logits, in place."""
+    vocab, flat = logits.shape[1], logits.view(-1)
+    rows = [(row * vocab, state) for row, state in enumerate(states) if state.adjusted]
+    if not rows:
+        return
+    if penalized := [(start, state.params, state.seen) for start, state in rows if state.seen is not None]:
+        _penalize(flat, penalized)
+    if biased := [(start + token, bias) for start, state in rows for token, bias in state.params.logit_bias]:
+        indices, biases = zip(*biased, strict=True)
+        flat.index_add_(0, _moved(np.array(indices), flat), _moved(np.array(biases, dtype=np.float32), flat))
+    early = [
+        (start, state.params)
+        for start, state in rows
+        if state.suppresses and state.drawn < state.params.min_tokens
+    ]
+    # The tokenizer may have more ids than the model.
+    stops = [start + token for start, params in early for token in params.stop_ids if token < vocab]
+    if stops:
+        flat[_moved(np.array(stops), flat)] = float("-inf")
 
 
-def _penalize(row: Tensor, state: SamplingState, seen: Seen) -> None:
-    params = state.params
-    ids = torch.from_numpy(seen.ids).to(row.device)
-    counts = torch.from_numpy(seen.counts).to(row.device)
-    values = row[ids]
-    if params.repetition_penalty != 1.0:
-        penalty = params.repetition_penalty
-        values = torch.where(values > 0, values / penalty, values * penalty)
-    values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-    row[ids] = values
+def _penalize(flat: Tensor, rows: Sequence[tuple[int, SamplingParams, Seen]]) -> None:
+    """Apply penalties to rows that start at these places."""
+    indices = _moved(np.concatenate([start + seen.ids for start, _, seen in rows]), flat)
+    counts = _moved(np.concatenate([seen.counts for _, _, seen in rows]), flat)
+    factors = np.array(
+        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in rows],
+        dtype=np.float32,
+    )
+    sizes = [len(seen.ids) for _, _, seen in rows]
+    repetition, frequency, presence = _moved(factors.repeat(sizes, 0).T, flat)
+    values = flat[indices]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    flat[indices] = values - (frequency * counts + presence * (counts > 0))
 
 
-def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int64, device=row.device)
+def _moved(values: NDArray[Any], logits: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(logits.device)
 
 
-def _draw(logits: Tensor, peaks: Tensor, states: Sequence[SamplingState]) -> list[int]:
-    """Sample a token for each row. `peaks` are the highest logits. Overwrites the logits."""
-    temperatures = torch.tensor([state.params.temperature for state in states], device=logits.device)
-    # Unnormalized probabilities. In place, because temporaries of this size are slow.
-    weights = _blocks(logits.sub_(peaks[:, None]).div_(temperatures[:, None]).exp_())
-    sums = weights.sum(-1).cpu().numpy().astype(np.float64)
-    numbers = np.array([uniform(state.params.seed, state.position) for state in states])
-    tokens = [0] * len(states)
-    whole = [row for row, state in enumerate(states) if not state.truncated]
+def _draw(logits: Tensor, peaks: Tensor, rules: Sequence[TokenRule]) -> list[int]:
+    """Sample a token for each row. `peaks` are the highest logits. May overwrite the logits."""
+    weights = weigh(logits, peaks, rules)
+    tokens = [0] * len(rules)
+    whole = [row for row, rule in enumerate(rules) if not _truncates(rule)]
     if whole:
-        picked = _from_all(_select(weights, whole), sums[whole], numbers[whole])
+        numbers = np.array([rules[row].number for row in whole])
+        picked = _from_all(_select(weights.values, whole), weights.sums[whole], numbers)
         for row, token in zip(whole, picked, strict=True):
             tokens[row] = token
-    if len(whole) < len(states):
-        maxima, values, totals = weights.amax(-1).cpu().numpy(), weights.cpu().numpy(), sums.sum(1)
-        for row, state in enumerate(states):
-            if state.truncated:
-                likely = _Likely(values[row], maxima[row])
-                least = _least_kept(likely, totals[row], state.params)
-                tokens[row] = _from_kept(likely, least, numbers[row])
+    if len(whole) < len(rules):
+        values, totals = weights.values.cpu().numpy(), weights.sums.sum(1)
+        for row, rule in enumerate(rules):
+            if _truncates(rule):
+                likely = _Likely(values[row], weights.maxima[row])
+                least = _least_kept(likely, totals[row], rule)
+                tokens[row] = _from_kept(likely, least, rule.number)
     return tokens
+
+
+def _truncates(rule: TokenRule) -> bool:
+    """Return whether unlikely tokens are excluded, apart from those with the weight 0."""
+    return rule.top_k > 0 or rule.top_p < 1.0 or rule.floor > 1.0
 
 
 def _select(values: Tensor, rows: list[int]) -> Tensor:
     return values if len(rows) == len(values) else values[rows]
 
 
-def _blocks(values: Tensor) -> Tensor:
-    """Reshape [S, V] to [S, C, BLOCK], with zeros at the end of the last block."""
-    rows, vocab = values.shape
-    if vocab % BLOCK:
-        values = torch.nn.functional.pad(values, (0, BLOCK - vocab % BLOCK))
-    return values.view(rows, -1, BLOCK)
-
-
 def _from_all(blocks: Tensor, sums: NDArray[np.float64], numbers: NDArray[np.float64]) -> list[int]:
     """Sample tokens of rows without truncation, in vocabulary order."""
     ends = sums.cumsum(1)
     every = np.arange(len(sums))
-    target = _below(numbers * ends[:, -1], ends[:, -1])
-    block = (ends <= target[:, None]).sum(1)
-    # The remainder is scaled to the block, because its sum above was rounded differently.
-    left = (target - ends[every, block] + sums[every, block]) / sums[every, block]
+    target = _below(numbers * ends[:, -1], ends[:, -1])[:, None]
+    block = (ends <= target).sum(1)
     inside = blocks[torch.from_numpy(every), torch.from_numpy(block)].cpu().numpy()
-    ends = inside.cumsum(1, dtype=np.float64)
-    target = _below(left.clip(0.0) * ends[:, -1], ends[:, -1])
-    tokens: list[int] = (block * BLOCK + (ends <= target[:, None]).sum(1)).tolist()
+    before = (ends - sums)[every, block]
+    ends = before[:, None] + inside.cumsum(1, dtype=np.float64)
+    tokens: list[int] = (block * BLOCK + (ends <= target).sum(1)).tolist()
     return tokens
 
 
@@ -180,8 +183,6 @@ class _Likely:
     def __init__(self, values: NDArray[np.float32], maxima: NDArray[np.float32]) -> None:
         self._values = values
         self._maxima = maxima
-        self.size = values.size
-        """Number of tokens, including the padding of the last block."""
         self.peak = maxima.max()
 
     def above(self, bound: np.float32) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -205,21 +206,21 @@ class _Likely:
         yield np.float32(0.0)
 
 
-def _least_kept(likely: _Likely, total: np.float64, params: SamplingParams) -> np.float32:
+def _least_kept(likely: _Likely, total: np.float64, rule: TokenRule) -> np.float32:
     """Return the least weight that min-p, top-k and top-p keep; always positive."""
-    floor = max(likely.peak * np.float32(params.min_p), TINY)
+    floor = np.float32(rule.floor)
     # Without min-p and top-k, the total mass of top-p is known in advance.
-    uncut = not params.min_p and not 0 < params.top_k < likely.size
+    uncut = rule.floor == 1.0 and not rule.top_k
     least = likely.peak
     for bound in likely.bounds():
         complete = bool(bound <= floor)
         descending = -np.sort(-likely.above(max(bound, floor))[1])
-        if 0 < params.top_k <= len(descending):
-            descending = descending[: params.top_k]
+        if 0 < rule.top_k <= len(descending):
+            descending = descending[: rule.top_k]
             complete = True
-        if params.top_p < 1.0 and (complete or uncut):
+        if rule.top_p < 1.0 and (complete or uncut):
             ends = descending.cumsum(dtype=np.float64)
-            reached = int(ends.searchsorted(params.top_p * (ends[-1] if complete else total)))
+            reached = int(ends.searchsorted(rule.top_p * (ends[-1] if complete else total)))
             if reached < len(descending):
                 return np.float32(descending[reached])
         least = descending[-1]
@@ -228,7 +229,7 @@ def _least_kept(likely: _Likely, total: np.float64, params: SamplingParams) -> n
     return np.float32(least)
 
 
-def _from_kept(likely: _Likely, least: np.float32, number: np.float64) -> int:
+def _from_kept(likely: _Likely, least: np.float32, number: float) -> int:
     """Sample a token from those with at least the weight `least`, in vocabulary order."""
     tokens, weights = likely.above(least)
     ends = weights.cumsum(dtype=np.float64)

@@ -32,12 +32,10 @@ class SamplingState:
         "drawn",
         "greedy",
         "params",
-        "plain",
         "position",
         "seen",
         "suppresses",
         "token_mask",
-        "truncated",
     )  # fmt: skip
 
     def __init__(
@@ -52,8 +50,6 @@ class SamplingState:
         """Position of the next token in the sequence, the input of its random number."""
         self.drawn = 0
         self.greedy = params.temperature < GREEDY_BELOW or params.top_p <= 0.0 or params.top_k == 1
-        self.truncated = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        """Whether unlikely tokens are excluded."""
         penalized = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -64,8 +60,6 @@ class SamplingState:
         otherwise."""
         self.adjusted = penalized or bool(params.logit_bias) or self.suppresses
         """Whether logits are modified before the selection."""
-        self.plain = self.greedy and not self.adjusted and params.logprobs is None
-        """Whether the result is the token with the highest unmodified logit, without logprobs."""
         self.seen = Seen(given if params.repetition_penalty != 1.0 else ()) if penalized else None
         for token in prompt[len(given) :]:
             self.push(token)
@@ -84,7 +78,6 @@ class SamplingState:
         state.params = (
             replace(self.params, logprobs=None) if self.params.logprobs is not None else self.params
         )
-        state.plain = self.greedy and not self.adjusted
         return state
 
     def push(self, token: int) -> None:

@@ -94,6 +94,16 @@ class Scheduler:
         self._plan_prompts(plan, budget if shared else self._prompt_tokens(plan.decodes), patient=True)
         return plan
 
+    def retract(self, count: int) -> list[Sequence]:
+        """Retract up to `count` running sequences, those with the least loss. Returns them."""
+        plan = StepPlan()
+        while len(plan.retracted) < count:
+            victims = [sequence for sequence in self.running if sequence.retractable]
+            if not victims:
+                break
+            self._retract_one(plan, victims)
+        return plan.retracted
+
     def reserve(self, sequence: Sequence, tokens: int) -> int:
         """
         Return how many of `tokens` draft tokens fit into the blocks of a generating sequence.

@@ -54,6 +54,8 @@ def load_draft(
             f"The draft model {checkpoint.name} has a context of {draft.context} tokens, the model has "
             f"{context}. Set --max-model-len {draft.context}, or use another draft model."
         )
-    weights = load_weights(checkpoint, draft, dtype, progress)
+    weights = load_weights(checkpoint, draft, dtype, progress, device=device)
+    taken = weights.bytes
+    weights = weights.handed_over()
     log.info("Draft model: %s, %s", checkpoint.name, draft.architecture)
-    return create_model(draft, weights, device, dtype, seat=seat), weights.bytes
+    return create_model(draft, weights, device, dtype, seat=seat), taken

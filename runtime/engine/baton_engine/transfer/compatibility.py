@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton_api.messages import PROTOCOL
-from baton_engine.kv.cache import BLOCK_SIZE
+from baton_engine.kv.cache import BLOCK_SIZE, FLOAT8_CACHE
 from baton_engine.model.quantized import Format, Matrix, Quantized
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tensor_reader import samples
@@ -42,22 +42,31 @@ class Compatibility:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, dtype: torch.dtype, weights: str, block_size: int = BLOCK_SIZE
+        cls,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        weights: str,
+        block_size: int = BLOCK_SIZE,
+        kv_dtype: torch.dtype | None = None,
     ) -> Compatibility:
-        """Create it from the model. `dtype` is of weights and KV cache; `weights` is `weights_digest`."""
+        """
+        Create it from the model. `weights` is `weights_digest`.
+
+        `dtype` is of weights, and of the KV cache without `kv_dtype`.
+        """
         model = {
             field.name.replace("_", " "): str(getattr(spec, field.name))
             for field in fields(spec)
             if field.name not in BYTES_DO_NOT_DEPEND_ON
         }
-        kind = str(dtype).removeprefix("torch.")
+        kind, kept = (str(each).removeprefix("torch.") for each in (dtype, kv_dtype or dtype))
         return cls(
             {
                 "protocol": str(PROTOCOL),
                 **model,
                 "weights": weights,
                 "dtype": kind,
-                "kv dtype": kind,
+                "kv dtype": "fp8" if kv_dtype == FLOAT8_CACHE else kept,
                 "block size": str(block_size),
                 "layout": LAYOUT if spec.latent is None else LATENT_LAYOUT,
             }

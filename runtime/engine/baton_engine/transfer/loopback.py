@@ -22,7 +22,7 @@ from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pulled
-from baton_engine.transfer.parts import whole_bytes
+from baton_engine.transfer.parts import pool_layouts, whole_bytes
 from baton_engine.transfer.reads import Settlement, check_pools, check_read, runs
 
 _workers: WeakValueDictionary[bytes, LoopbackTransfer] = WeakValueDictionary()
@@ -49,10 +49,7 @@ class LoopbackTransfer:
 
     @property
     def pools(self) -> tuple[PoolLayout, ...]:
-        return tuple(
-            PoolLayout(address=part.kv.data_ptr(), block_bytes=part.block_bytes, blocks=part.blocks)
-            for part in self._cache.parts
-        )
+        return pool_layouts(self._cache)
 
     async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
         worker = _workers.get(metadata)
@@ -83,9 +80,11 @@ class LoopbackTransfer:
         if worker is None:
             end.fail(TransferFailed(f"The peer {peer.name} is gone."))
             return
-        for ours, theirs in _shared_heads(self._cache, worker._cache):
-            for source, destination, count in runs(remote, local):
-                ours[destination : destination + count].copy_(theirs[source : source + count])
+        with self._cache.streams.aside():
+            for ours, theirs in _shared_heads(self._cache, worker._cache):
+                for source, destination, count in runs(remote, local):
+                    ours[destination : destination + count].copy_(theirs[source : source + count])
+            self._cache.streams.record().wait()
         size = len(remote) * whole_bytes(self.pools)
         end.succeed(Pulled(bytes=size, seconds=time.perf_counter() - begin, transport="loopback"))
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from baton_api.errors import SetupError, TransferFailed
@@ -32,7 +33,7 @@ from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, ucx
 from baton_engine.transfer.integrity import seal, unseal
-from baton_engine.transfer.parts import BlockPiece, block_pieces, whole_bytes
+from baton_engine.transfer.parts import DRAM, VRAM, BlockPiece, block_pieces, pool_layouts, whole_bytes
 from baton_engine.transfer.reader import AgentError, BlockReader, Read
 from baton_engine.transfer.reads import Settlement, check_pools, check_read, slices
 
@@ -58,7 +59,7 @@ class NixlTransfer:
 
     def __init__(self, cache: KVCache, worker: str) -> None:
         self._cache = cache
-        self._pools = tuple(_layout(part) for part in cache.parts)
+        self._pools = pool_layouts(cache)
         self._agent = NixlAgent(f"{worker}-{secrets.token_hex(16)}", cache, self._pools)
         self._reader = BlockReader(self._agent)
         self._metadata = b""
@@ -149,6 +150,7 @@ class NixlAgent:
     def open(self) -> bytes:
         """Start UCX, register the pool, and return the metadata for peers. Raises SetupError."""
         size = self._cache.blocks * whole_bytes(self._pools)
+        self._cache.streams.use()  # without the device's context, UCX registers VRAM as host memory
         with ucx.environment():
             nixl_agent, nixl_agent_config, self._errors = _load()
             try:
@@ -258,8 +260,8 @@ class NixlAgent:
         self._agent.get_new_notifs(["UCX"])
 
     def transport(self, pools: tuple[PoolLayout, ...], copied: bool) -> str:
-        memory = "VRAM" if "VRAM" in (pools[0].memory, self._pools[0].memory) else "DRAM"
-        return ucx.transport(memory, copied, self._rdma)
+        on_device = VRAM in (pools[0].memory, self._pools[0].memory)
+        return ucx.transport(on_device, copied, self._rdma)
 
     def close(self) -> None:
         if self._blocks is not None:
@@ -292,17 +294,6 @@ def _indices(blocks: Sequence[int], pools: tuple[PoolLayout, ...]) -> NDArray[np
     return (first + np.array(blocks, dtype=np.int32)).reshape(-1)
 
 
-def _layout(part: KVCache) -> PoolLayout:
-    device = part.kv.device
-    return PoolLayout(
-        address=part.kv.data_ptr(),
-        block_bytes=part.block_bytes,
-        blocks=part.blocks,
-        device=device.index or 0,
-        memory="VRAM" if device.type == "cuda" else "DRAM",
-    )
-
-
 def is_installed() -> bool:
     """Return whether the library is installed."""
     return importlib.util.find_spec("nixl") is not None
@@ -318,13 +309,19 @@ def try_out() -> str:
             agent = nixl_agent(f"trial-{secrets.token_hex(8)}", config)
             if "UCX" not in agent.backends:
                 raise SetupError(f"The NIXL library has no UCX plugin. {WAY_OUT}")
-            region = (memory.ctypes.data, SELF_TEST_BYTES, 0, "")
-            agent.deregister_memory(agent.register_memory([region], "DRAM", ["UCX"]), ["UCX"])
+            regions = {DRAM: memory.ctypes.data}
+            if torch.cuda.is_available():
+                on_device = torch.zeros(SELF_TEST_BYTES, dtype=torch.uint8, device="cuda:0")
+                regions[VRAM] = on_device.data_ptr()
+            for kind, address in regions.items():
+                registered = agent.register_memory([(address, SELF_TEST_BYTES, 0, "")], kind, ["UCX"])
+                agent.deregister_memory(registered, ["UCX"])
             plugins = ", ".join(sorted(agent.get_plugin_list()))
         except errors as error:
             tls = os.environ.get("UCX_TLS", "all")
             raise SetupError(f"UCX cannot start (UCX_TLS={tls}): {error}. {WAY_OUT}") from error
-    return f"NIXL {importlib.metadata.version('nixl')} with UCX; plugins: {plugins}"
+    memories = " and ".join(regions)
+    return f"NIXL {importlib.metadata.version('nixl')} with UCX for {memories}; plugins: {plugins}"
 
 
 def _load() -> tuple[Any, Any, tuple[type[Exception], ...]]:

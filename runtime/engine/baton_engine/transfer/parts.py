@@ -12,7 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from baton_api.messages import PoolLayout
+from baton_engine.kv.cache import KVCache
+
+DRAM, VRAM = "DRAM", "VRAM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +49,22 @@ def block_pieces(pools: Sequence[PoolLayout], peers: int, planes: int) -> list[B
 def whole_bytes(pools: Sequence[PoolLayout]) -> int:
     """Return the bytes of a block on all ranks together."""
     return sum(pool.block_bytes for pool in pools)
+
+
+def pool_layouts(cache: KVCache) -> tuple[PoolLayout, ...]:
+    """Return the pools of all ranks of a worker, as `Welcome` announces them."""
+    return tuple(
+        PoolLayout(
+            address=part.kv.data_ptr(),
+            block_bytes=part.block_bytes,
+            blocks=part.blocks,
+            device=part.kv.device.index or 0,
+            memory=memory_of(part.kv.device),
+        )
+        for part in cache.parts
+    )
+
+
+def memory_of(device: torch.device) -> str:
+    """Return `PoolLayout.memory` of a pool on `device`."""
+    return DRAM if device.type == "cpu" else VRAM

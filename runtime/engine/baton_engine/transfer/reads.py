@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
-from baton_engine.transfer.parts import whole_bytes
+from baton_engine.transfer.parts import DRAM, VRAM, whole_bytes
 
 BLOCKS_LIMIT = 2**31 - 1
 """Maximum number of blocks of all ranks: NIXL's descriptor counts have 32 bits."""
@@ -44,7 +44,7 @@ def check_pools(ours: Sequence[PoolLayout], theirs: Sequence[PoolLayout], kv_hea
     for pool in theirs:
         if (pool.block_bytes, pool.blocks, pool.memory) != (first.block_bytes, first.blocks, first.memory):
             raise IncompatiblePeer("The peer announced different pools for its ranks.")
-        if not 0 < pool.blocks <= BLOCKS_LIMIT // len(theirs) or pool.memory not in ("DRAM", "VRAM"):
+        if not 0 < pool.blocks <= BLOCKS_LIMIT // len(theirs) or pool.memory not in (DRAM, VRAM):
             raise IncompatiblePeer(f"The peer announced a pool of {pool.blocks} blocks of {pool.memory!r}.")
         if not 0 < pool.address < 2**64 - pool.blocks * pool.block_bytes or not 0 <= pool.device < 2**16:
             raise IncompatiblePeer("The peer announced a pool with an invalid address.")

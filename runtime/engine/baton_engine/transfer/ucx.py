@@ -65,7 +65,7 @@ def place() -> str:
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.stat('/proc/self/ns/user').st_ino}"
 
 
-def transport(memory: str, copied: bool, rdma: bool) -> str:
+def transport(on_device: bool, copied: bool, rdma: bool) -> str:
     """
     Return the transport of reads from a peer, as far as it can be observed, because NIXL does not report it.
 
@@ -74,7 +74,7 @@ def transport(memory: str, copied: bool, rdma: bool) -> str:
     otherwise an unknown one (`network`). For GPU memory the transport is unknown, because copies between GPUs
     are asynchronous too.
     """
-    if memory == "VRAM":
+    if on_device:
         return "nixl/ucx"
     if copied:
         return "nixl/ucx shm"

@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_engine.batch import Batch
-from baton_engine.kv.cache import KVCache
+from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.model.spec import ModelSpec
+from baton_engine.model.unpacked import FLOAT8_FACTOR
+from baton_engine.ops.kernels import float8
 
 SPLIT = 256
 """Keys that are added before they are added to others. A multiple of all tiles."""
@@ -48,6 +50,7 @@ STAGES = 2
 """Tiles of keys and values in shared memory: one is loaded while the other is used."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+FACTOR = tl.constexpr(FLOAT8_FACTOR)
 
 
 class AttentionPlan(NamedTuple):
@@ -113,7 +116,7 @@ def _seen_from(position, window, WINDOW: tl.constexpr):
 def _attend(
     q, position, seen_from, keys, values, table, begin, end, block_stride, scale, cap,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """
     Attend from q [ROWS, BLOCK_D] to the keys at positions begin to end of one split.
@@ -132,7 +135,9 @@ def _attend(
         block = tl.load(table + key // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
         place = block * block_stride + key % BLOCK_SIZE * D
         mask = held[:, None] & (dim < D)[None, :]
-        k = tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        k = tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0)
+        if FLOAT8:
+            k = float8.widen(k, q.dtype)  # `scale` makes up for its factor
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
@@ -143,9 +148,13 @@ def _attend(
         weights = tl.exp2(scores - level[:, None])
         shrunk = tl.exp2(peak - level)
         total = total * shrunk + tl.sum(weights, axis=1)
-        v = tl.load(values + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        v = tl.load(values + place[:, None] + dim[None, :], mask=mask, other=0)
+        if FLOAT8:
+            v = float8.widen(v, q.dtype)
         mixed = mixed * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = higher
+    if FLOAT8:
+        mixed *= FACTOR
     return peak, total, mixed
 
 
@@ -161,7 +170,7 @@ def _shrinkage(peak, split_peak):
 def _attend_all(
     q, position, seen_from, keys, values, table, begin, end, block_stride, scale, cap,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys at positions begin to end of all splits, as `_attend` to those of one."""
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -171,7 +180,7 @@ def _attend_all(
         split_peak, split_total, split_mixed = _attend(
             q, position, seen_from, keys, values, table,
             tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), block_stride, scale, cap,
-            D, BLOCK_SIZE, ROWS, TILE, BLOCK_D, CAPPED,
+            D, BLOCK_SIZE, ROWS, TILE, BLOCK_D, CAPPED, FLOAT8,
         )  # fmt: skip
         peak, old, new = _shrinkage(peak, split_peak)
         total = total * old + split_total * new
@@ -192,8 +201,8 @@ def _attention(
     q, kv, result, parts, sums, tables, work, positions, sinks,
     table_stride, block_stride, plane_stride, head_stride, scale, cap, window,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr, SINKS: tl.constexpr,
+    PARTIAL: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of tokens to their context; with PARTIAL, from one token to one split of it."""
     entry = tl.program_id(0)
@@ -220,7 +229,7 @@ def _attention(
         peak, total, mixed = _attend(
             queries, position, seen_from, keys, values, table,
             tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), block_stride, scale, cap,
-            D, BLOCK_SIZE, ROWS, TILE, BLOCK_D, CAPPED,
+            D, BLOCK_SIZE, ROWS, TILE, BLOCK_D, CAPPED, FLOAT8,
         )  # fmt: skip
         part = entry.to(tl.int64) * K * G + head
         tl.store(parts + part[:, None] * D + dim[None, :], mixed, mask=mask)
@@ -229,7 +238,7 @@ def _attention(
     else:
         peak, total, mixed = _attend_all(
             queries, position, seen_from, keys, values, table, begin, end, block_stride, scale, cap,
-            D, BLOCK_SIZE, SPLIT, ROWS, TILE, BLOCK_D, CAPPED,
+            D, BLOCK_SIZE, SPLIT, ROWS, TILE, BLOCK_D, CAPPED, FLOAT8,
         )  # fmt: skip
         if SINKS:
             total, shrunk = _add_sink(sinks, head, peak, total)
@@ -277,7 +286,7 @@ def attention(
     result = torch.empty_like(q)
     kv = cache.kv[:, layer]  # [blocks, 2, K, slot, D]
     head_sinks = q if sinks is None else sinks
-    constants = _constants(spec, cache, window) | {"SINKS": sinks is not None}
+    constants = _constants(spec, cache, window, q.element_size()) | {"SINKS": sinks is not None}
 
     def launch(entries: Tensor, partial: bool, parts: Tensor, sums: Tensor) -> None:
         _attention[(len(entries), spec.kv_heads)](
@@ -292,7 +301,7 @@ def attention(
             head_sinks,
             batch.block_table.stride(0),
             *kv.stride()[:3],
-            spec.score_scale,
+            spec.score_scale * (FLOAT8_FACTOR if constants["FLOAT8"] else 1),
             spec.attention_cap or 1.0,
             window or 1,
             PARTIAL=partial,
@@ -308,17 +317,17 @@ def attention(
         parts = torch.empty((count, spec.heads, spec.head_dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((count, spec.heads, 2), dtype=torch.float32, device=q.device)
         launch(work.splits, True, parts, sums)
-        flags = {name: constants[name] for name in ("D", "SINKS", "BLOCK_D")}
+        flags = {name: constants[name] for name in ("D", "SINKS", "BLOCK_D", "enable_fp_fusion")}
         _add_splits[(len(work.sums), spec.heads)](
             parts, sums, result, work.sums, head_sinks, H=spec.heads, **flags
         )
     return result.flatten(1)
 
 
-def _constants(spec: ModelSpec, cache: KVCache, window: int | None) -> dict[str, Any]:
-    """Return what chunks and rows of one token have in common."""
+def _constants(spec: ModelSpec, cache: KVCache, window: int | None, itemsize: int) -> dict[str, Any]:
+    """Return what chunks and rows of one token have in common. `itemsize`: bytes of a number in a product."""
     dims = max(LEAST_ROWS, triton.next_power_of_2(spec.head_dim))
-    keys = TILE_BYTES // (dims * cache.kv.dtype.itemsize)
+    keys = TILE_BYTES // (dims * itemsize)
     return {
         "G": spec.group,
         "K": spec.kv_heads,
@@ -326,7 +335,9 @@ def _constants(spec: ModelSpec, cache: KVCache, window: int | None) -> dict[str,
         "BLOCK_SIZE": cache.block_size,
         "WINDOW": "none" if window is None else "chunks" if spec.window_chunks else "slides",
         "CAPPED": spec.attention_cap is not None,
+        "FLOAT8": cache.kv.dtype == FLOAT8_CACHE,
         "SPLIT": SPLIT,
         "TILE": max(LEAST_TILE_KEYS, min(MOST_TILE_KEYS, keys)),
         "BLOCK_D": dims,
+        "enable_fp_fusion": True,
     }

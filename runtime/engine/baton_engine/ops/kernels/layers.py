@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_engine.batch import Batch
-from baton_engine.kv.cache import KVCache
+from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.model.spec import ModelSpec
+from baton_engine.ops.kernels import float8
 
 COLUMNS = 1024
 """Columns of an activation that one program computes."""
@@ -79,6 +80,7 @@ def rms_norm(
             ADDS=residual is not None,
             BLOCK=block,
             num_warps=min(MOST_WARPS, max(1, block // WARP_COLUMNS)),
+            enable_fp_fusion=True,
         )
 
 
@@ -110,7 +112,9 @@ def gated(gate_up: Tensor, gelu: bool) -> Tensor:
     result = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         block = min(COLUMNS, triton.next_power_of_2(size))
-        _gated[(rows, triton.cdiv(size, block))](gate_up.contiguous(), result, size, GELU=gelu, BLOCK=block)
+        _gated[(rows, triton.cdiv(size, block))](
+            gate_up.contiguous(), result, size, GELU=gelu, BLOCK=block, enable_fp_fusion=True
+        )
     return result
 
 
@@ -119,7 +123,7 @@ def _rope_and_store(
     qkv, cos, sin, q_norm, k_norm, positions, slots, q, kv,
     block_stride, plane_stride, head_stride, epsilon, temperature, length,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr, NORM_AFTER: tl.constexpr, TEMPERATURE: tl.constexpr,
+    NORM: tl.constexpr, NORM_AFTER: tl.constexpr, TEMPERATURE: tl.constexpr, FLOAT8: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -159,7 +163,8 @@ def _rope_and_store(
     plane = tl.where(not_value, 0, 1)
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * D + plane * plane_stride
     place += (head - H - plane * K) * head_stride
-    tl.store(kv + place + dim, value, mask=inside & (head >= H))
+    held = float8.narrow(value.to(tl.float32)) if FLOAT8 else value
+    tl.store(kv + place + dim, held, mask=inside & (head >= H))
 
 
 @triton.jit
@@ -205,7 +210,9 @@ def rope_and_store(
         NORM=norms is not None,
         NORM_AFTER=rotation is not None and spec.qk_norm_after,
         TEMPERATURE=rotation is None and spec.temperature is not None,
+        FLOAT8=cache.kv.dtype == FLOAT8_CACHE,
         TILE=HEADS,
         BLOCK_D=triton.next_power_of_2(spec.head_dim),
+        enable_fp_fusion=True,
     )
     return q

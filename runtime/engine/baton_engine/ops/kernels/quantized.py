@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from baton_engine.model.quantized import Quantized, QuantizedPart
 from baton_engine.model.unpacked import SUPERBLOCK, Unpacked, unpack
+from baton_engine.ops.kernels import float8
 
 ROWS = 32
 """Rows of a tile, for any number of rows: tiles of another height would be multiplied by other instructions,
@@ -47,11 +48,9 @@ STAGES = 3
 
 @triton.jit
 def _floats(numbers, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
-    """Widen numbers, exactly. Those of float8 get the value of the float16 number with the same bits."""
+    """Widen numbers, exactly. Those of float8 are divided by `FLOAT8_FACTOR`."""
     if KIND == "float8":
-        bits = numbers.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return half.to(tl.float16, bitcast=True).to(dtype)
+        return float8.widen(numbers, dtype)
     else:
         return (numbers.to(tl.int8) - ZERO).to(dtype)
 
@@ -219,6 +218,7 @@ class _Arranged:
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             num_stages=STAGES,
+            enable_fp_fusion=True,
             **self.constants,
         )
         if partial:
@@ -233,6 +233,7 @@ class _Arranged:
                 BIAS=bias is not None,
                 ROWS=1,
                 COLUMNS=COLUMNS,
+                enable_fp_fusion=True,
             )
 
     def values(self, outputs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
  */
 #define _GNU_SOURCE
 
+#include "draw.h"
 #include "lora.h"
 
 #define NORM_ROWS 4          /* rows per chunk of a norm, of a rotation and of the embedding */

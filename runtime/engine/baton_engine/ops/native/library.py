@@ -3,7 +3,7 @@ The native library of kernels: compiled on first use for this processor, and sto
 
 Any C compiler works: `$CC`, the system's, or the clang in the `ziglang` wheel (`pip install
 'baton[kernels]'`). The file's name is a digest of sources, compiler and processor, so a change of any of them
-creates another file, and processes that start together write the same one. Without a compiler, `Unavailable`
+creates another file, and of processes that start together one compiles it. Without a compiler, `Unavailable`
 states what to install, and torch is used instead.
 
 Container images contain libraries for several kinds of processors, so that pods do not compile:
@@ -15,7 +15,9 @@ A worker loads the first one whose instructions the processor supports, and whos
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = (
     "decoder.c",
+    "draw.h",
     "experts.h",
     "lora.h",
     "model.h",
@@ -66,6 +69,9 @@ not support it."""
 BUILD_SECONDS = 300.0
 
 
+_loaded: list[ctypes.CDLL] = []
+
+
 class Unavailable(Exception):
     """The native library is unavailable. The message contains the reason and the remedy."""
 
@@ -88,7 +94,7 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
     if (folder := bundled_folder(environment)) is not None:
         for path in bundled(folder, instructions()):
             if _is_sound(path):
-                return ctypes.CDLL(str(path))
+                return _open(path)
     compiler = find_compiler(environment)
     path = cache_folder(environment) / f"kernels-{_digest(compiler, environment)}.so"
     if not trusted(path):
@@ -102,11 +108,38 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
     return _open(path)
 
 
+def begin_build(environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+    """
+    Build the library in a process of its own if it is missing, and return that process without waiting.
+
+    A worker imports torch in the meantime, and its `load` waits for the result. Compiling takes 15 s.
+    """
+    if disabled(environment) or bundled_folder(environment) is not None:
+        return None
+    try:
+        compiler = find_compiler(environment)
+        path = cache_folder(environment) / f"kernels-{_digest(compiler, environment)}.so"
+    except Unavailable:
+        return None  # `load` raises it again, with the reason
+    if path.exists() or not trusted(path):
+        return None
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(
+        (sys.executable, "-m", __name__), env=dict(environment), stdin=quiet, stdout=quiet, stderr=quiet
+    )
+
+
 def _open(path: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(path))
+        _loaded[:] = [ctypes.CDLL(str(path))]
     except OSError as error:
         raise Unavailable(f"cannot load {path} ({error}); delete it to build it again") from error
+    return _loaded[0]
+
+
+def loaded() -> ctypes.CDLL | None:
+    """Return the library that this process loaded last; None if it has not loaded any."""
+    return _loaded[0] if _loaded else None
 
 
 def find_compiler(environment: Mapping[str, str]) -> list[str]:
@@ -160,7 +193,9 @@ def _processor() -> str:
 def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with _build_lock(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            if path.exists():
+                return  # another process built it meanwhile
             built = Path(folder) / path.name
             for caution in CAUTIONS:
                 compile_to(built, compiler, (*FLAGS, *caution), environment)
@@ -175,6 +210,18 @@ def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) 
     raise Unavailable(
         f"kernels built by `{shlex.join(compiler)}` compute wrong results on this machine; try another CC"
     )
+
+
+@contextlib.contextmanager
+def _build_lock(folder: Path) -> Iterator[None]:
+    """Let one process at a time build in `folder`. A filesystem without locks lets them all build."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def compile_to(
@@ -270,4 +317,7 @@ def _sources() -> str:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    if len(sys.argv) > 1:
+        build(Path(sys.argv[1]))
+    else:
+        load(os.environ)

@@ -58,6 +58,8 @@ INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask &
 INLINE floats larger(floats a, floats b) {
 #if defined(__AVX512F__)
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return choose(a > b, a, b);
 #endif

@@ -1,0 +1,109 @@
+"""
+The order of an accelerator's work and of the host's threads. Only this module uses streams and events.
+
+A launch returns before its kernel runs, and a network card does not know the device's queue. So blocks are
+announced to readers, and overwritten by a transfer, only after an event behind all kernels that use them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in the queue of a device."""
+
+    def done(self) -> bool:
+        """Return whether all work before it has ended. Does not block."""
+        ...
+
+    def wait(self) -> None:
+        """Block the thread until all work before it has ended. Raises the device's error."""
+        ...
+
+
+class Streams(Protocol):
+    """The queues of one device. Any thread may use them."""
+
+    def use(self) -> None:
+        """Make the device the current one of the calling thread, for libraries that allocate or copy."""
+        ...
+
+    def record(self) -> Event:
+        """Return an event behind all work that the calling thread has queued on its current stream."""
+        ...
+
+    def aside(self) -> AbstractContextManager[object]:
+        """
+        Return a context whose work has a queue of its own, so that it need not wait for passes of the model.
+
+        The queue does not order it behind other work: wait for an event first.
+        """
+        ...
+
+
+class HostEvent:
+    """The event of a device without a queue."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class HostStreams:
+    """A CPU, whose operations have ended when they return."""
+
+    def use(self) -> None:
+        return
+
+    def record(self) -> Event:
+        return HostEvent()
+
+    def aside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class DeviceEvent:
+    """An event of CUDA or ROCm."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class DeviceStreams:
+    """A GPU. torch has CUDA and ROCm under the same names."""
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._aside: Any = None
+
+    def use(self) -> None:
+        self._cuda.set_device(self._device)
+
+    def record(self) -> Event:
+        event = self._cuda.Event(blocking=True)  # the waiting thread sleeps, and leaves its core to others
+        event.record(self._cuda.current_stream(self._device))
+        return DeviceEvent(event)
+
+    def aside(self) -> AbstractContextManager[object]:
+        if self._aside is None:
+            self._aside = self._cuda.Stream(self._device)
+        context: AbstractContextManager[object] = self._cuda.stream(self._aside)
+        return context
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the queues of `device`."""
+    return HostStreams() if device.type == "cpu" else DeviceStreams(device)

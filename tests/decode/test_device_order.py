@@ -1,0 +1,90 @@
+"""
+A pair on devices that run nothing before something waits for it.
+
+Without the events, these tests fail: blocks are announced before they are written, or written by an ended
+request after they have been fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton_engine.kv.cache import KVCache
+from baton_engine.transfer import Peer
+from baton_engine.transfer.loopback import LoopbackTransfer
+from baton_engine.transfer.reads import Settlement
+from tests.decode.pair import Pair, Side, fake_side, open_pair, tokens
+from tests.engine.fake_model import FakeModel, make_cache
+from tests.engine.fake_streams import FakeCuda, LateModel, on_device
+
+PROMPT = [(7 * at + at * at) % 97 for at in range(30)]
+BLOCKS = 8
+"""Of PROMPT, at 4 tokens each."""
+
+
+class Watching(LoopbackTransfer):
+    """A transfer that looks at the peer's blocks when it is to read them."""
+
+    def __init__(self, cache: KVCache, peer: KVCache) -> None:
+        super().__init__(cache, "decode")
+        self._peer = peer
+        self.written: list[bool] = []
+
+    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Settlement:
+        for block in remote:
+            tokens, positions = self._peer.kv[block, 0, 0, 0].T.int().tolist()
+            expected = [PROMPT[position] for position in positions]  # 0 at position 0 is also an unused slot
+            self.written.append(tokens == expected and max(positions) > 0)
+        return super().pull(peer, remote, local)
+
+
+def late_side(name: str, cuda: FakeCuda, blocks: int = 64, **how: Any) -> Side:
+    return Side.make(name, LateModel(cuda), on_device(make_cache(blocks), cuda), **how)
+
+
+async def fetched(pair: Pair, prompt: list[int] = PROMPT) -> None:
+    """Generate from a fetched prompt, and compare with the model."""
+    assert tokens(await pair.generate(prompt)) == FakeModel().greedy(prompt, 4)
+
+
+async def test_blocks_are_announced_after_their_event() -> None:
+    cuda = FakeCuda()
+    prefill, decode = late_side("prefill", cuda), fake_side("decode")
+    decode.faulty.inner = watching = Watching(decode.cache, prefill.cache)
+    async with open_pair(prefill, decode) as pair:
+        await fetched(pair)
+        assert pair.prefills.outcomes == {"whole": 1}
+    assert watching.written == [True] * BLOCKS
+    passes = -(-len(PROMPT) // 8)
+    assert cuda.counts["record"] == passes + 1, "one for each pass, and one at admission"
+    assert 0 < cuda.counts["synchronize"] <= passes
+
+
+async def test_cached_blocks_are_announced_after_an_event() -> None:
+    """A prefix that another request has just computed may not be written yet."""
+    cuda = FakeCuda()
+    async with open_pair(prefill=late_side("prefill", cuda, chunk_tokens=64)) as pair:
+        await pair.prefill.generate(pair.request(PROMPT, remote=False, max_tokens=1))
+        assert cuda.default.ended < len(cuda.default.queued)
+        await fetched(pair)
+        assert pair.prefills.outcomes == {"whole": 1}
+
+
+async def test_blocks_are_fetched_after_their_last_user() -> None:
+    """The last pass of an ended request may still write to blocks that a fetch has got."""
+    cuda = FakeCuda()
+    async with open_pair(decode=late_side("decode", cuda, blocks=14, local_prefill_tokens=16)) as pair:
+        short = [(5 * at) % 97 for at in range(6)]
+        assert tokens(await pair.generate(short)) == FakeModel().greedy(short, 4)
+        assert cuda.default.ended < len(cuda.default.queued), "its last pass has not run"
+        await fetched(pair)
+        assert pair.prefills.outcomes == {"whole": 1}
+
+
+async def test_failed_device_announces_nothing() -> None:
+    cuda = FakeCuda()
+    async with open_pair(prefill=late_side("prefill", cuda)) as pair:
+        cuda.broken = True
+        await fetched(pair)
+        assert pair.prefills.outcomes == {"failed": 1}
