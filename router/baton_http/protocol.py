@@ -220,10 +220,15 @@ class Acceptor:
         self._protocol = protocol
         self._retry: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._resume()
+
+    def is_serving(self) -> bool:
+        return not self._closed
 
     def close(self) -> None:
         """Accept no more connections."""
+        self._closed = True
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listening)

@@ -40,5 +40,7 @@ def mixed_sums(words: Tensor, blocks: Tensor, keys: tuple[int, int, int]) -> Ten
     size = words.shape[1]
     sums = torch.empty((len(blocks), triton.cdiv(size, TILE)), dtype=torch.int64, device=words.device)
     if len(blocks):
-        _mixed_sums[tuple(sums.shape)](words, blocks, sums, size, *keys, TILE=TILE, CHUNK=CHUNK)
+        _mixed_sums[tuple(sums.shape)](
+            words, blocks, sums, size, *keys, TILE=TILE, CHUNK=CHUNK, enable_fp_fusion=True
+        )
     return sums.sum(1)
