@@ -30,9 +30,9 @@ def test_kernels_compile_for_cuda_and_rocm() -> None:
         )
         for target in SHARED
     }
-    for target, process in processes.items():
-        output, errors = process.communicate()
-        assert process.returncode == 0, errors
+    ended = {target: (process.communicate(), process.returncode) for target, process in processes.items()}
+    for target, ((output, errors), status) in ended.items():
+        assert status == 0, errors
         assert output
         assert "UserWarning" not in errors
         for name, kernel, shared, _ in [line.rsplit(" ", 3) for line in output.splitlines()]:
