@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime.interpreter import InterpretedFunction
 
 from baton_api.sampling import SamplingParams
 from baton_engine.batch import Batch, BatchRow
@@ -20,17 +17,18 @@ from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.latent import LatentSpec
-from baton_engine.model.spec import ModelSpec
-from baton_engine.ops import Ops
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import create_ops
+from baton_engine.ops.kernels.sampling import select
 from baton_engine.ops.plain import PlainOps
 from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
+from benchmarks.launches import per_layer
+from benchmarks.launches import step as count_step
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.kernels.cases import DEVICE
 from tests.engine.models import VOCAB, make_model
-from tests.engine.random_weights import random_weights, tiny_spec
+from tests.engine.random_weights import tiny_spec
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU"),
@@ -131,55 +129,6 @@ def test_accelerated_decode_continues_in_copied_blocks(tmp_path: Path) -> None:
         assert torch.equal(logits, copied)
 
 
-class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts calls of torch that compute: no views, no allocations. A norm is one call, as on devices."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.name() != "aten::rms_norm":
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if not func.is_view and not func.name().startswith("aten::empty"):
-            self.counts[func.name()] += 1
-        return func(*args, **kwargs)
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Numbers of launches of each kernel. Calls of the interpreter are not counted."""
-    counts: Counter[str] = Counter()
-    run = InterpretedFunction.run
-    without_modes: Any = _disable_current_modes
-
-    def counted(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        counts[kernel.__name__] += 1
-        with without_modes():
-            run(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(InterpretedFunction, "run", counted)
-    return counts
-
-
-def launches(ops: Ops, spec: ModelSpec, kernels: Counter[str]) -> Counter[str]:
-    """Count the launches of a decode step of 4 rows with contexts of several lengths."""
-    model = Decoder(spec, random_weights(spec, torch.float32), ops, CPU)
-    rows = [
-        BatchRow([5], start, range(1 + 3 * row, 4 + 3 * row), 1) for row, start in enumerate((3, 20, 33, 40))
-    ]
-    batch, cache = Batch(rows, BLOCK_SIZE, CPU), KVCache(spec, 16, torch.float32, CPU)
-    kernels.clear()
-    torch_calls = Launches()
-    with torch_calls:
-        model.forward(batch, cache)
-    return torch_calls.counts + kernels
-
-
 @pytest.mark.parametrize(
     ("changes", "plain", "ours"),
     [
@@ -187,17 +136,15 @@ def launches(ops: Ops, spec: ModelSpec, kernels: Counter[str]) -> Counter[str]:
         pytest.param({"qk_norm": True}, (43, 19), (10, 7), id="qwen3"),
     ],
 )
-def test_decode_step_launches(
-    changes: dict[str, Any], plain: tuple[int, int], ours: tuple[int, int], kernels: Counter[str]
-) -> None:
+def test_decode_step_launches(changes: dict[str, Any], plain: tuple[int, int], ours: tuple[int, int]) -> None:
     """Launches per layer, and per step beside those, of plain operations and of the kernels."""
-    results = []
-    for kind in (PlainOps, AcceleratorOps):
-        specs = [tiny_spec(**changes, layers=count) for count in (2, 3)]
-        two, three = (launches(kind(spec), spec, kernels) for spec in specs)
-        per_layer = three.total() - two.total()
-        results.append((per_layer, two.total() - 2 * per_layer))
-    assert results == [plain, ours]
+    assert [per_layer(ops, **changes) for ops in (PlainOps, AcceleratorOps)] == [plain, ours]
+
+
+def test_decode_step_moves_each_input_once() -> None:
+    """Copies: tokens, positions, slots, blocks, wanted rows, the plan of attention, rules of selection."""
+    counted = count_step("kernels", AcceleratorOps, select)
+    assert (counted.greedy, counted.chance, counted.copies, counted.waits) == (2, 5, 7, 1)
 
 
 LATENT = LatentSpec(q_rank=0, kv_rank=32, plain=16, value=16)

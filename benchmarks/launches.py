@@ -1,0 +1,175 @@
+"""
+Launches of a decode step, counted: calls of torch that compute, and kernels under Triton's interpreter.
+
+    python -m benchmarks.launches
+
+A step is the input of a pass, the pass, and the selection of tokens. Copies to the device and waits for it
+are counted apart. No device is needed: the same Python code makes the same calls there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from baton_engine.batch import Batch, BatchRow
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.spec import ModelSpec
+from baton_engine.ops import Ops
+from baton_engine.sampling.weights import GREEDY, TokenRule
+from tests.engine.random_weights import random_weights, tiny_spec
+
+CPU = torch.device("cpu")
+STARTS = (3, 20, 33, 40)
+"""Contexts of the rows: of several lengths, so that plain operations do not compute them as one."""
+
+LAYERS = 32
+"""Of the model whose whole step is reported."""
+
+WAITS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "nonzero")
+CHANCE = TokenRule(1.0, top_p=0.9, number=0.5)
+
+Select = Callable[[Tensor, Sequence[TokenRule]], Any]
+
+
+class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts calls of torch that compute: no views, no allocations. A norm is one call, as on devices."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.name() != "aten::rms_norm":
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if not func.is_view and not func.name().startswith("aten::empty"):
+            self._counts[func.name()] += 1
+        return func(*args, **kwargs)
+
+
+class _Moving(TorchFunctionMode):
+    """Counts tensors that are moved to a device, as "copy", and results that the host reads, as "wait"."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("to", "tensor") and any(
+            isinstance(each, torch.device) for each in (*args, *kwargs.values())
+        ):
+            self._counts["copy"] += 1
+        elif name in WAITS:
+            self._counts["wait"] += 1
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count launches by the names of torch's calls and of kernels. Calls of the interpreter do not count."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    counts: Counter[str] = Counter()
+    run, without_modes = InterpretedFunction.run, _disable_current_modes
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        counts[kernel.__name__] += 1
+        with without_modes():
+            run(kernel, *args, **kwargs)
+
+    InterpretedFunction.run = launch
+    try:
+        with _Computing(counts):
+            yield counts
+    finally:
+        InterpretedFunction.run = run
+
+
+def rows_of(starts: Sequence[int]) -> list[BatchRow]:
+    """Return rows of one token each, with blocks of their own."""
+    return [BatchRow([5], start, range(1 + 3 * row, 4 + 3 * row), 1) for row, start in enumerate(starts)]
+
+
+def pass_launches(ops: Ops, spec: ModelSpec) -> int:
+    """Return the launches of a forward pass of `STARTS`."""
+    model = Decoder(spec, random_weights(spec, torch.float32), ops, CPU)
+    batch, cache = Batch(rows_of(STARTS), BLOCK_SIZE, CPU), KVCache(spec, 16, torch.float32, CPU)
+    with counted() as counts:
+        model.forward(batch, cache)
+    return counts.total()
+
+
+def per_layer(make_ops: Callable[[ModelSpec], Ops], **changes: Any) -> tuple[int, int]:
+    """Return the launches of a decode pass per layer, and beside those of layers."""
+    specs = [tiny_spec(**changes, layers=count) for count in (2, 3)]
+    two, three = (pass_launches(make_ops(spec), spec) for spec in specs)
+    return three - two, two - 2 * (three - two)
+
+
+class Step(NamedTuple):
+    """Launches of a decode step."""
+
+    name: str
+    layer: int
+    beside: int
+    greedy: int
+    chance: int
+    copies: int
+    waits: int
+
+    @property
+    def whole(self) -> int:
+        """Launches of a greedy step of `LAYERS` layers."""
+        return LAYERS * self.layer + self.beside + self.greedy
+
+
+def step(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select) -> Step:
+    """Count the launches of a step with these operations and this selection of tokens."""
+    spec = tiny_spec()
+    selections: list[int] = []
+    for rule in (GREEDY, CHANCE):
+        with counted() as counts:
+            select(torch.randn(len(STARTS), spec.vocab), [rule] * len(STARTS))
+        selections.append(counts.total() - counts["aten::randn"])
+    moves: Counter[str] = Counter()
+    model = Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU)
+    cache = KVCache(spec, 16, torch.float32, CPU)
+    with _Moving(moves):
+        logits = model.forward(Batch(rows_of(STARTS), BLOCK_SIZE, CPU), cache)
+        select(logits, [GREEDY] * len(STARTS))
+    layer, beside = per_layer(make_ops)
+    greedy, chance = selections
+    return Step(name, layer, beside, greedy, chance, moves["copy"], moves["wait"])
+
+
+def main() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from baton_engine.ops.accelerator import AcceleratorOps
+    from baton_engine.ops.kernels.sampling import select
+    from baton_engine.ops.plain import PlainOps
+    from baton_engine.sampling.sampler import select_on_host
+
+    columns = "operations", "per layer", "beside layers", "greedy", "top-p", "copies", "waits"
+    print(f"| {' | '.join(columns)} | step of {LAYERS} layers |\n|{'---|' * (len(columns) + 1)}")
+    with torch.inference_mode():
+        for one in (step("plain", PlainOps, select_on_host), step("kernels", AcceleratorOps, select)):
+            print(f"| {' | '.join(map(str, one))} | {one.whole} |")
+
+
+if __name__ == "__main__":
+    main()
