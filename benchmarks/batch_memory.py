@@ -4,8 +4,9 @@ Cost of a batch besides the model: memory with a million lines, and rows per sec
     python -m benchmarks.batch_memory lines --lines 1000000
     python -m benchmarks.batch_memory ledger --rows 200000 --database postgres
 
-`lines` runs one batch on workers that answer at once, and prints the memory of every process at each tenth of
-the lines, which shows growth with the lines. `ledger` records results in groups as runners do.
+`lines` runs one batch on workers that answer at once. It prints the memory of every process at each tenth of
+the lines, which shows growth with the lines, and then the processor time of every process per line. `ledger`
+records results in groups as runners do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -39,9 +41,11 @@ def lines(count: int, url: str) -> None:
         chaos.write_lines(source, count)
         environment = {"BATON_ROUTER_DATABASE": url, "BATON_ROUTER_BATCH_FILE_LIMIT": "2GiB"}
         environment["BATON_ROUTER_FILE_LIMIT"] = "2GiB"
-        timing = {"seconds": 0.0, "places": 1000}
+        timing = {"seconds": 0.0, "slots": 1000}
         with chaos.cluster(folder, environment, **timing) as (running, service):
             began = time.monotonic()
+            first: Sample | None = None
+            last: Sample | None = None
             print(f"{source.stat().st_size / MIB:.0f} MiB of input")
             show("idle", running)
             id = chaos.submit(service, source)
@@ -51,6 +55,9 @@ def lines(count: int, url: str) -> None:
                 batch = service.batch(id)
                 done = batch["request_counts"]["completed"]
                 peak = max(peak, sum(sizes(running).values()))
+                if batch["status"] == "in_progress" and done:
+                    last = Sample(time.monotonic(), done, processor_s(running))
+                    first = first or last
                 if batch["status"] != status:
                     status = batch["status"]
                     show(f"{status}, {time.monotonic() - began:.0f} s", running)
@@ -63,15 +70,50 @@ def lines(count: int, url: str) -> None:
                 f"{batch['request_counts']}: {count / max(1, seconds):.0f} lines/s, rendered in {rendered} s"
             )
             print(f"peak of all processes together: {peak:.0f} MiB")
+            if first is not None and last is not None and last.done > first.done:
+                show_cost(first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The progress of a running batch."""
+
+    at: float
+    done: int
+    processor_s: dict[str, float]
+    """By process."""
+
+
+def show_cost(first: Sample, last: Sample) -> None:
+    lines = last.done - first.done
+    spent = {
+        name: 1e6 * (seconds - first.processor_s.get(name, 0.0)) / lines
+        for name, seconds in last.processor_s.items()
+    }
+    costs = ", ".join(f"{name} {cost:.0f}" for name, cost in spent.items())
+    print(f"while it ran: {lines / (last.at - first.at):.0f} lines/s; processor us per line: {costs}")
+
+
+def processor_s(running: chaos.Cluster) -> dict[str, float]:
+    """Seconds of processor time of each process, threads included."""
+    spent = {}
+    for name, pid in pids(running).items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            spent[name] = times.user + times.system
+    return spent
+
+
+def pids(running: chaos.Cluster) -> dict[str, int]:
+    programs = {name: program.pid for name, program in running.programs.items()}
+    runners = {f"runner {number}": one.pid for number, one in enumerate(running.router.runners(), 1)}
+    return programs | runners
 
 
 def sizes(running: chaos.Cluster) -> dict[str, float]:
     """MiB of memory that each process has for itself."""
-    pids = {name: program.pid for name, program in running.programs.items()}
-    for runner in running.router.runners():
-        pids["runner"] = runner.pid
     page = {}
-    for name, pid in pids.items():
+    for name, pid in pids(running).items():
         with contextlib.suppress(psutil.NoSuchProcess):
             page[name] = psutil.Process(pid).memory_full_info().uss / MIB
     return page

@@ -5,8 +5,9 @@ The two queues of a runner: lines that wait to be sent, and results that wait to
 over. A suspect, a line that was in flight during several worker losses, is sent after all other lines, in
 groups limited by `retries`. While a group is in flight, no other line is sent.
 
-`ResultOutbox` posts results in groups, one post at a time. A group without a reply is posted again; the
-ledger keeps the first result of each line, so a repeated post changes nothing.
+`ResultOutbox` posts results in groups, one post at a time; results that arrive meanwhile form the next group.
+A group without a reply is posted again; the ledger keeps the first result of each line, so a repeated post
+changes nothing.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ GROUP_BYTES = 1024 * 1024
 GROUP_S = 0.2
 """A group is posted when it has this many results or bytes, or its first result has waited this long."""
 
+POST_RESULTS = 2048
+"""Maximum results of a group. Results that arrive during a post make the next group larger, because each
+group waits for one commit to disk."""
+
 FULL_RESULTS = 4096
 FULL_BYTES = 32 * 1024 * 1024
 """Limits above which no more lines are sent: the ledger is slow or away."""
@@ -161,8 +166,8 @@ class ResultOutbox:
 
     def _group(self) -> list[LineResult]:
         size = 0
-        for number, result in enumerate(self._results[:GROUP_RESULTS]):
+        for number, result in enumerate(self._results[:POST_RESULTS]):
             size += len(result.body)
             if size > GROUP_BYTES and number:
                 return self._results[:number]
-        return self._results[:GROUP_RESULTS]
+        return self._results[:POST_RESULTS]
