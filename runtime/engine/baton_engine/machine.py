@@ -8,6 +8,7 @@ built-in model, the native library and tokenizers.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +18,9 @@ CGROUP = Path("/sys/fs/cgroup")
 """Folder of a container's own limits (cgroup version 2)."""
 
 MEMINFO = Path("/proc/meminfo")
+
+SMAPS = Path("/proc/self/smaps")
+"""The mappings of this process (proc_pid_smaps(5))."""
 
 SYSTEM = Path("/sys/devices/system")
 """Folder in which Linux describes processors (`cpu`) and memory (`node`)."""
@@ -78,6 +82,19 @@ def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
                 idle = int(value)
         limits.append(max(0, int(limit) - int(used) + idle))
     return min(limits) if limits else None
+
+
+def in_huge_pages(address: int, size: int, smaps: Path = SMAPS) -> bool:
+    """Return whether most of the memory of a file that is mapped at `address` is in huge pages."""
+    own, mapped = False, 0
+    for line in _read(smaps).splitlines():
+        name, _, value = line.partition(":")
+        if "-" in name.partition(" ")[0]:  # the first line of a mapping, such as 7f00-7f80 r--s
+            first, _, last = name.partition(" ")[0].partition("-")
+            own = address <= int(first, 16) < int(last, 16) <= address + size + mmap.PAGESIZE
+        elif own and name == "FilePmdMapped":
+            mapped += int(value.split()[0]) * 1024
+    return mapped >= size // 2
 
 
 def _read(path: Path) -> str:

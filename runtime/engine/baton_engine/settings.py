@@ -167,6 +167,11 @@ class WorkerSettings(BaseSettings):
     matrices to 8 bits. With off, all matrices are expanded to DTYPE. With q8_0 and q4_0, matrices that are
     not quantized are converted while loading."""
 
+    weights_cache: Bytes = Field(default=16 * 1024**3, ge=0)
+    """Maximum size of packed weights that CPU workers store in the folder of BATON_CACHE, where later starts
+    map them. Workers of one machine share that memory. The least recently used files are deleted, and a new
+    one uses at most half of the free disk space. 0: store none and use none."""
+
     threads: int = Field(default=0, ge=0)
     """CPU threads per forward pass. 0: all cores available to the process."""
 

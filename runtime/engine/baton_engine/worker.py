@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from baton_api.workers import Load, Role
 from baton_engine import lending, machine
 from baton_engine.adapters import AdapterRegistry, registry_of
 from baton_engine.client import AsyncEngine
-from baton_engine.devices import device_of, dtype_of, free_bytes, short, show_free
+from baton_engine.devices import device_of, dtype_of, free_bytes, short
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.kv.cache import (
@@ -39,15 +38,16 @@ from baton_engine.kv.cache import (
 from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
 from baton_engine.metrics.tracing import WorkerTracing, tracing_of
-from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
-from baton_engine.model.decoder import Model, create_model
+from baton_engine.model.checkpoint import Checkpoint, load_spec
+from baton_engine.model.decoder import Model
 from baton_engine.model.embedder import Embedder, Unable, embedder_of
 from baton_engine.model.encoder import EncoderSpec, encoder_spec, load_encoder
+from baton_engine.model.loading import LoadedWeights, load_model
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
-from baton_engine.ops.choice import kept_formats, kv_dtype
+from baton_engine.ops.choice import kv_dtype
 from baton_engine.parallel.loading import check_parallel, load_parallel
 from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import Pooling, Request
@@ -55,7 +55,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.speculation.loading import load_draft
 from baton_engine.transfer import Transfer
-from baton_engine.transfer.compatibility import Compatibility, weights_digest
+from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.handshake import Identity
 from baton_engine.transfer.kinds import create_transfer
 from baton_engine.working_memory import DevicePeak, working_memory
@@ -93,6 +93,8 @@ class Worker:
     """Publishes the content of the prefix cache, if `settings.kv_events` is set."""
     tracing: WorkerTracing | None
     """Creates spans, if `settings.tracing_endpoint` is set."""
+    weights: LoadedWeights | None
+    """None: an encoder, or a model of several ranks."""
     fatal: asyncio.Future[str]
     """The reason of a failure that only a new process can recover from."""
 
@@ -166,6 +168,8 @@ class _LoadedModel:
     weights_bytes: int
     """Those of the draft model included."""
     draft: Model | None = None
+    weights: LoadedWeights | None = None
+    """As in `Worker`."""
 
 
 @contextlib.asynccontextmanager
@@ -209,10 +213,13 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             transfer=transfer,
             publisher=publisher,
             tracing=tracing,
+            weights=loaded.weights,
             fatal=fatal,
         )
         await worker.adapters.load_all(settings.lora_modules)
         await worker.warm_up()
+        if worker.weights is not None:
+            worker.weights.store()
         yield worker
 
 
@@ -231,10 +238,11 @@ def _open_cache(
     if gpu and not isinstance(model, ParallelModel):
         working = working_memory(model, limits, kept, device, DevicePeak(device))
         log.info("The largest forward pass needs %s beside weights and KV cache", show_size(working))
+    free = free_bytes(device)
     memory = MemoryBudget(
         at_start=at_start,
         weights=loaded.weights_bytes,
-        free=free_bytes(device),
+        free=None if free is None else free - (loaded.weights.mapped_bytes if loaded.weights else 0),
         gpu=gpu,
         working=working,
     )
@@ -324,28 +332,24 @@ def _load(
     embedder = embedder_of(checkpoint, settings.pooling, shortens=settings.matryoshka)
     if isinstance(embedder, Embedder):
         log.info("%s supports embeddings: %s", checkpoint.name, embedder)
-    began = time.monotonic()
     if settings.tensor_parallel_size > 1:
         parts = load_parallel(settings, name, checkpoint, spec, device, dtype, progress, stack)
         return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, *parts)
-    quantize, formats = kept_formats(settings.quantize, spec, device, dtype)
-    log.info("Load weight begin. avail mem=%s", show_free(device))
-    weights = load_weights(checkpoint, spec, dtype, progress, quantize, formats=formats, device=device)
-    digest, size = weights_digest(weights), weights.bytes
-    weights = weights.handed_over()
     seat = lending.take_seat(settings.shared_cores, torch.get_num_threads(), machine.usable_cores())
-    model = create_model(spec, weights, device, dtype, seat=seat)
-    del weights  # the model has its own copy, in the device's layout
-    checkpoint.release()
-    log.info(
-        "Load weight end. type=%s, dtype=%s, avail mem=%s, took %.1f s",
-        spec.architecture,
-        short(dtype),
-        show_free(device),
-        time.monotonic() - began,
-    )
+    weights = load_model(settings, checkpoint, spec, device, dtype, progress, seat)
     draft, draft_size = load_draft(settings, spec, device, dtype, progress, seat)
-    return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, model, digest, size + draft_size, draft)
+    return _LoadedModel(
+        checkpoint,
+        spec,
+        tokenizer,
+        embedder,
+        None,
+        weights.model,
+        weights.digest,
+        weights.bytes + draft_size,
+        draft,
+        weights,
+    )
 
 
 def _open_publisher(

@@ -27,10 +27,11 @@ from baton_engine.lending import Cores, Seat
 from baton_engine.model import native_experts
 from baton_engine.model.lora import LoraWeights
 from baton_engine.model.native_lora import NativeAdapter, adapter_pointers
-from baton_engine.model.quantized import Matrix, Quantized
+from baton_engine.model.native_weights import WeightLoader
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
-from baton_engine.model.weights import LayerWeights, Weights, rounded
+from baton_engine.model.stored_weights import HEADER_BYTES, Damaged, Header, StoredWeights, WeightsFile
+from baton_engine.model.weights import Weights, rounded
 from baton_engine.ops.native import library
 
 log = logging.getLogger(__name__)
@@ -42,18 +43,6 @@ FIRST_POSITIONS = 1024
 MOST_HEAD_DIM = 256
 MOST_GROUP = 96
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-FIELDS = {
-    name: number
-    for number, name in enumerate(
-        (
-            "attention_norm", "qkv", "q_norm", "k_norm", "output", "attention_post_norm", "mlp_norm",
-            "gate_up", "down", "mlp_post_norm", "final_norm", "head", "embedding",
-        )
-    )
-}  # fmt: skip
-
-
-NORMS = tuple(name for name in FIELDS if name.endswith("norm") and name != "final_norm")
 ROTATIONS = ("none", "full", "sliding")
 """Values of `ModelSpec.rotation`, by their number in the kernels."""
 
@@ -94,12 +83,6 @@ class _Spec(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Part(ctypes.Structure):
-    """`struct part` of model.h."""
-
-    _fields_ = (("format", ctypes.c_int64), ("outputs", ctypes.c_int64), ("rows", ctypes.c_void_p))
-
-
 class _Pass(ctypes.Structure):
     """`struct pass` of decoder.c."""
 
@@ -120,9 +103,18 @@ class NativeDecoder:
     """Implementation of `Model` in C. Runs one pass at a time. Rows of a pass are independent."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, kernel_library: ctypes.CDLL, cores: Cores
+        self,
+        spec: ModelSpec,
+        weights: Weights | StoredWeights,
+        dtype: torch.dtype,
+        kernel_library: ctypes.CDLL,
+        cores: Cores,
     ) -> None:
-        """Copy the weights, so that the caller can release its own. Raises MemoryError."""
+        """
+        Copy the weights, so that the caller can release its own, or use those of a file.
+
+        Raises MemoryError, and Damaged for a file.
+        """
         self.spec = spec
         self.dtype = dtype
         self.exact_rows = not (dtype == torch.bfloat16 and kernel_library.baton_uses_tiles())
@@ -131,23 +123,53 @@ class NativeDecoder:
         self._positions = 0
         self._turn_to(FIRST_POSITIONS // 2)
         self._kernels = kernel_library
-        tied = weights.head is weights.embedding
         self._cores = cores
-        handle = kernel_library.baton_create(ctypes.byref(_sizes(spec, dtype, tied, cores)))
+        handle = kernel_library.baton_create(ctypes.byref(_sizes(spec, dtype, _tied(weights), cores)))
         if not handle:
             raise MemoryError("no memory for the packed weights")
         self._handle = ctypes.c_void_p(handle)
         weakref.finalize(self, kernel_library.baton_destroy, self._handle)
-        for number, layer in enumerate(weights.layers):
-            self._load_layer(number, layer)
+        for number in range(spec.layers):
             window, rotation = spec.window(number) or 0, ROTATIONS.index(spec.rotation(number))
             kernel_library.baton_set_attention(
                 self._handle, ctypes.c_int64(number), ctypes.c_int64(window), ctypes.c_int64(rotation)
             )
-        self._load(0, "final_norm", weights.final_norm)
-        self._load(0, "head", weights.head)
-        if not tied:
-            self._load(0, "embedding", weights.embedding)
+        loader = WeightLoader(kernel_library, self._handle, dtype)
+        self.mapped_bytes = 0
+        if isinstance(weights, StoredWeights):
+            self.mapped_bytes = self._use(weights, loader)
+        else:
+            loader.load(weights)
+        self._loads = tuple(loader.loads)
+
+    def _use(self, stored: StoredWeights, loader: WeightLoader) -> int:
+        """Use the weights of a file. Returns the size of the memory that is shared. Raises Damaged."""
+        header = stored.header
+        if not loader.reserve(header.loads, self.spec.layers) or self.bytes != header.size:
+            raise Damaged("it does not fit the model's sizes")
+        sums = (ctypes.c_uint64 * len(header.sums))()
+        # The kernel interleaves anonymous memory over nodes, and the pages of files it does not.
+        nodes = machine.memory_nodes()
+        for mapped in (True, False) if not nodes & (nodes - 1) else (False,):
+            if not self._kernels.baton_use_file(
+                self._handle,
+                ctypes.c_int(stored.file),
+                ctypes.c_int64(HEADER_BYTES),
+                ctypes.c_int64(header.size),
+                ctypes.c_int64(mapped),
+                ctypes.byref(sums),
+            ):
+                continue
+            if tuple(sums) != header.sums:
+                raise Damaged("its checksums differ")
+            if not mapped or machine.in_huge_pages(self._kernels.baton_arena(self._handle), header.size):
+                return header.size if mapped else 0
+        raise Damaged("it cannot be read")
+
+    def store(self, place: WeightsFile, digest: str, loaded_bytes: int) -> None:
+        """Write the packed weights to a file, while the model may compute. Raises OSError."""
+        header = Header(self._loads, self.bytes, (), digest, loaded_bytes)
+        place.write(self._kernels.baton_arena(self._handle), header, self._kernels)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         logits = torch.empty((len(batch.wanted_at), self.spec.vocab), dtype=torch.float32)
@@ -237,50 +259,15 @@ class NativeDecoder:
 
     @property
     def bytes(self) -> int:
-        """Size of the packed weights in bytes."""
+        """Size of the packed weights in bytes, a multiple of 64."""
         size: int = self._kernels.baton_bytes(self._handle)
         return size
 
-    def _load_layer(self, number: int, layer: LayerWeights) -> None:
-        for name in NORMS:
-            if (norm := getattr(layer, name)) is not None:
-                self._load(number, name, norm)
-        self._load(number, "qkv", layer.qkv, layer.qkv_bias)
-        self._load(number, "output", layer.output, layer.output_bias)
-        if layer.gate_up is not None and layer.down is not None:
-            self._load(number, "gate_up", layer.gate_up, layer.gate_up_bias)
-            self._load(number, "down", layer.down, layer.down_bias)
-        if layer.router is not None and layer.expert_gate_up is not None and layer.expert_down is not None:
-            weights = (layer.router, layer.expert_gate_up, layer.expert_down)
-            native_experts.load(self._kernels, self._handle, number, *weights, self.dtype)
 
-    def _load(self, layer: int, place: str, weight: Matrix, bias: Tensor | None = None) -> None:
-        bias = None if bias is None else bias.to(self.dtype).contiguous()
-        where = (self._handle, ctypes.c_int64(layer), ctypes.c_int64(FIELDS[place]))
-        bias_at = ctypes.c_void_p(None if bias is None else bias.data_ptr())
-        if isinstance(weight, Quantized):
-            rows = [part.rows.contiguous() for part in weight.parts]
-            parts = (_Part * len(rows))(
-                *(
-                    _Part(part.format, len(data), data.data_ptr())
-                    for part, data in zip(weight.parts, rows, strict=True)
-                )
-            )
-            fits = self._kernels.baton_load_quantized(
-                *where, ctypes.byref(parts), ctypes.c_int64(len(rows)), bias_at, ctypes.c_int64(weight.inputs)
-            )
-        else:
-            # Norms are vectors. The kernels compute with fp32 norms for any dtype of the matrices.
-            weight = weight.to(self.dtype if weight.dim() == 2 else torch.float32).contiguous()
-            fits = self._kernels.baton_load(
-                *where,
-                ctypes.c_void_p(weight.data_ptr()),
-                bias_at,
-                ctypes.c_int64(weight.shape[0]),
-                ctypes.c_int64(weight.shape[1] if weight.dim() == 2 else 1),
-            )
-        if not fits:
-            raise ValueError(f"layer {layer}: {place} {tuple(weight.shape)} does not fit the model's sizes")
+def _tied(weights: Weights | StoredWeights) -> bool:
+    if isinstance(weights, StoredWeights):
+        return all(load.place != "embedding" for load in weights.header.loads)
+    return weights.head is weights.embedding
 
 
 def _sizes(spec: ModelSpec, dtype: torch.dtype, tied: bool, cores: Cores) -> _Spec:
@@ -327,13 +314,17 @@ def supports(spec: ModelSpec, dtype: torch.dtype) -> bool:
 
 def native_decoder(
     spec: ModelSpec,
-    weights: Weights,
+    weights: Weights | StoredWeights,
     dtype: torch.dtype,
     environment: Mapping[str, str] = os.environ,
     threads: int = 0,
     seat: Seat | None = None,
 ) -> NativeDecoder | None:
-    """Create the native model, or return None if kernels are unavailable. 0 threads: torch's number."""
+    """
+    Create the native model, or return None if kernels are unavailable. 0 threads: torch's number.
+
+    Raises Damaged if the file of stored weights is.
+    """
     if not supports(spec, dtype):
         return None
     try:
@@ -343,6 +334,14 @@ def native_decoder(
         return None
     cores = Cores(threads or torch.get_num_threads(), seat)
     return NativeDecoder(spec, weights, dtype, kernel_library, cores)
+
+
+def library_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the kernels' library, which states sources, compiler and processor; "": none."""
+    try:
+        return os.path.basename(_library(tuple(sorted(environment.items())))._name)
+    except library.Unavailable:
+        return ""
 
 
 def available(environment: Mapping[str, str] = os.environ) -> bool:
@@ -360,4 +359,6 @@ def _library(environment: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     kernel_library.baton_create.restype = ctypes.c_void_p
     kernel_library.baton_adapter_create.restype = ctypes.c_void_p
     kernel_library.baton_bytes.restype = ctypes.c_int64
+    kernel_library.baton_arena.restype = ctypes.c_void_p
+    kernel_library.baton_checksum.restype = ctypes.c_uint64
     return kernel_library

@@ -10,6 +10,7 @@
 
 #include "draw.h"
 #include "lora.h"
+#include "stored.h"
 
 #define NORM_ROWS 4          /* rows per chunk of a norm, of a rotation and of the embedding */
 #define ROWS_AT_ONCE (256 / TILE_ROWS * TILE_ROWS) /* maximum rows per chunk of a linear */

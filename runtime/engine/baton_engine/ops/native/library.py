@@ -47,6 +47,7 @@ SOURCES = (
     "linear.h",
     "tiles.h",
     "pool.h",
+    "stored.h",
     "vector.h",
 )
 NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"

@@ -35,6 +35,12 @@ struct spec {
 
 struct adapter; /* lora.h */
 
+/* Addresses and formats of quantized panels. They are not in the arena, which a file may replace (stored.h). */
+struct table {
+    struct table *next;
+    _Alignas(64) char content[];
+};
+
 /* Input and output of one pass; same order as in native_decoder.py. */
 struct pass {
     int64_t tokens, rows, wanted;      /* T, R, S */
@@ -93,8 +99,9 @@ struct model {
     struct spec spec;
     struct pool *pool;
     struct scratch *scratches; /* one per thread of the pool */
-    char *arena;
+    char *arena; /* aligned to huge pages */
     size_t arena_bytes, arena_used;
+    struct table *tables;
     struct layer *layers;
     float *final_norm;
     struct linear head;
@@ -140,6 +147,14 @@ static void *zeros(size_t bytes) {
     return memset(at, 0, bytes);
 }
 
+static void *add_table(struct model *model, size_t bytes) {
+    struct table *table = zeros(sizeof *table + bytes);
+    if (!table) return NULL;
+    table->next = model->tables;
+    model->tables = table;
+    return table->content;
+}
+
 static size_t panels_bytes(int kind, size_t outputs, size_t inputs) {
     return round_up(outputs, PANEL) * units_of(kind, inputs) * 4;
 }
@@ -173,6 +188,26 @@ static void spread_over_nodes(void *at, size_t bytes, unsigned long nodes) {
 #endif
 }
 
+/* Makes the arena anonymous memory, at its address if it has one. Returns 0 if memory is exhausted. */
+static int reserve_arena(struct model *model) {
+    char *at = model->arena;
+    const int fixed = at ? MAP_FIXED : 0;
+    const size_t spare = at ? 0 : HUGE_PAGE;
+    at = mmap(at, model->arena_bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | fixed, -1, 0);
+    if (at == MAP_FAILED) return 0;
+    if (spare) {
+        const size_t before = round_up((size_t)at, HUGE_PAGE) - (size_t)at;
+        if (before) munmap(at, before);
+        if (spare - before) munmap(at + before + model->arena_bytes, spare - before);
+        model->arena = at + before;
+    }
+    spread_over_nodes(model->arena, model->arena_bytes, (unsigned long)model->spec.nodes);
+#if defined(MADV_HUGEPAGE)
+    madvise(model->arena, model->arena_bytes, MADV_HUGEPAGE);
+#endif
+    return 1;
+}
+
 void baton_destroy(struct model *model);
 
 /* Returns NULL if memory is exhausted. */
@@ -190,12 +225,7 @@ struct model *baton_create(const struct spec *spec) {
     size_t group = (size_t)(spec->heads / spec->kv_heads);
     model->query_tokens = group < MOST_QUERIES ? MOST_QUERIES / group : 1;
     model->arena_bytes = round_up(weights_bytes(spec), HUGE_PAGE);
-    model->arena = mmap(NULL, model->arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (model->arena == MAP_FAILED) model->arena = NULL;
-    if (model->arena) spread_over_nodes(model->arena, model->arena_bytes, (unsigned long)spec->nodes);
-#if defined(MADV_HUGEPAGE)
-    if (model->arena) madvise(model->arena, model->arena_bytes, MADV_HUGEPAGE);
-#endif
+    reserve_arena(model);
     model->layers = calloc((size_t)spec->layers, sizeof(struct layer));
     const struct lending lending = {
         .seats = (struct seat *)(intptr_t)spec->seats,
@@ -251,6 +281,7 @@ void baton_destroy(struct model *model) {
     free(model->scratches);
     free(model->token_adapters), free(model->wanted_adapters), free(model->shrunk);
     if (model->arena) munmap(model->arena, model->arena_bytes);
+    for (struct table *table = model->tables, *next; table; table = next) next = table->next, free(table);
     for (int64_t layer = 0; model->layers && layer < model->spec.layers; layer++)
         free(model->layers[layer].experts.gate_up), free(model->layers[layer].experts.down);
     free(model->layers);
@@ -294,10 +325,15 @@ enum place {
     EMBEDDING
 };
 
+/*
+ * Without an address to copy from (NULL), the functions below only reserve the space, for weights that are stored in
+ * packed form (stored.h).
+ */
+
 /* Copies a norm's weights, which are float32 for any kind. */
 static float *load_vector(struct model *model, const void *from, size_t count) {
     float *vector = place(model, round_up(count, PANEL) * 4);
-    return vector ? memcpy(vector, from, count * 4) : NULL;
+    return vector && from ? memcpy(vector, from, count * 4) : vector;
 }
 
 /* Returns where an output is packed. Gate and up are stacked, but packed side by side: one tile has a vector of each. */
@@ -377,7 +413,7 @@ static int load_linear(struct model *model, struct linear *weight, const void *f
     weight->panels = place(model, panels_bytes(kind, weight->outputs, inputs));
     weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
     if (!weight->panels || (bias && !weight->bias)) return 0;
-    pack(model, (struct packing){weight, from, NULL, bias, outputs, paired, kind, 0});
+    if (from) pack(model, (struct packing){weight, from, NULL, bias, outputs, paired, kind, 0});
     return 1;
 }
 
@@ -402,8 +438,8 @@ int baton_load(struct model *model, int64_t layer_index, int64_t where, const vo
     case EMBEDDING: {
         size_t bytes = outputs * inputs * item_bytes((int)model->spec.kind);
         void *copy = place(model, bytes);
-        if (copy) model->embedding = memcpy(copy, from, bytes);
-        return copy != NULL;
+        if (copy && from) memcpy(copy, from, bytes);
+        return (model->embedding = copy) != NULL;
     }
     }
     return 0;
@@ -416,7 +452,7 @@ int baton_load_router(struct model *model, int64_t layer_index, const float *fro
     layer->router = place(model, experts * model->residual_stride * 4);
     layer->gate_up = calloc(experts, sizeof(struct linear)), layer->down = calloc(experts, sizeof(struct linear));
     if (!layer->router || !layer->gate_up || !layer->down) return 0;
-    for (size_t expert = 0; expert < experts; expert++)
+    for (size_t expert = 0; from && expert < experts; expert++)
         memcpy(layer->router + expert * model->residual_stride, from + expert * hidden, hidden * 4);
     return 1;
 }
@@ -432,8 +468,8 @@ int baton_load_expert(struct model *model, int64_t layer_index, int64_t expert, 
 /* Returns 0 if two formats would share a panel, or if a format does not suit the number of inputs. */
 static int place_quantized(struct model *model, struct linear *weight, const struct part *parts, size_t count,
                            size_t outputs, int paired) {
-    weight->quantized = place(model, panel_count(weight) * sizeof(char *));
-    weight->formats = place(model, panel_count(weight));
+    weight->quantized = add_table(model, panel_count(weight) * sizeof(char *));
+    weight->formats = add_table(model, panel_count(weight));
     if (!weight->quantized || !weight->formats) return 0;
     size_t output = 0;
     for (const struct part *part = parts; part < parts + count; part++)
@@ -458,7 +494,7 @@ static int load_quantized(struct model *model, struct linear *weight, const stru
     weight->outputs = packed_outputs(outputs, paired);
     weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
     if ((bias && !weight->bias) || !place_quantized(model, weight, parts, count, outputs, paired)) return 0;
-    pack(model, (struct packing){weight, NULL, parts, bias, outputs, paired, (int)model->spec.kind, 0});
+    if (parts->rows) pack(model, (struct packing){weight, NULL, parts, bias, outputs, paired, (int)model->spec.kind, 0});
     if (model->rounded_stride < inputs / BLOCK) model->rounded_stride = inputs / BLOCK;
     return 1;
 }
