@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import create_model
+from baton_engine.model.spec import Quantize
+from baton_engine.ops.choice import kept_formats, kv_dtype
 from tests.decode.pair import Side
 
 CPU = torch.device("cpu")
 BLOCKS = 400
 
 
-def real_side(name: str, folder: Path, chunk_tokens: int, **how: Any) -> Side:
-    checkpoint = Checkpoint(folder, folder.name)
+def real_side(
+    name: str,
+    path: Path,
+    chunk_tokens: int,
+    *,
+    quantize: Quantize = "off",
+    kv_cache: Literal["auto", "fp8"] = "auto",
+    blocks: int = BLOCKS,
+    **how: Any,
+) -> Side:
+    checkpoint = Checkpoint(path, path.name)
     spec = load_spec(checkpoint)
-    model = create_model(spec, load_weights(checkpoint, spec, torch.float32), CPU, torch.float32)
-    cache = KVCache(spec, BLOCKS, torch.float32, CPU)
+    quantize, formats = kept_formats(quantize, spec, CPU, torch.float32)
+    weights = load_weights(checkpoint, spec, torch.float32, quantize=quantize, formats=formats)
+    model = create_model(spec, weights, CPU, torch.float32)
+    cache = KVCache(spec, blocks, kv_dtype(kv_cache, spec, CPU, torch.float32), CPU)
     return Side.make(name, model, cache, chunk_tokens=chunk_tokens, **how)

@@ -94,6 +94,8 @@ class Race:
     """If it is in this process."""
     transports: list[str] = field(default_factory=list)
     """The transport of each prompt's blocks."""
+    tolerance: float = 1e-4
+    """Of logprobs."""
 
     def request(self, prompt: list[int], **sampling: Any) -> Request:
         name = f"q{next(_numbers)}"
@@ -108,9 +110,9 @@ class Race:
         assert tokens(ours) == tokens(expected)
         assert (ours[-1].finish, ours[-1].stop_id) == (expected[-1].finish, expected[-1].stop_id)
         for mine, theirs in zip(choices(ours), choices(expected), strict=True):
-            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=self.tolerance)
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
-            assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=1e-4)
+            assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=self.tolerance)
         relay = ours[0].relay
         assert relay is not None, "the prompt did not come from the prefill worker"
         self.transports.append(relay.transport)
@@ -152,17 +154,30 @@ def prefill_at(folder: Path) -> Iterator[Callable[[str], str]]:
 
 @contextlib.asynccontextmanager
 async def open_race(
-    folder: Path, route: str = LOOPBACK, prefill: str = "", **how: Any
+    folder: Path,
+    route: str = LOOPBACK,
+    prefill: str = "",
+    worker: Callable[..., Side] = real_side,
+    deadline_s: float = 10.0,
+    **how: Any,
 ) -> AsyncIterator[Race]:
-    """`prefill` is the address of a worker of another process. `how` is for the decode worker."""
-    one, decode = real_side("one", folder, 4 * BLOCK), real_side("decode", folder, 4 * BLOCK, **how)
+    """
+    `prefill` is the address of a worker of another process. A prompt is fetched within `deadline_s`. `how` is
+    for the decode worker.
+    """
+    one, decode = worker("one", folder, 4 * BLOCK), worker("decode", folder, 4 * BLOCK, **how)
     await one.open()
     try:
         if prefill:
             async with open_nixl(decode, UCX_TLS[route]) as prefills:
                 yield Race(route, decode, prefills, prefill, one)
         else:
-            async with open_pair(real_side("prefill", folder, BLOCK), decode) as pair:
+            async with open_pair(
+                worker("prefill", folder, BLOCK),
+                decode,
+                transfer_deadline_s=deadline_s,
+                answer_deadline_s=1.5 * deadline_s,
+            ) as pair:
                 yield Race(route, decode, pair.prefills, pair.server.address, one, pair.prefill)
     finally:
         await one.close()

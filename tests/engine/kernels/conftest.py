@@ -8,7 +8,9 @@ without Triton: then these tests are not collected.
 
 from __future__ import annotations
 
+import threading
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -24,3 +26,22 @@ with pytest.MonkeyPatch.context() as patch:
         import_module("baton_engine.ops.kernels.sampling")
     except ImportError:
         collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    Workers on the CPU compute with the kernels, in this process and in those that it starts.
+
+    The interpreter keeps the state of a launch in global variables, so the engines of a process take turns.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run, lock = InterpretedFunction.run, threading.Lock()
+
+    def run_locked(*args: Any, **kwargs: Any) -> None:
+        with lock:
+            run(*args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run_locked)

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton_api.sampling import SamplingParams
 from baton_engine.batch import Batch, BatchRow
-from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
@@ -21,8 +19,6 @@ from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import create_ops
 from baton_engine.ops.kernels.sampling import select
 from baton_engine.ops.plain import PlainOps
-from baton_engine.requests import Request
-from baton_engine.scheduling.limits import EngineLimits
 from benchmarks.launches import per_layer
 from benchmarks.launches import step as count_step
 from tests.engine.greedy import CPU, by_baton
@@ -79,36 +75,6 @@ VARIANTS = (
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_accelerated_tokens_of_families(variant: str, tmp_path: Path) -> None:
     assert_same(tmp_path, variant, PROMPTS, 6, 16)
-
-
-@pytest.mark.slow
-async def test_accelerated_engine_is_batch_invariant(tmp_path: Path) -> None:
-    """Greedy and sampled: with plain operations one by one, and together in a cache that is too small."""
-    ours, plain = decoders(tmp_path, "qwen3")
-
-    async def generate(model: Decoder, together: bool) -> list[list[int]]:
-        limits = EngineLimits(max_model_len=128, chunk_tokens=16 if together else 128)
-        client = AsyncEngine(model, KVCache(model.spec, 7 if together else 32, torch.float32, CPU), limits)
-        client.start()
-
-        async def tokens(generation: Any) -> list[int]:
-            return [choice.token async for output in generation for choice in output.tokens]
-
-        results: list[list[int]] = []
-        generations: list[Any] = []
-        for row, prompt in enumerate(PROMPTS[1:]):
-            sampling = SamplingParams(seed=row, temperature=row % 2, top_p=0.9, max_tokens=22)
-            generation = client.generate(Request(f"{row}", tuple(prompt[: 12 + row]), sampling))
-            if together:
-                generations.append(generation)
-            else:
-                results.append(await tokens(generation))
-        results += [await tokens(generation) for generation in generations]
-        assert not together or client.snapshot().totals.retractions > 0
-        await client.close()
-        return results
-
-    assert await generate(ours, together=True) == await generate(plain, together=False)
 
 
 def test_accelerated_decode_continues_in_copied_blocks(tmp_path: Path) -> None:

@@ -164,6 +164,15 @@ def test_quantized_table_has_the_rows_of_the_matrix(name: str) -> None:
     torch.testing.assert_close(table[rows.to(DEVICE)].cpu(), values[rows].float(), rtol=1e-6, atol=1e-9)
 
 
+def test_quantized_table_without_padding_is_contiguous() -> None:
+    """Kernels add to the rows of a table. The last step of these rows is padded to 128 inputs."""
+    matrix, values = MATRICES["Q8_0 in groups of a row"][0](9, 96, torch.Generator().manual_seed(8))
+    table = AcceleratorOps(tiny_spec()).prepare_table(matrix.to(DEVICE), None)
+    rows = table[torch.tensor([3, 5], device=DEVICE)]
+    assert rows.is_contiguous()
+    torch.testing.assert_close(rows.cpu(), values[[3, 5]].float(), rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy
 def test_quantized_invalid_activation_stays_in_its_row() -> None:
     matrix, _ = MATRICES["Q4_0"][0](9, 64, torch.Generator().manual_seed(8))

@@ -157,16 +157,20 @@ def test_sampler_with_kernels_gives_the_choices_of_the_host(monkeypatch: pytest.
     mask[[2, 40]] = 0x00F0F0F0
     masks = [None, mask, None, None, mask, mask]
     expected = sampler.sample(logits.clone(), states, masks)
-    monkeypatch.setattr(sampler, "selection", lambda device_type: kernels.select)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert sampler.sample(logits.to(DEVICE, copy=True), states, masks) == expected
 
 
-def test_kernels_select_on_accelerators_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert selection("cuda") is kernels.select
-    assert selection("cpu") is None
-    monkeypatch.setenv("BATON_KERNELS", "off")
-    selection.cache_clear()
-    try:
-        assert selection("cuda") is None
-    finally:
-        selection.cache_clear()
+@pytest.mark.parametrize(
+    ("device_type", "environment", "expected"),
+    [
+        ("cuda", {}, kernels.select),
+        ("cpu", {}, None),
+        ("cuda", {"BATON_KERNELS": "off"}, None),
+        ("cpu", {"TRITON_INTERPRET": "1"}, kernels.select),
+    ],
+)
+def test_kernels_select_on_accelerators_only(
+    device_type: str, environment: dict[str, str], expected: object
+) -> None:
+    assert selection(device_type, environment) is expected

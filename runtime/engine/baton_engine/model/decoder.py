@@ -25,7 +25,7 @@ from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights, rounded
 from baton_engine.ops import Linear, Ops
-from baton_engine.ops.choice import create_ops
+from baton_engine.ops.choice import create_ops, interpreted
 from baton_engine.ops.experts import Experts
 from baton_engine.ops.latent import LatentAttention
 from baton_engine.parallel.group import Group
@@ -77,7 +77,7 @@ def create_model(
     seat: Seat | None = None,
 ) -> Model:
     """Create the fastest model for `device`. `weights` must be in `dtype`. The CPU kernels use `seat`."""
-    cpu = device.type == "cpu"
+    cpu = device.type == "cpu" and not interpreted(environment)
     native_model = native_decoder(spec, weights, dtype, environment, seat=seat) if cpu else None
     return native_model or create_decoder(spec, weights, device, dtype, environment=environment)
 

@@ -27,17 +27,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def interpreted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Triton's interpreter runs the kernels of accelerators on CPUs, which is for tests."""
+    return environment.get("TRITON_INTERPRET") == "1"
+
+
 def create_ops(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, environment: Mapping[str, str] = os.environ
 ) -> Ops:
     """Return the fastest operations for `device`, and log which parts of the model torch computes."""
-    if device.type == "cpu":
+    if _computes_itself(device.type, environment):
         return CpuOps(spec, dtype)
     if reason := _missing(environment):
         log.warning("torch computes all operations, which is slow: %s", reason)
         return PlainOps(spec)
     from baton_engine.ops.accelerator import AcceleratorOps
 
+    if device.type == "cpu":
+        log.warning("TRITON_INTERPRET is set: an interpreter runs Triton kernels, for tests only")
     ops = AcceleratorOps(spec)
     if ops.unsupported:
         log.warning("Triton kernels compute all but attention, which torch computes: %s", ops.unsupported)
@@ -59,7 +66,7 @@ def kept_formats(
     That is `choice`, or "off" instead of "keep" if kernels do not run the model. Raises SetupError if it is a
     format that requires them.
     """
-    on_cpu = device.type == "cpu"
+    on_cpu = _computes_itself(device.type, environment)
     formats = NATIVE_FORMATS if on_cpu else frozenset(Format)
     if choice == "off":
         return choice, formats
@@ -89,7 +96,7 @@ def kv_dtype(
     if choice == "auto":
         return dtype
     reason: str | None = "the kernels of CPUs do not read it"
-    if device.type != "cpu" and not (reason := _missing(environment)):
+    if not _computes_itself(device.type, environment) and not (reason := _missing(environment)):
         from baton_engine.ops.accelerator import AcceleratorOps
 
         reason = AcceleratorOps(spec).unsupported
@@ -99,6 +106,11 @@ def kv_dtype(
             "--kv-cache-dtype auto."
         )
     return FLOAT8_CACHE
+
+
+def _computes_itself(device_type: str, environment: Mapping[str, str]) -> bool:
+    """Return whether a CPU computes with its own operations, not with an accelerator's kernels."""
+    return device_type == "cpu" and not interpreted(environment)
 
 
 def _missing(environment: Mapping[str, str]) -> str:
@@ -112,11 +124,17 @@ def _missing(environment: Mapping[str, str]) -> str:
     return ""
 
 
-@cache
-def selection(device_type: str) -> Callable[[Tensor, Sequence[TokenRule]], list[int | None]] | None:
+def selection(
+    device_type: str, environment: Mapping[str, str] = os.environ
+) -> Callable[[Tensor, Sequence[TokenRule]], list[int | None]] | None:
     """Return the kernels that select tokens on this type of device; None if the host selects them."""
-    if device_type == "cpu" or disabled(os.environ):
+    if _computes_itself(device_type, environment) or disabled(environment):
         return None
+    return _selection()
+
+
+@cache
+def _selection() -> Callable[[Tensor, Sequence[TokenRule]], list[int | None]] | None:
     try:
         from baton_engine.ops.kernels.sampling import select
     except ImportError:

@@ -264,7 +264,7 @@ class _Arranged:
             elif factors is not None:
                 offsets = offsets * factors[block, 1].T[..., None]
             values += offsets
-        return values.flatten(1)[:, : self.inputs]
+        return values.flatten(1)[:, : self.inputs].contiguous()  # without the padding of a row's last step
 
 
 class QuantizedLinear:
