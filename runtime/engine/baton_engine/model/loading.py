@@ -22,7 +22,7 @@ from baton_engine.model.progress import Progress
 from baton_engine.model.quantized import Format
 from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.model.stored_weights import Damaged, WeightsFile
-from baton_engine.ops.choice import kept_formats
+from baton_engine.ops.choice import interpreted, kept_formats
 from baton_engine.settings import WorkerSettings
 from baton_engine.transfer.compatibility import weights_digest
 
@@ -111,7 +111,8 @@ def _file(
     formats: Collection[Format],
 ) -> WeightsFile | None:
     """Return where the packed weights are stored. None: they are not packed, or the setting disables it."""
-    if not limit or device.type != "cpu" or not native_decoder.supports(spec, dtype):
+    on_cpu = device.type == "cpu" and not interpreted()
+    if not limit or not on_cpu or not native_decoder.supports(spec, dtype):
         return None
     if not (kernels := native_decoder.library_name()):
         return None
