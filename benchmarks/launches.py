@@ -4,7 +4,8 @@ Launches of a decode step, counted: calls of torch that compute, and kernels und
     python -m benchmarks.launches
 
 A step is the input of a pass, the pass, and the selection of tokens. Copies to the device and waits for it
-are counted apart. No device is needed: the same Python code makes the same calls there.
+are counted apart. No device is needed: the same Python code makes the same calls there. A replayed graph is
+one launch.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from baton_engine.batch import Batch, BatchRow
+from baton_engine.graphs import CaptureLimits, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Ops
 from baton_engine.sampling.weights import GREEDY, TokenRule
+from baton_engine.scheduling.limits import EngineLimits
+from tests.engine.fake_graphs import FakeGraphs
+from tests.engine.fake_streams import on_device
 from tests.engine.random_weights import random_weights, tiny_spec
 
 CPU = torch.device("cpu")
@@ -70,9 +75,8 @@ class _Moving(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("to", "tensor") and any(
-            isinstance(each, torch.device) for each in (*args, *kwargs.values())
-        ):
+        to_device = any(isinstance(each, torch.device) for each in (*args, *kwargs.values()))
+        if name == "copy_" or (name in ("to", "tensor") and to_device):
             self._counts["copy"] += 1
         elif name in WAITS:
             self._counts["wait"] += 1
@@ -138,14 +142,37 @@ class Step(NamedTuple):
         return LAYERS * self.layer + self.beside + self.greedy
 
 
+def _selections(select: Select, vocab: int) -> tuple[int, int]:
+    """Return the launches of a greedy selection, and of one with top-p."""
+    totals = []
+    for rule in (GREEDY, CHANCE):
+        logits = torch.randn(len(STARTS), vocab)
+        with counted() as counts:
+            select(logits, [rule] * len(STARTS))
+        totals.append(counts.total())
+    return totals[0], totals[1]
+
+
+def replayed(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select) -> Step:
+    """Count the launches of a step whose pass is a captured graph."""
+    spec = tiny_spec()
+    model, cuda = Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU), FakeGraphs()
+    cache = on_device(KVCache(spec, 16, torch.float32, CPU), cuda)
+    limits = CaptureLimits(len(STARTS), memory=2**30, seconds=3600)
+    graphs = with_graphs(model, cache, EngineLimits(max_model_len=64), limits, lambda: 2**30)
+    batch = Batch(rows_of(STARTS), BLOCK_SIZE, CPU)
+    moves: Counter[str] = Counter()
+    with _Moving(moves):
+        logits = graphs.forward(batch, cache)
+        select(logits, [GREEDY] * len(STARTS))
+    replays = sum(graph.replays for graph in cuda.captured)
+    greedy, chance = _selections(select, spec.vocab)
+    return Step(name, 0, replays, greedy, chance, moves["copy"], moves["wait"])
+
+
 def step(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select) -> Step:
     """Count the launches of a step with these operations and this selection of tokens."""
     spec = tiny_spec()
-    selections: list[int] = []
-    for rule in (GREEDY, CHANCE):
-        with counted() as counts:
-            select(torch.randn(len(STARTS), spec.vocab), [rule] * len(STARTS))
-        selections.append(counts.total() - counts["aten::randn"])
     moves: Counter[str] = Counter()
     model = Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU)
     cache = KVCache(spec, 16, torch.float32, CPU)
@@ -153,7 +180,7 @@ def step(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select) -> Ste
         logits = model.forward(Batch(rows_of(STARTS), BLOCK_SIZE, CPU), cache)
         select(logits, [GREEDY] * len(STARTS))
     layer, beside = per_layer(make_ops)
-    greedy, chance = selections
+    greedy, chance = _selections(select, spec.vocab)
     return Step(name, layer, beside, greedy, chance, moves["copy"], moves["wait"])
 
 
@@ -167,7 +194,8 @@ def main() -> None:
     columns = "operations", "per layer", "beside layers", "greedy", "top-p", "copies", "waits"
     print(f"| {' | '.join(columns)} | step of {LAYERS} layers |\n|{'---|' * (len(columns) + 1)}")
     with torch.inference_mode():
-        for one in (step("plain", PlainOps, select_on_host), step("kernels", AcceleratorOps, select)):
+        plain, kernels = step("plain", PlainOps, select_on_host), step("kernels", AcceleratorOps, select)
+        for one in (plain, kernels, replayed("kernels in a graph", AcceleratorOps, select)):
             print(f"| {' | '.join(map(str, one))} | {one.whole} |")
 
 

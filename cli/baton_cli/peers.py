@@ -16,6 +16,7 @@ from baton_cli.refusals import REFUSALS
 WORKER_ALIASES = {
     "max_model_len": ("--context-length",),
     "tensor_parallel_size": ("--tp-size", "--tp"),
+    "graph_rows": ("--cuda-graph-max-bs", "--max-cudagraph-capture-size"),
     "max_running": ("--max-running-requests", "--max-num-seqs"),
     "max_queued": ("--max-queued-requests", "--max-num-queued-reqs"),
     "kv_cache_memory": ("--kv-cache-memory-bytes",),

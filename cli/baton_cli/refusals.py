@@ -42,7 +42,7 @@ REFUSALS = (
     Refusal(
         "--disable-cuda-graph* --cuda-graph-* --cudagraph-* --enforce-eager --enable-cudagraph-gc "
         "--enable-profile-cuda-graph --max-seq-len-to-capture",
-        "Baton captures no CUDA graphs",
+        "--graph-rows, --graph-memory and --graph-seconds limit CUDA graphs; --graph-rows 0 disables them",
     ),
     Refusal(
         "--disable-overlap* --enable-two-batch-overlap --enable-single-batch-overlap --async-scheduling "

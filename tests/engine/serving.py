@@ -14,7 +14,9 @@ import torch
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.engine import Engine
+from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.counters import EngineSnapshot
+from baton_engine.model.decoder import Model
 from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, RelayRecord, Request
 from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState
@@ -35,6 +37,7 @@ class Serving:
         model: FakeModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: FakeModel | None = None,
+        wrap: Callable[[Model, KVCache], Model] = lambda model, cache: model,
         **limits: Any,
     ) -> None:
         self.model = model or FakeModel()
@@ -42,7 +45,7 @@ class Serving:
         limits = {"max_model_len": 1024, "chunk_tokens": 32, "max_running": 16, **limits}
         self.fatal: list[str] = []
         self.engine = Engine(
-            self.model,
+            wrap(self.model, self.cache),
             self.cache,
             EngineLimits(**limits),
             on_outputs=self._collect,

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton_engine.streams import copied, staged
+
 
 class PassInterrupted(Exception):
     """`Model.interrupt` ended a pass early. It has no results, and can be computed again."""
@@ -50,7 +52,7 @@ class Batch:
     """
     Rows as tensors: T tokens, R rows, at most B blocks per row, S tokens whose results are needed.
 
-    Built on the host and copied to `device`, on which the model computes.
+    Built on the host. A tensor is copied to `device`, on which the model computes, when it is first used.
     """
 
     def __init__(self, rows: Sequence[BatchRow], block_size: int, device: torch.device) -> None:
@@ -62,25 +64,37 @@ class Batch:
         for row in rows:
             tokens += row.tokens
             starts.append(len(tokens))
-        self.tokens: Tensor = self._tensor(np.array(tokens, dtype=np.int64))
-        """[T] token ids."""
-        self._positions = np.empty(len(tokens), dtype=np.int64)
+        self.token_ids: NDArray[np.int64] = np.array(tokens, dtype=np.int64)
+        """`tokens` on the host."""
+        self.token_positions: NDArray[np.int64] = np.empty(len(tokens), dtype=np.int64)
+        """`positions` on the host."""
         for row, start, stop in zip(rows, starts, starts[1:], strict=False):
             if stop - start == 1:
-                self._positions[start] = row.start
+                self.token_positions[start] = row.start
             else:
-                self._positions[start:stop] = np.arange(row.start, row.context)
-        self.positions: Tensor = self._tensor(self._positions)
-        """[T] positions in the sequences, from 0."""
+                self.token_positions[start:stop] = np.arange(row.start, row.context)
         self.starts = tuple(starts)
         """R + 1 offsets: row r has the tokens starts[r] to starts[r + 1]."""
         self.contexts = tuple([row.context for row in rows])
         """R context lengths after this pass, in tokens."""
-        wanted: list[int] = []
-        for row, stop in zip(rows, starts[1:], strict=True):
-            wanted += range(stop - row.wanted, stop)
-        self.wanted_at: Tensor = self._tensor(np.array(wanted, dtype=np.int64))
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[T] token ids."""
+        return self._tensor(self.token_ids)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] positions in the sequences, from 0."""
+        return self._tensor(self.token_positions)
+
+    @cached_property
+    def wanted_at(self) -> Tensor:
         """[S] offsets of the tokens whose results are needed, in order."""
+        wanted: list[int] = []
+        for row, stop in zip(self.rows, self.starts[1:], strict=True):
+            wanted += range(stop - row.wanted, stop)
+        return self._tensor(np.array(wanted, dtype=np.int64))
 
     def adapted(self, *, wanted: bool) -> list[tuple[slice, Any]]:
         """Return the tokens of each row with an adapter, among all tokens or among `wanted_at`."""
@@ -93,7 +107,7 @@ class Batch:
         return spans
 
     def _tensor(self, values: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        return copied(values, self.device)
 
     @property
     def size(self) -> int:
@@ -101,22 +115,73 @@ class Batch:
         return self.starts[-1]
 
     @cached_property
+    def decodes(self) -> bool:
+        """Whether all rows have one token whose result is needed, and no adapter."""
+        return len(self.rows) == self.size and all(
+            row.wanted == 1 and row.adapter is None for row in self.rows
+        )
+
+    @cached_property
     def slots(self) -> Tensor:
         """[T] int64: for each token, block id * block_size + offset to which its KV is written."""
-        offsets = self._positions // self.block_size
-        owners = np.repeat(np.arange(len(self.rows)), np.diff(self.starts))
-        blocks = self._tables[owners, offsets].astype(np.int64)
-        return self._tensor(blocks * self.block_size + self._positions % self.block_size)
+        return self._tensor(self.token_slots)
 
     @cached_property
     def block_table(self) -> Tensor:
         """[R, B] int32 block ids of each row's context, padded with 0."""
-        return self._tensor(self._tables)
+        return self._tensor(self.tables)
 
     @cached_property
-    def _tables(self) -> NDArray[np.int32]:
+    def token_slots(self) -> NDArray[np.int64]:
+        """`slots` on the host."""
+        offsets = self.token_positions // self.block_size
+        owners = np.repeat(np.arange(len(self.rows)), np.diff(self.starts))
+        blocks = self.tables[owners, offsets].astype(np.int64)
+        return blocks * self.block_size + self.token_positions % self.block_size
+
+    @cached_property
+    def tables(self) -> NDArray[np.int32]:
+        """`block_table` on the host."""
         counts = [-(-context // self.block_size) for context in self.contexts]
         tables = np.zeros((len(counts), max(counts)), dtype=np.int32)
         for index, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             tables[index, :count] = row.blocks[:count] if row.table is None else row.table[:count]
         return tables
+
+
+class StaticBatch(Batch):
+    """
+    Rows of one token each, in tensors that keep their places: the input of a captured pass.
+
+    `load` replaces their values. A row without a token has the slot -1: its KV is not stored, it attends to
+    nothing, and its results are not used. `rows`, `contexts` and the values on the host mean nothing.
+    """
+
+    def __init__(
+        self, rows: int, blocks: int, most_context: int, block_size: int, device: torch.device
+    ) -> None:
+        """`blocks`: blocks of the longest row. `most_context`: sum of the context lengths."""
+        super().__init__([BatchRow([0], 0, [0], 1)] * rows, block_size, device)
+        self.most_context = most_context
+        self._inputs: Tensor = torch.zeros((3, rows), dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.slots = self._inputs
+        self.slots.fill_(-1)
+        self.block_table = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
+
+    def fits(self, batch: Batch) -> bool:
+        """Return whether `load` accepts the batch, and a plain pass would compute the same."""
+        return (
+            batch.decodes
+            and batch.size <= self.size
+            and max(batch.contexts) <= self.block_table.shape[1] * self.block_size
+            and sum(batch.contexts) <= self.most_context
+        )
+
+    def load(self, batch: Batch) -> None:
+        """Copy the rows of `batch`, which `fits`."""
+        rows, (count, blocks) = self.size, batch.tables.shape
+        inputs = np.zeros((3, rows), dtype=np.int64)
+        inputs[2] = -1
+        inputs[:, :count] = batch.token_ids, batch.token_positions, batch.token_slots
+        self._inputs.copy_(staged(inputs, self.device), non_blocking=True)
+        self.block_table[:count, :blocks].copy_(staged(batch.tables, self.device), non_blocking=True)

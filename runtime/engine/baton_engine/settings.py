@@ -206,6 +206,18 @@ class WorkerSettings(BaseSettings):
     of the machine on a CPU. The KV cache has at most 131,072 blocks. `baton up` divides the fraction
     among its workers. 0: see --kv-cache-memory."""
 
+    graph_rows: int = Field(default=256, ge=0)
+    """On a GPU, maximum number of rows of decode passes that are captured as CUDA graphs at startup. Larger
+    batches are computed without a graph. 0: none."""
+
+    graph_memory: Bytes = Field(default=1024**3, ge=0)
+    """Maximum memory of all CUDA graphs. It is left free when the KV cache gets its size. Passes that need
+    more are computed without a graph."""
+
+    graph_seconds: float = Field(default=60.0, ge=0)
+    """Time after which no further CUDA graph is captured at startup. The largest ones are captured first, and
+    serve smaller batches too."""
+
     # --- Scheduling ---
 
     max_running: int = Field(default=0, ge=0)

@@ -1,5 +1,5 @@
 """
-The order of an accelerator's work and of the host's threads. Only this module uses streams and events.
+The order of an accelerator's work and of the host's threads. No other module uses streams, events and graphs.
 
 A launch returns before its kernel runs, and a network card does not know the device's queue. So blocks are
 announced to readers, and overwritten by a transfer, only after an event behind all kernels that use them.
@@ -7,10 +7,14 @@ announced to readers, and overwritten by a transfer, only after an event behind 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 
 class Event(Protocol):
@@ -88,6 +92,8 @@ class DeviceStreams:
         self._device = device
         self._cuda = cuda
         self._aside: Any = None
+        self._graphs: Any = None
+        """Memory that all captured graphs share."""
 
     def use(self) -> None:
         self._cuda.set_device(self._device)
@@ -103,7 +109,31 @@ class DeviceStreams:
         context: AbstractContextManager[object] = self._cuda.stream(self._aside)
         return context
 
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """
+        Record the launches of `run` as a graph. Returns a function that repeats them, and the result.
+
+        The graph uses the same memory in each replay. Its result lasts until the next replay of any graph.
+        Launches of other threads are not recorded. Raises RuntimeError if `run` reads results on the host.
+        """
+        graph = self._cuda.CUDAGraph()
+        with self._cuda.graph(graph, pool=self._graphs, capture_error_mode="thread_local"):
+            result = run()
+        self._graphs = graph.pool()
+        return graph.replay, result
+
 
 def streams_of(device: torch.device) -> Streams:
     """Return the queues of `device`."""
     return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+
+
+def staged(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return `values` on the host, in page-locked memory if `device` is a GPU: copies then do not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def copied(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return `values` on `device`, without waiting for its queue. On a CPU they share their memory."""
+    return staged(values, device).to(device, non_blocking=True)

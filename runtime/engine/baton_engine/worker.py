@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -28,6 +29,7 @@ from baton_engine.client import AsyncEngine
 from baton_engine.devices import device_of, dtype_of, free_bytes, short
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
+from baton_engine.graphs import capture_limits, with_graphs
 from baton_engine.kv.cache import (
     BLOCK_SIZE,
     KVCache,
@@ -194,7 +196,9 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         publisher = _open_publisher(settings, cache, stack)
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, f"{name}-{epoch[:8]}", stack)
-        client, fatal = _open_engine(loaded, cache, limits, publisher, dtype, stack)
+        captures = capture_limits(settings, loaded.model)
+        model = with_graphs(loaded.model, cache, limits, captures, partial(free_bytes, device))
+        client, fatal = _open_engine(loaded, model, cache, limits, publisher, dtype, stack)
         worker = Worker(
             settings=settings,
             name=name,
@@ -238,6 +242,7 @@ def _open_cache(
     if gpu and not isinstance(model, ParallelModel):
         working = working_memory(model, limits, kept, device, DevicePeak(device))
         log.info("The largest forward pass needs %s beside weights and KV cache", show_size(working))
+        working += capture_limits(settings, model).memory
     free = free_bytes(device)
     memory = MemoryBudget(
         at_start=at_start,
@@ -275,6 +280,7 @@ async def _open_transfer(
 
 def _open_engine(
     loaded: _LoadedModel,
+    model: Model,
     cache: KVCache,
     limits: EngineLimits,
     publisher: KvPublisher | None,
@@ -300,7 +306,7 @@ def _open_engine(
         draft = (loaded.draft, KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device))
     if isinstance(loaded.model, ParallelModel):
         loaded.model.ranks.watch(on_fatal)
-    client = AsyncEngine(loaded.model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft)
+    client = AsyncEngine(model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft)
     client.start()
     stack.push_async_callback(client.close)
     return client, fatal

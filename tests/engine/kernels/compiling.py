@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from baton_engine.batch import StaticBatch
 from baton_engine.model.quantized import Format, Quantized, QuantizedPart
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
@@ -28,6 +29,7 @@ from baton_engine.ops.kernels.checksums import mixed_sums
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.sampling.weights import TokenRule
 from baton_engine.transfer.integrity import KEYS
+from tests.engine.greedy import CPU
 from tests.engine.kernels.cases import batch_of, caches
 from tests.engine.random_weights import tiny_spec
 
@@ -149,6 +151,10 @@ def launches(spec: ModelSpec, dtype: torch.dtype) -> list[Launch]:
     sinks = torch.zeros(spec.heads, dtype=dtype) if spec.sinks else None
     for window in {None, spec.sliding_window}:
         ops.attention(q, cache, 1, batch, window, sinks)
+    static = StaticBatch(batch.size, 1024, 2**20, batch.block_size, CPU)
+    ops.begin(static)
+    for window in {None, spec.sliding_window}:
+        ops.attention(q, cache, 1, static, window, sinks)
     words = cache.kv.view(cache.blocks, -1).view(torch.int64)
     mixed_sums(words, torch.zeros(2, dtype=torch.int64), KEYS)
     for rule in (TokenRule(0.0), TokenRule(1.0)):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton_engine.batch import Batch, BatchRow
+from baton_engine.graphs import CaptureLimits, GraphModel, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
@@ -19,8 +20,11 @@ from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import create_ops
 from baton_engine.ops.kernels.sampling import select
 from baton_engine.ops.plain import PlainOps
-from benchmarks.launches import per_layer
+from baton_engine.scheduling.limits import EngineLimits
+from benchmarks.launches import per_layer, replayed
 from benchmarks.launches import step as count_step
+from tests.engine.fake_graphs import FakeGraphs
+from tests.engine.fake_streams import on_device
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.kernels.cases import DEVICE
 from tests.engine.models import VOCAB, make_model
@@ -111,6 +115,44 @@ def test_decode_step_moves_each_input_once() -> None:
     """Copies: tokens, positions, slots, blocks, wanted rows, the plan of attention, rules of selection."""
     counted = count_step("kernels", AcceleratorOps, select)
     assert (counted.greedy, counted.chance, counted.copies, counted.waits) == (2, 5, 7, 1)
+
+
+def test_replayed_step_is_one_launch_and_its_selection() -> None:
+    """Copies: tokens with positions and slots, blocks, rules of selection."""
+    counted = replayed("graph", AcceleratorOps, select)
+    assert (counted.layer, counted.beside, counted.greedy, counted.copies, counted.waits) == (0, 1, 2, 3, 1)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma2"])
+def test_captured_decoder_gives_the_same_logits(variant: str, tmp_path: Path) -> None:
+    """Gemma has two plans in a pass: layers with a window and without."""
+    model, _ = decoders(tmp_path, variant)
+    cache, again = (KVCache(model.spec, 16, torch.float32, CPU) for _ in range(2))
+    prompts = PROMPTS[:3]
+    blocks = [list(range(1 + 4 * row, 5 + 4 * row)) for row in range(3)]
+    limits = CaptureLimits(rows=4, memory=2**30, seconds=3600)
+    engine = EngineLimits(max_model_len=64, max_running=4)
+    graphs = with_graphs(model, on_device(again, FakeGraphs()), engine, limits, lambda: 2**30)
+    rows = [BatchRow(prompt, 0, blocks[row], 1) for row, prompt in enumerate(prompts)]
+    for one, kv in ((model, cache), (graphs, again)):
+        one.forward(Batch(rows, BLOCK_SIZE, CPU), kv)
+    for step, count in enumerate((3, 3, 2, 1)):
+        batch = Batch(
+            [BatchRow([7 + step], len(prompts[row]) + step, blocks[row], 1) for row in range(count)],
+            BLOCK_SIZE,
+            CPU,
+        )
+        expected, replayed_logits = model.forward(batch, cache), graphs.forward(batch, again)
+        torch.testing.assert_close(replayed_logits, expected, atol=1e-4, rtol=1e-4)
+    assert isinstance(graphs, GraphModel) and graphs.replays == 4
+    torch.testing.assert_close(again.kv, cache.kv, atol=1e-4, rtol=1e-4)
+
+
+def test_models_whose_host_reads_results_are_not_captured(tmp_path: Path) -> None:
+    captures = {}
+    for variant in ("qwen3", "gpt-oss", "deepseek-v3"):
+        captures[variant] = [decoder.capturable for decoder in decoders(tmp_path / variant, variant)]
+    assert captures == {"qwen3": [True, False], "gpt-oss": [False] * 2, "deepseek-v3": [False] * 2}
 
 
 LATENT = LatentSpec(q_rank=0, kv_rank=32, plain=16, value=16)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_engine.batch import Batch
+from baton_engine.batch import Batch, StaticBatch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
-from baton_engine.ops.kernels.attention import SPLIT
+from baton_engine.ops.kernels.attention import attention as launch
+from baton_engine.ops.kernels.plans import SPLIT, plan_on_device
 from baton_engine.ops.plain import PlainOps
 from tests.engine.kernels.cases import DEVICE, batch_of, caches
 from tests.engine.random_weights import tiny_spec
@@ -138,3 +139,39 @@ def attention(spec: ModelSpec, q: Tensor, cache: KVCache, batch: Batch, sinks: T
     ops = AcceleratorOps(spec)
     ops.begin(batch)
     return ops.attention(q, cache, 1, batch, spec.sliding_window, sinks)
+
+
+@pytest.mark.parametrize(
+    "model", ["two heads per key head", "a window over splits", "chunked windows", "sinks"]
+)
+@pytest.mark.parametrize("programs", [1, 3, 50])
+def test_attention_of_static_rows_has_the_same_bits(model: str, programs: int) -> None:
+    """The device makes the plan, in which rows without a token have no splits, and programs share splits."""
+    torch.manual_seed(9)
+    spec = tiny_spec(**MODELS[model])
+    batch = batch_of([(2 * SPLIT + 3, 1), (0, 1), (SPLIT, 1), (17, 1), (SPLIT - 1, 1)], random.Random(9))
+    cache, _ = caches(spec, batch, torch.float32)
+    q = torch.randn(7, spec.heads, spec.head_dim, device=DEVICE)
+    sinks = torch.randn(spec.heads, device=DEVICE) if spec.sinks else None
+    static = StaticBatch(7, 40, 5 * SPLIT, batch.block_size, DEVICE)
+    static.load(batch)
+    work = plan_on_device(static, spec, spec.sliding_window)._replace(programs=programs)
+    result = launch(q, cache, 1, static, work, spec.sliding_window, sinks, spec)
+    assert torch.equal(result[:5], attention(spec, q[:5], cache, batch, sinks))
+    assert not result[5:].any()
+
+
+def test_static_rows_without_a_token_store_nothing() -> None:
+    spec = tiny_spec()
+    batch = batch_of([(5, 1), (20, 1)], random.Random(10))
+    width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    static = StaticBatch(4, 8, 100, batch.block_size, DEVICE)
+    static.load(batch)
+    caches_of = []
+    for rows in (batch, static):
+        cache, _ = caches(spec, batch, torch.float32)
+        cache.kv.zero_()
+        qkv = torch.arange(1, 1 + rows.size * width, device=DEVICE).view(rows.size, width) / 100
+        AcceleratorOps(spec).rope_and_store(qkv, None, None, None, cache, 0, rows)
+        caches_of.append(cache.kv)
+    assert torch.equal(*caches_of)

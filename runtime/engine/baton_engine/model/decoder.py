@@ -150,6 +150,14 @@ class Decoder:
             _laid_out(layer, spec, number, ops, device) for number, layer in enumerate(weights.layers)
         )
         self.rotary = Rotary.of_layers(spec, device)
+        self._embedding_scale = rounded(spec.embedding_scale, self.dtype)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether passes of a `StaticBatch` can be captured. The choice of experts is read by the host."""
+        return (
+            self.ops.capturable and self.group is None and all(layer.experts is None for layer in self.layers)
+        )
 
     def interrupt(self) -> None:
         pass  # torch's queue of operations cannot be shortened
@@ -189,7 +197,7 @@ class Decoder:
         else:
             residual = self.group.embedded(self.embedding, tokens)
         if self.spec.embedding_scale != 1:
-            residual *= rounded(self.spec.embedding_scale, self.dtype)
+            residual *= self._embedding_scale
         return residual
 
     def _summed(self, x: Tensor) -> Tensor:

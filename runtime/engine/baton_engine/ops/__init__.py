@@ -40,6 +40,9 @@ class Ops(Protocol):
     Inputs are not modified unless stated otherwise. Results do not share memory with other tensors.
     """
 
+    capturable: bool
+    """Whether the calls for a `StaticBatch` do not depend on its values, so that a graph can repeat them."""
+
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         """
         Convert a [out, in] weight to the layout of this device. The caller then releases its copy.

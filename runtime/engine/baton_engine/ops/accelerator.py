@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_engine.batch import Batch
+from baton_engine.batch import Batch, StaticBatch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Linear, Table
-from baton_engine.ops.kernels import attention, layers
+from baton_engine.ops.kernels import attention, layers, plans
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.plain import PlainLinear, PlainOps
 
@@ -35,7 +35,8 @@ class AcceleratorOps(PlainOps):
         super().__init__(spec)
         self.unsupported = _unsupported(spec)
         """Why plain operations compute attention; None if the kernels do."""
-        self._plan_of: dict[int | None, attention.AttentionPlan] = {}
+        self.capturable = self.unsupported is None
+        self._plan_of: dict[int | None, plans.AttentionPlan] = {}
         """By window, made by the first layer with this window."""
 
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
@@ -98,7 +99,11 @@ class AcceleratorOps(PlainOps):
         if self.unsupported:
             return super().attention(q, cache, layer, batch, window, sinks)
         if window not in self._plan_of:
-            self._plan_of[window] = attention.plan(batch, self.spec, window)
+            self._plan_of[window] = (
+                plans.plan_on_device(batch, self.spec, window)
+                if isinstance(batch, StaticBatch)
+                else plans.plan(batch, self.spec, window)
+            )
         return attention.attention(q, cache, layer, batch, self._plan_of[window], window, sinks, self.spec)
 
 

@@ -63,6 +63,7 @@ class PlainOps:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
+        self.capturable = False
         self._plans: dict[int | None, list[RowGroup]] = {}
 
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:

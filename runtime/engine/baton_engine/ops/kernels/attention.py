@@ -13,13 +13,11 @@ https://arxiv.org/abs/2205.14135, https://pytorch.org/blog/flash-decoding
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_engine.batch import Batch
@@ -27,9 +25,7 @@ from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.unpacked import FLOAT8_FACTOR
 from baton_engine.ops.kernels import float8
-
-SPLIT = 256
-"""Keys that are added before they are added to others. A multiple of all tiles."""
+from baton_engine.ops.kernels.plans import SPLIT, TILE_ROWS, AttentionPlan, seen_from_position, window_kind
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 16, 64
 """Keys per step."""
@@ -40,9 +36,6 @@ TILE_BYTES = 16_384
 WIDE = 128
 """Dimensions of a head, above which a chunk's tile has twice the warps."""
 
-TILE_ROWS = 64
-"""Rows of queries, tokens times heads, of a chunk's tile."""
-
 LEAST_ROWS = 16
 """Minimum rows of a matrix product on tensor cores."""
 
@@ -51,65 +44,6 @@ STAGES = 2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FACTOR = tl.constexpr(FLOAT8_FACTOR)
-
-
-class AttentionPlan(NamedTuple):
-    """Parts of the programs of one pass, for all layers with the same window. All entries are int32."""
-
-    splits: Tensor
-    """[P, 4] row, token, 1, and number of the split, of rows of one token."""
-    sums: Tensor
-    """[S, 4] token, index of its first entry in `splits`, number of its splits, 0."""
-    tiles: Tensor
-    """[C, 4] row, first token, number of tokens, 0, of longer rows."""
-
-
-def plan(batch: Batch, spec: ModelSpec, window: int | None) -> AttentionPlan:
-    """Divide the rows of `batch` among programs, and copy the result to its device in one piece."""
-    starts, counts = np.array(batch.starts[:-1]), np.diff(batch.starts)
-    single = np.flatnonzero(counts == 1)
-    position = np.array(batch.contexts)[single] - 1
-    first = _first_seen(position, window, spec.window_chunks) // SPLIT
-    numbers = position // SPLIT - first + 1
-    owner, split = _numbered(numbers)
-    splits = _entries(single[owner], starts[single][owner], 1, first[owner] + split)
-    sums = _entries(starts[single], np.cumsum(numbers) - numbers, numbers, 0)
-    size = max(1, TILE_ROWS // spec.group)
-    longer = np.flatnonzero(counts > 1)
-    owner, tile = _numbered(-(-counts[longer] // size))
-    tokens = np.minimum(size, counts[longer][owner] - tile * size)
-    tiles = _entries(longer[owner], starts[longer][owner] + tile * size, tokens, 0)
-    everything = torch.from_numpy(np.concatenate((splits, sums, tiles))).to(batch.device, non_blocking=True)
-    splits_end, sums_end = len(splits), len(splits) + len(sums)
-    return AttentionPlan(everything[:splits_end], everything[splits_end:sums_end], everything[sums_end:])
-
-
-def _entries(*columns: NDArray[np.int64] | int) -> NDArray[np.int32]:
-    return np.stack(np.broadcast_arrays(*columns), axis=1).astype(np.int32)
-
-
-def _first_seen(position: NDArray[np.int64], window: int | None, chunks: bool) -> NDArray[np.int64]:
-    """Return the first position that each position attends to, as the kernels do."""
-    if window is None:
-        return np.zeros_like(position)
-    return position // window * window if chunks else np.maximum(position - window + 1, 0)
-
-
-def _numbered(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each of sum(counts) parts the index of its owner, and its number among the owner's parts."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-
-
-@triton.jit
-def _seen_from(position, window, WINDOW: tl.constexpr):
-    """Return the first position that `position` attends to."""
-    if WINDOW == "chunks":
-        return position // window * window
-    elif WINDOW == "slides":
-        return tl.maximum(position - window + 1, 0)
-    else:
-        return position * 0
 
 
 @triton.jit
@@ -196,16 +130,15 @@ def _add_sink(sinks, head, peak, total):
     return total * old + new, old
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def _attention(
-    q, kv, result, parts, sums, tables, work, positions, sinks,
+@triton.jit
+def _attend_entry(
+    entry, q, kv, result, parts, sums, tables, work, positions, sinks,
     table_stride, block_stride, plane_stride, head_stride, scale, cap, window,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr, SINKS: tl.constexpr,
     PARTIAL: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of tokens to their context; with PARTIAL, from one token to one split of it."""
-    entry = tl.program_id(0)
     kv_head = tl.program_id(1)
     table = tables + tl.load(work + entry * 4).to(tl.int64) * table_stride
     first = tl.load(work + entry * 4 + 1)
@@ -215,7 +148,7 @@ def _attention(
     token = (first + tl.minimum(row // G, count - 1)).to(tl.int64)
     head = kv_head * G + row % G
     position = tl.load(positions + token).to(tl.int32)
-    seen_from = _seen_from(position, window, WINDOW)
+    seen_from = seen_from_position(position, window, WINDOW)
     begin = tl.min(seen_from, axis=0)
     end = tl.max(position, axis=0) + 1
     dim = tl.arange(0, BLOCK_D)
@@ -231,7 +164,7 @@ def _attention(
             tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), block_stride, scale, cap,
             D, BLOCK_SIZE, ROWS, TILE, BLOCK_D, CAPPED, FLOAT8,
         )  # fmt: skip
-        part = entry.to(tl.int64) * K * G + head
+        part = head.to(tl.int64) + entry * (K * G)
         tl.store(parts + part[:, None] * D + dim[None, :], mixed, mask=mask)
         tl.store(sums + part * 2, peak, mask=used)
         tl.store(sums + part * 2 + 1, total, mask=used)
@@ -246,12 +179,36 @@ def _attention(
         tl.store(result + place, (mixed / total[:, None]).to(queries.dtype), mask=mask)
 
 
+@triton.jit(do_not_specialize=["table_stride"])
+def _attention(
+    q, kv, result, parts, sums, tables, work, total, positions, sinks,
+    table_stride, block_stride, plane_stride, head_stride, scale, cap, window,
+    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr, SINKS: tl.constexpr,
+    PARTIAL: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile; with PARTIAL, a share of the splits: all of them if there is a program for each."""
+    if PARTIAL:
+        for entry in range(tl.program_id(0), tl.load(total), tl.num_programs(0)):
+            _attend_entry(
+                entry, q, kv, result, parts, sums, tables, work, positions, sinks,
+                table_stride, block_stride, plane_stride, head_stride, scale, cap, window,
+                G, K, D, BLOCK_SIZE, WINDOW, CAPPED, FLOAT8, SINKS, PARTIAL, SPLIT, ROWS, TILE, BLOCK_D,
+            )  # fmt: skip
+    else:
+        _attend_entry(
+            tl.program_id(0), q, kv, result, parts, sums, tables, work, positions, sinks,
+            table_stride, block_stride, plane_stride, head_stride, scale, cap, window,
+            G, K, D, BLOCK_SIZE, WINDOW, CAPPED, FLOAT8, SINKS, PARTIAL, SPLIT, ROWS, TILE, BLOCK_D,
+        )  # fmt: skip
+
+
 @triton.jit
 def _add_splits(
     parts, sums, result, work, sinks,
     H: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits of one token and one head in order."""
+    """Add the splits of one token and one head in order. A token without splits gets 0."""
     entry = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(work + entry * 4).to(tl.int64)
@@ -269,7 +226,8 @@ def _add_splits(
         total, shrunk = _add_sink(sinks, head, peak, total)
         mixed = mixed * shrunk
     place = (token * H + head) * D + dim
-    tl.store(result + place, (mixed / total).to(result.dtype.element_ty), mask=dim < D)
+    mixed = mixed / tl.where(total == 0, 1.0, total)
+    tl.store(result + place, mixed.to(result.dtype.element_ty), mask=dim < D)
 
 
 def attention(
@@ -282,14 +240,13 @@ def attention(
     sinks: Tensor | None,
     spec: ModelSpec,
 ) -> Tensor:
-    """Implement `Ops.attention`: one launch for chunks, and two for rows of one token. `work`: see `plan`."""
-    result = torch.empty_like(q)
-    kv = cache.kv[:, layer]  # [blocks, 2, K, slot, D]
+    """Implement `Ops.attention`: one launch for chunks, and two for rows of one token."""
+    result, kv = torch.empty_like(q), cache.kv[:, layer]  # [blocks, 2, K, slot, D]
     head_sinks = q if sinks is None else sinks
     constants = _constants(spec, cache, window, q.element_size()) | {"SINKS": sinks is not None}
 
-    def launch(entries: Tensor, partial: bool, parts: Tensor, sums: Tensor) -> None:
-        _attention[(len(entries), spec.kv_heads)](
+    def launch(entries: Tensor, programs: int, partial: bool, parts: Tensor, sums: Tensor) -> None:
+        _attention[(programs, spec.kv_heads)](
             q,
             kv,
             result,
@@ -297,6 +254,7 @@ def attention(
             sums,
             batch.block_table,
             entries,
+            work.total,
             batch.positions,
             head_sinks,
             batch.block_table.stride(0),
@@ -312,11 +270,11 @@ def attention(
         )
 
     if len(work.tiles):
-        launch(work.tiles, False, result, result)
+        launch(work.tiles, len(work.tiles), False, result, result)
     if count := len(work.splits):
         parts = torch.empty((count, spec.heads, spec.head_dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((count, spec.heads, 2), dtype=torch.float32, device=q.device)
-        launch(work.splits, True, parts, sums)
+        launch(work.splits, work.programs, True, parts, sums)
         flags = {name: constants[name] for name in ("D", "SINKS", "BLOCK_D", "enable_fp_fusion")}
         _add_splits[(len(work.sums), spec.heads)](
             parts, sums, result, work.sums, head_sinks, H=spec.heads, **flags
@@ -333,7 +291,7 @@ def _constants(spec: ModelSpec, cache: KVCache, window: int | None, itemsize: in
         "K": spec.kv_heads,
         "D": spec.head_dim,
         "BLOCK_SIZE": cache.block_size,
-        "WINDOW": "none" if window is None else "chunks" if spec.window_chunks else "slides",
+        "WINDOW": window_kind(spec, window),
         "CAPPED": spec.attention_cap is not None,
         "FLOAT8": cache.kv.dtype == FLOAT8_CACHE,
         "SPLIT": SPLIT,

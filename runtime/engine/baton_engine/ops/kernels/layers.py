@@ -164,7 +164,8 @@ def _rope_and_store(
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * D + plane * plane_stride
     place += (head - H - plane * K) * head_stride
     held = float8.narrow(value.to(tl.float32)) if FLOAT8 else value
-    tl.store(kv + place + dim, held, mask=inside & (head >= H))
+    if slot >= 0:
+        tl.store(kv + place + dim, held, mask=inside & (head >= H))
 
 
 @triton.jit

@@ -1,0 +1,163 @@
+"""
+Plans of attention: the parts of the programs of one pass, for all layers with the same window.
+
+The host makes the plan of a plain pass. A captured pass is repeated for other lengths: the device makes its
+plan, and a fixed number of programs divides the splits among them in a loop.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton_engine.batch import Batch, StaticBatch
+from baton_engine.model.spec import ModelSpec
+from baton_engine.streams import copied
+
+SPLIT = 256
+"""Keys that are added before they are added to others. A multiple of all tiles."""
+
+TILE_ROWS = 64
+"""Rows of queries, tokens times heads, of a chunk's tile."""
+
+CAPTURED_PROGRAMS = 2048
+"""Programs of a captured launch for splits. A GPU runs about as many at once, and idle ones take time too."""
+
+PLAN_STEP = 128
+"""Splits of a row that the plan writes at once."""
+
+
+class AttentionPlan(NamedTuple):
+    """Parts of the programs of one pass, for all layers with the same window. All entries are int32."""
+
+    splits: Tensor
+    """[P, 4] row, token, 1, and number of the split, of rows of one token. Only `total` of them are used."""
+    total: Tensor
+    """[1] number of used splits."""
+    programs: int
+    """Programs that compute the splits for one key head."""
+    sums: Tensor
+    """[S, 4] token, index of its first entry in `splits`, number of its splits, 0."""
+    tiles: Tensor
+    """[C, 4] row, first token, number of tokens, 0, of longer rows."""
+
+
+def plan(batch: Batch, spec: ModelSpec, window: int | None) -> AttentionPlan:
+    """Divide the rows of `batch` among programs, and copy the result to its device in one piece."""
+    starts, counts = np.array(batch.starts[:-1]), np.diff(batch.starts)
+    single = np.flatnonzero(counts == 1)
+    position = np.array(batch.contexts)[single] - 1
+    first = _first_seen(position, window, spec.window_chunks) // SPLIT
+    numbers = position // SPLIT - first + 1
+    owner, split = _numbered(numbers)
+    splits = _entries(single[owner], starts[single][owner], 1, first[owner] + split)
+    sums = _entries(starts[single], np.cumsum(numbers) - numbers, numbers, 0)
+    size = max(1, TILE_ROWS // spec.group)
+    longer = np.flatnonzero(counts > 1)
+    owner, tile = _numbered(-(-counts[longer] // size))
+    tokens = np.minimum(size, counts[longer][owner] - tile * size)
+    tiles = _entries(longer[owner], starts[longer][owner] + tile * size, tokens, 0)
+    total = _entries(np.array([len(splits)]), 0, 0, 0)
+    parts = np.concatenate((splits, sums, tiles, total))
+    everything = copied(parts, batch.device)
+    splits_end, sums_end = len(splits), len(splits) + len(sums)
+    return AttentionPlan(
+        splits=everything[:splits_end],
+        total=everything[-1],
+        programs=len(splits),
+        sums=everything[splits_end:sums_end],
+        tiles=everything[sums_end:-1],
+    )
+
+
+def plan_on_device(batch: StaticBatch, spec: ModelSpec, window: int | None) -> AttentionPlan:
+    """Return the plan of the tensors of `batch`, which each replay of a captured pass makes again."""
+    rows, device = len(batch.rows), batch.device
+    most = rows + batch.most_context // SPLIT
+    splits = torch.empty((most, 4), dtype=torch.int32, device=device)
+    sums = torch.empty((rows, 4), dtype=torch.int32, device=device)
+    total = torch.empty(1, dtype=torch.int32, device=device)
+    _plan[(rows,)](
+        batch.positions,
+        batch.slots,
+        splits,
+        sums,
+        total,
+        rows,
+        window or 1,
+        WINDOW=window_kind(spec, window),
+        SPLIT=SPLIT,
+        ROWS=triton.next_power_of_2(rows),
+        STEP=PLAN_STEP,
+        enable_fp_fusion=True,
+    )
+    programs = min(most, max(1, CAPTURED_PROGRAMS // spec.kv_heads))
+    return AttentionPlan(splits, total, programs, sums, splits[:0])
+
+
+def window_kind(spec: ModelSpec, window: int | None) -> str:
+    return "none" if window is None else "chunks" if spec.window_chunks else "slides"
+
+
+def _entries(*columns: NDArray[np.int64] | int) -> NDArray[np.int32]:
+    return np.stack(np.broadcast_arrays(*columns), axis=1).astype(np.int32)
+
+
+def _first_seen(position: NDArray[np.int64], window: int | None, chunks: bool) -> NDArray[np.int64]:
+    """Return the first position that each position attends to, as the kernels do."""
+    if window is None:
+        return np.zeros_like(position)
+    return position // window * window if chunks else np.maximum(position - window + 1, 0)
+
+
+def _numbered(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each of sum(counts) parts the index of its owner, and its number among the owner's parts."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+@triton.jit
+def seen_from_position(position, window, WINDOW: tl.constexpr):
+    """Return the first position that `position` attends to."""
+    if WINDOW == "chunks":
+        return position // window * window
+    elif WINDOW == "slides":
+        return tl.maximum(position - window + 1, 0)
+    else:
+        return position * 0
+
+
+@triton.jit
+def _plan(
+    positions, slots, splits, sums, total, rows, window,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write the splits of one row, whose only token is at the same index, and its sum."""
+    own = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    position = tl.load(positions + row, mask=row < rows, other=0).to(tl.int32)
+    slot = tl.load(slots + row, mask=row < rows, other=-1)
+    first = seen_from_position(position, window, WINDOW) // SPLIT
+    number = tl.where(slot >= 0, position // SPLIT - first + 1, 0)  # a row without a slot has no splits
+    before = tl.sum(tl.where(row < own, number, 0), axis=0)
+    own_first = tl.sum(tl.where(row == own, first, 0), axis=0)
+    own_number = tl.sum(tl.where(row == own, number, 0), axis=0)
+    tl.store(sums + own * 4, own)
+    tl.store(sums + own * 4 + 1, before)
+    tl.store(sums + own * 4 + 2, own_number)
+    if own == rows - 1:
+        tl.store(total, before + own_number)
+    for start in range(0, own_number, STEP):
+        split = start + tl.arange(0, STEP)
+        entry = splits + (before + split) * 4
+        inside = split < own_number
+        tl.store(entry, own + split * 0, mask=inside)
+        tl.store(entry + 1, own + split * 0, mask=inside)
+        tl.store(entry + 2, 1 + split * 0, mask=inside)
+        tl.store(entry + 3, own_first + split, mask=inside)

@@ -1,0 +1,140 @@
+"""
+CUDA's graphs on a CPU: a capture records the calls of torch and of kernels, a replay repeats them in place.
+
+As on a device, a replay reads the memory of the capture and the numbers of the capture. So a pass that takes
+a value from the host, or whose input was replaced instead of overwritten, gives wrong results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from baton_engine.batch import Batch, StaticBatch
+from baton_engine.kv.cache import KVCache
+from tests.engine.fake_model import FakeModel
+from tests.engine.fake_streams import FakeCuda
+
+READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__")
+
+
+class FakeGraph:
+    """`torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.replays = 0
+
+    def pool(self) -> tuple[int, int]:
+        return (1, 1)
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch.inference_mode(), torch._C.DisableTorchFunction():
+            for call in self.calls:
+                call()
+
+
+class FakeGraphs(FakeCuda):
+    """`FakeCuda` with graphs. Its queue is not used: calls run at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: list[FakeGraph] = []
+        self.failure: Exception | None = None
+        """Raised by a capture."""
+
+    def CUDAGraph(self) -> FakeGraph:
+        graph = FakeGraph()
+        self.captured.append(graph)
+        return graph
+
+    @contextlib.contextmanager
+    def graph(self, graph: FakeGraph, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        assert pool == (None if self.captured[0] is graph else (1, 1)), "graphs share their memory"
+        if self.failure is not None:
+            raise self.failure
+        with _kernels(graph), _Refusing(), _Recording(graph):
+            yield
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, graph: FakeGraph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._graph.calls.append(lambda: _repeat(func, args, kwargs, result))
+        return result
+
+
+def _repeat(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Call `func` again, and write its results to the memory of the first ones. Views have it already."""
+    for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(result), strict=True):
+        if isinstance(old, Tensor) and new.data_ptr() != old.data_ptr():
+            old.copy_(new)
+
+
+class _Refusing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS or name == "tensor":
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _kernels(graph: FakeGraph) -> Iterator[None]:
+    """Record launches of Triton's interpreter, if it is installed."""
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError:
+        yield
+        return
+    run, without_modes = InterpretedFunction.run, _disable_current_modes
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        def call() -> None:
+            with without_modes():
+                run(kernel, *args, **kwargs)
+
+        call()
+        graph.calls.append(call)
+
+    InterpretedFunction.run = launch
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = run
+
+
+class TensorModel(FakeModel):
+    """A fake model whose decode passes are operations on tensors only, so that they can be captured."""
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        if not isinstance(batch, StaticBatch):
+            return super().forward(batch, cache)
+        memory = cache.kv.view(cache.blocks, 2, cache.block_size, 2)
+        slots, positions = batch.slots.clamp(min=0), batch.positions
+        block, offset = slots // cache.block_size, slots % cache.block_size
+        held = (batch.slots >= 0)[:, None]
+        entry = torch.stack((batch.tokens, positions), dim=1).float()
+        memory[block, 0, offset] = torch.where(held, entry, memory[block, 0, offset])
+        entries = memory[batch.block_table.long(), 0].flatten(1, 2).long()  # [R, context, 2]
+        place = torch.arange(entries.shape[1])
+        visible = place <= positions[:, None]
+        wrong = ((entries[..., 1] != place) & visible).any(1)
+        weights = torch.where(visible, self._weights[: len(place)], 0)
+        states = ((entries[..., 0] + 1) * weights).sum(1) % len(self._table)
+        if self.nan_on is not None:
+            wrong = wrong | (batch.tokens == self.nan_on)
+        return torch.where(wrong[:, None], torch.nan, self._table[states])
