@@ -71,14 +71,16 @@ def load_weights(
     sampled: bool = False,
     formats: Collection[Format] | None = None,
     device: torch.device | None = None,
+    streamed: bool = False,
 ) -> Weights:
     """
     Load all weights in `dtype`. Checks all names and shapes first. Raises SetupError.
 
-    `shard`, `sampled` and `device` as in `baton_engine.model.weights.build`. `formats` are those that the
-    model keeps, None: those of the native kernels. torch's operations need `quantize="off"`.
+    `shard`, `sampled`, `device` and `streamed` as in `baton_engine.model.weights.build`. `formats` are those
+    that the model keeps, None: those of the native kernels. torch's operations need `quantize="off"`.
     """
     from baton_engine.model import weights
+    from baton_engine.model.family_tensors import FamilyTensors
     from baton_engine.model.quantized import NATIVE_FORMATS
     from baton_engine.model.quantized_folder import source_of
     from baton_engine.model.tensor_reader import TensorSource
@@ -88,9 +90,9 @@ def load_weights(
         source = gguf_model.GGUFTensors(checkpoint.gguf, spec)
     else:
         folder = source_of(checkpoint.path, read_json(checkpoint.path / "config.json"), spec)
-        source = weights.FamilyTensors(folder, spec)
+        source = FamilyTensors(folder, spec)
     kept = NATIVE_FORMATS if formats is None else formats
-    return weights.build(source, spec, dtype, progress, quantize, shard, sampled, kept, device)
+    return weights.build(source, spec, dtype, progress, quantize, shard, sampled, kept, device, streamed)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton_api.setting_types import show_size
 from baton_engine import machine
 from baton_engine.devices import short, show_free
 from baton_engine.lending import Seat
@@ -24,7 +25,7 @@ from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.model.stored_weights import Damaged, WeightsFile
 from baton_engine.ops.choice import interpreted, kept_formats
 from baton_engine.settings import WorkerSettings
-from baton_engine.transfer.compatibility import weights_digest
+from baton_engine.transfer.compatibility import WeightsSummary
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +84,18 @@ def load_model(
     loaded = None if file is None else _stored(file, spec, dtype, seat)
     source = "packed weights" if loaded else "checkpoint"
     if loaded is None:
-        weights = load_weights(checkpoint, spec, dtype, progress, quantize, formats=formats, device=device)
-        digest, size = weights_digest(weights), weights.bytes
-        weights = weights.handed_over()
-        model = create_model(spec, weights, device, dtype, seat=seat)
+        packs = _packs(spec, device, dtype)
+        weights = load_weights(
+            checkpoint, spec, dtype, progress, quantize, formats=formats, device=device, streamed=packs
+        )
+        summary = WeightsSummary(weights)
         del weights  # the model has its own copy, in the device's layout
-        loaded = LoadedWeights(model, digest, size, file)
+        passed = summary.weights if packs else summary.weights.handed_over()
+        model = create_model(spec, passed, device, dtype, seat=seat)
+        sizes = summary.formats
+        shown = (f"{show_size(size)} in {form}" for form, size in sizes.most_common())
+        log.info("Weights: %s", ", ".join(shown))
+        loaded = LoadedWeights(model, summary.digest, sizes.total(), file)
     checkpoint.release()
     log.info(
         "Load weight end. type=%s, dtype=%s, avail mem=%s, took %.1f s from %s",
@@ -101,6 +108,11 @@ def load_model(
     return loaded
 
 
+def _packs(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the CPU's kernels compute the model: `create_model` packs its weights."""
+    return device.type == "cpu" and not interpreted() and native_decoder.runs(spec, dtype)
+
+
 def _file(
     limit: int,
     checkpoint: Checkpoint,
@@ -111,16 +123,15 @@ def _file(
     formats: Collection[Format],
 ) -> WeightsFile | None:
     """Return where the packed weights are stored. None: they are not packed, or the setting disables it."""
-    on_cpu = device.type == "cpu" and not interpreted()
-    if not limit or not on_cpu or not native_decoder.supports(spec, dtype):
-        return None
-    if not (kernels := native_decoder.library_name()):
+    if not limit or not _packs(spec, device, dtype):
         return None
     try:
         content = stored_weights.content_digest(checkpoint.path)
     except OSError:
         return None  # reading the weights raises the error, with its reason
-    name = stored_weights.file_name(content, kernels, short(dtype), quantize, sorted(formats))
+    name = stored_weights.file_name(
+        content, native_decoder.library_name(), short(dtype), quantize, sorted(formats)
+    )
     return WeightsFile(machine.cache_folder(os.environ) / name, limit)
 
 

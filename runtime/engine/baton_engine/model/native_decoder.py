@@ -336,12 +336,14 @@ def native_decoder(
     return NativeDecoder(spec, weights, dtype, kernel_library, cores)
 
 
+def runs(spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """Return whether the kernels are available and support the model."""
+    return supports(spec, dtype) and available()
+
+
 def library_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the kernels' library, which states sources, compiler and processor; "": none."""
-    try:
-        return os.path.basename(_library(tuple(sorted(environment.items())))._name)
-    except library.Unavailable:
-        return ""
+    """Return the name of the kernels' library, which states sources, compiler and processor. See `runs`."""
+    return os.path.basename(_library(tuple(sorted(environment.items())))._name)
 
 
 def available(environment: Mapping[str, str] = os.environ) -> bool:

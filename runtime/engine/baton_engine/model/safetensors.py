@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.model.file_reader import Location
 from baton_engine.model.quantized import Quantized
 
 SINGLE = "model.safetensors"
@@ -23,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Supported dtypes, with their size in bytes."""
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BYTES = "U8"
 HEADER_LIMIT = 100_000_000
 """Maximum size of a header in bytes, the limit of safetensors itself."""
@@ -65,6 +67,14 @@ class SafetensorsFolder:
                 "The quantization_config of config.json must describe quantized weights."
             )
         return self.read_raw(tensor)
+
+    def location(self, tensor: str) -> Location | None:
+        path = self._homes[tensor]
+        entry = self._files[path][tensor]
+        if entry["dtype"] not in DTYPES:
+            return None
+        first, end = entry["data_offsets"]
+        return Location(path, entry["start"] + first, end - first, DTYPES[entry["dtype"]])
 
     def read_bytes(self, tensor: str) -> Tensor:
         """Return a tensor of uint8, such as quantized values."""
@@ -137,6 +147,8 @@ def read_header(path: Path) -> dict[str, Any]:
         raise SetupError(
             f"{path} is truncated: it has {size} bytes, but its header requires {needed}. Download it again."
         )
+    for entry in checked.values():
+        entry["start"] = 8 + length
     return checked
 
 

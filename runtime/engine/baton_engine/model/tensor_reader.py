@@ -5,14 +5,16 @@ Reading of tensors: stacked in one dtype, or quantized matrices as the checkpoin
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from baton_engine.model.file_reader import ALIGNMENT, FileReader, LocatedSource, Location, Scratch
 from baton_engine.model.progress import Progress
 from baton_engine.model.quantized import BLOCK, Format, Matrix, Quantized, quantize
 from baton_engine.model.spec import Quantize
@@ -56,6 +58,31 @@ class TensorSource(Protocol):
         ...
 
 
+class TensorStream:
+    """Reads tensors from their files, where the source knows them, to memory that each layer uses again."""
+
+    def __init__(self, source: TensorSource, names: Iterable[str], scratch: Scratch) -> None:
+        """`names` in the order of reading."""
+        self.scratch = scratch
+        located = source if isinstance(source, LocatedSource) else None
+        self._locations: dict[str, Location] = {}
+        for name in names:
+            if located is not None and (location := located.location(name)) is not None:
+                self._locations[name] = location
+        self._reader = FileReader(tuple(self._locations.values()))
+
+    def read(self, tensor: str, target: Tensor) -> bool:
+        """Read `tensor` to contiguous memory. False: its values are not in a file in this dtype."""
+        location = self._locations.get(tensor)
+        if location is None or location.dtype != target.dtype:
+            return False
+        self._reader.read(location, target)
+        return True
+
+    def close(self) -> None:
+        self._reader.close()
+
+
 @dataclass(frozen=True, slots=True)
 class TensorReader:
     """Reads and stacks tensors."""
@@ -72,23 +99,33 @@ class TensorReader:
     """Whether only the values of `samples` are read. The rest stays uninitialized, without memory."""
     device: torch.device | None = None
     """Where tensors are stored, one by one from the checkpoint's file. None: in the host's memory."""
+    stream: TensorStream | None = None
+    """Memory and files of a model whose layers are read one by one. None: each tensor has its own memory."""
     expanded: Counter[str] = field(default_factory=Counter)
     """Number of matrices by format that are stored quantized and expanded here."""
 
     def stacked(self, names: Sequence[str]) -> Tensor:
-        """Return the tensors stacked along the first dimension, in newly allocated memory."""
+        """Return the tensors stacked along the first dimension, in memory of their own or of the stream."""
         rows = [self.shapes[name][0] for name in names]
         shape = sum(rows), *self.shapes[names[0]][1:]
-        whole = torch.empty(shape, dtype=self.dtype_of(names[0]), device=self.device)
+        dtype = self.dtype_of(names[0])
+        if self.stream is None:
+            whole = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            whole = self.stream.scratch.take(shape, dtype)
         start = 0
         for name, count in zip(names, rows, strict=True):
             if self.sampled:
                 _copy_samples(whole, start, self.source.read(name))
-            else:
+            elif self.stream is None or not self.stream.read(name, whole[start : start + count]):
                 whole[start : start + count] = self.source.read(name)
             start += count
             self.progress.advance(self.source.stored_bytes(name))
         return whole
+
+    def most_bytes(self, name: str) -> int:
+        """Return the bytes that `stacked` needs for a tensor at most."""
+        return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize + ALIGNMENT
 
     def matrix(self, names: Sequence[str], paired: bool = False) -> Matrix:
         """Return the matrices stacked, quantized if possible. `paired`: they must have one format."""

@@ -7,6 +7,7 @@ memory is allocated.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
-from baton_api.setting_types import show_size
 from baton_engine.model.expert_weights import mlp_shapes, mlp_weights
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import NORM, ModelFamily, TensorNames
-from baton_engine.model.latent_weights import latent_norms, latent_shapes, rotated_in_halves
+from baton_engine.model.family_tensors import Prefixed
+from baton_engine.model.file_reader import Scratch
+from baton_engine.model.latent_weights import latent_norms, latent_shapes
 from baton_engine.model.progress import Progress
 from baton_engine.model.quantized import NATIVE_FORMATS, Format, Matrix, Quantized
-from baton_engine.model.rope import in_halves
 from baton_engine.model.shards import Shard, ShardTensors
 from baton_engine.model.spec import ModelSpec, Quantize
-from baton_engine.model.tensor_reader import TensorReader, TensorSource
+from baton_engine.model.tensor_reader import TensorReader, TensorSource, TensorStream
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,11 @@ class LayerWeights:
     mlp_post_norm: Tensor | None = None
     """[N]; None without `ModelSpec.post_norm`."""
 
+    @property
+    def formats(self) -> Counter[str]:
+        """Size in bytes by format."""
+        return bytes_by_format(getattr(self, part.name) for part in fields(self))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
@@ -112,16 +118,24 @@ class Weights:
     @property
     def formats(self) -> Counter[str]:
         """Size in bytes by format, such as bfloat16 or Q8_0; a shared tensor counts once."""
-        parts = [getattr(layer, part.name) for layer in self.layers for part in fields(layer)]
-        sizes: Counter[str] = Counter()
-        everything = (self.embedding, self.final_norm, self.head, *parts)
-        for matrix in {id(each): each for each in everything}.values():
-            if isinstance(matrix, Quantized):
-                for part in matrix.parts:
-                    sizes[part.format.name] += part.rows.nbytes
-            elif matrix is not None:
-                sizes[str(matrix.dtype).removeprefix("torch.")] += matrix.nbytes
-        return sizes
+        summary = bytes_by_format((self.embedding, self.final_norm))
+        if self.head is not self.embedding:
+            summary += bytes_by_format((self.head,))
+        for layer in self.layers:
+            summary += layer.formats
+        return summary
+
+
+def bytes_by_format(matrices: Iterable[Matrix | None]) -> Counter[str]:
+    """Return the size in bytes by format, such as bfloat16 or Q8_0."""
+    sizes: Counter[str] = Counter()
+    for matrix in matrices:
+        if isinstance(matrix, Quantized):
+            for part in matrix.parts:
+                sizes[part.format.name] += part.rows.nbytes
+        elif matrix is not None:
+            sizes[str(matrix.dtype).removeprefix("torch.")] += matrix.nbytes
+    return sizes
 
 
 def _released(layers: deque[LayerWeights]) -> Iterator[LayerWeights]:
@@ -129,93 +143,8 @@ def _released(layers: deque[LayerWeights]) -> Iterator[LayerWeights]:
         yield layers.popleft()
 
 
-PREFIX = "model."
-"""Prefix that tensor names lack in a checkpoint without a head."""
-
 NAMED_AT_MOST = 5
 """Maximum number of tensors that an error lists by name."""
-
-
-class Prefixed:
-    """Tensors of a checkpoint without a head, renamed as in a checkpoint with one."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        self.name = source.name
-        self.shapes = {PREFIX + name: shape for name, shape in source.shapes.items()}
-
-    def stored_bytes(self, tensor: str) -> int:
-        return self._source.stored_bytes(tensor.removeprefix(PREFIX))
-
-    def read(self, tensor: str) -> Tensor:
-        return self._source.read(tensor.removeprefix(PREFIX))
-
-    def format(self, tensor: str) -> str:
-        return self._source.format(tensor.removeprefix(PREFIX))
-
-    def read_quantized(self, tensor: str) -> Quantized | None:
-        return self._source.read_quantized(tensor.removeprefix(PREFIX))
-
-
-TEXT_PARTS = {
-    "language_model.model.": PREFIX,
-    "model.language_model.": PREFIX,
-    "language_model.lm_head.": "lm_head.",
-}
-"""Prefixes of the text tensors of a multimodal checkpoint, and those of a checkpoint with text only."""
-
-
-class FamilyTensors:
-    """Tensors of a safetensors checkpoint as the decoder needs them: norms with offset, halves rotated."""
-
-    def __init__(self, source: TensorSource, spec: ModelSpec) -> None:
-        self._source = source
-        self._spec = spec
-        self._family = BY_ARCHITECTURE[spec.architecture]
-        self.name = source.name
-        self._stored = {name: name for name in source.shapes}
-        if self._family.multimodal and any(name.startswith(tuple(TEXT_PARTS)) for name in self._stored):
-            self._stored = _text_only(self._stored)
-            log.info(
-                "%s: only text is served. %d tensors for other inputs are not loaded.",
-                self.name,
-                len(source.shapes) - len(self._stored),
-            )
-        self.shapes = {name: source.shapes[stored] for name, stored in self._stored.items()}
-
-    def stored_bytes(self, tensor: str) -> int:
-        return self._source.stored_bytes(self._stored[tensor])
-
-    def format(self, tensor: str) -> str:
-        return self._source.format(self._stored[tensor])
-
-    def read_quantized(self, tensor: str) -> Quantized | None:
-        names = self._family.tensors
-        if self._family.interleaved and tensor.rpartition(".")[0].endswith((names.q, names.k)):
-            return None  # the rows are in another order
-        return self._source.read_quantized(self._stored[tensor])
-
-    def read(self, tensor: str) -> Tensor:
-        values, names = self._source.read(self._stored[tensor]), self._family.tensors
-        base = tensor.rpartition(".")[0]
-        if self._family.norm_offset and base.endswith(NORM):
-            return values.to(torch.float32) + self._family.norm_offset
-        if self._family.interleaved and self._spec.latent is not None:
-            return rotated_in_halves(values, base, self._spec, names)
-        if self._family.interleaved and base.endswith((names.q, names.k)):
-            heads = self._spec.heads if base.endswith(names.q) else self._spec.kv_heads
-            return in_halves(values, heads, self._spec.rotated)
-        return values
-
-
-def _text_only(names: Iterable[str]) -> dict[str, str]:
-    """Return the stored names of the text tensors, by their names in a checkpoint with text only."""
-    chosen = {name: name for name in names if name.startswith("lm_head.")}
-    for name in names:
-        for prefix, replacement in TEXT_PARTS.items():
-            if name.startswith(prefix):
-                chosen[replacement + name.removeprefix(prefix)] = name
-    return chosen
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -289,9 +218,13 @@ def build(
     sampled: bool = False,
     formats: Collection[Format] = NATIVE_FORMATS,
     device: torch.device | None = None,
+    streamed: bool = False,
 ) -> Weights:
     """
     Build all weights in `dtype`, reading each tensor once. Raises SetupError.
+
+    `streamed`: each layer is read when the iteration reaches it, and is invalid from the next one on. It can
+    be iterated once.
 
     Norms are fp32 in families that add an offset to them: bfloat16 would round the sum. `choice` applies to
     matrices: keep those of the checkpoint's formats that are in `formats`, or also convert the other ones to
@@ -310,19 +243,37 @@ def build(
     kept = partial(_kept, family=family, dtype=dtype)
     reader = TensorReader(source, shapes, kept, progress, choice, formats, sampled, device)
     embedding = reader.matrix([f"{names.embedding}.weight"])
+    layers = (_layer(spec, names, number, reader) for number in range(spec.layers))
     weights = Weights(
         embedding=embedding,
-        layers=tuple(_layer(spec, names, number, reader) for number in range(spec.layers)),
+        layers=_streamed(spec, names, reader) if streamed else tuple(layers),
         final_norm=reader.stacked([f"{names.final_norm}.weight"]),
         head=embedding if spec.tied_embeddings else reader.matrix([f"{names.head}.weight"]),
     )
-    progress.done()
-    if sampled:
-        return weights
-    reader.report()
-    sizes = weights.formats.most_common()
-    log.info("Weights: %s", ", ".join(f"{show_size(size)} in {form}" for form, size in sizes))
+    if not streamed:
+        progress.done()
+    if not streamed and not sampled:
+        reader.report()
     return weights
+
+
+def _streamed(spec: ModelSpec, names: TensorNames, reader: TensorReader) -> Iterator[LayerWeights]:
+    """Read layer by layer to the same memory."""
+    prefix, _, end = names.layer.partition("{}")
+    of_layers: dict[int, list[str]] = {number: [] for number in range(spec.layers)}
+    for name in reader.shapes:
+        if name.startswith(prefix) and (number := name.removeprefix(prefix).partition(end)[0]).isdecimal():
+            of_layers[int(number)].append(name)
+    scratch = Scratch(max(sum(map(reader.most_bytes, of_layer)) for of_layer in of_layers.values()))
+    stream = TensorStream(reader.source, itertools.chain.from_iterable(of_layers.values()), scratch)
+    try:
+        for layer in range(spec.layers):
+            scratch.begin()
+            yield _layer(spec, names, layer, replace(reader, stream=stream))
+    finally:
+        stream.close()
+    reader.progress.done()
+    reader.report()
 
 
 def _layer(spec: ModelSpec, names: TensorNames, number: int, reader: TensorReader) -> LayerWeights:

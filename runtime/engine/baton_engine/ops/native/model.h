@@ -363,7 +363,7 @@ struct packing {
 
 /* Weights with fewer numbers are packed by the caller alone: to wake other threads and to wait for them takes longer. */
 #ifndef SHARED_PACKING
-#define SHARED_PACKING ((size_t)1 << 25)
+#define SHARED_PACKING ((size_t)1 << 22)
 #endif
 
 static size_t packing_chunks(void *self, size_t phase) {
