@@ -5,7 +5,8 @@ Importing torch takes most of the start of a worker, and a fork does it once for
 while the command line is read. It has one thread, no event loop and no library of a transport, so a fork
 copies nothing that is in use. Each process is forked twice, and becomes a child of `baton up`, which waits
 for it as for any process (`PR_SET_CHILD_SUBREAPER`, prctl(2)). Drivers of accelerators do not support forks.
-If a template is missing or has ended, processes are started without it.
+Templates stay until the service ends, so a restarted process is a fork too. If a template is missing or has
+ended, processes are started without it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,6 @@ class Template:
                 pass_fds=(theirs.fileno(),),
                 process_group=0,
             )
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     @property
     def pid(self) -> int:
@@ -115,6 +115,8 @@ class Template:
         request = ForkRequest(list(arguments), dict(environment), os.getpid())
         loop = asyncio.get_running_loop()
         async with self._asking:
+            _adopting.add(self)
+            _set_adoption()
             try:
                 socket.send_fds(self._connection, [msgspec.json.encode(request)], [output, announcing])
                 answer = await loop.sock_recv(self._connection, MESSAGE_BYTES)
@@ -123,6 +125,9 @@ class Template:
             except BaseException:
                 self.close()  # the next answer would be this one's
                 raise
+            finally:
+                _adopting.discard(self)
+                _set_adoption()
         return Forked(int(answer)) if answer else None
 
     def close(self) -> None:
@@ -130,7 +135,15 @@ class Template:
         self._connection.close()
         self._process.kill()
         self._process.wait()
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+_adopting: set[Template] = set()
+"""Templates that fork now."""
+
+
+def _set_adoption() -> None:
+    """Adopt the new process of a fork. At other times, orphans of ended workers go to the system's init."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(bool(_adopting)))
 
 
 _begun: dict[tuple[str, ...], Template] = {}

@@ -172,6 +172,7 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
             state = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         seats = stack.enter_context(lending.seats(len(plan.roles)))
         supervisor = await stack.enter_async_context(supervise(watcher, drain_s))
+        stack.callback(template.end)
         templates = [template.begin(modules) for modules in (template.WORKERS, template.ROUTERS)]
         commands = plan.worker_commands(machine.usable_cores(), seats)
         workers = [supervisor.add(command, templates[0]) for command in commands]
@@ -186,7 +187,6 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
             templates[1],
         )
         await supervisor.unless_failed(router.listening())
-        template.end()
         for member in (*workers, router):
             await supervisor.unless_failed(member.ready())
         service = Service(supervisor, router, tuple(workers), plan.key)
