@@ -1,0 +1,105 @@
+"""Tensor parallelism with accelerators' kernels: ranks under Triton's interpreter, joined by gloo."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton_api.sampling import SamplingParams
+from baton_decode.main import decode
+from baton_engine.kv.cache import BLOCK_SIZE
+from baton_engine.requests import RemotePrefill, Request
+from baton_engine.settings import WorkerSettings
+from baton_engine.worker import Worker, open_worker
+from baton_prefill.main import prefill
+from tests.decode.pair import tokens
+from tests.decode.real_model import real_side
+from tests.decode.test_pair_equals_one import GREEDY, SAMPLED, text
+from tests.engine.kernels.cases import DEVICE
+from tests.engine.models import make_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # of numpy
+    pytest.mark.usefixtures("interpreted", "threads"),
+]
+
+WAYS: tuple[dict[str, Any], ...] = (GREEDY, SAMPLED)
+COUNT = 6
+"""Tokens of an answer."""
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """A worker sets the number of torch's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 heads and 2 key heads, so that 4 ranks share key heads."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3", **sizes)
+
+
+def request_of(way: int, remote: RemotePrefill | None = None) -> Request:
+    prompt = tuple(text(way, BLOCK_SIZE + 3 * way + 1))
+    return Request(f"{way}", prompt, SamplingParams(**WAYS[way], max_tokens=COUNT), remote=remote)
+
+
+@pytest.fixture
+async def expected(folder: Path) -> list[list[int]]:
+    """Answers of one rank with the kernels, one after the other."""
+    side = real_side("one", folder, 4 * BLOCK_SIZE)
+    await side.open()
+    answers = [tokens(await side.generate(request_of(way))) for way in range(len(WAYS))]
+    await side.close()
+    return answers
+
+
+def settings(folder: Path, ranks: int, **given: Any) -> WorkerSettings:
+    every = {"dtype": "float32", "threads": 1, "kv_cache_memory": "1MiB", "chunk_tokens": BLOCK_SIZE}
+    return WorkerSettings.model_validate(
+        {"model": str(folder), "tensor_parallel_size": ranks, **every, **given}
+    )
+
+
+async def tokens_of(worker: Worker, request: Request) -> list[int]:
+    return tokens([output async for output in worker.client.generate(request)])
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+async def test_accelerated_ranks_give_the_tokens_of_one(
+    folder: Path, expected: list[list[int]], degree: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_worker(settings(folder, degree)) as worker:
+        answers = await asyncio.gather(*(tokens_of(worker, request_of(way)) for way in range(len(WAYS))))
+    assert list(answers) == expected
+    assert "an interpreter runs Triton kernels" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["two to one", "one to two"])
+async def test_accelerated_pair_of_any_degrees_answers_as_one(
+    folder: Path, expected: list[list[int]], ranks: tuple[int, int]
+) -> None:
+    given = {"transfer": "loopback", "local_prefill_tokens": 0, "transfer_deadline_s": 60}
+    async with (
+        open_worker(settings(folder, ranks[0], role="prefill", **given)) as source,
+        prefill(source) as serving,
+        open_worker(settings(folder, ranks[1], role="decode", **given)) as worker,
+        decode(worker) as fetching,
+    ):
+        assert fetching.remote is not None
+        for way, answer in enumerate(expected):
+            request = request_of(way, fetching.remote(serving.control, "", f"{way}"))
+            outputs = [output async for output in worker.client.generate(request)]
+            assert tokens(outputs) == answer
+            assert outputs[0].relay is not None, "the prompt did not come from the prefill worker"
