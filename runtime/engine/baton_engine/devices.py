@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from baton_api.errors import SetupError
@@ -9,6 +11,8 @@ from baton_api.setting_types import show_size
 from baton_engine import machine
 from baton_engine.model import native_decoder
 from baton_engine.ops.cpu import preferred_dtype
+
+log = logging.getLogger(__name__)
 
 
 def device_of(name: str, ranks: int) -> torch.device:
@@ -40,7 +44,25 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
         case _ if device.type == "cpu":
             return preferred_dtype(torch.cpu.get_capabilities(), native_decoder.available())
         case _:
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+            capability = torch.cuda.get_device_capability(device)
+            if has_bfloat16(capability, rocm=torch.version.hip is not None):
+                return torch.bfloat16
+            log.warning(
+                "%s (compute capability %d.%d) has no products of bfloat16: weights and KV cache are in "
+                "float32, twice the size",
+                torch.cuda.get_device_name(device),
+                *capability,
+            )
+            return torch.float32
+
+
+def has_bfloat16(capability: tuple[int, int], *, rocm: bool) -> bool:
+    """
+    Return whether a GPU with this compute capability multiplies in bfloat16.
+
+    Older GPUs of NVIDIA do not. torch emulates it there, and counts it as supported.
+    """
+    return rocm or capability >= (8, 0)
 
 
 def free_bytes(device: torch.device) -> int | None:

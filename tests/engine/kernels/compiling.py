@@ -1,7 +1,9 @@
 """
-Compile all kernels in bfloat16 for accelerators that need not be present.
+Compile all kernels for accelerators that need not be present.
 
     python -m tests.engine.kernels.compiling TARGET
+
+All models and formats are compiled in bfloat16, and some in float32 and with keys in float8.
 
 Prints for each kernel and model the bytes of shared memory and of registers that were spilled. A
 kernel that the interpreter runs may still not compile: the compiler knows more types, and fewer of Python's
@@ -21,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton_engine.batch import StaticBatch
+from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.model.quantized import Format, Quantized, QuantizedPart
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
@@ -30,7 +33,7 @@ from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.sampling.weights import TokenRule
 from baton_engine.transfer.integrity import KEYS
 from tests.engine.greedy import CPU
-from tests.engine.kernels.cases import batch_of, caches
+from tests.engine.kernels.cases import DEVICE, batch_of
 from tests.engine.random_weights import tiny_spec
 
 TARGETS = {
@@ -61,6 +64,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "temperature": (0.1, 8),
     },
 }
+
+OTHER_TYPES = ("llama", "gemma 2")
+"""Models that are also compiled in float32, and for keys in float8."""
 
 ROW_BYTES = {
     Format.Q4_0: 128 * 18,
@@ -134,11 +140,11 @@ def quantized_launches(form: Format, dtype: torch.dtype) -> list[Launch]:
     return captured
 
 
-def launches(spec: ModelSpec, dtype: torch.dtype) -> list[Launch]:
+def launches(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[Launch]:
     """Return what a layer of a model launches for a chunk of a prompt, and for rows of one token."""
     captured = capturing()
     ops, batch = AcceleratorOps(spec), batch_of([(0, 40), (300, 1)], random.Random(1))
-    cache, _ = caches(spec, batch, dtype)
+    cache = KVCache(spec, 1 + max(max(row.blocks) for row in batch.rows), kv_dtype, DEVICE)
     x = torch.zeros(batch.size, spec.hidden, dtype=dtype)
     ops.begin(batch)
     ops.add_rms_norm(x, x.clone(), x[0], 1e-5)
@@ -162,6 +168,10 @@ def launches(spec: ModelSpec, dtype: torch.dtype) -> list[Launch]:
     return captured
 
 
+def spec_of(name: str) -> ModelSpec:
+    return tiny_spec(hidden=4096, **MODELS[name])
+
+
 def spilled(compiled: Any) -> int:
     """Return the bytes or registers that AMD's compiler spilled; 0 for others, which do not say."""
     spills = re.search(r"vgpr_spill_count:\s*(\d+)", compiled.asm.get("amdgcn", ""))
@@ -169,10 +179,14 @@ def spilled(compiled: Any) -> int:
 
 
 def main(target: str) -> None:
-    captured = {
-        name: launches(tiny_spec(hidden=4096, **changes), torch.bfloat16) for name, changes in MODELS.items()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    captured = {name: launches(spec_of(name), bf16, bf16) for name in MODELS}
+    captured |= {f"{name}, float8 keys": launches(spec_of(name), bf16, FLOAT8_CACHE) for name in OTHER_TYPES}
+    captured |= {f"{name}, float32": launches(spec_of(name), fp32, fp32) for name in OTHER_TYPES}
+    captured |= {
+        f"{form.name}, float32": quantized_launches(form, fp32) for form in (Format.INT4, Format.FP8)
     }
-    captured |= {form.name: quantized_launches(form, torch.bfloat16) for form in ROW_BYTES}
+    captured |= {form.name: quantized_launches(form, bf16) for form in ROW_BYTES}
     for name, kernels in captured.items():
         for launch in kernels:
             compiled = triton.compile(launch.source, target=TARGETS[target], options=launch.options)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.devices import has_bfloat16
 from baton_engine.kv.cache import FLOAT8_CACHE
 from baton_engine.model import native_decoder
 from baton_engine.model.quantized import NATIVE_FORMATS, Format
@@ -121,6 +122,15 @@ def _missing(environment: Mapping[str, str]) -> str:
         import baton_engine.ops.accelerator  # noqa: F401
     except ImportError as error:
         return f"{error}; install triton"
+    return _outdated()
+
+
+def _outdated() -> str:
+    """Return why Triton does not support the GPU, or an empty string."""
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if not has_bfloat16(capability, rocm=torch.version.hip is not None):
+            return f"Triton does not support GPUs with compute capability {capability[0]}.{capability[1]}"
     return ""
 
 
@@ -139,4 +149,4 @@ def _selection() -> Callable[[Tensor, Sequence[TokenRule]], list[int | None]] | 
         from baton_engine.ops.kernels.sampling import select
     except ImportError:
         return None  # `create_ops` logs it
-    return select
+    return None if _outdated() else select

@@ -33,7 +33,7 @@ def check_parallel(
         _check_pair(settings.role, size, spec, device, name)
     if settings.quantize not in ("keep", "off"):
         raise SetupError(
-            f"{flag} does not support --quantize {settings.quantize}: ranks compute with torch operations."
+            f"{flag} does not support --quantize {settings.quantize}: ranks expand quantized weights."
         )
     if settings.kv_cache_dtype != "auto":
         raise SetupError(f"{flag} does not support --kv-cache-dtype {settings.kv_cache_dtype}. Use auto.")

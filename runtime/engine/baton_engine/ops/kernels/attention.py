@@ -42,6 +42,9 @@ LEAST_ROWS = 16
 STAGES = 2
 """Tiles of keys and values in shared memory: one is loaded while the other is used."""
 
+MOST_ROW_BYTES = 512
+"""Bytes of a query up to which there is shared memory for `STAGES` tiles: consumers' GPUs have 99 KiB."""
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 FACTOR = tl.constexpr(FLOAT8_FACTOR)
 
@@ -264,7 +267,7 @@ def attention(
             window or 1,
             PARTIAL=partial,
             ROWS=max(LEAST_ROWS if partial else TILE_ROWS, triton.next_power_of_2(spec.group)),
-            num_stages=STAGES,
+            num_stages=STAGES if constants["BLOCK_D"] * q.element_size() <= MOST_ROW_BYTES else 1,
             num_warps=8 if spec.head_dim > WIDE and not partial else 4,
             **constants,
         )

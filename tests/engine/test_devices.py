@@ -1,0 +1,54 @@
+"""The data type of a worker, chosen by its device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton_engine.devices import dtype_of, has_bfloat16
+from baton_engine.ops.choice import create_ops
+from baton_engine.ops.plain import PlainOps
+from tests.engine.random_weights import tiny_spec
+
+GPUS = {
+    "V100": ((7, 0), False, False),
+    "T4": ((7, 5), False, False),
+    "A100": ((8, 0), False, True),
+    "L4": ((8, 9), False, True),
+    "H100": ((9, 0), False, True),
+    "B200": ((10, 0), False, True),
+    "MI210": ((9, 0), True, True),
+    "MI300X": ((9, 4), True, True),
+}
+"""Compute capability, whether it is ROCm's, and whether it has bfloat16."""
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_gpu_has_bfloat16_by_its_capability(name: str) -> None:
+    capability, rocm, expected = GPUS[name]
+    assert has_bfloat16(capability, rocm=rocm) is expected
+
+
+def test_older_gpu_logs_that_it_has_no_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    assert dtype_of("auto", torch.device("cuda")) == torch.float32
+    assert "Tesla T4 (compute capability 7.5) has no products of bfloat16" in caplog.text
+
+
+def test_older_gpu_computes_with_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    ops = create_ops(tiny_spec(), torch.device("cuda"), torch.float32, {})
+    assert type(ops) is PlainOps
+    assert "Triton does not support GPUs with compute capability 7.5" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_given_dtype_is_used_on_any_device(name: str) -> None:
+    for device in ("cpu", "cuda"):
+        assert dtype_of(name, torch.device(device)) == getattr(torch, name)
