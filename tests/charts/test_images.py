@@ -50,6 +50,13 @@ def test_images_have_a_target_for_each_image_of_the_chart() -> None:
     assert wanted <= set(re.findall(r"^FROM run AS (\w+)$", DOCKERFILE, re.MULTILINE))
 
 
+def test_images_contain_all_bytecode() -> None:
+    """Containers write none, and the base image has none of the standard library."""
+    stage = DOCKERFILE[DOCKERFILE.index("FROM ${BASE} AS run") : DOCKERFILE.index("USER 65532")]
+    assert "PYTHONDONTWRITEBYTECODE=1" in stage and "UV_COMPILE_BYTECODE=1" in DOCKERFILE
+    assert re.search(r"python3 -m compileall -q -x '\S+' +\"\$\(python3 -c '.*get_path\(\"stdlib\"\)", stage)
+
+
 def test_images_installed_extras_exist() -> None:
     named = set(re.findall(r"--extra (\S+)", DOCKERFILE))
     assert named and named <= set(PROJECT["project"]["optional-dependencies"])
