@@ -6,10 +6,14 @@ import random
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.spec import ModelSpec
+
+GUARD = 256
+"""Numbers of NaN on each side of `guarded` values: a multiple of what a device loads at once."""
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -23,6 +27,14 @@ def batch_of(shapes: Sequence[tuple[int, int]], chance: random.Random, block_siz
         for (start, count), blocks in zip(shapes, needed, strict=True)
     ]
     return Batch(rows, block_size, DEVICE)
+
+
+def guarded(values: Tensor) -> Tensor:
+    """Return a contiguous copy of `values` in memory with NaN before and behind it, whatever its shape."""
+    memory = torch.full((values.numel() + 2 * GUARD,), torch.nan, dtype=values.dtype, device=values.device)
+    inside = memory[GUARD:-GUARD].view(values.shape)
+    inside.copy_(values)
+    return inside
 
 
 def caches(spec: ModelSpec, batch: Batch, dtype: torch.dtype) -> tuple[KVCache, KVCache]:

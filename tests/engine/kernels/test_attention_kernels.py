@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch, StaticBatch
-from baton_engine.kv.cache import KVCache
+from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.attention import attention as launch
 from baton_engine.ops.kernels.plans import SPLIT, plan_on_device
 from baton_engine.ops.plain import PlainOps
-from tests.engine.kernels.cases import DEVICE, batch_of, caches
+from tests.engine.kernels.cases import DEVICE, batch_of, caches, guarded
 from tests.engine.random_weights import tiny_spec
+from tests.seeds import seeds
 
 SHAPES: dict[str, list[tuple[int, int]]] = {
     "one token alone": [(0, 1)],
@@ -51,11 +52,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def both(spec: ModelSpec, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention by the kernels, over a cache with NaN behind the rows, and by the plain operations."""
+def both(spec: ModelSpec, batch: Batch, dtype: torch.dtype, float8: bool = False) -> tuple[Tensor, Tensor]:
+    """
+    Attention by the kernels, over a cache with NaN behind the rows, and by the plain operations.
+
+    With `float8`, the cache of the kernels is in float8, and the other one has the numbers of it.
+    """
     clean, stale = caches(spec, batch, dtype)
-    q = torch.randn(batch.size, spec.heads, spec.head_dim, dtype=dtype, device=DEVICE)
-    sinks = torch.randn(spec.heads, device=DEVICE) if spec.sinks else None
+    if float8:
+        octets = KVCache(spec, clean.blocks, FLOAT8_CACHE, DEVICE, batch.block_size)
+        octets.kv = stale.kv.to(torch.float8_e4m3fn).view(torch.uint8)
+        clean.kv = clean.kv.to(torch.float8_e4m3fn).to(dtype)
+        stale = octets
+    q = guarded(torch.randn(batch.size, spec.heads, spec.head_dim, dtype=dtype, device=DEVICE))
+    sinks = guarded(torch.randn(spec.heads, device=DEVICE)) if spec.sinks else None
     results = []
     ops: PlainOps
     for ops, cache in ((AcceleratorOps(spec), stale), (PlainOps(spec), clean)):
@@ -97,26 +107,33 @@ def near_a_border(chance: random.Random, size: int) -> int:
     return max(0, size * chance.randint(0, 3) + chance.randint(-2, 2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
-def test_attention_kernels_give_it_for_any_shapes(seed: int) -> None:
-    """Rows 1 to 64, lengths around the borders of blocks and splits, and any model that the kernels run."""
-    chance = random.Random(seed)
-    torch.manual_seed(seed)
-    group, kv_heads = chance.randint(1, 8), chance.randint(1, 2)
-    window = chance.choice([None, None, 1, chance.randint(2, 80), SPLIT - 1, SPLIT + 1])
-    spec = tiny_spec(
+def model_by_chance(chance: random.Random, seed: int) -> ModelSpec:
+    """9 seeds have each pair of a group, a size of heads, a window, and an option (an orthogonal array)."""
+    first, second = seed // 3 % 3, seed % 3
+    option = (first + 2 * second) % 3
+    group, kv_heads = (1, chance.randint(2, 7), 8)[first], chance.randint(1, 2)
+    return tiny_spec(
         heads=group * kv_heads,
         kv_heads=kv_heads,
-        head_dim=chance.choice([64, 72, 96, 128, 192, 256]),
-        sliding_window=window,
-        window_chunks=chance.random() < 0.3,
-        sinks=chance.random() < 0.3,
-        layers=2,
+        head_dim=(64, chance.choice([72, 96, 128]), chance.choice([192, 256]))[second],
+        sliding_window=(None, chance.randint(1, 80), SPLIT + chance.choice([-1, 0, 1]))[(first + second) % 3],
+        sinks=option == 1,
+        window_chunks=option == 2,
+        attention_cap=None if option == 1 else chance.choice([None, 2.5]),  # no family has sinks and a cap
     )
-    starts = [near_a_border(chance, chance.choice([16, 64, SPLIT])) for _ in range(chance.randint(1, 64))]
+
+
+@pytest.mark.parametrize("seed", seeds(9, quick=1))
+def test_attention_kernels_give_it_for_any_shapes(seed: int) -> None:
+    """Rows 1 to 64, lengths around the borders of blocks and splits, and any model that the kernels run."""
+    chance = random.Random(f"shapes {seed}")
+    torch.manual_seed(seed)
+    spec = model_by_chance(chance, seed)
+    rows = chance.choice([1, chance.randint(2, 9), chance.randint(10, 63), 64])
+    starts = [near_a_border(chance, chance.choice([16, 16, 64, SPLIT])) for _ in range(rows)]
     shapes = [(start, chance.choice([1, 1, 1, 1, 2, near_a_border(chance, 16) or 1])) for start in starts]
-    result, expected = both(spec, batch_of(shapes, chance), torch.float32)
+    batch = batch_of(shapes, chance, chance.choice([4, 16, 16, 48]))
+    result, expected = both(spec, batch, torch.float32, float8=chance.random() < 0.3)
     torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
 
 

@@ -17,9 +17,9 @@ from baton_engine.ops.choice import kv_dtype
 from baton_engine.ops.plain import PlainOps
 from baton_engine.transfer.compatibility import Compatibility
 from tests.engine.greedy import CPU, by_baton
-from tests.engine.kernels.cases import DEVICE, batch_of, caches
+from tests.engine.kernels.cases import DEVICE, batch_of
 from tests.engine.kernels.test_accelerated_decoder import LATENT, PROMPTS, decoders
-from tests.engine.kernels.test_attention_kernels import MODELS, SHAPES
+from tests.engine.kernels.test_attention_kernels import MODELS, SHAPES, both
 from tests.engine.random_weights import tiny_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of numpy
@@ -76,19 +76,8 @@ def test_attention_over_float8_is_that_over_its_numbers(shapes: str, dtype: torc
     torch.manual_seed(3)
     spec = tiny_spec(**MODELS[CASES[shapes]])
     batch = batch_of(SHAPES[shapes], random.Random(5))
-    clean, stale = caches(spec, batch, dtype)
-    octets = KVCache(spec, clean.blocks, FLOAT8_CACHE, DEVICE, batch.block_size)
-    octets.kv = stale.kv.to(torch.float8_e4m3fn).view(torch.uint8)
-    clean.kv = clean.kv.to(torch.float8_e4m3fn).to(dtype)
-    q = torch.randn(batch.size, spec.heads, spec.head_dim, dtype=dtype, device=DEVICE)
-    sinks = torch.randn(spec.heads, device=DEVICE) if spec.sinks else None
-    results = []
-    ops: PlainOps
-    for ops, cache in ((AcceleratorOps(spec), octets), (PlainOps(spec), clean)):
-        ops.begin(batch)
-        results.append(ops.attention(q, cache, 1, batch, spec.sliding_window, sinks))
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(*both(spec, batch, dtype, float8=True), atol=tolerance, rtol=tolerance)
 
 
 class RoundedOps(PlainOps):
