@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 WRITER = "weights-writer"
 """Name of the thread that writes packed weights."""
 
+LEAST_BYTES = 16 * 1024 * 1024
+"""Smaller models are packed in a few milliseconds at each start, and are not stored."""
+
 NICENESS = 10
 """Of the thread that writes packed weights while the worker serves requests."""
 
@@ -55,7 +58,7 @@ class LoadedWeights:
 
     def store(self) -> None:
         """Write the packed weights for later starts, in a thread. The model may compute meanwhile."""
-        if self.file is not None:
+        if self.file is not None and self.bytes >= LEAST_BYTES:
             threading.Thread(target=self._store, name=WRITER, daemon=True).start()
 
     def _store(self) -> None:

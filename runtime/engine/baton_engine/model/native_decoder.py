@@ -30,7 +30,14 @@ from baton_engine.model.native_lora import NativeAdapter, adapter_pointers
 from baton_engine.model.native_weights import WeightLoader
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
-from baton_engine.model.stored_weights import HEADER_BYTES, Damaged, Header, StoredWeights, WeightsFile
+from baton_engine.model.stored_weights import (
+    HEADER_BYTES,
+    PIECE_BYTES,
+    Damaged,
+    Header,
+    StoredWeights,
+    WeightsFile,
+)
 from baton_engine.model.weights import Weights, rounded
 from baton_engine.ops.native import library
 
@@ -40,6 +47,8 @@ LANES = 16
 """Values per vector of the kernels. Rows of states are padded with zeros to a multiple."""
 FIRST_POSITIONS = 1024
 """Initial number of positions in the rotary tables, which grow with longer contexts."""
+PROBED_BYTES = 64 * 1024 * 1024
+"""Bytes of stored weights that are mapped to find out whether the system maps files in huge pages."""
 MOST_HEAD_DIM = 256
 MOST_GROUP = 96
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -147,24 +156,32 @@ class NativeDecoder:
         header = stored.header
         if not loader.reserve(header.loads, self.spec.layers) or self.bytes != header.size:
             raise Damaged("it does not fit the model's sizes")
-        sums = (ctypes.c_uint64 * len(header.sums))()
         # The kernel interleaves anonymous memory over nodes, and the pages of files it does not.
-        nodes = machine.memory_nodes()
-        for mapped in (True, False) if not nodes & (nodes - 1) else (False,):
-            if not self._kernels.baton_use_file(
-                self._handle,
-                ctypes.c_int(stored.file),
-                ctypes.c_int64(HEADER_BYTES),
-                ctypes.c_int64(header.size),
-                ctypes.c_int64(mapped),
-                ctypes.byref(sums),
-            ):
-                continue
-            if tuple(sums) != header.sums:
-                raise Damaged("its checksums differ")
-            if not mapped or machine.in_huge_pages(self._kernels.baton_arena(self._handle), header.size):
-                return header.size if mapped else 0
-        raise Damaged("it cannot be read")
+        nodes, probed = machine.memory_nodes(), min(header.size, PROBED_BYTES)
+        mapped = (
+            not nodes & (nodes - 1)
+            and self._use_file(stored, probed, mapped=True) is not None
+            and machine.in_huge_pages(self._kernels.baton_arena(self._handle), probed)
+        )
+        sums = self._use_file(stored, header.size, mapped=mapped)
+        if sums is None:
+            raise Damaged("it cannot be read")
+        if sums != header.sums:
+            raise Damaged("its checksums differ")
+        return header.size if mapped else 0
+
+    def _use_file(self, stored: StoredWeights, size: int, *, mapped: bool) -> tuple[int, ...] | None:
+        """Use the first `size` bytes of the file's weights. Returns their checksums. None: an error."""
+        sums = (ctypes.c_uint64 * -(-size // PIECE_BYTES))()
+        read = self._kernels.baton_use_file(
+            self._handle,
+            ctypes.c_int(stored.file),
+            ctypes.c_int64(HEADER_BYTES),
+            ctypes.c_int64(size),
+            ctypes.c_int64(mapped),
+            ctypes.byref(sums),
+        )
+        return tuple(sums) if read else None
 
     def store(self, place: WeightsFile, digest: str, loaded_bytes: int) -> None:
         """Write the packed weights to a file, while the model may compute. Raises OSError."""
