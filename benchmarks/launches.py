@@ -43,6 +43,15 @@ LAYERS = 32
 WAITS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "nonzero")
 CHANCE = TokenRule(1.0, top_p=0.9, number=0.5)
 
+
+def select(logits: Tensor, rules: Sequence[TokenRule]) -> list[int]:
+    """Select by the kernels, and read the tokens."""
+    from baton_engine.ops.kernels.sampling import select_on_device
+
+    tokens: list[int] = select_on_device(logits, rules).tolist()
+    return tokens
+
+
 Select = Callable[[Tensor, Sequence[TokenRule]], Any]
 
 
@@ -187,7 +196,6 @@ def step(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select) -> Ste
 def main() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from baton_engine.ops.accelerator import AcceleratorOps
-    from baton_engine.ops.kernels.sampling import select
     from baton_engine.ops.plain import PlainOps
     from baton_engine.sampling.sampler import select_on_host
 

@@ -185,7 +185,7 @@ def test_sampler_masked_row_gives_an_allowed_token(params: SamplingParams) -> No
 
 
 def test_sampler_row_without_a_draw_raises() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="Expected 2, one for each row"):
         sampler.sample(make_logits(2, 50), [SamplingState(PLAIN, ())])
 
 

@@ -108,11 +108,7 @@ def run(
     pending = mask_filler.begin([state.token_mask for state in states])
     try:
         started = clock()
-        if any(chunk.output_tokens for chunk in chunks):
-            hidden = model.hidden_states(batch, cache)
-            logits = model.project(_update_prompt_outputs(model, chunks, hidden))
-        else:
-            logits = model.forward(batch, cache)
+        logits = compute(model, cache, chunks, batch)
         synchronize()
         seconds = clock() - started
     finally:
@@ -124,6 +120,14 @@ def run(
             rows += 1 + len(chunk.draft)
     first = logits if rows == len(offsets) else logits[offsets]
     return PassResult(_sample(first, states, masks) if states else [], seconds, logits, offsets)
+
+
+def compute(model: Model, cache: KVCache, chunks: list[ScheduledChunk], batch: Batch) -> Tensor:
+    """Launch the pass of `batch`. Returns the logits of the chunks with `samples`, and of their drafts."""
+    if not any(chunk.output_tokens for chunk in chunks):
+        return model.forward(batch, cache)
+    hidden = model.hidden_states(batch, cache)
+    return model.project(_update_prompt_outputs(model, chunks, hidden))
 
 
 def sample_rows(

@@ -137,3 +137,16 @@ def staged(values: NDArray[Any], device: torch.device) -> Tensor:
 def copied(values: NDArray[Any], device: torch.device) -> Tensor:
     """Return `values` on `device`, without waiting for its queue. On a CPU they share their memory."""
     return staged(values, device).to(device, non_blocking=True)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Return a copy on the host without waiting for the device: it is complete after an event behind it."""
+    if values.device.type == "cpu":
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the current queue of `device`, but for no other one. Raises the device's error."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()

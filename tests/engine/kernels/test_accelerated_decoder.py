@@ -18,10 +18,9 @@ from baton_engine.model.decoder import Decoder
 from baton_engine.model.latent import LatentSpec
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import create_ops
-from baton_engine.ops.kernels.sampling import select
 from baton_engine.ops.plain import PlainOps
 from baton_engine.scheduling.limits import EngineLimits
-from benchmarks.launches import per_layer, replayed
+from benchmarks.launches import per_layer, replayed, select
 from benchmarks.launches import step as count_step
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.fake_streams import on_device

@@ -53,9 +53,14 @@ def logits_by_chance(chance: random.Random, rows: int, vocab: int) -> Tensor:
     return logits
 
 
+def select(logits: Tensor, rules: list[TokenRule]) -> list[int | None]:
+    """Return the tokens of the kernels; None for rows with bad logits."""
+    return [None if token < 0 else token for token in kernels.select_on_device(logits, rules).tolist()]
+
+
 def assert_same(logits: Tensor, rules: list[TokenRule]) -> None:
     expected = sampler.select_on_host(logits.clone(), rules)
-    assert kernels.select(guarded(logits.to(DEVICE)), rules) == expected
+    assert select(guarded(logits.to(DEVICE)), rules) == expected
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -87,7 +92,7 @@ def test_weights_have_the_bits_of_the_host() -> None:
 def test_border_of_equal_tokens_selects_the_later(number: float, top_k: int) -> None:
     """2,048 equal logits: ties are kept whatever top_k is, and a border belongs to the token behind it."""
     rule = TokenRule(1.0, top_k=top_k, number=number)
-    assert kernels.select(torch.zeros((1, 2048), device=DEVICE), [rule]) == [int(number * 2048)]
+    assert select(torch.zeros((1, 2048), device=DEVICE), [rule]) == [int(number * 2048)]
 
 
 SAMPLED = TokenRule(1.0, top_p=0.9, number=0.7)
@@ -99,13 +104,13 @@ def test_bad_logits_end_only_their_row(value: float, rule: TokenRule) -> None:
     logits = logits_by_chance(random.Random(1), 3, 1500)
     logits[1] = value
     assert_same(logits, [rule, rule, SAMPLED])
-    assert kernels.select(logits.to(DEVICE), [rule, rule, SAMPLED])[1] is None
+    assert select(logits.to(DEVICE), [rule, rule, SAMPLED])[1] is None
 
 
 def test_selected_row_with_one_nan_has_no_token() -> None:
     logits = logits_by_chance(random.Random(1), 2, 1500)
     logits[0, 1400] = torch.nan
-    first, second = kernels.select(logits.to(DEVICE), [SAMPLED, SAMPLED])
+    first, second = select(logits.to(DEVICE), [SAMPLED, SAMPLED])
     assert first is None
     assert second is not None
 
@@ -113,17 +118,16 @@ def test_selected_row_with_one_nan_has_no_token() -> None:
 def test_selected_token_is_independent_of_the_batch() -> None:
     chance = random.Random(5)
     logits, rules = logits_by_chance(chance, 9, 1500), rules_by_chance(chance, 9, 1500)
-    together = kernels.select(logits.to(DEVICE, copy=True), rules)
+    together = select(logits.to(DEVICE, copy=True), rules)
     separate = [
-        kernels.select(row[None].to(DEVICE, copy=True), [rule])
-        for row, rule in zip(logits, rules, strict=True)
+        select(row[None].to(DEVICE, copy=True), [rule]) for row, rule in zip(logits, rules, strict=True)
     ]
     assert together == [token for (token,) in separate]
 
 
 def test_rows_without_draws_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Invalid number of rules: 1\. Expected 2"):
-        kernels.select(torch.zeros((2, 9), device=DEVICE), [GREEDY])
+        select(torch.zeros((2, 9), device=DEVICE), [GREEDY])
 
 
 @pytest.mark.slow
@@ -132,7 +136,7 @@ def test_highest_weights_of_a_large_vocabulary_are_exact() -> None:
     vocab = 2**18
     assert vocab * 2 ** scale(vocab) == 2**52
     rules = [TokenRule(1.0, number=number) for number in (0.5, 1 - 2**-53)]
-    assert kernels.select(torch.zeros((2, vocab), device=DEVICE), rules) == [vocab // 2, vocab - 1]
+    assert select(torch.zeros((2, vocab), device=DEVICE), rules) == [vocab // 2, vocab - 1]
 
 
 def test_sampler_with_kernels_gives_the_choices_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +168,10 @@ def test_sampler_with_kernels_gives_the_choices_of_the_host(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("device_type", "environment", "expected"),
     [
-        ("cuda", {}, kernels.select),
+        ("cuda", {}, kernels.select_on_device),
         ("cpu", {}, None),
         ("cuda", {"BATON_KERNELS": "off"}, None),
-        ("cpu", {"TRITON_INTERPRET": "1"}, kernels.select),
+        ("cpu", {"TRITON_INTERPRET": "1"}, kernels.select_on_device),
     ],
 )
 def test_kernels_select_on_accelerators_only(

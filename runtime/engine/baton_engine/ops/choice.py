@@ -136,17 +136,17 @@ def _outdated() -> str:
 
 def selection(
     device_type: str, environment: Mapping[str, str] = os.environ
-) -> Callable[[Tensor, Sequence[TokenRule]], list[int | None]] | None:
-    """Return the kernels that select tokens on this type of device; None if the host selects them."""
+) -> Callable[[Tensor, Sequence[TokenRule]], Tensor] | None:
+    """Return the kernels that select tokens [S] on this type of device; None if the host selects them."""
     if _computes_itself(device_type, environment) or disabled(environment):
         return None
     return _selection()
 
 
 @cache
-def _selection() -> Callable[[Tensor, Sequence[TokenRule]], list[int | None]] | None:
+def _selection() -> Callable[[Tensor, Sequence[TokenRule]], Tensor] | None:
     try:
-        from baton_engine.ops.kernels.sampling import select
+        from baton_engine.ops.kernels.sampling import select_on_device
     except ImportError:
         return None  # `create_ops` logs it
-    return None if _outdated() else select
+    return None if _outdated() else select_on_device

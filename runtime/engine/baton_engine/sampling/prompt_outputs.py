@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.requests import Pooling, PromptLogprobs, Request, Vector
-from baton_engine.sampling.sampler import ALTERNATIVES
+from baton_engine.sampling.logprobs import ALTERNATIVES
 
 ROWS = 64
 """Number of tokens whose logits are computed at once: 40 MB for a vocabulary of 150,000."""

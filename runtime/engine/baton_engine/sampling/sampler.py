@@ -17,6 +17,7 @@ least kept one are kept too. Logprobs are those of the model's unmodified logits
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,40 +27,79 @@ from torch import Tensor
 
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
-from baton_engine.ops.choice import selection
+from baton_engine.ops.choice import selection as kernels_of
 from baton_engine.sampling import token_masks
+from baton_engine.sampling.logprobs import Logprobs
 from baton_engine.sampling.state import SamplingState, Seen
 from baton_engine.sampling.weights import BLOCK, TokenRule, rule_of, weigh
+from baton_engine.streams import copied, finish, to_host
 
 CANDIDATES = (64, 512)
 """Minimum numbers of likely tokens in which the least kept one is searched, before all tokens are."""
-
-ALTERNATIVES = 20
-"""Number of alternatives from which logprobs are selected, so that ties have the same order for any
-number."""
 
 
 def sample(
     logits: Tensor, states: Sequence[SamplingState], masks: Sequence[NDArray[np.int32] | None] = ()
 ) -> list[TokenChoice | None]:
-    """
-    Sample one token for each row of `logits` [S, V] fp32, which may be overwritten.
+    """Wait for the choices of `select`, and return them."""
+    selection = select(logits, states, masks)
+    finish(logits.device)
+    return selection.read()
 
-    `masks` has a bit for each allowed token, or None for a row without a mask. Returns None for a row with
-    NaN or infinity in its logits, or without an allowed token.
+
+def select(
+    logits: Tensor, states: Sequence[SamplingState], masks: Sequence[NDArray[np.int32] | None] = ()
+) -> Selection:
     """
+    Select one token for each row of `logits` [S, V] fp32, which may be overwritten.
+
+    `masks` has a bit for each allowed token, or None for a row without a mask. With kernels, this does not
+    wait for the device.
+    """
+    if len(states) != len(logits):
+        raise ValueError(
+            f"Invalid number of states: {len(states)}. Expected {len(logits)}, one for each row."
+        )
     logits = logits.contiguous()
     masked = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
-    reported = _Logprobs(logits, states)
+    reported = Logprobs(logits, states)
     token_masks.apply(logits, masked)
     _adjust(logits, states)
     rules = [rule_of(state, logits.shape[1]) for state in states]
-    select = selection(logits.device.type)
-    tokens = select_on_host(logits, rules) if select is None else select(logits, rules)
-    return [
-        None if token is None else reported.choice(row, token)
-        for row, (token, _) in enumerate(zip(tokens, states, strict=True))
-    ]
+    by_kernels = kernels_of(logits.device.type)
+    selected = select_on_host(logits, rules) if by_kernels is None else by_kernels(logits, rules)
+    return Selection(selected, logits.device, reported)
+
+
+class Selection:
+    """The selected tokens of S rows, before the host has read them."""
+
+    def __init__(self, selected: Tensor | list[int | None], device: torch.device, reported: Logprobs) -> None:
+        """`selected`: see `tokens`, or the tokens on the host."""
+        self._selected = selected
+        self._device = device
+        self._reported = reported
+        if reported.rows:
+            reported.gather(self.tokens)
+        self._on_host = to_host(selected) if isinstance(selected, Tensor) else None
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[S] on the device, -1 for a row with NaN or infinity in its logits, or without an allowed token."""
+        if isinstance(self._selected, Tensor):
+            return self._selected
+        numbers = [-1 if token is None else token for token in self._selected]
+        return copied(np.array(numbers, dtype=np.int32), self._device)
+
+    def read(self) -> list[TokenChoice | None]:
+        """Return the choices, None for -1. Wait for an event behind the selection first, on a device."""
+        tokens = self._selected
+        if isinstance(tokens, Tensor):
+            assert self._on_host is not None
+            tokens = [None if token < 0 else token for token in self._on_host.tolist()]
+        return [
+            None if token is None else self._reported.choice(row, token) for row, token in enumerate(tokens)
+        ]
 
 
 def select_on_host(logits: Tensor, rules: Sequence[TokenRule]) -> list[int | None]:
@@ -127,7 +167,7 @@ def _penalize(flat: Tensor, rows: Sequence[tuple[int, SamplingParams, Seen]]) ->
 
 
 def _moved(values: NDArray[Any], logits: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(logits.device)
+    return copied(values, logits.device)
 
 
 def _draw(logits: Tensor, peaks: Tensor, rules: Sequence[TokenRule]) -> list[int]:
@@ -234,31 +274,3 @@ def _from_kept(likely: _Likely, least: np.float32, number: float) -> int:
     tokens, weights = likely.above(least)
     ends = weights.cumsum(dtype=np.float64)
     return int(tokens[ends.searchsorted(_below(number * ends[-1], ends[-1]), side="right")])
-
-
-class _Logprobs:
-    """Logprobs of the rows that request them, computed before logits are modified."""
-
-    def __init__(self, logits: Tensor, states: Sequence[SamplingState]) -> None:
-        self._states = states
-        rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
-        self._place = {row: place for place, row in enumerate(rows)}
-        if not rows:
-            return
-        self._values = _select(logits, rows).log_softmax(-1)
-        if any(states[row].params.logprobs for row in rows):
-            top, ids = self._values.topk(min(ALTERNATIVES, logits.shape[1]))
-            self._top: list[list[float]] = top.tolist()
-            self._ids: list[list[int]] = ids.tolist()
-
-    def choice(self, row: int, token: int) -> TokenChoice:
-        count = self._states[row].params.logprobs
-        if count is None:
-            return TokenChoice(token=token)
-        place = self._place[row]
-        top: list[tuple[int, float]] = []
-        if named_ids := self._states[row].params.logprob_ids:
-            top = list(zip(named_ids, self._values[place, list(named_ids)].tolist(), strict=True))
-        elif count:
-            top = list(zip(self._ids[place][:count], self._top[place][:count], strict=True))
-        return TokenChoice(token=token, logprob=self._values[place, token].item(), top=top)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from baton_engine.sampling import weights as definition
 from baton_engine.sampling.weights import TokenRule, scale
+from baton_engine.streams import copied
 
 BLOCK = 1024
 """Tokens per block."""
@@ -188,11 +189,6 @@ def _choose(
     tl.store(tokens + row, tl.where(healthy, token, -1))
 
 
-def select(logits: Tensor, rules: Sequence[TokenRule]) -> list[int | None]:
-    """Return the tokens of `select_on_device`; None for rows with bad logits."""
-    return [None if token < 0 else token for token in select_on_device(logits, rules).tolist()]
-
-
 def select_on_device(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     """
     Return the token [S] int32 of each row of logits [S, V] fp32; -1 for a row with NaN, infinity or no token.
@@ -206,7 +202,7 @@ def select_on_device(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     if not rows:
         return tokens
     chance = any(rule.factor for rule in rules)
-    parameters = torch.from_numpy(np.array(rules, dtype=np.float64)).to(device, non_blocking=True)
+    parameters = copied(np.array(rules, dtype=np.float64), device)
     blocks, stride = triton.cdiv(vocab, BLOCK), logits.stride(0)
     all_blocks = triton.next_power_of_2(blocks)
     peaks, tops = torch.empty((2, rows, blocks), dtype=torch.float32, device=device)
