@@ -58,7 +58,9 @@ class BatchExecution:
         self.url = ""
         """URL of this router. Runners are started only once it is set."""
         self._settings = settings
-        self._supervisor = RunnerSupervisor(storage, secret, settings.batch_parallel, settings.batch_lease_s)
+        self._supervisor = RunnerSupervisor(
+            storage, secret, settings.batch_parallel, settings.batch_runners, settings.batch_lease_s
+        )
         self._announcer = BatchJobReporter(
             storage, cluster, settings.batch_jobs, settings.batch_jobs_uid, time.monotonic
         )

@@ -4,15 +4,14 @@ The input file of a batch: split into lines, each line parsed, and slices of lin
 An invalid line (JSON, custom_id, method, url) fails the whole file and is reported with its number and a
 code. An invalid request body fails only its own line, when that line is executed.
 
-A slice holds the next lines without a result. It begins at a cursor: a byte position and the number of lines
-before it, so that no state is kept between two slices. Blank lines count as lines but are not requests.
+A slice holds the next lines. It begins at a cursor: a byte position and the number of lines before it. Blank
+lines count as lines but are not requests.
 """
 
 from __future__ import annotations
 
-import bisect
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,36 +134,8 @@ class InputCursor:
     lines: int = 0
     """Before it."""
 
-    @classmethod
-    def read(cls, text: str) -> InputCursor:
-        """Parse the output of `str`; an empty text is the start. Raises ValueError."""
-        if not text:
-            return cls()
-        position, _, lines = text.partition("-")
-        read = cls(int(position), int(lines))
-        if read.position < 0 or read.lines < 0:
-            raise ValueError(text)
-        return read
 
-    def __str__(self) -> str:
-        return f"{self.position}-{self.lines}"
-
-
-class DoneLines:
-    """The lines that have a result, as ranges (first, last) in order."""
-
-    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        self._first = [first for first, _ in ranges]
-        self._last = [last for _, last in ranges]
-
-    def __contains__(self, number: int) -> bool:
-        at = bisect.bisect_right(self._first, number) - 1
-        return at >= 0 and number <= self._last[at]
-
-
-def cut_slice(
-    data: bytes, cursor: InputCursor, end: bool, done: DoneLines, limit: int
-) -> tuple[list[InputLine], InputCursor]:
+def cut_slice(data: bytes, cursor: InputCursor, end: bool, limit: int) -> tuple[list[InputLine], InputCursor]:
     """
     Up to `limit` lines of `data`, the file's bytes from `cursor` on, and where they end.
 
@@ -180,11 +151,10 @@ def cut_slice(
                 break
             newline = len(data)
         number += 1
-        if number not in done:
-            text = data[position:newline].strip()
-            if number == 1:
-                text = text.removeprefix(BOM)
-            if text:
-                lines.append(InputLine(number, text))
+        text = data[position:newline].strip()
+        if number == 1:
+            text = text.removeprefix(BOM)
+        if text:
+            lines.append(InputLine(number, text))
         position = min(newline + 1, len(data))
     return lines, InputCursor(cursor.position + position, number)

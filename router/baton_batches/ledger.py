@@ -4,9 +4,10 @@ The ledger of batches: its database rows are the truth about them; no process ho
 **Results.** A line may run more than once but has exactly one result: the first that is recorded. A batch
 ends once; its files and final status are set in one transaction.
 
-**Leases.** A process that validates, runs or renders a batch holds a lease. `lease` returns a new epoch, and
-only while no other lease is live. The holder renews it and names its epoch in each write. A write with an old
-epoch raises StaleLease, and its author must stop. An expired lease is valid until another holder takes it.
+**Leases.** A process that validates or renders a batch holds an exclusive lease. `lease` returns a new epoch,
+and only while no other lease is live. The holder renews it and names its epoch in each write. A write with an
+old epoch raises StaleLease, and its author must stop. An expired lease is valid until another one is taken.
+Runners hold shared leases: see `runner_leases`.
 
 **Lifecycle.**
 
@@ -32,6 +33,13 @@ from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, StaleLease
 from baton_batches import api_objects
 from baton_batches.database import Database
 from baton_batches.files import NewFile, add, new_id
+from baton_batches.runner_leases import (
+    count_in_ranges,
+    dismiss_runners,
+    fetch_writable_batch,
+    finalize_if_done,
+    working_runners,
+)
 from baton_batches.tables import (
     as_json,
     batch_of,
@@ -43,10 +51,9 @@ from baton_batches.tables import (
     fetch_held_batch,
     fetch_page,
     files,
-    finalize_if_done,
     free_batches,
     insert_results,
-    result_ranges,
+    ranges,
     results,
 )
 from baton_batches.values import (
@@ -206,21 +213,16 @@ class Ledger:
             return None if batch.status.ended else self._leased(connection, batch, runner, now + seconds)
 
     def _leased(self, connection: Connection, batch: BatchRecord, runner: str, until: float) -> int:
+        dismiss_runners(connection, batch.seq)
         return change_batch(connection, batch, runner=runner, epoch=batch.epoch + 1, leased_until=until).epoch
 
-    def renew(self, id: str, epoch: int, now: float, seconds: float, in_window: bool = False) -> BatchRecord:
-        """
-        Renew the lease and return the batch. Raises StaleLease.
-
-        A released lease stays free. With `in_window` the lease ends `seconds` after the batch's window at the
-        latest.
-        """
+    def renew(self, id: str, epoch: int, now: float, seconds: float) -> BatchRecord:
+        """Renew the lease and return the batch. A released lease stays free. Raises StaleLease."""
         with self._database.writing() as connection:
             batch = fetch_held_batch(connection, id, epoch)
             if not batch.runner:
                 return batch
-            until = min(now, batch.expires_at) + seconds if in_window else now + seconds
-            return change_batch(connection, batch, leased_until=until)
+            return change_batch(connection, batch, leased_until=now + seconds)
 
     def release(self, id: str, epoch: int) -> None:
         """Release the lease at once, unless another holder has it."""
@@ -239,12 +241,13 @@ class Ledger:
         """
         more = [batches.c.expires_at > now] if status in EXPIRING else []
         with self._database.reading() as connection:
-            return free_batches(connection, now, [status], limit, without, *more)
+            return free_batches(connection, batches.c.leased_until <= now, [status], limit, without, *more)
 
     def overdue(self, now: float, limit: int = 100, without: Collection[str] = ()) -> list[BatchRecord]:
         """Unleased batches whose window has passed before every line had a result."""
         with self._database.reading() as connection:
-            return free_batches(connection, now, EXPIRING, limit, without, batches.c.expires_at <= now)
+            free = batches.c.leased_until <= now
+            return free_batches(connection, free, EXPIRING, limit, without, batches.c.expires_at <= now)
 
     # --- Lines ---
 
@@ -295,30 +298,24 @@ class Ledger:
         for result in new_results:
             first.setdefault(result.line, result)
         with self._database.writing() as connection:
-            batch = fetch_held_batch(connection, id, epoch)
+            batch = fetch_writable_batch(connection, id, epoch)
             if batch.status not in RECORDING:
                 return RecordOutcome(0, batch.status)
             new = insert_results(connection, batch.seq, first.values())
             completed = 0
             if new:
-                completed = sum(200 <= status < 300 for status in new)
+                count_in_ranges(connection, batch.seq, new)
+                completed = sum(200 <= status < 300 for status in new.values())
                 batch = change_batch(
                     connection,
                     batch,
                     completed=batch.completed + completed,
                     failed=batch.failed + len(new) - completed,
                 )
-            return RecordOutcome(len(new), finalize_if_done(connection, batch, now).status, completed)
-
-    def done(self, id: str, after: int = 0, limit: int = 10_000) -> list[tuple[int, int]]:
-        """
-        Lines with a result after line `after`, as at most `limit` sorted ranges (first, last).
-
-        Continue after the last range until the list is empty. Raises BatchNotFound.
-        """
-        with self._database.reading() as connection:
-            batch = fetch_batch(connection, id, lock=False)
-            return result_ranges(connection, batch.seq, after, limit)
+            working = working_runners(connection, batch.seq)
+            return RecordOutcome(
+                len(new), finalize_if_done(connection, batch, now).status, completed, working
+            )
 
     def counts(self, id: str) -> tuple[int, int]:
         """Results of completed and failed lines, counted one by one; the batch's columns must agree."""
@@ -363,6 +360,8 @@ class Ledger:
             }
             encoded = None if usage is None else as_json(usage)
             times = {f"{end}_at": now}
+            dismiss_runners(connection, batch.seq)
+            connection.execute(delete(ranges).where(ranges.c.batch == batch.seq))
             return change_batch(
                 connection, batch, status=end, usage=encoded, runner="", leased_until=0.0, **ids, **times
             )

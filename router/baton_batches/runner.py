@@ -113,8 +113,17 @@ class BatchRunner:
             self._held += sum(len(line.text) for line in part.lines)
             self._waiting.add(part.lines, part.last)
             self._to_send.set()
+            if not part.lines and not part.last:
+                await self._give_suspects_back()
             while self._waiting.new > self._window.size or self._held >= HELD_BYTES:
                 await _wait_for(self._to_fetch)
+
+    async def _give_suspects_back(self) -> None:
+        """With only suspects, let one runner send those of all runners, while the others send nothing."""
+        if not self._under_way and self._outbox.empty and self._waiting.only_suspects:
+            await self._gateway.give_back()
+            self._waiting.forget()
+            self._held = 0
 
     async def _send(self) -> None:
         while not self._stopping and not (self._waiting.whole and not self._waiting and not self._under_way):

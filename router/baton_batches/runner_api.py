@@ -8,9 +8,9 @@ was taken over changes nothing. See `wire` for the calls.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qs
@@ -29,12 +29,12 @@ from baton_api.errors import (
     Unauthorized,
 )
 from baton_api.runner_tokens import RunnerToken
-from baton_batches import input_file, wire
-from baton_batches.input_file import DoneLines, InputCursor
+from baton_batches import wire
 from baton_batches.runner_credentials import PodTokens, RunnerSecret
+from baton_batches.runner_lines import ClaimedLines
 from baton_batches.storage import Storage
 from baton_batches.values import BatchRecord, BatchStatus, LineResult
-from baton_batches.wire import InputSlice, LeaseRenewal, ResultReceipt, RunnerLease, RunnerOrder
+from baton_batches.wire import InputLine, InputSlice, LeaseRenewal, ResultReceipt, RunnerLease, RunnerOrder
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 
@@ -48,8 +48,8 @@ BODY_S = 60.0
 GRACE_S = 60.0
 """Seconds for which a token outlives its lease: a lease that has run out still counts unless it was taken."""
 
-DONE_CACHE_SIZE = 64
-"""Of how many batches it is remembered which lines were done when their lease began."""
+NO_LINES_S = 1.0
+"""Seconds until a runner without lines may ask again: others may die, and then it gets theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class RunnerApi:
         self._secret = secret
         self._terms = terms
         self._clock = clock
-        self._done: OrderedDict[tuple[str, int], DoneLines] = OrderedDict()
+        self._input = ClaimedLines(storage.leases, storage.objects)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = request_id(scope["headers"])
@@ -141,8 +141,11 @@ class RunnerApi:
                     return self._renew(token, body)
                 case "results":
                     return self._record(token, wire.decode_results(body))
+                case "give_back":
+                    self._storage.leases.give_back(token.batch, token.epoch)
+                    return None
                 case _:
-                    self._storage.ledger.release(token.batch, token.epoch)
+                    self._storage.leases.leave(token.batch, token.epoch)
                     return None
         except (ValueError, msgspec.MsgspecError) as error:
             raise _malformed(error) from error
@@ -155,86 +158,66 @@ class RunnerApi:
 
     def _lease(self, token: RunnerToken, runner: str) -> RunnerLease | None:
         """None if there is nothing to run (any more). Raises StaleLease if another has the lease."""
-        ledger, terms = self._storage.ledger, self._terms
-        batch, now = ledger.find(token.batch), self._clock()
+        terms = self._terms
+        batch, now = self._storage.ledger.find(token.batch), self._clock()
         if _order(batch, now) is RunnerOrder.STOP:
             return None
-        # A supervisor takes the lease in its runner's name before it starts it.
-        acquire = ledger.take if batch.runner == runner else ledger.lease
-        epoch = acquire(batch.id, runner, now, terms.lease_s)
-        if epoch is None:
+        held = self._storage.leases.join(batch.id, runner, now, terms.lease_s)
+        if held is None:
             raise StaleLease(batch.id, token.epoch, batch.epoch, batch.status)
         return RunnerLease(
-            epoch=epoch,
-            token=self._issue(batch, epoch),
+            epoch=held.epoch,
+            token=self._issue(batch, held.epoch),
             lease_s=terms.lease_s,
             endpoint=batch.endpoint,
             total=batch.total,
             done=batch.done,
-            window=terms.window(),
+            window=self._share(self._storage.leases.working(held)),
             line_s=terms.line_s,
         )
 
     def _renew(self, token: RunnerToken, body: bytes) -> LeaseRenewal:
         if body:
             self._storage.metrics.retried(wire.decode_progress(body).retries)
-        ledger, now = self._storage.ledger, self._clock()
-        batch = ledger.renew(token.batch, token.epoch, now, self._terms.lease_s, in_window=True)
-        return LeaseRenewal(self._issue(batch, token.epoch), _order(batch, now), self._terms.window())
+        now = self._clock()
+        batch = self._storage.leases.renew(token.batch, token.epoch, now, self._terms.lease_s)
+        window = self._share(self._storage.leases.working(batch))
+        return LeaseRenewal(self._issue(batch, token.epoch), _order(batch, now), window)
 
     def _record(self, token: RunnerToken, line_results: list[LineResult]) -> ResultReceipt:
         kept = self._storage.ledger.record(token.batch, token.epoch, line_results, int(self._clock()))
         self._storage.metrics.recorded(kept.completed, kept.new - kept.completed)
         order = RunnerOrder.GO_ON if kept.status is BatchStatus.IN_PROGRESS else RunnerOrder.STOP
-        return ResultReceipt(kept.new, order, self._terms.window())
+        return ResultReceipt(kept.new, order, self._share(kept.working))
+
+    def _share(self, working: int) -> int:
+        """The lines in flight of each runner, if so many have lines."""
+        return max(1, self._terms.window() // working)
 
     async def _lines(self, token: RunnerToken, query: bytes) -> InputSlice:
         """Ledger and store are asked in threads of their own: a slow store holds up no heartbeat."""
         try:
-            cursor = InputCursor.read(parse_qs(query.decode("latin-1")).get("after", [""])[0])
+            turn = _turn(parse_qs(query.decode("latin-1")).get("after", [""])[0])
         except ValueError as error:
             raise _malformed(error) from error
-        batch, done = await self._storage.run(lambda: (self._holder(token), self._done_before(token)))
-        return await self._storage.transfer(lambda: self._slice(batch, done, cursor))
-
-    def _slice(self, batch: BatchRecord, done: DoneLines, cursor: InputCursor) -> InputSlice:
-        size = batch.input_bytes
-        most = wire.SLICE_BYTES
-        while True:
-            end = min(size, cursor.position + most)
-            data = b"".join(self._storage.objects.read(batch.input_object, cursor.position, end))
-            lines, after = input_file.cut_slice(data, cursor, end == size, done, wire.SLICE_LINES)
-            if lines or after.position >= size:
-                return InputSlice(lines, str(after), after.position >= size)
-            most = wire.SLICE_BYTES if after != cursor else most * 2  # one line is longer than that
-            cursor = after
-
-    def _holder(self, token: RunnerToken) -> BatchRecord:
-        """The batch that is the token's still. Raises StaleLease."""
-        batch = self._storage.ledger.find(token.batch)
-        if batch.epoch != token.epoch or batch.status.ended:
-            raise StaleLease(token.batch, token.epoch, batch.epoch, batch.status)
-        return batch
-
-    def _done_before(self, token: RunnerToken) -> DoneLines:
-        """The lines that had a result when this epoch's runner, who asks for each line once, began."""
-        key = (token.batch, token.epoch)
-        done = self._done.get(key)
-        if done is None:
-            ranges: list[tuple[int, int]] = []
-            while more := self._storage.ledger.done(token.batch, after=ranges[-1][1] if ranges else 0):
-                ranges += more
-            done = self._done[key] = DoneLines(ranges)
-            while len(self._done) > DONE_CACHE_SIZE:
-                self._done.popitem(last=False)
-        return done
+        leases, now = self._storage.leases, self._clock()
+        claim = await self._storage.run(lambda: leases.claim(token.batch, token.epoch, turn, now))
+        lines: list[InputLine] = []
+        if claim.range is not None or claim.cut is not None:
+            lines = await self._storage.transfer(lambda: self._input.claimed(claim, token.epoch, turn))
+        elif not claim.whole:
+            await asyncio.sleep(NO_LINES_S)
+        return InputSlice(lines, str(turn + 1), claim.whole)
 
     def _issue(self, batch: BatchRecord, epoch: int) -> str:
         expiry = self._clock() + self._terms.lease_s + GRACE_S
         return runner_tokens.issue(self._secret.value, batch.id, epoch, batch.owner, expiry, batch.models)
 
 
-METHODS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", "release": "POST"}
+METHODS = {
+    **dict.fromkeys(("lease", "renew", "results", "give_back", "release"), "POST"),
+    "lines": "GET",
+}
 
 
 def _bearer(scope: Scope) -> str:
@@ -247,6 +230,14 @@ def _bearer(scope: Scope) -> str:
 def _is_pod_token(token: str) -> bool:
     """Whether the token is not one of the router's own."""
     return not token.startswith(runner_tokens.PREFIX)
+
+
+def _turn(cursor: str) -> int:
+    """The number of a request for lines; its cursor may come from a router of an earlier version."""
+    turn = int(cursor.partition("-")[0] or 0)
+    if turn < 0:
+        raise ValueError(cursor)
+    return turn
 
 
 def _order(batch: BatchRecord, now: float) -> RunnerOrder:

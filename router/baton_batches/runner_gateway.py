@@ -121,6 +121,10 @@ class RunnerGateway:
     async def record(self, results: list[LineResult]) -> ResultReceipt:
         return wire.decode_receipt(await self._call("POST", "/results", wire.encode(results)))
 
+    async def give_back(self) -> None:
+        """Free all lines of this runner, as lines that must be sent while no others are in flight."""
+        await self._call("POST", "/give_back")
+
     async def release(self) -> None:
         await self._call("POST", "/release")
 

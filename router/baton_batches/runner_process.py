@@ -206,7 +206,10 @@ async def _run_leases(work: JobOptions, batch: str, rng: random.Random, stop: as
     while True:
         gateway = LeasedGateway(work.router, batch, _read(work.token), rng)
         try:
-            return await run_lease(gateway, batch, name, rng, stop, work.max_in_flight)
+            status = await run_lease(gateway, batch, name, rng, stop, work.max_in_flight)
+            if status is not ExitStatus.DONE or not gateway.leased:
+                return status
+            continue  # DONE only when the router has nothing to run
         except BatchMissing:
             raise
         except TokenRejected:

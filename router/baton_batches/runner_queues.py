@@ -55,6 +55,18 @@ class PendingLines:
         return len(self._new) + len(self._later) + sum(map(len, self._suspects.values()))
 
     @property
+    def only_suspects(self) -> bool:
+        """Whether there are suspects and no other lines."""
+        waiting = [pending for _, _, pending in self._later]
+        return not self._new and len(self) > 0 and all(pending.attempts.group for pending in waiting)
+
+    def forget(self) -> None:
+        """Drop all lines."""
+        self._new.clear()
+        self._later.clear()
+        self._suspects.clear()
+
+    @property
     def new(self) -> int:
         """Lines that can be sent now and are not suspects."""
         return len(self._new)
@@ -120,6 +132,10 @@ class ResultOutbox:
         self._news = asyncio.Event()
         self._gone = asyncio.Event()
         self._gone.set()
+
+    @property
+    def empty(self) -> bool:
+        return not self._results
 
     @property
     def full(self) -> bool:

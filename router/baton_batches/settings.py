@@ -83,7 +83,11 @@ class BatchSettings(BaseSettings):
     """UID of that InferenceService. Kubernetes then deletes its BatchJobs together with it."""
 
     batch_parallel: int = Field(default=2, ge=1)
-    """Maximum number of batches that this router runs at once. Others wait; owners take turns."""
+    """Maximum number of runners that this router starts at once. Other batches wait; owners take turns."""
+
+    batch_runners: int = Field(default=1, ge=1)
+    """Maximum number of runners of one batch. They share its lines and its limit of lines in flight. With
+    --batch-jobs: the parallelism of new BatchJobs."""
 
     batch_window: int = Field(default=0, ge=0)
     """Maximum number of lines of one batch in flight. The runner sends as many as increase the throughput, up

@@ -25,6 +25,7 @@ from baton_batches.jobs import BatchJobAssignments
 from baton_batches.ledger import Ledger
 from baton_batches.metrics import BatchMetrics, summarize
 from baton_batches.object_store import FolderObjectStore, ObjectStore
+from baton_batches.runner_leases import RunnerLeases
 from baton_batches.settings import BatchSettings
 
 Answer = TypeVar("Answer")
@@ -55,6 +56,7 @@ class Storage:
         self._database = Database(url or f"sqlite:///{self._folder / LEDGER}")
         self.files = FileLedger(self._database)
         self.ledger = Ledger(self._database)
+        self.leases = RunnerLeases(self._database)
         self.jobs = BatchJobAssignments(self._database)
         self.objects = self._objects()
         self._ledger_threads = ThreadPoolExecutor(LEDGER_THREADS, thread_name_prefix="ledger")

@@ -1,10 +1,10 @@
 """
-Runners on one machine: one process for each batch that has lines to run and no runner.
+Runners on one machine: processes for each batch that has lines to run and too few runners.
 
-The ledger lists those batches. A router takes a batch's lease in the name of the runner that it then starts.
-Of several routers, only one therefore starts a runner, and of several runners only one works. A runner that
-dies loses its lease immediately and is started again, with growing pauses while it makes no progress. No
-runner outlives its router: each holds the end of a pipe that closes with it.
+The ledger lists those batches. A router takes a lease in the name of the runner that it then starts, so
+several routers together start no more runners than `--batch-runners`. A runner that dies loses its lease
+immediately and is started again, with growing pauses while it makes no progress. No runner outlives its
+router: each holds the end of a pipe that closes with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton_api.errors import BatonError
 from baton_batches.runner_credentials import RunnerSecret
 from baton_batches.runner_process import ExitStatus, default_name
 from baton_batches.storage import Storage
-from baton_batches.values import BatchRecord, BatchStatus
+from baton_batches.values import BatchRecord
 
 log = logging.getLogger(__name__)
 
@@ -84,16 +84,23 @@ class RunnerSupervisor:
         storage: Storage,
         secret: RunnerSecret,
         slots: int,
+        per_batch: int,
         lease_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """At most `slots` run at a time. `clock` gives seconds of the Unix epoch."""
+        """
+        At most `slots` runners at a time, and `per_batch` of one batch.
+
+        `clock` gives seconds of the Unix epoch.
+        """
+        self._per_batch = per_batch
         self._lease_s = lease_s
         self._storage = storage
         self._secret = secret
         self._capacity = slots
         self._clock = clock
         self._running: dict[str, tuple[BatchRecord, asyncio.Task[None]]] = {}
+        """By runner."""
         self._setbacks: dict[str, Backoff] = {}
         self._changed = asyncio.Event()
 
@@ -119,21 +126,23 @@ class RunnerSupervisor:
         if len(self._running) >= self._capacity or not self._storage.in_use:
             return
         now = self._clock()
-        without = {*self._running, *(id for id, setback in self._setbacks.items() if now < setback.until)}
-        unfinished = partial(self._storage.ledger.unfinished, now, BatchStatus.IN_PROGRESS, without=without)
-        waiting = await self._storage.run(unfinished)
-        for batch in choose_batches(waiting, [batch for batch, _ in self._running.values()], self._capacity):
-            self._running[batch.id] = batch, asyncio.create_task(self._keep(batch, url))
+        running = [batch for batch, _ in self._running.values()]
+        own = Counter(batch.id for batch in running)
+        without = {id for id, count in own.items() if count >= self._per_batch}
+        without |= {id for id, setback in self._setbacks.items() if now < setback.until}
+        leases = self._storage.leases
+        waiting = await self._storage.run(partial(leases.understaffed, now, self._per_batch, without=without))
+        for batch in choose_batches(waiting, running, self._capacity):
+            name = default_name()
+            self._running[name] = batch, asyncio.create_task(self._keep(batch, name, url))
 
-    async def _keep(self, batch: BatchRecord, url: str) -> None:
+    async def _keep(self, batch: BatchRecord, name: str, url: str) -> None:
         """One runner, from its start to its end."""
-        name = default_name()
-        ledger, now = self._storage.ledger, self._clock()
+        leases, now = self._storage.leases, self._clock()
         try:
             secret = await self._secret.get()
-            lease = partial(ledger.lease, batch.id, name, now, self._lease_s, BatchStatus.IN_PROGRESS)
-            epoch = await self._storage.run(lease)
-            if epoch is not None:  # else another router was faster
+            join = partial(leases.join, batch.id, name, now, self._lease_s, most=self._per_batch)
+            if await self._storage.run(join) is not None:  # else another router was faster
                 try:
                     status = await self._child(batch, url, name, secret)
                 except asyncio.CancelledError:
@@ -144,7 +153,7 @@ class RunnerSupervisor:
             log.warning("Cannot run %s now: %s", batch.id, error.message)
             self._set_back(batch)
         finally:
-            del self._running[batch.id]
+            del self._running[name]
             self._changed.set()
 
     async def _child(self, batch: BatchRecord, url: str, name: str, secret: bytes) -> int:
@@ -171,7 +180,7 @@ class RunnerSupervisor:
 
     async def _on_exit(self, batch: BatchRecord, name: str, status: int) -> None:
         """The runner has ended: let another have the batch, after a while if this one got nothing done."""
-        batch = await self._storage.run(partial(self._release, batch.id, name))
+        batch = await self._storage.run(partial(self._storage.leases.dismiss, batch.id, name))
         if status in (ExitStatus.DONE, ExitStatus.TERMINATED) or batch.status.ended:
             self._setbacks.pop(batch.id, None)
             return
@@ -182,9 +191,3 @@ class RunnerSupervisor:
 
     def _set_back(self, batch: BatchRecord) -> None:
         self._setbacks[batch.id] = Backoff.after(self._setbacks.get(batch.id), batch.done, self._clock())
-
-    def _release(self, id: str, name: str) -> BatchRecord:
-        batch = self._storage.ledger.find(id)
-        if batch.runner == name:
-            self._storage.ledger.release(id, batch.epoch)
-        return batch

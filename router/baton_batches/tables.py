@@ -76,6 +76,23 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     ("ALTER TABLE batches ADD COLUMN models TEXT",),
     ("CREATE TABLE secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL)",),
+    (
+        """
+        CREATE TABLE runners (
+            batch BIGINT NOT NULL, epoch BIGINT NOT NULL, name TEXT NOT NULL,
+            leased_until {double} NOT NULL, PRIMARY KEY (batch, epoch)
+        )
+        """,
+        """
+        CREATE TABLE ranges (
+            batch BIGINT NOT NULL, first BIGINT NOT NULL, last BIGINT NOT NULL, position BIGINT NOT NULL,
+            size BIGINT NOT NULL, epoch BIGINT NOT NULL, turn BIGINT NOT NULL, open BIGINT NOT NULL,
+            solo INTEGER NOT NULL, PRIMARY KEY (batch, first)
+        )
+        """,
+        "ALTER TABLE batches ADD COLUMN cut_bytes BIGINT NOT NULL DEFAULT 0",
+        "ALTER TABLE batches ADD COLUMN cut_lines BIGINT NOT NULL DEFAULT 0",
+    ),
 )
 
 SCHEMA_VERSION = len(MIGRATIONS)
@@ -175,6 +192,34 @@ batches = Table(
     Column("leased_until", Double, nullable=False),
     Column("job", Text, nullable=False),
     Column("models", Text),
+    Column("cut_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("cut_lines", BigInteger, nullable=False, server_default="0"),
+)
+
+runners = Table(
+    "runners",
+    METADATA,
+    Column("batch", BigInteger, primary_key=True),
+    Column("epoch", BigInteger, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("leased_until", Double, nullable=False),
+)
+
+FREE = 0
+"""The epoch of a range without a runner."""
+
+ranges = Table(
+    "ranges",
+    METADATA,
+    Column("batch", BigInteger, primary_key=True),
+    Column("first", BigInteger, primary_key=True),
+    Column("last", BigInteger, nullable=False),
+    Column("position", BigInteger, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("turn", BigInteger, nullable=False),
+    Column("open", BigInteger, nullable=False),
+    Column("solo", Integer, nullable=False),
 )
 
 results = Table(
@@ -225,21 +270,21 @@ def fetch_held_batch(connection: Connection, id: str, epoch: int) -> BatchRecord
 
 def free_batches(
     connection: Connection,
-    now: float,
+    free: ColumnElement[bool],
     statuses: Iterable[BatchStatus],
     limit: int,
     without: Collection[str],
     *more: ColumnElement[bool],
 ) -> list[BatchRecord]:
     """
-    Return unleased batches of these statuses, except the ids in `without`.
+    Return batches of these statuses that are `free`, except the ids in `without`.
 
     However many batches one owner has, the oldest of every other owner is among the first.
     """
     of_owner = func.row_number().over(partition_by=batches.c.owner, order_by=batches.c.seq)
     query = select(batches.c.seq, of_owner.label("place")).where(
         batches.c.status.in_([str(status) for status in statuses]),
-        batches.c.leased_until <= now,
+        free,
         batches.c.id.not_in(without),
         *more,
     )
@@ -302,15 +347,16 @@ def as_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def insert_results(connection: Connection, seq: int, query: Iterable[LineResult]) -> Sequence[int]:
-    """The HTTP statuses of those lines that had no result before."""
+def insert_results(connection: Connection, seq: int, query: Iterable[LineResult]) -> dict[int, int]:
+    """The lines that had no result before, with their HTTP statuses."""
     rows = [
         {"batch": seq, "line": one.line, "status": one.status, "request_id": one.request_id, "body": one.body}
         for one in query
     ]
     if not rows:
-        return ()
-    return connection.scalars(insert_new(connection, results).returning(results.c.status), rows).all()
+        return {}
+    added = insert_new(connection, results).returning(results.c.line, results.c.status)
+    return {row.line: row.status for row in connection.execute(added, rows)}
 
 
 def insert_new(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
@@ -318,29 +364,6 @@ def insert_new(connection: Connection, table: Table) -> postgresql.Insert | sqli
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
-
-
-def finalize_if_done(connection: Connection, batch: BatchRecord, now: int) -> BatchRecord:
-    """Move a batch to finalizing if it has its last result, and release its lease."""
-    if batch.status is not BatchStatus.IN_PROGRESS or batch.done < batch.total:
-        return batch
-    return change_batch(
-        connection, batch, status=BatchStatus.FINALIZING, finalizing_at=now, runner="", leased_until=0.0
-    )
-
-
-def result_ranges(connection: Connection, seq: int, after: int, limit: int) -> list[tuple[int, int]]:
-    """The lines of a batch with a result, as sorted ranges (first, last) after line `after`."""
-    rows = connection.execute(
-        text(
-            "SELECT MIN(line), MAX(line) FROM"
-            " (SELECT line, line - ROW_NUMBER() OVER (ORDER BY line) AS island FROM results"
-            " WHERE batch = :batch AND line > :after) AS lines"
-            " GROUP BY island ORDER BY 1 LIMIT :limit"
-        ),
-        {"batch": seq, "after": after, "limit": limit},
-    )
-    return [(first, last) for first, last in rows]
 
 
 def count_results(connection: Connection, seq: int) -> tuple[int, int]:

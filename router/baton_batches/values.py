@@ -194,6 +194,9 @@ class BatchRecord:
     """The BatchJob that runs it, or that is to be updated at its end; empty without one."""
     models: frozenset[str] | None
     """Models that its creator could use; None if only the owner's rights apply."""
+    cut_bytes: int
+    cut_lines: int
+    """The part of the input that was cut into ranges for runners."""
 
     @property
     def done(self) -> int:
@@ -209,3 +212,5 @@ class RecordOutcome(msgspec.Struct, frozen=True):
     """Of the batch now: finalizing once every line has a result."""
     completed: int = 0
     """Of the new ones, how many were answered well."""
+    working: int = 1
+    """Runners that have lines of the batch, at least 1."""

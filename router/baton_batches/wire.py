@@ -3,8 +3,9 @@ Messages between a runner and the router about a batch, as msgpack over HTTP.
 
     POST /internal/batches/{id}/lease     Apply      -> Lease      with the token it was started with
     POST /internal/batches/{id}/renew     Progress   -> Renewal    all others with the lease's token
-    GET  /internal/batches/{id}/lines?after={cursor} -> Slice
+    GET  /internal/batches/{id}/lines?after={cursor} -> Slice      leases them; repeated, the same lines
     POST /internal/batches/{id}/results   [Result]   -> Receipt
+    POST /internal/batches/{id}/give_back            -> nothing    frees lines that must be sent alone
     POST /internal/batches/{id}/release              -> nothing
 
 401 says that the token is not good (any more), 409 that the batch is another's now or has ended: both end
@@ -78,12 +79,14 @@ class InputLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InputSlice(msgspec.Struct, frozen=True):
-    """Lines of the input that have no result, from `after` on."""
+    """Lines of the input that have no result and belong to this runner now."""
 
     lines: list[InputLine]
+    """May be empty although others are left: other runners have them."""
     cursor: str
-    """Where the next one begins."""
+    """For the next request."""
     last: bool
+    """Whether no lines are left, except for those that this runner has."""
 
 
 class ResultReceipt(msgspec.Struct, frozen=True):

@@ -6,9 +6,7 @@ import random
 
 import pytest
 
-from baton_batches.input_file import DoneLines, InputCursor, cut_slice
-
-NOTHING = DoneLines(())
+from baton_batches.input_file import InputCursor, cut_slice
 
 
 @pytest.mark.parametrize(
@@ -25,29 +23,16 @@ NOTHING = DoneLines(())
     ids=["empty", "blank", "ended", "not ended", "of Windows", "with blank lines", "with a mark"],
 )
 def test_lines_are_numbered_as_in_an_editor(data: bytes, lines: list[tuple[int, bytes]]) -> None:
-    cut, cursor = cut_slice(data, InputCursor(), True, NOTHING, 100)
+    cut, cursor = cut_slice(data, InputCursor(), True, 100)
     assert [(one.number, one.text) for one in cut] == lines
     assert cursor.position == len(data)
 
 
 def test_incomplete_line_is_left_for_later() -> None:
-    cut, cursor = cut_slice(b"aa\nbb\ncc", InputCursor(), False, NOTHING, 100)
+    cut, cursor = cut_slice(b"aa\nbb\ncc", InputCursor(), False, 100)
     assert [one.text for one in cut] == [b"aa", b"bb"]
     assert cursor == InputCursor(6, 2)
-    assert cut_slice(b"cc", cursor, False, NOTHING, 100) == ([], cursor)
-
-
-def test_lines_with_a_result_are_left_out() -> None:
-    done = DoneLines([(1, 2), (4, 4)])
-    cut, cursor = cut_slice(b"1\n2\n3\n4\n5\n", InputCursor(), True, done, 100)
-    assert [one.number for one in cut] == [3, 5]
-    assert cursor.lines == 5
-
-
-@pytest.mark.parametrize("text", ["-1-0", "0--1", "x", "3", "3-", "-"])
-def test_invalid_cursor_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
-        InputCursor.read(text)
+    assert cut_slice(b"cc", cursor, False, 100) == ([], cursor)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -55,14 +40,13 @@ def test_law_lines_appear_once_for_any_pieces(seed: int) -> None:
     rng = random.Random(seed)
     texts = [b"" if rng.random() < 0.1 else b"x" * rng.randint(1, 30) for _ in range(200)]
     file = b"\n".join(texts) + rng.choice([b"", b"\n"])
-    done = DoneLines([(first, first + 3) for first in range(5, 190, 17) if rng.random() < 0.7])
     cut = []
     cursor = InputCursor()
     while cursor.position < len(file):
         data = file[cursor.position : cursor.position + rng.randint(40, 200)]
         end = cursor.position + len(data) == len(file)
-        lines, after = cut_slice(data, cursor, end, done, rng.randint(1, 20))
+        lines, after = cut_slice(data, cursor, end, rng.randint(1, 20))
         assert after.position > cursor.position
         cut += [(line.number, line.text) for line in lines]
-        cursor = InputCursor.read(str(after))
-    assert cut == [(n, text) for n, text in enumerate(texts, 1) if text and n not in done]
+        cursor = after
+    assert cut == [(n, text) for n, text in enumerate(texts, 1) if text]

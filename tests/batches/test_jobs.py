@@ -257,7 +257,7 @@ async def test_pod_gets_only_the_lease_of_its_batch(cluster: BatchCluster) -> No
         assert (await router.client.post(path, headers=bearer(held.token))).status_code == 200
         path = f"{wire.PATH}{other}/renew"
         assert (await router.client.post(path, headers=bearer(held.token))).status_code == 401
-        assert (await lease(router, mine, token)).status_code == 409, "it is held"
+        assert (await lease(router, mine, token)).status_code == 200, "runners share a batch"
 
 
 def _wrong(cluster: BatchCluster, pod: str) -> dict[str, str]:

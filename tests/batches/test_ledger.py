@@ -257,7 +257,7 @@ def test_batch_runs_from_validation_to_the_end(database: Database) -> None:
     batch = ledger.find(id)
     assert (batch.completed, batch.failed, batch.total) == (2, 1, 3)
     assert batch.finalizing_at == NOW + 2
-    assert ledger.done(id) == [(1, 2), (4, 4)]
+    assert ledger.counts(id) == (2, 1)
     assert ledger.results(batch) == [good(1), bad(2), good(4)]
     epoch = leased(ledger, id, "renderer", NOW + 2)
     ended = ledger.finalize(id, epoch, NOW + 3, output=new_file(), errors=None, usage={"total_tokens": 5})
@@ -406,15 +406,6 @@ def test_overdue_lists_open_batches_without_holder(database: Database, when: str
     assert ledger.take(id, "late", NOW, 30) is None
 
 
-def test_renew_in_window_ends_soon_after_the_window(database: Database) -> None:
-    ledger, id, epoch = running(database)
-    end = NOW + 86400
-    assert ledger.renew(id, epoch, end - 1, 30, in_window=True).leased_until == end + 29
-    for later in (end, end + 5, end + 29):
-        assert ledger.renew(id, epoch, later, 30, in_window=True).leased_until == end + 30
-    assert ledger.renew(id, epoch, end + 5, 30).leased_until == end + 35, "no window bounds other leases"
-
-
 def test_take_leases_from_now_on(database: Database) -> None:
     ledger, id, epoch = running(database)
     assert ledger.take(id, "renderer", NOW + 7, 30) == epoch + 1
@@ -478,7 +469,7 @@ def test_ended_batches_keep_no_result_rows(database: Database) -> None:
     assert ledger.forget(NOW, 3600, limit=3) == 3
     assert ledger.forget(NOW, 3600, limit=3) == 2
     assert ledger.forget(NOW, 3600) == 0
-    assert other.done(other_id) == [(1, 1)]
+    assert other.counts(other_id) == (1, 0)
     assert ledger.find(id).completed == 5
     end = ledger.find(id).expires_at
     assert [ledger.forget(end + later, 3600) for later in (-3600, 0, 3600)] == [0, 0, 0]
@@ -555,7 +546,7 @@ def test_record_after_the_last_line_keeps_nothing(database: Database) -> None:
     ledger, id, epoch = running(database, total=1)
     ledger.record(id, epoch, [good(1)], NOW)
     assert ledger.record(id, epoch, [good(2)], NOW) == RecordOutcome(0, BatchStatus.FINALIZING, 0)
-    assert ledger.done(id) == [(1, 1)]
+    assert ledger.counts(id) == (1, 0)
 
 
 def test_finalize_of_a_batch_with_lines_left_is_refused(database: Database) -> None:
@@ -567,15 +558,6 @@ def test_finalize_of_a_batch_with_lines_left_is_refused(database: Database) -> N
     assert len(FileLedger(database).page("a", NOW, limit=9)[0]) == 1, "the output is not kept"
     ended = ledger.finalize(id, epoch, NOW, output=None, errors=None, expired=True)
     assert (ended.runner, ended.leased_until) == ("", 0)
-
-
-def test_done_lines_come_as_ranges_page_by_page(database: Database) -> None:
-    ledger, id, epoch = running(database, total=100)
-    ledger.record(id, epoch, [good(line) for line in (1, 2, 3, 5, 7, 8, 20)], NOW)
-    assert ledger.done(id, limit=2) == [(1, 3), (5, 5)]
-    assert ledger.done(id, after=5) == [(7, 8), (20, 20)]
-    assert ledger.done(id, after=2) == [(3, 3), (5, 5), (7, 8), (20, 20)]
-    assert ledger.done(id, after=20) == []
 
 
 # --- The law, under chance ---
@@ -660,7 +642,7 @@ def test_law_competing_processes_lose_and_duplicate_nothing(database_url: str) -
         process.join(30)
     batch = ledger.find(id)
     assert new == batch.done == batch.completed == 300
-    assert ledger.done(id) == [(1, 300)]
+    assert ledger.counts(id) == (300, 0)
     assert batch.status is BatchStatus.FINALIZING
     database.close()
 

@@ -81,7 +81,9 @@ async def test_batch_runs_from_lease_to_end() -> None:
         lease = await batch.lease()
         assert (lease.total, lease.done, lease.endpoint) == (3, 0, CHAT)
         part = wire.decode_slice((await batch.ask("lines?after=", lease.token)).content)
-        assert [one.number for one in part.lines] == [1, 2, 3] and part.last
+        assert [one.number for one in part.lines] == [1, 2, 3]
+        rest = wire.decode_slice((await batch.ask(f"lines?after={part.cursor}", lease.token)).content)
+        assert (rest.lines, rest.last) == ([], True)
         receipt = wire.decode_receipt((await batch.record(lease.token, 1, 2)).content)
         assert (receipt.new, receipt.order) == (2, RunnerOrder.GO_ON)
         renewal = wire.decode_renewal((await batch.ask("renew", lease.token)).content)
@@ -113,10 +115,34 @@ async def test_repeated_result_counts_once_and_the_first_stays() -> None:
         assert [(one.line, one.body) for one in kept] == [(1, GOOD), (2, b'{"other":1}')]
 
 
-async def test_lease_cannot_belong_to_two_runners() -> None:
+async def test_each_line_belongs_to_one_runner() -> None:
+    """The second runner waits without lines, and gets those of the first one when that leaves."""
     async with held() as batch:
-        await batch.lease("runner 1")
-        answer = await batch.ask("lease", batch.token(), wire.encode(LeaseRequest("runner 2")))
+        first, second = await batch.lease("runner 1"), await batch.lease("runner 2")
+        part = wire.decode_slice((await batch.ask("lines?after=", first.token)).content)
+        again = wire.decode_slice((await batch.ask("lines?after=", first.token)).content)
+        assert [one.number for one in part.lines] == [1, 2, 3] and again == part
+        other = wire.decode_slice((await batch.ask("lines?after=", second.token)).content)
+        assert (other.lines, other.last) == ([], False)
+        await batch.record(first.token, 2)
+        await batch.ask("release", first.token)
+        other = wire.decode_slice((await batch.ask(f"lines?after={other.cursor}", second.token)).content)
+        assert [one.number for one in other.lines] == [1, 3]
+
+
+async def test_suspects_that_are_given_back_go_to_one_runner() -> None:
+    async with held() as batch:
+        first, second = await batch.lease("runner 1"), await batch.lease("runner 2")
+        await batch.ask("lines?after=", first.token)
+        assert (await batch.ask("give_back", first.token)).status_code == 204
+        part = wire.decode_slice((await batch.ask("lines?after=0", second.token)).content)
+        assert [one.number for one in part.lines] == [1, 2, 3]
+
+
+async def test_lease_waits_for_an_exclusive_one() -> None:
+    async with held() as batch:
+        assert batch.router.router.storage.ledger.lease(batch.batch.id, "controller", time.time(), 60)
+        answer = await batch.ask("lease", batch.token(), wire.encode(LeaseRequest("runner")))
         assert answer.status_code == 409
 
 
