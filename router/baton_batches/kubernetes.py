@@ -97,8 +97,8 @@ with an older state has written the final status too."""
 CREATED, CONFLICT, NOT_FOUND = 201, 409, 404
 
 
-def batch_job_manifest(batch: BatchRecord, service: str, uid: str) -> dict[str, Any]:
-    """Return the BatchJob for a batch, owned by the service with this `uid`."""
+def batch_job_manifest(batch: BatchRecord, service: str, uid: str, pods: int = 1) -> dict[str, Any]:
+    """Return the BatchJob for a batch with so many pods, owned by the service with this `uid`."""
     metadata: dict[str, Any] = {
         "name": batch_jobs.name_of(batch.id),
         "labels": {labels.MANAGED_BY: batch_jobs.ROUTER, labels.SERVICE: service},
@@ -110,7 +110,11 @@ def batch_job_manifest(batch: BatchRecord, service: str, uid: str) -> dict[str, 
         "apiVersion": "baton.dev/v1alpha1",
         "kind": "BatchJob",
         "metadata": metadata,
-        "spec": {"serviceName": service, "batchId": batch.id},
+        "spec": {
+            "serviceName": service,
+            "batchId": batch.id,
+            **({"parallelism": pods} if pods > 1 else {}),
+        },
     }
 
 
@@ -195,7 +199,9 @@ class BatchJobReporter:
                 self._refused.pop(batch.id, None)
 
     async def _create(self, batch: BatchRecord) -> None:
-        manifest = batch_job_manifest(batch, self._service, self._uid)
+        manifest = batch_job_manifest(
+            batch, self._service, self._uid, self._storage.settings.batch_runners
+        )
         name = manifest["metadata"]["name"]
         status = await self._api.create(manifest)
         if status not in (CREATED, CONFLICT):

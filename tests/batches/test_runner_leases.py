@@ -188,7 +188,7 @@ def test_understaffed_lists_batches_with_too_few_runners(work: Work) -> None:
     assert not found(9), "it is exclusive"
 
 
-def test_renewed_lease_ends_soon_after_the_window(work: Work) -> None:
+def test_renew_in_window_ends_soon_after_the_window(work: Work) -> None:
     one = work.join("one")
     end = NOW + 86400
     assert work.leases.renew(work.id, one, end - 1, 30).leased_until == end + 29

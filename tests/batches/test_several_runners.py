@@ -9,7 +9,7 @@ import pytest
 
 from tests.batches import chaos
 
-LINES = 3000
+LINES = 1200
 RUNNERS = 3
 
 
@@ -40,7 +40,7 @@ def test_law_several_runners_answer_each_line_once(
         killed.kill()
         paused.send_signal(signal.SIGSTOP)
         # The lines of the paused runner are needed in the end, and its lease ends before.
-        chaos.await_true(lambda: waited_for(service.batch(id)), 60, "other runners have taken all lines")
+        chaos.await_true(lambda: waited_for(service.batch(id)), 150, "other runners have taken all lines")
         paused.send_signal(signal.SIGCONT)
         ended = chaos.ended(service, id)
         output = chaos.output_of(service, ended, tmp_path)

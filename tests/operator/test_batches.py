@@ -54,6 +54,13 @@ def test_batch_job_of_a_batch_has_owner_labels_and_token() -> None:
     assert "env" in container and "BATON_API_KEY" not in str(container["env"])
 
 
+def test_batch_job_with_several_pods_divides_the_requests_in_flight() -> None:
+    spec = job_of({"batchId": "batch_1", "concurrency": 10, "parallelism": 3})["spec"]
+    assert (spec["completions"], spec["parallelism"]) == (3, 3)
+    (container,) = spec["template"]["spec"]["containers"]
+    assert "--concurrency=4" in container["args"]
+
+
 def test_batch_job_of_a_file_refers_to_the_owners_key() -> None:
     job = job_of({"inputFileId": "file-1", "endpoint": "/v1/embeddings", "apiKeySecretRef": {"name": "mine"}})
     (container,) = job["spec"]["template"]["spec"]["containers"]

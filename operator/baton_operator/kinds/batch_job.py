@@ -53,7 +53,7 @@ def _immutable(field: str, before: str = "") -> Rule:
         _immutable,
         (
             *("serviceName", "batchId", "inputFileId", "endpoint", "apiKeySecretRef"),
-            *("concurrency", "maxRetries", "queueName"),
+            *("concurrency", "parallelism", "maxRetries", "queueName"),
         ),
     ),
 )
@@ -86,10 +86,14 @@ class BatchJobSpec(Stored):
     """Secret whose key `key` holds the API key that creates the batch from inputFileId. Immutable."""
 
     concurrency: Annotated[int, Field(ge=1, le=10_000)] = 64
-    """Maximum requests in flight. Immutable."""
+    """Maximum requests in flight, of all pods together. Immutable."""
+
+    parallelism: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of the Job's pods. They share the requests. More than one is useful if one processor core cannot
+    send requests as fast as the service answers them. Immutable."""
 
     max_retries: Annotated[int, Field(ge=0, le=100)] = 6
-    """Maximum failures of the Job's pod before the BatchJob fails. Evictions and preemptions do not count.
+    """Maximum failures of each of the Job's pods before the BatchJob fails. Evictions and preemptions do not count.
     Immutable."""
 
     completion_window: Annotated[Duration, between("1m", "720h")] | None = None

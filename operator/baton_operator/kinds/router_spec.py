@@ -87,6 +87,9 @@ class BatchSettings(Part):
     postgresql://USER:PASSWORD@HOST/NAME. The optional key `runners` is the secret with which batch processes
     authenticate to routers; by default it is derived from the URL."""
 
+    parallelism: Annotated[int, Field(ge=1, le=64)] = 1
+    """Maximum runners of one batch, which share its requests. With Jobs: parallelism of new BatchJobs."""
+
     files: FileStore | None = None
     """Storage for the contents of files."""
 

@@ -1,8 +1,8 @@
 """
 Batches of a service: storage and permissions of its routers, and the Job that runs a BatchJob.
 
-The Job has one index and one pod at a time. A batch is not cut into shards: one runner keeps as many lines in
-flight as the service admits. The ledger, not the Job, records where the next pod continues.
+The Job has an index for each of its pods at a time. An index is no part of the batch: each pod leases ranges of
+lines from the routers until none are left. The ledger, not the Job, records where the next pod continues.
 
 Runners use a ServiceAccount without permissions. Kubernetes signs a token for them whose audience is the
 routers of their service, so neither the operator nor a router creates or reads a Secret for it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 
 from baton_api import batch_jobs
 from baton_operator import names
@@ -43,6 +44,7 @@ def flags(owner: Owner, batches: BatchSettings) -> list[str]:
     given = []
     if by_jobs(batches):
         given += ["--batch-execution=external", f"--batch-jobs={owner.name}", f"--batch-jobs-uid={owner.uid}"]
+    given += [f"--batch-runners={batches.parallelism}"] if batches.parallelism > 1 else []
     files = batches.files
     if files is not None:
         given.append(f"--files-store={files.uri or FILES_FOLDER}")
@@ -133,8 +135,8 @@ def job(batch_job: Manifest, service: InferenceServiceSpec, image: str) -> Manif
     template = {"metadata": {"labels": job_labels}, "spec": _pod(batch_job, spec, service, image)}
     body = {
         "completionMode": "Indexed",
-        "completions": 1,
-        "parallelism": 1,
+        "completions": spec.parallelism,
+        "parallelism": spec.parallelism,
         "backoffLimitPerIndex": spec.max_retries,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
@@ -230,7 +232,7 @@ def _pod(batch_job: Manifest, spec: BatchJobSpec, service: InferenceServiceSpec,
 def _arguments(batch_job: Manifest, spec: BatchJobSpec) -> list[str]:
     metadata = batch_job["metadata"]
     flags = ["batch", "run", f"--router=http://{spec.service_name}"]
-    flags += [f"--token-file={TOKEN_FOLDER}/{TOKEN_FILE}", f"--concurrency={spec.concurrency}"]
+    flags += [f"--token-file={TOKEN_FOLDER}/{TOKEN_FILE}", f"--concurrency={math.ceil(spec.concurrency / spec.parallelism)}"]
     if spec.batch_id:
         return [*flags, f"--batch={spec.batch_id}"]
     identity = f"--batch-job={metadata['name']}/{metadata['uid']}"
