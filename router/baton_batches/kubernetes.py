@@ -199,9 +199,7 @@ class BatchJobReporter:
                 self._refused.pop(batch.id, None)
 
     async def _create(self, batch: BatchRecord) -> None:
-        manifest = batch_job_manifest(
-            batch, self._service, self._uid, self._storage.settings.batch_runners
-        )
+        manifest = batch_job_manifest(batch, self._service, self._uid, self._storage.settings.batch_runners)
         name = manifest["metadata"]["name"]
         status = await self._api.create(manifest)
         if status not in (CREATED, CONFLICT):

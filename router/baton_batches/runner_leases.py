@@ -54,7 +54,7 @@ class LineRange:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a runner gets that asks for lines of a batch."""
+    """The answer to a runner that asks for lines of a batch."""
 
     batch: BatchRecord
     range: LineRange | None = None
@@ -165,7 +165,7 @@ class RunnerLeases:
             return change_batch(connection, batch, leased_until=until)
 
     def leave(self, id: str, epoch: int) -> None:
-        """End a runner's lease: its ranges are free. Without effect if it has none."""
+        """End a runner's lease: its ranges are free. Without effect after the lease."""
         with self._database.writing() as connection:
             batch = fetch_batch(connection, id)
             held = select(runners.c.epoch).where(runners.c.batch == batch.seq, runners.c.epoch == epoch)
@@ -227,23 +227,23 @@ class RunnerLeases:
                 return Claim(batch, repeated)
             if _first(connection, and_(others, ranges.c.solo == 1, ranges.c.epoch.in_(live))) is not None:
                 return Claim(batch)
-            found = _first(connection, and_(free, ranges.c.solo == 0))
-            if found is None and batch.cut_bytes < batch.input_bytes:
+            claimed = _first(connection, and_(free, ranges.c.solo == 0))
+            if claimed is None and batch.cut_bytes < batch.input_bytes:
                 return Claim(batch, cut=InputCursor(batch.cut_bytes, batch.cut_lines))
-            if found is None:
+            if claimed is None:
                 late = select(ranges.c.epoch).distinct().where(others, ranges.c.epoch.not_in(live))
                 if epochs := connection.scalars(late).all():
                     _dismiss(connection, batch, epochs)
                     if batch.epoch in epochs:  # no holder of the newest epoch may be left
                         change_batch(connection, batch, epoch=batch.epoch + 1)
-                    found = _first(connection, and_(free, ranges.c.solo == 0))
-            if found is None and _first(connection, others) is not None:
+                    claimed = _first(connection, and_(free, ranges.c.solo == 0))
+            if claimed is None and _first(connection, others) is not None:
                 return Claim(batch)
-            found = found or _first(connection, free)
-            if found is not None:
-                taken = and_(of_batch, ranges.c.first == found.first)
+            claimed = claimed or _first(connection, free)
+            if claimed is not None:
+                taken = and_(of_batch, ranges.c.first == claimed.first)
                 connection.execute(update(ranges).where(taken).values(epoch=epoch, turn=turn))
-            return Claim(batch, found, whole=found is None)
+            return Claim(batch, claimed, whole=claimed is None)
 
     def cut(self, id: str, epoch: int, turn: int, cut: LineRange, after: InputCursor, lines: int) -> bool:
         """

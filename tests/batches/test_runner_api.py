@@ -115,7 +115,7 @@ async def test_repeated_result_counts_once_and_the_first_stays() -> None:
         assert [(one.line, one.body) for one in kept] == [(1, GOOD), (2, b'{"other":1}')]
 
 
-async def test_each_line_belongs_to_one_runner() -> None:
+async def test_line_of_one_runner_is_not_given_to_another() -> None:
     """The second runner waits without lines, and gets those of the first one when that leaves."""
     async with held() as batch:
         first, second = await batch.lease("runner 1"), await batch.lease("runner 2")

@@ -49,7 +49,7 @@ class Work:
     now: float = NOW
 
     def join(self, name: str, most: int | None = None) -> int:
-        """The epoch of a new runner; 0 if it gets none."""
+        """The epoch of a new runner; 0 if the ledger refuses it."""
         held = self.leases.join(self.id, name, self.now, LEASE_S, most)
         return 0 if held is None else held.epoch
 
@@ -173,19 +173,19 @@ def test_join_bounds_runners_and_replaces_one_of_the_same_name(work: Work) -> No
 
 
 def test_understaffed_lists_batches_with_too_few_runners(work: Work) -> None:
-    def found(most: int) -> bool:
+    def listed(most: int) -> bool:
         return bool(work.leases.understaffed(work.now, most))
 
-    assert found(1)
+    assert listed(1)
     one = work.join("one")
-    assert (found(1), found(2)) == (False, True)
+    assert (listed(1), listed(2)) == (False, True)
     work.join("two")
-    assert (found(2), found(3)) == (False, True)
+    assert (listed(2), listed(3)) == (False, True)
     work.leases.leave(work.id, one)
-    assert found(2)
+    assert listed(2)
     assert not work.leases.understaffed(work.now, 2, without=[work.id])
     assert work.ledger.take(work.id, "controller", work.now, 30)
-    assert not found(9), "it is exclusive"
+    assert not listed(9), "it is exclusive"
 
 
 def test_renew_in_window_ends_soon_after_the_window(work: Work) -> None:
@@ -314,7 +314,7 @@ class Chance:
         assert len(lines) == len(set(lines)) == batch.done == self.new
         held = work.held()
         owners = {epoch for epoch in held if epoch != FREE}
-        solo = {epoch for epoch in owners if any(alone for _, _, alone in held[epoch])}
+        solo = {epoch for epoch in owners if any(is_solo for _, _, is_solo in held[epoch])}
         assert not solo or (owners == solo and len(solo) == 1), "suspects beside other lines"
         done = set(lines)
         alive = [one for one in self.runners if one.alive_until > work.now and one.epoch in owners]

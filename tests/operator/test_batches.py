@@ -54,7 +54,7 @@ def test_batch_job_of_a_batch_has_owner_labels_and_token() -> None:
     assert "env" in container and "BATON_API_KEY" not in str(container["env"])
 
 
-def test_batch_job_with_several_pods_divides_the_requests_in_flight() -> None:
+def test_batch_job_with_several_pods_divides_concurrency() -> None:
     spec = job_of({"batchId": "batch_1", "concurrency": 10, "parallelism": 3})["spec"]
     assert (spec["completions"], spec["parallelism"]) == (3, 3)
     (container,) = spec["template"]["spec"]["containers"]

@@ -93,8 +93,8 @@ class BatchJobSpec(Stored):
     send requests as fast as the service answers them. Immutable."""
 
     max_retries: Annotated[int, Field(ge=0, le=100)] = 6
-    """Maximum failures of each of the Job's pods before the BatchJob fails. Evictions and preemptions do not count.
-    Immutable."""
+    """Maximum failures of each of the Job's pods before the BatchJob fails. Evictions and preemptions do not
+    count. Immutable."""
 
     completion_window: Annotated[Duration, between("1m", "720h")] | None = None
     """Maximum duration of the batch created from inputFileId, from its creation, including time suspended.

@@ -1,8 +1,8 @@
 """
 Batches of a service: storage and permissions of its routers, and the Job that runs a BatchJob.
 
-The Job has an index for each of its pods at a time. An index is no part of the batch: each pod leases ranges of
-lines from the routers until none are left. The ledger, not the Job, records where the next pod continues.
+The Job has an index for each pod. An index is not a part of the batch: each pod leases ranges of lines from
+the routers until all are answered. The ledger, not the Job, records where the next pod continues.
 
 Runners use a ServiceAccount without permissions. Kubernetes signs a token for them whose audience is the
 routers of their service, so neither the operator nor a router creates or reads a Secret for it.
@@ -232,7 +232,8 @@ def _pod(batch_job: Manifest, spec: BatchJobSpec, service: InferenceServiceSpec,
 def _arguments(batch_job: Manifest, spec: BatchJobSpec) -> list[str]:
     metadata = batch_job["metadata"]
     flags = ["batch", "run", f"--router=http://{spec.service_name}"]
-    flags += [f"--token-file={TOKEN_FOLDER}/{TOKEN_FILE}", f"--concurrency={math.ceil(spec.concurrency / spec.parallelism)}"]
+    concurrency = math.ceil(spec.concurrency / spec.parallelism)
+    flags += [f"--token-file={TOKEN_FOLDER}/{TOKEN_FILE}", f"--concurrency={concurrency}"]
     if spec.batch_id:
         return [*flags, f"--batch={spec.batch_id}"]
     identity = f"--batch-job={metadata['name']}/{metadata['uid']}"
