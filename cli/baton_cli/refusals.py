@@ -47,7 +47,7 @@ REFUSALS = (
     Refusal(
         "--disable-overlap* --enable-two-batch-overlap --enable-single-batch-overlap --async-scheduling "
         "--no-async-scheduling --tbo-*",
-        "the scheduler has no overlap mode; penalties, grammars and stop conditions apply to every step",
+        "--overlap is on by default; penalties, grammars and stop conditions apply to every step",
     ),
     Refusal(
         "--grammar-backend --guided-decoding-backend --structured-outputs-config* --constrained-json-* "

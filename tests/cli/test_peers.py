@@ -205,7 +205,7 @@ FACTS: dict[str, bool] = {
     "--base-gpu-id": "cuda:N" in str(WorkerSettings.model_fields["device"].description),
     "--numa-node": "numa" not in WORDS,
     "--disable-cuda-graph*": {"graph_rows", "graph_memory", "graph_seconds"} <= WORKER,
-    "--disable-overlap*": "overlap" not in WORDS,
+    "--disable-overlap*": WorkerSettings().overlap,
     "--grammar-backend": "from llguidance import" in SOURCES and "import xgrammar" not in SOURCES,
     "--attention-backend": WORDS.isdisjoint({"attention", "backend", "compile"}),
     "--enable-deterministic-inference": [*inspect.signature(uniform).parameters] == ["seed", "position"],

@@ -64,6 +64,7 @@ class Side:
         local_prefill_tokens: int = 0,
         max_running: int = 64,
         speculation_tokens: int = 0,
+        overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> Side:
         limits = EngineLimits(
@@ -73,6 +74,7 @@ class Side:
             local_prefill_tokens=local_prefill_tokens,
             quarantine_limit=1.0,
             speculation_tokens=speculation_tokens,
+            overlap=overlap,
         )
         compatibility = Compatibility.of(model.spec, dtype, weights, cache.block_size)
         me = Identity(name, uuid.uuid4().hex, "fake", compatibility)

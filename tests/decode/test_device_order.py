@@ -61,6 +61,17 @@ async def test_blocks_are_announced_after_their_event() -> None:
     assert 0 < cuda.counts["synchronize"] <= passes
 
 
+async def test_overlapped_blocks_are_announced_after_their_event() -> None:
+    """The next pass may have been launched already, so the event is that of the launch."""
+    cuda = FakeCuda()
+    prefill, decode = late_side("prefill", cuda, overlap=True), late_side("decode", FakeCuda(), overlap=True)
+    decode.faulty.inner = watching = Watching(decode.cache, prefill.cache)
+    async with open_pair(prefill, decode) as pair:
+        await fetched(pair)
+        assert pair.prefills.outcomes == {"whole": 1}
+    assert watching.written == [True] * BLOCKS
+
+
 async def test_cached_blocks_are_announced_after_an_event() -> None:
     """A prefix that another request has just computed may not be written yet."""
     cuda = FakeCuda()

@@ -64,6 +64,8 @@ class Batch:
         for row in rows:
             tokens += row.tokens
             starts.append(len(tokens))
+        self.fed: Tensor | None = None
+        """`tokens`, if the host does not know them."""
         self.token_ids: NDArray[np.int64] = np.array(tokens, dtype=np.int64)
         """`tokens` on the host."""
         self.token_positions: NDArray[np.int64] = np.empty(len(tokens), dtype=np.int64)
@@ -81,7 +83,11 @@ class Batch:
     @cached_property
     def tokens(self) -> Tensor:
         """[T] token ids."""
-        return self._tensor(self.token_ids)
+        return self._tensor(self.token_ids) if self.fed is None else self.fed
+
+    def feed(self, tokens: Tensor) -> None:
+        """Replace the token ids by `tokens` [T] int64 on the device, which the host does not know."""
+        self.fed = tokens
 
     @cached_property
     def positions(self) -> Tensor:
@@ -184,4 +190,6 @@ class StaticBatch(Batch):
         inputs[2] = -1
         inputs[:, :count] = batch.token_ids, batch.token_positions, batch.token_slots
         self._inputs.copy_(staged(inputs, self.device), non_blocking=True)
+        if batch.fed is not None:
+            self.tokens[:count].copy_(batch.fed)
         self.block_table[:count, :blocks].copy_(staged(batch.tables, self.device), non_blocking=True)

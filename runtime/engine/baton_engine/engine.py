@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -26,7 +27,7 @@ from baton_engine import forward_pass
 from baton_engine.batch import PassInterrupted
 from baton_engine.devices import release_memory
 from baton_engine.failures import EngineFailed, PassFailures
-from baton_engine.forward_pass import Sampled, ScheduledChunk
+from baton_engine.forward_pass import PassResult, ScheduledChunk
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents, KvSnapshot
@@ -34,6 +35,8 @@ from baton_engine.lifecycle import Lifecycle, log_fields
 from baton_engine.metrics.counters import EngineCounters, EngineSnapshot
 from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
+from baton_engine.overlap import LaunchedPass, Overlap
+from baton_engine.pass_results import PassResults
 from baton_engine.requests import FetchResult, FinishReason, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
@@ -48,6 +51,8 @@ from baton_engine.speculation.speculator import Speculator
 __all__ = ["Engine", "EngineLimits"]
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -90,6 +95,10 @@ class Engine:
         self._interruption = Interruption(model)
         self._mask_filler = MaskFiller(model.spec.vocab)
         self._synchronize = forward_pass.synchronizer(cache.kv.device)
+        self._results = PassResults(self._scheduler, self._lifecycle, cache, clock)
+        self._overlap = None
+        if limits.overlap and not draft_tokens:
+            self._overlap = Overlap(model, cache, self._scheduler, self._mask_filler, clock)
         release = partial(release_memory, cache.kv.device)
         self._failures = PassFailures(self._scheduler, self._lifecycle, self._counters, release)
         self._log = BatchLog(clock)
@@ -199,6 +208,10 @@ class Engine:
 
     def _step(self) -> bool:
         """Run one step. Return False if nothing can change until another command arrives."""
+        if self._overlap is not None and (current := self._overlap.current) is not None:
+            self._overlapped(self._overlap, current)
+            self._report()
+            return True
         started = self._clock()
         plan = self._scheduler.plan()
         self._counters.totals.retractions += len(plan.retracted)
@@ -217,7 +230,10 @@ class Engine:
             for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]
             if sequence.stage is Stage.RUNNING
         ]
-        if chunks and (accepted := self._compute(chunks)) is not None:
+        if chunks and self._overlap is not None:
+            overlap = self._overlap
+            self._survive(chunks, lambda: overlap.launch(plan, chunks))
+        elif chunks and (accepted := self._compute(chunks)) is not None:
             self._counters.add_step(self._clock() - started, plan, accepted)
             self._log.note(plan, self._scheduler, accepted)
         self._report()
@@ -225,10 +241,10 @@ class Engine:
 
     def _compute(self, chunks: list[ScheduledChunk]) -> int | None:
         """Compute and process a pass. Returns the number of accepted draft tokens; None if interrupted."""
-        failed = None
-        try:
+
+        def run() -> PassResult:
             with self._interruption.of(chunks):
-                result = forward_pass.run(
+                return forward_pass.run(
                     self._model,
                     self._cache,
                     chunks,
@@ -236,66 +252,58 @@ class Engine:
                     clock=self._clock,
                     synchronize=self._synchronize,
                 )
+
+        try:
+            result = self._survive(chunks, run)
         except PassInterrupted:
             self._speculator.forget(chunks)
             return None
-        except Exception as error:
-            failed = self._failures.note(chunks, error)
-        if failed is not None:  # after the handler, whose traceback keeps the tensors of the pass
-            if reason := self._failures.recover(chunks, *failed):
-                self._fatal(reason)
+        if result is None:
             return 0
-        self._failures.succeeded()
-        seconds = result.seconds
-        self._counters.forward_times.add(seconds)
-        self._counters.add_computed(sum(chunk.tokens for chunk in chunks if not chunk.is_decode))
         choices = iter(result.sampled)
+        self._count_pass(chunks, result.seconds)
         for chunk in chunks:
-            self._advance(chunk, seconds, next(choices) if chunk.samples else None)
-        accepted = self._speculator.verify(chunks, result, self._mask_filler, self._take_further)
+            self._results.advance(chunk, result.seconds, next(choices) if chunk.samples else None)
+        accepted = self._speculator.verify(chunks, result, self._mask_filler, self._results.take_further)
         self._counters.add_generated(len(result.sampled) + accepted)
         return accepted
 
-    def _take_further(self, sequence: Sequence, choice: Sampled) -> None:
-        """Process the token sampled after an accepted draft token."""
-        if choice is None:
-            sequence.speculates = False  # a later draft token may be the cause: computed again without one
-        else:
-            self._scheduler.advance(sequence, 1)
-            self._take(sequence, choice)
+    def _overlapped(self, overlap: Overlap, current: LaunchedPass) -> None:
+        """Launch the next pass if it needs no plan, then read and process the current one."""
+        started = self._clock()
+        ahead, overlap.current = overlap.look_ahead(current), None
+        result = self._survive(current.held, lambda: overlap.read(current))
+        if result is None:
+            return  # the pass ahead has the same sequences
+        seconds, choices = result
+        self._count_pass(current.chunks, seconds)
+        for index, chunk in enumerate(current.chunks):
+            if current.holds(index):
+                self._results.advance(chunk, seconds, choices.get(index), current.written)
+                self._counters.add_generated(int(chunk.samples))
+        self._counters.add_step(self._clock() - started, current.plan, 0)
+        self._log.note(current.plan, self._scheduler, 0)
+        if ahead is not None:
+            resumed = ahead
+            self._survive(ahead.held, lambda: overlap.resume(resumed))
 
-    def _advance(self, chunk: ScheduledChunk, seconds: float, choice: Sampled) -> None:
-        """Process the results of a chunk that was computed in a forward pass of `seconds`."""
-        sequence = chunk.sequence
-        request = sequence.request
-        if request.step_summary is not None:
-            request.step_summary.add(self._clock(), seconds, chunk.size, is_decode=chunk.is_decode)
-        if chunk.draft and choice is None:
-            sequence.speculates = False  # a draft token may be the cause: computed again without one
-            return
-        self._scheduler.advance(sequence, chunk.tokens)
-        if request.export is not None:
-            self._announce(sequence)
-        if (chunk.samples or chunk.ends) and sequence.stage is Stage.RUNNING:
-            self._take(sequence, choice, samples=chunk.samples)
+    def _survive(self, chunks: list[ScheduledChunk], run: Callable[[], Result]) -> Result | None:
+        """Return the result of `run`, a part of the pass of `chunks`. None: it failed, as is processed."""
+        try:
+            return run()
+        except PassInterrupted:
+            raise
+        except Exception as error:
+            failed = self._failures.note(chunks, error)
+        # After the handler, whose traceback keeps the tensors of the pass.
+        if reason := self._failures.recover(chunks, *failed):
+            self._fatal(reason)
+        return None
 
-    def _take(self, sequence: Sequence, choice: Sampled, *, samples: bool = True) -> None:
-        """Process the results of the last pending token: `choice` if it `samples`, and the prompt output."""
-        output, sequence.prompt_output = sequence.prompt_output, None
-        result = None if output is None else output.result
-        if (samples and choice is None) or (output is not None and result is None):
-            log.error(
-                "Request %s ends: the model's logits are not finite.",
-                sequence.request.id,
-                extra=log_fields(sequence),
-            )
-            self._lifecycle.end(sequence, FinishReason.ERROR, InternalError())
-        elif isinstance(choice, BatonError):
-            self._lifecycle.end(sequence, FinishReason.ERROR, choice)
-        elif choice is None:
-            self._lifecycle.end_with_prompt(sequence, result)
-        else:
-            self._lifecycle.add_token(sequence, choice, prompt_output=result)
+    def _count_pass(self, chunks: list[ScheduledChunk], seconds: float) -> None:
+        self._failures.succeeded()
+        self._counters.forward_times.add(seconds)
+        self._counters.add_computed(sum(chunk.tokens for chunk in chunks if not chunk.is_decode))
 
     def _end_all(self, finish: FinishReason, error: Exception | None = None) -> None:
         self._commands.close()
@@ -357,17 +365,7 @@ class Engine:
             if request.export is None:
                 self._counters.add_local_prefill(sequence, self.limits.local_prefill_tokens)
         if request.export is not None:
-            self._announce(sequence)
-
-    def _announce(self, sequence: Sequence) -> None:
-        request = sequence.request
-        assert request.export is not None
-        try:
-            written = self._cache.streams.record()
-            request.export.computed(request.id, request.computed, request.blocks, written)
-        except Exception:
-            log.exception("Cannot announce the blocks of request %s.", request.id, extra=log_fields(sequence))
-            self._lifecycle.end(sequence, FinishReason.ERROR, InternalError())
+            self._results.announce(sequence)
 
     # --- Failures ---
 

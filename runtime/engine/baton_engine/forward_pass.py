@@ -103,7 +103,7 @@ def run(
 
     `synchronize` is the `synchronizer` of the cache's device.
     """
-    batch = Batch([_row(chunk) for chunk in chunks], cache.block_size, cache.kv.device)
+    batch = Batch([row_of(chunk) for chunk in chunks], cache.block_size, cache.kv.device)
     states = [chunk.sequence.sampling_state for chunk in chunks if chunk.samples]
     pending = mask_filler.begin([state.token_mask for state in states])
     try:
@@ -172,9 +172,11 @@ def _update_prompt_outputs(model: Model, chunks: list[ScheduledChunk], hidden: T
     return hidden[sampled]
 
 
-def _row(chunk: ScheduledChunk) -> BatchRow:
-    sequence, start = chunk.sequence, chunk.sequence.request.computed
-    tokens = sequence.tokens(start, start + chunk.tokens)
+def row_of(chunk: ScheduledChunk, *, ahead: bool = False) -> BatchRow:
+    """Return the row of a chunk. `ahead`: its token is on the device, and will be the sequence's next one."""
+    sequence = chunk.sequence
+    start = sequence.request.length if ahead else sequence.request.computed
+    tokens = (0,) if ahead else sequence.tokens(start, start + chunk.tokens)
     if chunk.draft:
         tokens = [*tokens, *chunk.draft]
     request, table = sequence.request, sequence.table

@@ -206,6 +206,10 @@ class WorkerSettings(BaseSettings):
     of the machine on a CPU. The KV cache has at most 131,072 blocks. `baton up` divides the fraction
     among its workers. 0: see --kv-cache-memory."""
 
+    overlap: bool = True
+    """On a GPU, launch a decode pass before the host has read the tokens of the last one. A request that
+    arrives meanwhile waits for one more pass."""
+
     graph_rows: int = Field(default=256, ge=0)
     """On a GPU, maximum number of rows of decode passes that are captured as CUDA graphs at startup. Larger
     batches are computed without a graph. 0: none."""

@@ -41,7 +41,7 @@ from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
 from baton_engine.metrics.tracing import WorkerTracing, tracing_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec
-from baton_engine.model.decoder import Model
+from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.embedder import Embedder, Unable, embedder_of
 from baton_engine.model.encoder import EncoderSpec, encoder_spec, load_encoder
 from baton_engine.model.loading import LoadedWeights, load_model
@@ -389,6 +389,7 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         local_prefill_tokens=settings.local_prefill_tokens,
         quarantine_limit=settings.quarantine_limit,
         speculation_tokens=0 if settings.speculation == "off" else settings.speculation_tokens,
+        overlap=settings.overlap and isinstance(loaded.model, Decoder) and not on_cpu,
     )
     log.info(
         "chunked_prefill_size=%d, max_running_requests=%d, context_len=%d",

@@ -80,6 +80,18 @@ class SamplingState:
         )
         return state
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the selection of a token depends on the tokens before it."""
+        return self.token_mask is not None or self.seen is not None
+
+    def next(self) -> SamplingState:
+        """Return a state for the token after the next one, which does not need the next one."""
+        state = copy(self)
+        state.position += 1
+        state.drawn += 1
+        return state
+
     def push(self, token: int) -> None:
         """Add a token sampled by this worker or by the prefill worker. Raises as `TokenMask.push`."""
         self.position += 1

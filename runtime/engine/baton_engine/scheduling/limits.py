@@ -33,6 +33,8 @@ class EngineLimits:
     least the longest prompt's tokens."""
     speculation_tokens: int = 0
     """Maximum draft tokens of a generating sequence in a pass. 0 disables speculation."""
+    overlap: bool = False
+    """Whether decode passes are launched before the host has read the tokens of the last one."""
     quarantine_limit: float = 0.25
     """Fraction of quarantined blocks above which the process must be restarted."""
 

@@ -104,6 +104,33 @@ class Scheduler:
             self._retract_one(plan, victims)
         return plan.retracted
 
+    def look_ahead(self, sequences: abc.Sequence[Sequence]) -> bool:
+        """
+        Add blocks for the token after the next one of generating sequences, without a plan.
+
+        Returns False, and adds none, if blocks are missing, or a plan might admit another sequence.
+        """
+        growing = [sequence for sequence in sequences if sequence.request.length == sequence.capacity]
+        if len(growing) > self.pool.available or (self.waiting and not self._still_refused()):
+            return False
+        for sequence in growing:
+            sequence.grow(self.pool.allocate(1))
+        return True
+
+    def _still_refused(self) -> bool:
+        """Return whether the first queued sequence cannot be admitted, as at the last plan."""
+        full = len(self.running) + len(self.fetching) >= self.limits.max_running
+        if full and not any(sequence.request.patient for sequence in self.running):
+            return True
+        if self._refused is None:
+            return False
+        first, available, running, fetching, held = self._refused
+        return (
+            self.waiting[0] is first
+            and self.pool.available <= available
+            and (len(self.running), len(self.fetching), len(self.held)) == (running, fetching, held)
+        )
+
     def reserve(self, sequence: Sequence, tokens: int) -> int:
         """
         Return how many of `tokens` draft tokens fit into the blocks of a generating sequence.

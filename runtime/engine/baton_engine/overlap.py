@@ -1,0 +1,199 @@
+"""
+Overlap of host and device: a decode pass is launched before the host has read the tokens of the last one.
+
+Its token ids stay on the device. Then the host reads those tokens, ends and reports requests, and fills
+token masks, while the device computes. Rows with a token mask or with penalties need these tokens for their
+selection: it waits, but the pass does not. A row that has ended meanwhile was computed without need. Its
+token is dropped, and its KV is in a block that is not published.
+
+The engine launches no pass ahead if a queued request may be admitted, a prompt is not yet computed, or blocks
+are missing. Then the scheduler plans the next pass, after the host has read the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from baton_api.errors import BatonError
+from baton_engine.batch import Batch
+from baton_engine.forward_pass import Sampled, ScheduledChunk, compute, row_of
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.decoder import Model
+from baton_engine.sampling import sampler
+from baton_engine.sampling.sampler import Selection
+from baton_engine.sampling.state import SamplingState
+from baton_engine.sampling.token_masks import Mask, MaskFiller
+from baton_engine.scheduling.scheduler import Scheduler, StepPlan
+from baton_engine.scheduling.sequence import Sequence, Stage
+from baton_engine.streams import Event, copied
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedPass:
+    """A pass whose results the host has not read."""
+
+    plan: StepPlan
+    chunks: list[ScheduledChunk]
+    admissions: list[int]
+    """`Sequence.admissions` of each chunk at the launch."""
+    logits: Tensor
+    """Of the chunks with samples."""
+    written: Event
+    """Behind the KV of the pass."""
+    launched_at: float
+    done: Event
+    """Behind the selection too, once it is launched."""
+    sampled: list[int] = field(default_factory=list)
+    """Indices of the chunks that `selection` has tokens of."""
+    masks: list[Mask] = field(default_factory=list)
+    """Of the chunks in `sampled`."""
+    selection: Selection | None = None
+
+    def holds(self, index: int) -> bool:
+        """Return whether the sequence of a chunk still runs, and was not retracted since the launch."""
+        sequence = self.chunks[index].sequence
+        return sequence.stage is Stage.RUNNING and sequence.admissions == self.admissions[index]
+
+    @property
+    def held(self) -> list[ScheduledChunk]:
+        """The chunks whose results count."""
+        return [chunk for index, chunk in enumerate(self.chunks) if self.holds(index)]
+
+
+class Overlap:
+    """Launches passes of one engine, and reads their results later. Used on its thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        scheduler: Scheduler,
+        mask_filler: MaskFiller,
+        clock: Callable[[], float],
+    ) -> None:
+        self.current: LaunchedPass | None = None
+        """The pass to read next."""
+        self.ahead = 0
+        """Number of passes that were launched ahead."""
+        self._model = model
+        self._cache = cache
+        self._scheduler = scheduler
+        self._mask_filler = mask_filler
+        self._clock = clock
+        self._read_at = 0.0
+
+    def launch(self, plan: StepPlan, chunks: list[ScheduledChunk]) -> None:
+        """Launch a planned pass and its selection, as `current`."""
+        sampled = [index for index, chunk in enumerate(chunks) if chunk.samples]
+        states = [chunks[index].sequence.sampling_state for index in sampled]
+        pending = self._mask_filler.begin([state.token_mask for state in states])
+        try:
+            batch = Batch([row_of(chunk) for chunk in chunks], self._cache.block_size, self._cache.kv.device)
+            launched = self._computed(plan, chunks, batch)
+        finally:
+            masks = pending.wait()
+        self._select(launched, sampled, states, masks)
+        self.current = launched
+
+    def look_ahead(self, current: LaunchedPass) -> LaunchedPass | None:
+        """Launch the pass after `current` with the tokens on the device. None: the scheduler plans it."""
+        rows = self._continuing(current)
+        if not rows or not self._scheduler.look_ahead(list(rows)):
+            return None
+        try:
+            return self._launched_ahead(current, rows)
+        except Exception as error:  # a planned pass fails too, or does better
+            log.warning("A pass cannot be launched ahead: %s", error)
+            return None
+
+    def read(self, current: LaunchedPass) -> tuple[float, dict[int, Sampled]]:
+        """Wait for a pass. Returns its duration in seconds, and the choices by the indices of chunks."""
+        current.done.wait()
+        now = self._clock()
+        seconds, self._read_at = now - max(current.launched_at, self._read_at), now
+        if current.selection is None:
+            return seconds, {}
+        choices = current.selection.read()
+        masks = current.masks or [None] * len(choices)
+        return seconds, {
+            index: mask if isinstance(mask, BatonError) else choice
+            for index, mask, choice in zip(current.sampled, masks, choices, strict=True)
+        }
+
+    def resume(self, ahead: LaunchedPass) -> None:
+        """Make `ahead` the current pass, after the last one was read. Launches its selection if it waits."""
+        sampled = [index for index in range(len(ahead.chunks)) if ahead.holds(index)]
+        if not sampled:
+            return
+        if ahead.selection is None:
+            states = [ahead.chunks[index].sequence.sampling_state for index in sampled]
+            masks = self._mask_filler.begin([state.token_mask for state in states]).wait()
+            self._select(ahead, sampled, states, masks)
+        self.current = ahead
+
+    def _continuing(self, current: LaunchedPass) -> dict[Sequence, int]:
+        """
+        Return the sequences that continue after `current`, with their rows in its selection.
+
+        Empty, if it does not sample a token of each running sequence.
+        """
+        rows = {
+            current.chunks[index].sequence: place
+            for place, index in enumerate(current.sampled)
+            if current.holds(index)
+        }
+        if len(rows) != len(self._scheduler.running):
+            return {}
+        return {sequence: place for sequence, place in rows.items() if not self._ends(sequence)}
+
+    def _ends(self, sequence: Sequence) -> bool:
+        """Return whether the next token ends the sequence, whatever it is."""
+        request = sequence.request
+        return (
+            len(request.output) + 1 >= request.sampling.max_tokens
+            or request.length + 1 >= self._scheduler.limits.max_model_len
+            or request.export is not None
+        )
+
+    def _launched_ahead(self, current: LaunchedPass, rows: dict[Sequence, int]) -> LaunchedPass:
+        assert current.selection is not None
+        chunks = [ScheduledChunk(sequence, 1, samples=True, ends=False, is_decode=True) for sequence in rows]
+        device = self._cache.kv.device
+        batch = Batch([row_of(chunk, ahead=True) for chunk in chunks], self._cache.block_size, device)
+        tokens = current.selection.tokens
+        if (wanted := list(rows.values())) != list(range(len(tokens))):
+            tokens = tokens[copied(np.array(wanted), device)]
+        batch.feed(tokens.clamp(min=0).long())  # the row of a token -1 ends
+        launched = self._computed(StepPlan(decodes=list(rows)), chunks, batch)
+        states = [sequence.sampling_state for sequence in rows]
+        if not any(state.needs_tokens for state in states):
+            self._select(launched, list(range(len(chunks))), [state.next() for state in states], [])
+        self.ahead += 1
+        return launched
+
+    def _computed(self, plan: StepPlan, chunks: list[ScheduledChunk], batch: Batch) -> LaunchedPass:
+        started = self._clock()
+        logits = compute(self._model, self._cache, chunks, batch)
+        written = self._cache.streams.record()
+        admissions = [chunk.sequence.admissions for chunk in chunks]
+        return LaunchedPass(plan, chunks, admissions, logits, written, started, done=written)
+
+    def _select(
+        self, launched: LaunchedPass, sampled: list[int], states: list[SamplingState], masks: list[Mask]
+    ) -> None:
+        if not sampled:
+            return
+        logits = launched.logits
+        if len(sampled) < len(logits):  # rows have ended since the launch
+            logits = logits[copied(np.array(sampled), logits.device)]
+        allowed = [None if isinstance(mask, BatonError) else mask for mask in masks]
+        launched.selection = sampler.select(logits, states, allowed)
+        launched.sampled, launched.masks = sampled, masks
+        launched.done = self._cache.streams.record()
