@@ -270,7 +270,6 @@ class Engine:
 
     def _overlapped(self, overlap: Overlap, current: LaunchedPass) -> None:
         """Launch the next pass if it needs no plan, then read and process the current one."""
-        started = self._clock()
         ahead, overlap.current = overlap.look_ahead(current), None
         result = self._survive(current.held, lambda: overlap.read(current))
         if result is None:
@@ -281,7 +280,7 @@ class Engine:
             if current.holds(index):
                 self._results.advance(chunk, seconds, choices.get(index), current.written)
                 self._counters.add_generated(int(chunk.samples))
-        self._counters.add_step(self._clock() - started, current.plan, 0)
+        self._counters.add_step(seconds, current.plan, 0)
         self._log.note(current.plan, self._scheduler, 0)
         if ahead is not None:
             resumed = ahead

@@ -26,7 +26,7 @@ class Logprobs:
         self._place = {row: place for place, row in enumerate(self.rows)}
         if not self.rows:
             return
-        self._values = logits[self.rows].log_softmax(-1)
+        self._values = logits[copied(np.array(self.rows), logits.device)].log_softmax(-1)
         self._chosen: Tensor
         self._named: dict[int, Tensor] = {}
         if any(states[row].params.logprobs for row in self.rows):

@@ -148,7 +148,7 @@ def _adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
     # The tokenizer may have more ids than the model.
     stops = [start + token for start, params in early for token in params.stop_ids if token < vocab]
     if stops:
-        flat[_moved(np.array(stops), flat)] = float("-inf")
+        flat.index_fill_(0, _moved(np.array(stops), flat), float("-inf"))
 
 
 def _penalize(flat: Tensor, rows: Sequence[tuple[int, SamplingParams, Seen]]) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from baton_api.errors import INVALID_VALUE, BatonError, InternalError, InvalidRe
 from baton_api.sampling import SamplingParams
 from baton_engine import machine
 from baton_engine.requests import GrammarMatcher
+from baton_engine.streams import copied
 
 log = logging.getLogger(__name__)
 
@@ -204,9 +204,9 @@ def apply_on_cpu(logits: NDArray[np.float32], masks: Sequence[tuple[int, NDArray
 
 def apply_on_device(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
     device, vocab = logits.device, logits.shape[1]
-    rows = torch.tensor([row for row, _ in masks], device=device)
-    octets = torch.from_numpy(np.stack([mask for _, mask in masks]).view(np.uint8)).to(device)
-    addends = torch.from_numpy(ADDENDS).to(device)[octets.long()]  # [rows, octets, 8]
+    rows = copied(np.array([row for row, _ in masks]), device)
+    octets = copied(np.stack([mask for _, mask in masks]).view(np.uint8), device)
+    addends = copied(ADDENDS, device)[octets.long()]  # [rows, octets, 8]
     logits.index_add_(0, rows, addends.flatten(1)[:, :vocab])
 
 
