@@ -9,9 +9,8 @@
 #ifndef BATON_ATTENTION_H
 #define BATON_ATTENTION_H
 
-#include "linear.h"
+#include "few_queries.h"
 
-#define KEYS 64               /* keys of one group */
 #define MOST_HEAD_DIM 256
 #define MOST_QUERIES 96       /* query rows of one call: tokens times query heads per key head */
 #define HIDDEN_SCORE -1e30f   /* below every score, but finite, so that differences are finite */
@@ -22,6 +21,7 @@ struct context {
     const char *values;
     size_t block_bytes, slot_bytes, block_size;
     const int32_t *blocks;
+    size_t first, end; /* visible positions: from a multiple of KEYS */
 };
 
 /* Scratch memory of one thread: 240 KB, too large for a small thread's stack. */
@@ -32,6 +32,7 @@ struct scratch {
     uint32_t weights[TILE_ROWS][KEYS];
     float sums[MOST_QUERIES * MOST_HEAD_DIM];
     float best[MOST_QUERIES], total[MOST_QUERIES];
+    struct places places[2]; /* of this group and, with few rows, of the next one */
 };
 
 static const _Alignas(64) uint32_t no_slot[MOST_HEAD_DIM];
@@ -51,28 +52,36 @@ INLINE void fetch_ahead(const struct context *context, size_t first, size_t end)
     }
 }
 
-/*
- * Packs the keys and values of positions `first` to `end`, at most 64. Positions beyond `end` are zero up to a
- * multiple of PANEL, and undefined after it; they are masked.
- */
-INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t end, size_t dim,
-                      const int kind) {
-    const uint32_t *keys[KEYS];
-    const void *values[KEYS];
-    size_t lanes = lanes_of(kind, dim), whole = lanes / LANES * LANES;
+/* Returns the number of positions from `first` to `end`, at most 64, rounded up to a multiple of PANEL. */
+INLINE size_t filled_keys(size_t first, size_t end) { return first + KEYS < end ? KEYS : round_up(end - first, PANEL); }
+
+/* Locates the 64 positions from `first` on. Those after the last one are zero. */
+INLINE void locate(struct places *places, const struct context *context, size_t first) {
+    const size_t end = context->end;
     size_t block = first / context->block_size, slot = first % context->block_size;
-    const size_t filled = end - first < KEYS ? round_up(end - first, PANEL) : KEYS;
-    for (size_t i = 0; i < filled; i++) {
+    for (size_t i = 0; i < KEYS; i++) {
         if (first + i >= end) {
-            keys[i] = no_slot;
-            values[i] = no_slot;
+            places->keys[i] = places->values[i] = (const char *)no_slot;
             continue;
         }
         size_t offset = (size_t)context->blocks[block] * context->block_bytes + slot * context->slot_bytes;
-        keys[i] = (const uint32_t *)(context->keys + offset);
-        values[i] = context->values + offset;
+        places->keys[i] = context->keys + offset;
+        places->values[i] = context->values + offset;
         if (++slot == context->block_size) block++, slot = 0;
     }
+}
+
+/*
+ * Packs the keys and values of the 64 positions from `first` on. Positions after the last one are zero up to a
+ * multiple of PANEL, and undefined after it; they are masked.
+ */
+INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t dim, const int kind) {
+    const size_t end = context->end;
+    const struct places *places = scratch->places;
+    const uint32_t *const *keys = (const uint32_t *const *)places->keys;
+    const char *const *values = places->values;
+    const size_t lanes = lanes_of(kind, dim), whole = lanes / LANES * LANES, filled = filled_keys(first, end);
+    locate(scratch->places, context, first);
     for (size_t group = 0; group < filled / LANES; group++) {
         uint32_t *to = scratch->keys[group / 2] + group % 2 * LANES;
         fetch_ahead(context, first + KEYS + group * LANES, end);
@@ -89,11 +98,11 @@ INLINE void pack_keys(struct scratch *scratch, const struct context *context, si
         uint32_t *to = scratch->values[d / PANEL];
         size_t width = dim - d < PANEL ? dim - d : PANEL;
         if (kind == FLOAT32) {
-            for (size_t i = 0; i < filled; i++) memcpy(to + i * PANEL, (const float *)values[i] + d, width * 4);
+            for (size_t i = 0; i < filled; i++) memcpy(to + i * PANEL, values[i] + d * 4, width * 4);
             continue;
         }
         for (size_t i = 0; i < filled; i += 2, to += PANEL) {
-            const bfloat16 *first_value = (const bfloat16 *)values[i] + d, *second_value = (const bfloat16 *)values[i + 1] + d;
+            const bfloat16 *first_value = (const bfloat16 *)(values[i] + d * 2), *second_value = (const bfloat16 *)(values[i + 1] + d * 2);
             if (width == PANEL)
                 interleave(first_value, second_value, to);
             else
@@ -157,36 +166,66 @@ struct span {
     float cap;        /* a scaled score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
-/* Writes the weighted means of the values, for each row of `span`, to scratch->sums [rows][padded dim]. */
-INLINE void attend(struct scratch *scratch, const struct context *context, const struct span *span, const int kind) {
+/* Softens the scores of row `row` of `span`, which are at index `at`, for the keys from `first` on. */
+INLINE void soften_row(struct scratch *scratch, const struct span *span, size_t row, size_t at, size_t first, float scale,
+                       float cap_scale, const int kind) {
+    const size_t padded = round_up(span->dim, PANEL);
+    const long position = (long)(span->position + row / span->group);
+    const long to = position + 1 - (long)first, from = span->window ? to - (long)span->window : 0;
+    soften(scratch->scores[at], scratch->weights[at], scale, cap_scale, from < 0 ? 0 : from > KEYS ? KEYS : (int)from,
+           to < 0 ? 0 : to > KEYS ? KEYS : (int)to, scratch->best + row, scratch->total + row,
+           scratch->sums + row * padded, padded, kind);
+}
+
+/* The weighted sums of the values for a few rows. Requests the first keys and values of `next_context` from memory. */
+INLINE void attend_few(struct scratch *scratch, const struct context *context, const struct context *next_context,
+                       const struct span *span, float scale, float cap_scale, const int kind) {
+    const size_t count = span->tokens * span->group, lanes = lanes_of(kind, span->dim);
+    struct places *places = scratch->places, *next = scratch->places + 1;
+    locate(places, context, context->first);
+    for (size_t first = context->first; first < context->end; first += KEYS) {
+        const size_t keys = filled_keys(first, context->end), units = units_of(kind, keys);
+        const int is_last = first + KEYS >= context->end;
+        locate(next, is_last ? next_context : context, is_last ? next_context->first : first + KEYS);
+        FOR_FEW(scores, span->queries, span->query_lanes, places, next, keys, lanes, scratch->scores[0]);
+        for (size_t row = 0; row < count; row++) soften_row(scratch, span, row, row, first, scale, cap_scale, kind);
+        FOR_FEW(means, scratch->weights[0], places, next, units, span->dim, scratch->sums);
+        struct places *read = places;
+        places = next, next = read;
+    }
+}
+
+/*
+ * Writes the weighted means of the values, for each row of `span`, to scratch->sums [rows][padded dim]. The context
+ * `next` is the one that this thread will probably read after this one.
+ */
+INLINE void attend(struct scratch *scratch, const struct context *context, const struct context *next,
+                   const struct span *span, const int kind) {
     const size_t rows = span->tokens * span->group, padded = round_up(span->dim, PANEL);
     const float scale = LOG2_E * (span->cap != 0.0f ? span->cap : span->scale);
     const float cap_scale = span->cap != 0.0f ? span->scale / span->cap : 0.0f;
-    const size_t end = span->position + span->tokens;
-    size_t first = 0;
-    if (span->window && span->position + 1 > span->window) first = (span->position + 1 - span->window) / KEYS * KEYS;
+    const size_t end = context->end;
+    size_t first = context->first;
     memset(scratch->sums, 0, rows * padded * sizeof(float));
     for (size_t row = 0; row < rows; row++) scratch->best[row] = HIDDEN_SCORE, scratch->total[row] = 0.0f;
+    if (are_few(rows, span->dim, kind)) {
+        attend_few(scratch, context, next, span, scale, cap_scale, kind);
+        first = end;
+    }
     for (; first < end; first += KEYS) {
-        const size_t keys = end - first < KEYS ? round_up(end - first, PANEL) : KEYS;
-        pack_keys(scratch, context, first, end, span->dim, kind);
+        const size_t keys = filled_keys(first, end);
+        pack_keys(scratch, context, first, span->dim, kind);
         for (size_t row = 0; row < rows; row += TILE_ROWS) {
             size_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
             size_t last_position = span->position + (row + count - 1) / span->group;
             if (last_position < first) continue;
             for (size_t panel = 0; panel * PANEL < keys; panel++)
                 multiply(count, span->queries + row * span->query_lanes, span->query_lanes, scratch->keys[panel],
-                         units_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, 0, kind);
-            for (size_t i = 0; i < count; i++) {
-                long position = (long)(span->position + (row + i) / span->group);
-                long to = position + 1 - (long)first, from = span->window ? to - (long)span->window : 0;
-                soften(scratch->scores[i], scratch->weights[i], scale, cap_scale, from < 0 ? 0 : from > KEYS ? KEYS : (int)from,
-                       to < 0 ? 0 : to > KEYS ? KEYS : (int)to, scratch->best + row + i, scratch->total + row + i,
-                       scratch->sums + (row + i) * padded, padded, kind);
-            }
+                         units_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, 0, nothing_ahead, kind);
+            for (size_t i = 0; i < count; i++) soften_row(scratch, span, row + i, i, first, scale, cap_scale, kind);
             for (size_t d = 0; d < padded; d += PANEL)
                 multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], units_of(kind, keys),
-                         scratch->sums + row * padded + d, padded, 1, kind);
+                         scratch->sums + row * padded + d, padded, 1, nothing_ahead, kind);
         }
     }
     for (size_t row = 0; row < rows; row++) {

@@ -186,29 +186,99 @@ INLINE size_t find(const int64_t *offsets, size_t count, int64_t value) {
     return low;
 }
 
+/* Consecutive tokens of one row, whose attention is computed together. */
+struct attention_part {
+    size_t row, token, tokens;
+    size_t to; /* index of the first token's result */
+};
+
+static size_t attention_parts(const struct model *model, size_t layer) {
+    return (size_t)(is_last(model, layer) ? model->pass->wanted : model->query_chunks[model->pass->rows]);
+}
+
 /*
- * One chunk of attention. Chunks are ordered by key head, then by tokens, the last and longest first. The last
- * layer computes attention only for tokens whose logits are needed, because no later layer reads the others.
+ * Parts are ordered by tokens, the last and longest first. The last layer computes attention only for tokens whose
+ * logits are needed, because no later layer reads the others.
  */
-INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, size_t thread, const int kind) {
-    const struct spec *spec = &model->spec;
+INLINE struct attention_part attention_part(const struct model *model, size_t layer_index, size_t nth) {
     const struct pass *pass = model->pass;
-    const size_t rows = (size_t)pass->rows, head = chunk % (size_t)spec->kv_heads, nth = chunk / (size_t)spec->kv_heads;
-    const size_t group = (size_t)(spec->heads / spec->kv_heads), dim = (size_t)spec->head_dim;
-    size_t row, token, tokens, to;
+    const size_t rows = (size_t)pass->rows;
     if (is_last(model, layer_index)) {
-        token = (size_t)pass->wanted_at[nth], tokens = 1, to = nth;
-        row = find(pass->starts, rows, (int64_t)token);
-        if (head == 0)
-            memcpy(model->chosen + nth * model->residual_stride, model->residual + token * model->residual_stride,
-                   model->residual_stride * 4);
-    } else {
-        const int64_t within = model->query_chunks[rows] - 1 - (int64_t)nth;
-        row = find(model->query_chunks, rows, within);
-        token = (size_t)pass->starts[row] + (size_t)(within - model->query_chunks[row]) * model->query_tokens;
-        const size_t left = (size_t)pass->starts[row + 1] - token;
-        tokens = left < model->query_tokens ? left : model->query_tokens, to = token;
+        const size_t token = (size_t)pass->wanted_at[nth];
+        return (struct attention_part){find(pass->starts, rows, (int64_t)token), token, 1, nth};
     }
+    const int64_t within = model->query_chunks[rows] - 1 - (int64_t)nth;
+    const size_t row = find(model->query_chunks, rows, within);
+    const size_t token = (size_t)pass->starts[row] + (size_t)(within - model->query_chunks[row]) * model->query_tokens;
+    const size_t left = (size_t)pass->starts[row + 1] - token;
+    return (struct attention_part){row, token, left < model->query_tokens ? left : model->query_tokens, token};
+}
+
+/*
+ * Returns how many key heads a chunk has: all of them in a decode step with enough rows, because they are adjacent in
+ * memory. Otherwise there are more chunks, of one head each.
+ */
+static size_t heads_at_once(const struct model *model, size_t layer) {
+    const int is_decode = model->pass->tokens == model->pass->rows;
+    const size_t enough = model->pool->threads > 1 ? 4 * (size_t)model->pool->threads : 1;
+    return is_decode && attention_parts(model, layer) >= enough ? (size_t)model->spec.kv_heads : 1;
+}
+
+INLINE struct context context_of(const struct model *model, size_t layer_index, size_t head, const struct attention_part *part,
+                                 const int kind) {
+    const struct pass *pass = model->pass;
+    const size_t position = (size_t)pass->positions[part->token], window = model->layers[layer_index].window;
+    return (struct context){
+        .keys = cache_at(model, 0, layer_index, 0, head, 0, kind),
+        .values = cache_at(model, 0, layer_index, 1, head, 0, kind),
+        .block_bytes = (size_t)(cache_at(model, 1, 0, 0, 0, 0, kind) - cache_at(model, 0, 0, 0, 0, 0, kind)),
+        .slot_bytes = (size_t)model->spec.head_dim * item_bytes(kind),
+        .block_size = (size_t)pass->block_size,
+        .blocks = pass->blocks + part->row * (size_t)pass->width,
+        .first = window && position + 1 > window ? (position + 1 - window) / KEYS * KEYS : 0,
+        .end = position + part->tokens,
+    };
+}
+
+/* Attention of one part and key head. `next` is what the thread will probably read after it. */
+INLINE void attend_part(struct model *model, size_t layer_index, size_t head, const struct attention_part *part,
+                        const struct context *next, struct scratch *scratch, const int kind) {
+    const struct spec *spec = &model->spec;
+    const size_t group = (size_t)(spec->heads / spec->kv_heads), dim = (size_t)spec->head_dim;
+    const struct context context = context_of(model, layer_index, head, part, kind);
+    const struct span span = {
+        .queries = (const uint32_t *)model->queries +
+                   (head * (size_t)model->pass->tokens + part->token) * group * model->query_lanes,
+        .query_lanes = model->query_lanes,
+        .tokens = part->tokens,
+        .group = group,
+        .position = (size_t)model->pass->positions[part->token],
+        .window = model->layers[layer_index].window,
+        .dim = dim,
+        .scale = (float)spec->score_scale,
+        .cap = (float)spec->score_cap,
+    };
+    attend(scratch, &context, next, &span, kind);
+    char packed[MOST_HEAD_DIM * 4];
+    const int to_kind = input_kind(&model->layers[layer_index].output, kind);
+    for (size_t query = 0; query < part->tokens * group; query++) {
+        const float *sums = scratch->sums + query * round_up(dim, PANEL);
+        for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(sums + i), to_kind);
+        size_t item = (part->to + query / group) * model->attended_stride + (head * group + query % group) * dim;
+        memcpy(model->attended + item * item_bytes(to_kind), packed, dim * item_bytes(to_kind));
+    }
+}
+
+/* One chunk of attention: some key heads of a part. */
+INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, size_t thread, const int kind) {
+    const size_t heads = heads_at_once(model, layer_index), runs = (size_t)model->spec.kv_heads / heads;
+    const size_t nth = chunk / runs, later = nth + (size_t)model->pool->threads, dim = (size_t)model->spec.head_dim;
+    const struct attention_part part = attention_part(model, layer_index, nth);
+    const struct attention_part next_part =
+        later < attention_parts(model, layer_index) ? attention_part(model, layer_index, later) : part;
+    if (is_last(model, layer_index) && chunk % runs == 0)
+        memcpy(model->chosen + nth * model->residual_stride, model->residual + part.token * model->residual_stride,
+               model->residual_stride * 4);
     struct scratch *scratch = model->scratches + thread;
     if (dim % PANEL) {
         memset(scratch->keys, 0, sizeof scratch->keys);
@@ -216,35 +286,13 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
     }
     struct tile_shapes before;
     tiles_begin(&before);
-    const struct context context = {
-        .keys = cache_at(model, 0, layer_index, 0, head, 0, kind),
-        .values = cache_at(model, 0, layer_index, 1, head, 0, kind),
-        .block_bytes = (size_t)(cache_at(model, 1, 0, 0, 0, 0, kind) - cache_at(model, 0, 0, 0, 0, 0, kind)),
-        .slot_bytes = dim * item_bytes(kind),
-        .block_size = (size_t)pass->block_size,
-        .blocks = pass->blocks + row * (size_t)pass->width,
-    };
-    const struct span span = {
-        .queries = (const uint32_t *)model->queries + (head * (size_t)pass->tokens + token) * group * model->query_lanes,
-        .query_lanes = model->query_lanes,
-        .tokens = tokens,
-        .group = group,
-        .position = (size_t)pass->positions[token],
-        .window = model->layers[layer_index].window,
-        .dim = dim,
-        .scale = (float)spec->score_scale,
-        .cap = (float)spec->score_cap,
-    };
-    attend(scratch, &context, &span, kind);
-    tiles_end(&before);
-    char packed[MOST_HEAD_DIM * 4];
-    const int to_kind = input_kind(&model->layers[layer_index].output, kind);
-    for (size_t query = 0; query < tokens * group; query++) {
-        const float *sums = scratch->sums + query * round_up(dim, PANEL);
-        for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(sums + i), to_kind);
-        size_t item = (to + query / group) * model->attended_stride + (head * group + query % group) * dim;
-        memcpy(model->attended + item * item_bytes(to_kind), packed, dim * item_bytes(to_kind));
+    for (size_t nth_head = 0; nth_head < heads; nth_head++) {
+        const size_t head = chunk % runs * heads + nth_head, is_end = nth_head + 1 == heads;
+        const struct context next = context_of(model, layer_index, is_end ? head + 1 - heads : head + 1,
+                                               is_end ? &next_part : &part, kind);
+        attend_part(model, layer_index, head, &part, &next, scratch, kind);
     }
+    tiles_end(&before);
 }
 
 INLINE void finish_tile(const struct product *product, const float *tile, size_t row, size_t count, size_t panel,
@@ -331,11 +379,14 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
     }
     struct tile_shapes before;
     tiles_begin(&before);
+    const size_t tiles = (rows_end - first_row + TILE_ROWS - 1) / TILE_ROWS;
     for (size_t panel = first_panel; panel < panels_end; panel++)
         for (size_t row = first_row; row < rows_end; row += TILE_ROWS) {
             size_t count = rows_end - row < TILE_ROWS ? rows_end - row : TILE_ROWS;
+            const size_t nth = (row - first_row) / TILE_ROWS;
             multiply(count, (const uint32_t *)(product->rows + row * product->row_bytes), product->row_bytes / 4,
-                     panel_at(weight, panel), weight->units, tile, PANEL, 0, kind);
+                     panel_at(weight, panel), weight->units, tile, PANEL, 0,
+                     part_ahead(panel_at(weight, panel + 1), weight->units, nth, tiles), kind);
             finish_tile(product, tile, row, count, panel, kind);
         }
     tiles_end(&before);
@@ -487,9 +538,7 @@ static size_t chunks_in(void *self, size_t phase) {
         if (!(step == ROUND_GATED ? &of->down : &of->output)->quantized) return 1;
         return among_chosen(model, layer, step) ? by_wanted : by_tokens;
     }
-    case ATTEND:
-        return (size_t)(is_last(model, layer) ? model->pass->wanted : model->query_chunks[model->pass->rows]) *
-               (size_t)model->spec.kv_heads;
+    case ATTEND: return attention_parts(model, layer) * (size_t)model->spec.kv_heads / heads_at_once(model, layer);
     default: return chunks_of_product(model, product_of(model, layer, step));
     }
 }
@@ -695,7 +744,7 @@ int baton_sound(void) {
     tiles_begin(&before);
     for (size_t count = 1; count <= TILE_ROWS; count++) {
         for (int add = 0; add < 2; add++)
-            multiply(count, (const uint32_t *)rows, UNITS, panel, UNITS, result[0], PANEL, add, BFLOAT16);
+            multiply(count, (const uint32_t *)rows, UNITS, panel, UNITS, result[0], PANEL, add, nothing_ahead, BFLOAT16);
         for (size_t row = 0; row < count; row++)
             for (int output = 0; output < PANEL; output++) {
                 float expected = 0.0f;

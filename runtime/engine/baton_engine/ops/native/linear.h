@@ -23,10 +23,27 @@
 #define TILE_ROWS 6
 #endif
 
+/*
+ * Memory that the next product reads, requested while this one is computed. Only the first rows of a product read a
+ * panel from memory, and memory would wait while the others are computed.
+ */
+struct ahead {
+    const char *from;
+    size_t step; /* bytes per unit; 0: nothing is requested */
+};
+
+static const struct ahead nothing_ahead;
+
+/* Returns part `nth` of `parts` of `panel`. If there is one part only, the processor itself reads ahead. */
+INLINE struct ahead part_ahead(const uint32_t *panel, size_t units, size_t nth, size_t parts) {
+    if (parts == 1) return nothing_ahead;
+    return (struct ahead){(const char *)panel + nth * units * PANEL * 4 / parts, PANEL * 4 / parts};
+}
+
 /* result[row][PANEL] (+)= rows . panel, in lanes; `add` adds to the sums in `result`. */
 #define DEFINE_TILE(ROWS, KIND, NAME)                                                                      \
     static void NAME(const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,         \
-                     float *result, size_t result_stride, int add) {                                       \
+                     float *result, size_t result_stride, int add, struct ahead ahead) {                   \
         floats total[ROWS][2];                                                                             \
         _Pragma("GCC unroll 12") for (int row = 0; row < ROWS; row++) {                                    \
             total[row][0] = add ? load(result + row * result_stride) : splat(0.0f);                        \
@@ -34,6 +51,7 @@
         }                                                                                                  \
         for (size_t unit = 0; unit < units; unit++) {                                                      \
             words left = load_words(panel + unit * PANEL), right = load_words(panel + unit * PANEL + LANES); \
+            if (ahead.step) __builtin_prefetch(ahead.from + unit * ahead.step, 0, 2);                      \
             _Pragma("GCC unroll 12") for (int row = 0; row < ROWS; row++) {                                \
                 uint32_t x = rows[row * row_stride + unit];                                                \
                 total[row][0] = dot(total[row][0], left, x, KIND);                                         \
@@ -63,7 +81,7 @@ DEFINE_TILES(12)
 #define TILE(ROWS)                                                                                   \
     do {                                                                                             \
         (kind == BFLOAT16 ? tile_bfloat_##ROWS : tile_float_##ROWS)(rows, row_stride, panel, units,  \
-                                                                    result, result_stride, add);     \
+                                                                    result, result_stride, add, ahead); \
         rows += ROWS * row_stride, result += ROWS * result_stride, count -= ROWS;                    \
     } while (0)
 
@@ -72,7 +90,7 @@ DEFINE_TILES(12)
  * reads and writes all of them. Results beyond `count` are undefined.
  */
 INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,
-                     float *result, size_t result_stride, int add, const int kind) {
+                     float *result, size_t result_stride, int add, struct ahead ahead, const int kind) {
 #if TILES
     if (kind == BFLOAT16 && count >= LEAST_TILE_ROWS && tiles_allowed()) {
         multiply_tiles(count > TILE_SIDE, rows, row_stride, panel, units, result, result_stride, add);

@@ -212,18 +212,27 @@ INLINE void transpose(const uint32_t *const rows[LANES], size_t offset, uint32_t
 #endif
 }
 
-/* Interleaves 2 * LANES bfloat16 numbers: lane d is the pair (first[d], second[d]). */
-INLINE void interleave(const bfloat16 *first, const bfloat16 *second, uint32_t *to) {
+/* Interleaves 2 * LANES bfloat16 numbers: a lane of `left` or `right` is a pair (first[d], second[d]). */
+INLINE void pair_up(const void *first, const void *second, words *left, words *right) {
 #if defined(__AVX512BW__)
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_storeu_si512(to + LANES, _mm512_permutex2var_epi16(a, high, b));
+    *left = (words)_mm512_permutex2var_epi16(a, low, b);
+    *right = (words)_mm512_permutex2var_epi16(a, high, b);
 #else
-    for (int d = 0; d < 2 * LANES; d++) to[d] = (uint32_t)first[d] | (uint32_t)second[d] << 16;
+    const loose_halves *a = first, *b = second;
+    *left = __builtin_convertvector(a[0], words) | __builtin_convertvector(b[0], words) << 16;
+    *right = __builtin_convertvector(a[1], words) | __builtin_convertvector(b[1], words) << 16;
 #endif
+}
+
+/* The same, stored. */
+INLINE void interleave(const bfloat16 *first, const bfloat16 *second, uint32_t *to) {
+    words left, right;
+    pair_up(first, second, &left, &right);
+    store_words(to, left), store_words(to + LANES, right);
 }
 
 #endif
