@@ -323,6 +323,20 @@ def test_native_row_of_a_draft_gives_the_bits_of_single_tokens(
     assert torch.equal(drafted.kv, single.kv)
 
 
+@pytest.mark.parametrize("name", ["heads of 64 in groups of 3", "heads of 80", "groups of 7", "a window"])
+def test_native_decode_step_gives_the_bits_of_single_rows(name: str, dtype: torch.dtype) -> None:
+    """With enough rows, one thread computes all heads of a row, one after the other."""
+    spec = tiny_spec(**SHAPES[name])
+    model = native_model(spec, dtype)
+    starts = (0, 14, 15, 16, 62, 63, 64, 65, 127, 128, 200, 299)
+    rows = rows_of([(start, 1) for start in starts], spec.vocab, random.Random(8))
+    batched, single = filled_cache(spec, dtype), filled_cache(spec, dtype)
+    logits = model.forward(Batch(rows, 16, CPU), batched)
+    for row, expected in zip(rows, logits, strict=True):
+        assert torch.equal(model.forward(Batch([row], 16, CPU), single)[0], expected)
+    assert torch.equal(batched.kv, single.kv)
+
+
 def test_native_wanted_logits_come_in_row_order() -> None:
     spec, dtype = tiny_spec(), torch.float32
     model = native_model(spec, dtype)
