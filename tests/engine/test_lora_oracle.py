@@ -21,10 +21,12 @@ from tests.engine.expert_models import EXPERT_ARCHITECTURES
 from tests.engine.greedy import CPU, by_baton, by_transformers
 from tests.engine.lora_adapters import ATTENTION, make_adapter
 from tests.engine.models import ARCHITECTURES, VOCAB, make_model
-from tests.engine.test_quantized import ROUNDING, RoundingOps, dequantized, distance
+from tests.engine.test_quantized import RoundingOps, dequantized, distance
 
 TOKENS = 32
 TOLERANCE = 1e-4
+FLIPPED = 0.02
+"""Sums in another order can move an input across a step of its 8 bits. Logits change by up to 1.2 %."""
 MODELS = (
     "llama",
     "llama with biases",
@@ -173,8 +175,8 @@ def test_lora_on_quantized_weights_is_that_on_expanded(
     errors = [distance(got, wanted) for got, wanted in zip(ours, theirs, strict=True)]
     effects = [distance(adapted, theirs[0]) for adapted in theirs[1:]]
     if dtype == torch.float32:
-        assert max(errors) < ROUNDING
-        assert min(effects) > 2 * ROUNDING
+        assert max(errors) < FLIPPED
+        assert min(effects) > 2 * FLIPPED
     else:  # queries, keys and values are rounded too
         assert sum(errors[1:]) < sum(effects) / 2
 
