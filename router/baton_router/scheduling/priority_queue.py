@@ -71,6 +71,10 @@ class PriorityQueue:
         self._classes[entry.level].remove(entry)
         return True
 
+    def reprice(self, entry: QueueEntry, best_s: float) -> None:
+        """Move a queued entry to the rank of a new prediction; its tenant's turn stays."""
+        self._classes[entry.level].queues[entry.tenant].reprice(entry, best_s)
+
     def oldest(self, level: int) -> float | None:
         """Arrival of the oldest entry of this class, or None."""
         first = self._classes[level].arrivals.first

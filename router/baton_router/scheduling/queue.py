@@ -268,6 +268,7 @@ class Queue:
         """Offer the workers to queued requests while one of them could go."""
         ahead: dict[int, float] = {}
         wakeup, all_checked, most = QueueWakeup(), True, self._settings.prefill_tokens
+        repriced: list[QueuedRequest] = []
 
         def take(entry: QueueEntry) -> bool:
             """Whether it goes; if not, what it is to take is in the way of those behind it."""
@@ -282,7 +283,9 @@ class Queue:
                     return True
             else:
                 slot = plan.prefill_state.slot
-                ahead[slot] = ahead.get(slot, 0.0) + entry.best_s
+                ahead[slot] = ahead.get(slot, 0.0) + plan.compute_s
+            if entry.plan is not None and entry.plan.compute_s != entry.best_s:
+                repriced.append(entry)
             entry.register_wakeup(wakeup)
             return False
 
@@ -292,6 +295,9 @@ class Queue:
             return all_checked
 
         pool.entries.offer(take, more, now)
+        for entry in repriced:
+            if entry in pool.entries and entry.plan is not None:
+                pool.entries.reprice(entry, entry.plan.compute_s)
         if all_checked:
             pool.wakeup = wakeup
 

@@ -113,6 +113,12 @@ class TenantQueue:
         # Sums of floating point drift; an empty line is a chance to be exact.
         self.seconds = self.seconds - entry.best_s if len(self) else 0.0
 
+    def reprice(self, entry: QueueEntry, best_s: float) -> None:
+        """Move an entry whose prediction has changed: its prefix was cached meanwhile, or evicted."""
+        self.remove(entry)
+        entry.best_s = best_s
+        self.add(entry)
+
     def ordered(self, now: float) -> Iterator[QueueEntry]:
         """Each entry once, in the order of service; entries may leave meanwhile."""
         yield from self._first.ascending()
