@@ -27,7 +27,7 @@ from benchmarks.workloads import Message
 
 TIMEOUT_S = 7200.0
 
-TREE_BLOCKS = 2**26 // 4
+TREE_TOKENS = 2**26 // 4
 """Tokens per worker that a tree of prompts remembers, at four bytes each."""
 
 
@@ -151,7 +151,7 @@ async def replay(policy: Policy, options: argparse.Namespace, rate: float) -> di
     def worker() -> ModelWorker:
         return ModelWorker(Timing(), options.capacity, options.block_tokens, lambda changed: None)
 
-    tree = TREE_BLOCKS // options.block_tokens
+    tree = TREE_TOKENS // options.block_tokens
     targets = [Target(worker(), BlockCache(tree)) for _ in range(options.prefill or options.decode)]
     decodes = [worker() for _ in range(options.decode)] if options.prefill else []
     cluster = Cluster(policy, targets, decodes, rate)

@@ -197,6 +197,41 @@ def test_time_weighs_more_on_a_busy_worker() -> None:
     assert prices[0] < prices[3] < prices[-1] == prices[-2]
 
 
+@pytest.mark.parametrize(
+    ("queued_s", "backlog_s", "holds"),
+    [
+        pytest.param(0.0, 0.5, True, id="no queue, a short wait"),
+        pytest.param(0.0, 0.7, False, id="no queue, a long wait"),
+        pytest.param(0.3, 0.7, False, id="a queue of short prompts"),
+        pytest.param(20.0, 0.7, True, id="an overload"),
+        pytest.param(20.0, 30.0, False, id="an overload, and far more at the holder"),
+    ],
+)
+def test_queue_raises_the_price_of_uncached_tokens(queued_s: float, backlog_s: float, holds: bool) -> None:
+    """A prompt of 0.4 s, half of it cached at a busy worker, which it waits for the longer, the more wait."""
+    holder, _, _, _ = pair_selection.prefill_offer(2000, backlog_s, 0, 0.2, queued_s)
+    free, _, _, _ = pair_selection.prefill_offer(0, 0.0, 0, 0.4, queued_s)
+    assert (holder < free) is holds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_law_longer_queues_never_prefer_fewer_hits(seed: int) -> None:
+    """If a worker with more cached tokens is the cheaper one, it also is with a longer queue."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        most = rng.uniform(0.1, 40.0)
+        least, waiting = rng.uniform(0.0, most), rng.randrange(6)
+        far, near = rng.uniform(0, 60), rng.uniform(0, 60)
+        wins = []
+        for queued_s in sorted(rng.uniform(0, 200) for _ in range(8)):
+            holder = pair_selection.prefill_offer(9, far, waiting, least, queued_s)
+            other = pair_selection.prefill_offer(0, near, waiting, most, queued_s)
+            local = pair_selection.decode_offer(9, far, waiting, least, 0, 0.0, 0.0, queued_s)
+            assert local[1] == pytest.approx(holder[0])
+            wins.append(holder[0] <= other[0])
+        assert wins == sorted(wins)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_selection_equals_the_plain_formula(seed: int) -> None:
     rng = random.Random(seed)

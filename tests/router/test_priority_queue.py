@@ -225,6 +225,20 @@ def test_seconds_before_sums_the_work_ahead() -> None:
     assert queue.seconds_before(entry(1, tenant="c", level=CRITICAL)) == 1
 
 
+def test_seconds_leave_out_the_batches() -> None:
+    queue = queue_of(entry(4, level=CRITICAL), entry(7, tenant="b", level=DEFAULT), entry(90, level=BATCH))
+    assert queue.seconds == 11
+
+
+def test_repriced_request_keeps_its_turn() -> None:
+    """Its tenant's turn is not lost, although it has no other request."""
+    first, second, third = (entry(3, tenant=tenant, cost=QUANTUM) for tenant in "abc")
+    queue = queue_of(first, second, third)
+    assert served(queue, 0.0, most=1) == [first]
+    queue.reprice(second, 9.0)
+    assert served(queue, 0.0) == [second, third]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_law_requests_leave_exactly_once(seed: int) -> None:
     rng = random.Random(seed)

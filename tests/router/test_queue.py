@@ -625,7 +625,7 @@ PREFIX = random.Random(5).randbytes(20_000)
 
 @pytest.mark.parametrize("later_s", [0.0, 0.2])
 @pytest.mark.parametrize(
-    ("ahead", "goes"), [((), False), ((0.9,), False), ((2.0,), True), ((0.9, 0.9), True)]
+    ("ahead", "goes"), [((), False), ((0.9,), False), ((2.3, 2.3), True), ((1.6, 1.6, 1.6), True)]
 )
 async def test_queue_prompts_ahead_count_as_backlog(
     ahead: tuple[float, ...], goes: bool, later_s: float
@@ -658,6 +658,28 @@ async def test_queue_prompts_ahead_count_as_backlog(
         await cluster.pass_time(REPLAN_S + 0.01 - later_s)
         assert waiting.done() is goes
         assert not goes or waiting.result().pair.decode is not holder
+
+
+@pytest.mark.parametrize("cached", [False, True])
+async def test_queue_prompt_cached_meanwhile_passes_shorter_ones(cached: bool) -> None:
+    """A long prompt behind a shorter one goes first once a worker holds its beginning."""
+    async with cluster_of(1, 0) as cluster:
+        blocker = await cluster.send("blocker", 8_000)
+        long = chunk_text(PREFIX, 7)
+
+        async def ask() -> Dispatch:
+            dispatch = await cluster.queue.dispatch(PickRequest("tiny", long, size=len(PREFIX)))
+            cluster.gone.append("long")
+            return dispatch
+
+        cluster.tasks["long"] = asyncio.create_task(ask())
+        await cluster.send("shorter", 6_000)
+        if cached:
+            state = blocker.result().decode_state
+            cluster.dispatcher.worker_states.sent(long, state, 0)
+        await cluster.pass_time(REPLAN_S + 0.01)
+        await cluster.finish(blocker)
+        assert cluster.gone[:2] == ["blocker", "long" if cached else "shorter"]
 
 
 # --- Turns, demand and errors ---

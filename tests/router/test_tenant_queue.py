@@ -47,6 +47,22 @@ def test_tenant_queue_has_the_expected_order(name: str) -> None:
         assert list(line.ordered(now)) == expected
 
 
+@pytest.mark.parametrize("fields", [{}, {"starved": True}, {"missed": True}, {"objective_s": 60.0}])
+def test_repriced_entry_has_the_order_of_a_new_one(fields: dict[str, Any]) -> None:
+    """A prompt whose prefix was cached meanwhile goes before shorter ones; deadlines and turns stay."""
+    repriced, fresh = TenantQueue(), TenantQueue()
+    others = [entry(SHORT), entry(1), entry(LONG, 0, objective_s=50)]
+    moved = entry(LONG, 0, **fields)
+    for one in (*others, moved):
+        repriced.add(one)
+    repriced.reprice(moved, 0.5)
+    for one in (*others, moved):
+        fresh.add(one)
+    assert moved.best_s == 0.5
+    assert list(repriced.ordered(0.0)) == list(fresh.ordered(0.0))
+    assert repriced.seconds == pytest.approx(fresh.seconds)
+
+
 def test_seconds_before_count_earlier_requests() -> None:
     line = TenantQueue()
     for one in (entry(1), entry(2), entry(4), entry(8, starved=True)):

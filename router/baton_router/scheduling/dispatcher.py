@@ -83,12 +83,14 @@ class Dispatcher:
         now: float,
         ahead: Mapping[int, float] = NO_BACKLOG,
         direct: DirectRoute | None = None,
+        queued_s: float = 0.0,
     ) -> Dispatch | None:
         """
         Choose among the workers whose names are not in `excluded`; None if none is left. This books nothing.
 
         `ahead` are seconds, by the workers' slots, of prompts that are not booked but will go there before
-        this one. `direct`: which workers a gateway can send it to. Raises what `Workers.serving` raises.
+        this one. `direct`: which workers a gateway can send it to. `queued_s`: predicted seconds of the
+        requests that wait for these workers. Raises what `Workers.serving` raises.
         """
         candidates = self._candidate_cache.candidates(model, excluded, now, direct)
         if candidates is None:
@@ -101,7 +103,7 @@ class Dispatcher:
         tokens = max(1, round(prompt.bytes / ratio))
         held = self.worker_states.held(prompt, matched)
         cached = {slot: int(size / ratio) for slot, size in held.items()}
-        options = self._options(candidates, tokens, cached, now, ahead)
+        options = self._options(candidates, tokens, cached, now, ahead, queued_s)
         option = pair_selection.choose_option(options, self._rng)
         decode_state = prefill_state = candidates.decode_states[option.decode]
         if option.prefill != LOCAL_PREFILL:
@@ -130,10 +132,13 @@ class Dispatcher:
         cached: dict[int, int],
         now: float,
         ahead: Mapping[int, float],
+        queued_s: float,
     ) -> list[PlainOption]:
         """The pairs of workers for a prompt of `tokens`, the cheapest first; `cached` tokens by slot."""
-        decodes = [self._decode_offer(one, tokens, cached, now, ahead) for one in candidates.decode_states]
-        prefills = [self._prefill_offer(one, tokens, cached, now, ahead) for one in candidates.prefill_states]
+        generating, computing = candidates.decode_states, candidates.prefill_states
+        each = queued_s / len(computing or generating)
+        decodes = [self._decode_offer(one, tokens, cached, now, ahead, each) for one in generating]
+        prefills = [self._prefill_offer(one, tokens, cached, now, ahead, each) for one in computing]
         transfers = candidates.transfers
         return pair_selection.pair_options(
             decodes,
@@ -288,6 +293,7 @@ class Dispatcher:
         held: dict[int, int],
         now: float,
         ahead: Mapping[int, float],
+        queued_s: float,
     ) -> PrefillOffer:
         cached = held.get(state.slot, 0)
         if cached:
@@ -297,7 +303,7 @@ class Dispatcher:
         backlog_s = prefills.backlog_s(now) if prefills.waiting else 0.0
         if ahead:
             backlog_s += ahead.get(state.slot, 0.0)
-        return pair_selection.prefill_offer(cached, backlog_s, prefills.waiting, compute_s)
+        return pair_selection.prefill_offer(cached, backlog_s, prefills.waiting, compute_s, queued_s)
 
     def _decode_offer(
         self,
@@ -306,6 +312,7 @@ class Dispatcher:
         held: dict[int, int],
         now: float,
         ahead: Mapping[int, float],
+        queued_s: float,
     ) -> DecodeOffer:
         cached = held.get(state.slot, 0)
         if cached:
@@ -323,7 +330,7 @@ class Dispatcher:
         if ahead:
             backlog_s += ahead.get(state.slot, 0.0)
         return pair_selection.decode_offer(
-            cached, backlog_s, prefills.waiting, compute_s, streams, blocks_free_s, slowdown_s
+            cached, backlog_s, prefills.waiting, compute_s, streams, blocks_free_s, slowdown_s, queued_s
         )
 
     def _blocks_free_s(self, state: WorkerState, tokens: int, step_s: float) -> float:

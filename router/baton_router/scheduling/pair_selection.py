@@ -24,8 +24,12 @@ CLOSE_S = 0.010
 """Prices this close are equal. Then the longest match wins, then the less busy worker, then chance."""
 
 MIN_CONGESTION = 2.0
-MAX_CONGESTION = 8.0
+MAX_CONGESTION = 32.0
 """Price of a worker's second for later requests, per second: minimum and maximum."""
+
+QUEUED_WEIGHT = 0.5
+"""Growth of that price with each second that the workers need for the router's queue. In an overload,
+computing a cached prefix again delays every later request; a queue of short prompts is soon empty."""
 
 IDLE_WEIGHT = 1 + MIN_CONGESTION
 """Price of a second where nothing waits."""
@@ -71,15 +75,19 @@ class WorkerGroup(NamedTuple):
     prefills: Sequence[int]
 
 
-def prefill_offer(cached: int, backlog_s: float, waiting: int, compute_s: float) -> PrefillOffer:
+def prefill_offer(
+    cached: int, backlog_s: float, waiting: int, compute_s: float, queued_s: float = 0.0
+) -> PrefillOffer:
     """
     The offer of a worker that would compute the prompt, of which `cached` tokens are cached, in `compute_s`.
 
-    It first computes `waiting` prompts, for `backlog_s`.
+    It first computes `waiting` prompts, for `backlog_s`. `queued_s`: seconds per worker of the router's
+    queue.
     """
-    price = (
-        backlog_s + (1 + congestion(waiting)) * compute_s if waiting else backlog_s + IDLE_WEIGHT * compute_s
-    )
+    if waiting or queued_s:
+        price = backlog_s + (1 + congestion(waiting, queued_s)) * compute_s
+    else:
+        price = backlog_s + IDLE_WEIGHT * compute_s
     return price, backlog_s + compute_s, cached, waiting
 
 
@@ -91,6 +99,7 @@ def decode_offer(
     streams: int,
     blocks_free_s: float,
     slowdown_s: float,
+    queued_s: float = 0.0,
 ) -> DecodeOffer:
     """
     The offer of a worker that would generate beside `streams` others; local prefill as in `prefill_offer`.
@@ -99,15 +108,19 @@ def decode_offer(
     """
     price = blocks_free_s + slowdown_s
     first = backlog_s + compute_s + blocks_free_s
-    if not streams and not waiting:
+    if not streams and not waiting and not queued_s:
         return price, price + backlog_s + IDLE_WEIGHT * compute_s, first, blocks_free_s, cached, 0, 0
-    local_price = price + backlog_s + (1 + congestion(waiting) + streams * DISTURBANCE) * compute_s
+    local_price = price + backlog_s + (1 + congestion(waiting, queued_s) + streams * DISTURBANCE) * compute_s
     return price, local_price, first, blocks_free_s, cached, streams, waiting
 
 
-def congestion(waiting: int) -> float:
-    """The price of a worker's second for later requests, with `waiting` queued prompts."""
-    weight = MIN_CONGESTION + waiting
+def congestion(waiting: int, queued_s: float = 0.0) -> float:
+    """
+    The price of a worker's second for later requests.
+
+    `waiting`: prompts at the worker; `queued_s`: seconds per worker of the router's queue.
+    """
+    weight = MIN_CONGESTION + waiting + QUEUED_WEIGHT * queued_s
     return weight if weight < MAX_CONGESTION else MAX_CONGESTION
 
 

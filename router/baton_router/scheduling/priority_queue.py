@@ -138,6 +138,11 @@ class PriorityQueue:
         """Time of the next change."""
         return self._alarms.first[0] if self._alarms.first else math.inf
 
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of all requests, except those of the lowest class, which wait for the others."""
+        return sum(queue.seconds for one in self._classes[:LOWEST] for queue in one.queues.values())
+
     def seconds_before(self, entry: QueueEntry) -> float:
         """
         Predicted seconds of work before `entry`, were it added: all higher classes, and of its own class what

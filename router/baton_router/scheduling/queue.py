@@ -269,6 +269,7 @@ class Queue:
         ahead: dict[int, float] = {}
         wakeup, all_checked, most = QueueWakeup(), True, self._settings.prefill_tokens
         repriced: list[QueuedRequest] = []
+        queued_s = pool.entries.seconds
 
         def take(entry: QueueEntry) -> bool:
             """Whether it goes; if not, what it is to take is in the way of those behind it."""
@@ -279,7 +280,7 @@ class Queue:
                 or now >= entry.replan_at
                 or has_capacity(plan.prefill_state, plan.uncached, most, now)
             ):
-                if self._take(entry, pool, ahead, now):
+                if self._take(entry, pool, ahead, queued_s, now):
                     return True
             else:
                 slot = plan.prefill_state.slot
@@ -301,10 +302,12 @@ class Queue:
         if all_checked:
             pool.wakeup = wakeup
 
-    def _take(self, entry: QueuedRequest, pool: RequestPool, ahead: dict[int, float], now: float) -> bool:
+    def _take(
+        self, entry: QueuedRequest, pool: RequestPool, ahead: dict[int, float], queued_s: float, now: float
+    ) -> bool:
         if entry.future.done():  # its client has left
             return True
-        plan = self._replan(entry, ahead, now)
+        plan = self._replan(entry, ahead, now, queued_s)
         if plan is None:
             return entry.future.done()
         if not self._can_go(entry.request, plan, now):
@@ -316,13 +319,15 @@ class Queue:
         entry.future.set_result(plan)
         return True
 
-    def _replan(self, entry: QueuedRequest, ahead: dict[int, float], now: float) -> Dispatch | None:
+    def _replan(
+        self, entry: QueuedRequest, ahead: dict[int, float], now: float, queued_s: float = 0.0
+    ) -> Dispatch | None:
         """Where it would go now; None if nowhere, in which case its future may hold the error."""
         request = entry.request
         entry.plan, entry.planned = None, now
         try:
             entry.plan = self._dispatcher.plan(
-                request.model, request.prompt, request.excluded, now, ahead, request.direct
+                request.model, request.prompt, request.excluded, now, ahead, request.direct, queued_s
             )
         except NotReady:
             return None
