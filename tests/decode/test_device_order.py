@@ -62,7 +62,11 @@ async def test_blocks_are_announced_after_their_event() -> None:
 
 
 async def test_overlapped_blocks_are_announced_after_their_event() -> None:
-    """The next pass may have been launched already, so the event is that of the launch."""
+    """
+    The next pass may have been launched already, so the event is that of the launch.
+
+    The host has read a pass before it announces its blocks, so here the event alone protects nothing.
+    """
     cuda = FakeCuda()
     prefill, decode = late_side("prefill", cuda, overlap=True), late_side("decode", FakeCuda(), overlap=True)
     decode.faulty.inner = watching = Watching(decode.cache, prefill.cache)

@@ -122,6 +122,7 @@ def test_replayed_step_is_one_launch_and_its_selection() -> None:
     assert (counted.layer, counted.beside, counted.greedy, counted.copies, counted.waits) == (0, 1, 2, 3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["qwen3", "gemma2"])
 def test_captured_decoder_gives_the_same_logits(variant: str, tmp_path: Path) -> None:
     """Gemma has two plans in a pass: layers with a window and without."""
