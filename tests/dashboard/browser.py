@@ -55,10 +55,11 @@ class Browser:
     def run(self, script: str, *arguments: object) -> Any:
         return self.driver.execute_script(script, *arguments)
 
-    def all(self, selector: str) -> list[WebElement]:
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+    def count(self, selector: str) -> int:
+        return int(self.run("return document.querySelectorAll(arguments[0]).length", selector))
 
     def one(self, selector: str) -> WebElement:
+        """Return an element that reports do not replace, which may come at any moment."""
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def text(self, selector: str) -> str:
@@ -91,7 +92,7 @@ class Browser:
         self.one("#question").send_keys(text, Keys.ENTER)
 
     def answered(self) -> bool:
-        return bool(self.all(".answer") and not self.all(".answer.running"))
+        return bool(self.count(".answer") and not self.count(".answer.running"))
 
 
 @contextmanager

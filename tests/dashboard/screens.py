@@ -35,9 +35,9 @@ def service(url: str) -> Iterator[str]:
 
 
 def ask(browser: Browser, question: str) -> None:
-    before = len(browser.all(".answer"))
+    before = browser.count(".answer")
     browser.ask(question)
-    browser.until(lambda: len(browser.all(".answer")) > before and browser.answered(), "it is answered")
+    browser.until(lambda: browser.count(".answer") > before and browser.answered(), "it is answered")
 
 
 def take(browser: Browser, name: str) -> None:
@@ -56,7 +56,7 @@ def main() -> None:
         for question in QUESTIONS[:-1]:
             ask(browser, question)
         browser.ask(QUESTIONS[-1])
-        browser.until(lambda: browser.all(".mark.blocks, .answer .bar.decode.open"), "it is being answered")
+        browser.until(lambda: browser.count(".mark.blocks, .answer .bar.decode.open"), "it is being answered")
         browser.emulate(prefers_color_scheme="light")
         take(browser, "dashboard-light")
         browser.until(browser.answered, "it is answered")

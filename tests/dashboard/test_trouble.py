@@ -52,7 +52,7 @@ async def test_answer_is_shown_while_it_arrives_and_can_be_stopped(browser: Brow
         browser.ask("What is the capital of France?")
         browser.until(lambda: browser.text(".answer.running .text") == "The", "the first token is shown")
         browser.until(lambda: "running" in browser.text("#requests .total"), "its timeline runs")
-        browser.until(lambda: browser.all("#relay .box.decode.busy"), "the picture shows who is busy")
+        browser.until(lambda: browser.count("#relay .box.decode.busy"), "the picture shows who is busy")
         browser.one("#stop").click()
         browser.until(browser.answered, "the answer has ended")
         browser.until(worker.left.is_set, "the worker was told")
@@ -78,13 +78,13 @@ async def test_hostile_text_is_shown_as_text(browser: Browser) -> None:
         browser.ask(HOSTILE)
         browser.until(lambda: browser.text(".answer .text") == HOSTILE, "the answer is shown")
         browser.until(browser.answered, "the answer has ended")
-        browser.until(lambda: browser.all("#requests > li"), "its timeline is shown")
+        browser.until(lambda: browser.count("#requests > li"), "its timeline is shown")
         browser.run("document.querySelector('#requests button').click()")
         assert browser.text(".question .text") == HOSTILE
         assert browser.text(".thoughts") == HOSTILE
         assert browser.text(".call") == f"{HOSTILE}({HOSTILE})"
         assert HOSTILE in browser.text("#requests .details") and HOSTILE in browser.text("#workers")
-        assert len(browser.all("img, script")) == len(browser.all("h1 img, head script"))
+        assert browser.count("img, script") == browser.count("h1 img, head script")
         assert browser.run("return window.hurt") is None
         assert browser.complaints() == []
 
@@ -110,7 +110,7 @@ async def test_dashboard_shows_nothing_until_a_key_is_entered(browser: Browser) 
         browser.open(url)
         browser.until(lambda: browser.one("#key").is_displayed(), "a key is asked for")
         browser.until(lambda: browser.focused() == "key-field", "and can be typed")
-        assert browser.text("#connection") == UNKEYED and not browser.all("#relay .worker")
+        assert browser.text("#connection") == UNKEYED and not browser.count("#relay .worker")
         browser.one("#key-field").send_keys("wrong\n")
         browser.until(
             lambda: "wrong" in browser.run("return sessionStorage['baton.key'] ?? ''"), "it is tried"
@@ -118,7 +118,7 @@ async def test_dashboard_shows_nothing_until_a_key_is_entered(browser: Browser) 
         browser.until(lambda: browser.one("#key").is_displayed(), "it is asked for again")
         browser.one("#key-field").send_keys("k-1\n")
         browser.until_live()
-        browser.until(lambda: browser.all("#relay .worker"), "the workers are shown")
+        browser.until(lambda: browser.count("#relay .worker"), "the workers are shown")
         browser.ask("What is the capital of France?")
         browser.until(lambda: "Paris" in browser.text(".answer .text"), "the model answers")
 
