@@ -30,8 +30,8 @@ demo: $(VENV)/demo ## fetch a small model, start everything, answer two question
 test: $(VENV)/dev ## run the tests that need no servers and no long time
 	OMP_NUM_THREADS=1 $(PYTEST) -n auto -m 'not slow'
 
-test-all: $(VENV)/dev ## run all tests
-	$(PYTEST) -n logical
+test-all: $(VENV)/dev ## run all tests; up to three that fail run again, alone
+	$(PYTEST) -n logical || $(PYTHON) -m checks.repeat $$?
 
 check: $(VENV)/dev ## what a change must pass besides the tests
 	$(VENV)/bin/ruff check .
