@@ -34,6 +34,8 @@ from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
 
 QUICK = Pace(tick_s=0.05, silent_ticks=8, connect_s=1.0, handshake_s=0.5, close_s=0.2)
+PATIENT = Pace(tick_s=0.5, silent_ticks=120, connect_s=60.0, handshake_s=60.0)
+"""For workers in processes of their own, which may have to wait for a processor."""
 TIMEOUT_S = 60.0
 """Time limit for events that must come; machines that run tests are slow at times."""
 

@@ -26,7 +26,7 @@ from baton_api.sampling import SamplingParams
 from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.transfer.kinds import create_transfer
-from tests.decode.pair import Side, ask, eventually, open_pair, tokens
+from tests.decode.pair import PATIENT, TIMEOUT_S, Side, ask, eventually, open_pair, tokens
 from tests.decode.real_model import real_side
 from tests.engine.models import VOCAB, make_model
 
@@ -129,9 +129,16 @@ class Race:
 @pytest.fixture(scope="module")
 def prefill_at(folder: Path) -> Iterator[Callable[[str], str]]:
     """The address of a prefill worker in a process of its own, one for each route over NIXL."""
+    with prefill_processes(folder) as started:
+        yield lambda route: started(route).partition(" ")[0]
+
+
+@contextlib.contextmanager
+def prefill_processes(folder: Path) -> Iterator[Callable[[str], str]]:
+    """Yield a function that returns the line of the process of a route, and starts it first if necessary."""
     running: dict[str, tuple[subprocess.Popen[str], str]] = {}
 
-    def address(route: str) -> str:
+    def line(route: str) -> str:
         if route == LOOPBACK:
             return ""
         if route not in running:
@@ -146,10 +153,12 @@ def prefill_at(folder: Path) -> Iterator[Callable[[str], str]]:
             running[route] = (process, process.stdout.readline().strip())
         return running[route][1]
 
-    yield address
-    for process, _ in running.values():
-        process.communicate(timeout=30)  # its standard input ends, and so does it
-        assert process.returncode == 0
+    try:
+        yield line
+    finally:
+        for process, _ in running.values():
+            process.communicate(timeout=TIMEOUT_S)  # its standard input ends, and so does it
+    assert all(process.returncode == 0 for process, _ in running.values())
 
 
 @contextlib.asynccontextmanager
@@ -169,7 +178,7 @@ async def open_race(
     await one.open()
     try:
         if prefill:
-            async with open_nixl(decode, UCX_TLS[route]) as prefills:
+            async with open_nixl(decode, UCX_TLS[route], deadline_s) as prefills:
                 yield Race(route, decode, prefills, prefill, one)
         else:
             async with open_pair(
@@ -184,13 +193,13 @@ async def open_race(
 
 
 @contextlib.asynccontextmanager
-async def open_nixl(decode: Side, ucx_tls: str) -> AsyncIterator[PrefillWorkers]:
+async def open_nixl(decode: Side, ucx_tls: str, deadline_s: float) -> AsyncIterator[PrefillWorkers]:
     """A decode worker whose NIXL is limited to some of UCX's transports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", ucx_tls)
         decode.transfer = await create_transfer("nixl", decode.cache, decode.name)
     await decode.open()
-    prefills = ask(decode)
+    prefills = ask(decode, pace=PATIENT, transfer_deadline_s=deadline_s, answer_deadline_s=1.5 * deadline_s)
     try:
         yield prefills
         await eventually(lambda: decode.now.owned_blocks + decode.now.quarantined_blocks == 0)

@@ -3,7 +3,8 @@ A prefill worker in a process of its own, for tests that need a second one: NIXL
 
     python -m tests.decode.worker_process FOLDER CHUNK_TOKENS
 
-It prints its control address on a line of its own, and serves until its standard input ends.
+It prints its control address and the name of what computes on one line, and serves until its standard input
+ends.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import torch
 
+from baton_engine.model.decoder import Decoder
 from baton_engine.transfer.kinds import create_transfer
-from tests.decode.pair import Side, serve
+from tests.decode.pair import PATIENT, Side, serve
 from tests.decode.real_model import real_side
 
 
@@ -23,9 +25,10 @@ async def main(folder: Path, chunk_tokens: int) -> None:
     side: Side = real_side("prefill", folder, chunk_tokens)
     side.transfer = await create_transfer("nixl", side.cache, side.name)
     await side.open()
-    server = serve(side)
+    server = serve(side, pace=PATIENT)
     await server.start()
-    print(server.address, flush=True)
+    computing = side.model.ops if isinstance(side.model, Decoder) else side.model
+    print(server.address, type(computing).__name__, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.close()
     await side.close()

@@ -25,10 +25,13 @@ from tests.decode.test_pair_equals_one import (
     GREEDY,
     PENALISED,
     SAMPLED,
+    TRANSPORTS,
     WAYS,
+    WITHOUT_NIXL,
     Race,
     choices,
     open_race,
+    prefill_processes,
     text,
 )
 from tests.engine.gguf_files import write_gguf
@@ -194,3 +197,19 @@ async def test_accelerated_pair_equals_one_for_lengths(paths: dict[str, Path], k
         assert relay is not None
         assert (relay.local_tokens, relay.blocks) == (32, 1)
         assert race.prefills.outcomes == {"whole": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@WITHOUT_NIXL
+async def test_accelerated_pair_over_nixl_equals_one_worker(folder: Path) -> None:
+    """The prefill worker is a process of its own."""
+    route = "nixl over shared memory"
+    with prefill_processes(folder) as started:
+        address, _, ops = started(route).partition(" ")
+        assert ops == AcceleratorOps.__name__
+        async with open_race(folder, route, address, worker("float32"), deadline_s=60) as race:
+            await equal(race, 17, **SAMPLED)
+            await equal(race, 40, **PENALISED)
+            assert race.prefills.outcomes == {"whole": 2}
+            assert race.transports == [TRANSPORTS[route]] * 2
