@@ -8,6 +8,7 @@ numbers come from the usage of the responses and from the records of the decode 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ QUESTIONS = (
     f"{NOTEBOOK} Write a list of these rivers.",
 )
 """The second one is long enough for a prefill worker to compute its new part."""
+
+RECORD_S = 10.0
+"""Longest wait for the record of an answer. A worker makes it just after the answer's last byte."""
+RETRY_S = 0.05
 
 MAX_TOKENS = 96
 
@@ -126,13 +131,17 @@ async def ask(console: Console, client: AsyncOpenAI, model: str, question: str) 
 async def record_of(workers: Mapping[str, str], answer_id: str, api_key: str = "") -> Mapping[str, Any]:
     """Return the record of the worker that answered. `workers` are URLs by name."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
-        for name, url in workers.items():
-            records = (await client.get(f"{url}/debug/requests")).json()["data"]
-            for record in records:
-                if record["id"] == answer_id:
-                    return {**record, "worker": name}
-    return {"relays": [], "worker": "unknown"}
+    deadline = time.monotonic() + RECORD_S
+    async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=RECORD_S) as client:
+        while True:
+            for name, url in workers.items():
+                records = (await client.get(f"{url}/debug/requests")).json()["data"]
+                for record in records:
+                    if record["id"] == answer_id:
+                        return {**record, "worker": name}
+            if time.monotonic() > deadline:
+                return {"relays": [], "worker": "unknown"}
+            await asyncio.sleep(RETRY_S)
 
 
 def picture(rows: list[tuple[Answer, Mapping[str, Any]]]) -> Table:

@@ -14,7 +14,7 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 from rich.console import Console
@@ -32,6 +32,9 @@ from baton_cli.supervisor import Interrupted, Member, Supervisor, Watcher, super
 from baton_engine import lending, machine
 from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings
+
+if TYPE_CHECKING:
+    import httpx
 
 FIRST_ANSWER_S = 60.0
 """Timeout of the first request, after all processes are ready."""
@@ -195,7 +198,7 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
 
 
 async def answered(service: Service, plan: Plan) -> None:
-    """Wait until a request succeeds. Raises SetupError if none does."""
+    """Wait until the router has found all workers ready and a request succeeds. Raises SetupError if not."""
     import httpx  # here, because the processes are to start first
 
     # Long enough for a prefill worker, so that the decode worker connects to it.
@@ -210,16 +213,29 @@ async def answered(service: Service, plan: Plan) -> None:
             async with asyncio.timeout(FIRST_ANSWER_S):
                 while True:
                     try:
-                        answer = await client.post(f"{service.url}/v1/completions", json=body)
-                        if answer.is_success:
-                            return
-                        outcome = f"{answer.status_code} {answer.text[:500]}"
-                        if answer.status_code == httpx.codes.BAD_REQUEST:
-                            body["prompt"] = [0]  # the model's context is shorter than that
+                        outcome = await _unready(client, service.url)
+                        if not outcome:
+                            answer = await client.post(f"{service.url}/v1/completions", json=body)
+                            if answer.is_success:
+                                return
+                            outcome = f"{answer.status_code} {answer.text[:500]}"
+                            if answer.status_code == httpx.codes.BAD_REQUEST:
+                                body["prompt"] = [0]  # the model's context is shorter than that
                     except httpx.TransportError as error:
                         outcome = str(error) or type(error).__name__
-                    await asyncio.sleep(RETRY_S)  # the router has not checked all workers yet
+                    await asyncio.sleep(RETRY_S)
     raise SetupError(f"All processes are ready, but the first request failed: {outcome}.")
+
+
+async def _unready(client: httpx.AsyncClient, url: str) -> str:
+    """
+    Return the workers that the router has not found ready yet, as a clause; empty if it has found all.
+
+    Without this, a request could succeed at the decode worker before the router knows the prefill worker.
+    """
+    answer = await client.get(f"{url}/workers")
+    rows = answer.json()["data"] if answer.is_success else []  # a router with tenants may keep it to others
+    return ", ".join(f"{row['worker']} is {row['state']}" for row in rows if row["state"] != "ready")
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,8 @@ class FakeService:
     answers: list[str]
     relay: dict[str, Any] | None = None
     """The relay that `/debug/requests` reports for every answer."""
+    recorded_late: bool = False
+    """The first look at `/debug/requests` does not show the last answer yet."""
     hangs: bool = False
     """After the first word of an answer, nothing more comes."""
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -68,7 +70,9 @@ class FakeService:
 
     async def records(self, request: Request) -> Response:
         relays = [self.relay] if self.relay else []
-        rows = [{"id": f"chatcmpl-{n + 1}", "relays": relays} for n in range(len(self.seen))]
+        seen = len(self.seen) - self.recorded_late
+        self.recorded_late = False
+        rows = [{"id": f"chatcmpl-{n + 1}", "relays": relays} for n in range(seen)]
         return JSONResponse({"data": rows})
 
 

@@ -16,7 +16,9 @@ import httpx
 import psutil
 
 START_S = 300.0
-END_S = 30.0
+END_S = 120.0
+TIMEOUT_S = 300.0
+"""For any one answer, however busy the machine is."""
 
 TINY = ("--kv-cache-memory=4MiB", "--dtype=float32", "--port=0", "--local-prefill-tokens=8", "--drain-s=5")
 
@@ -68,12 +70,12 @@ class RunningUp:
 
     def workers(self) -> dict[str, str]:
         """URLs of the workers as the router knows them, by role."""
-        rows = httpx.get(f"{self.url}/workers", trust_env=False).json()["data"]
+        rows = httpx.get(f"{self.url}/workers", timeout=TIMEOUT_S, trust_env=False).json()["data"]
         return {row["role"]: f"http://{row['worker']}" for row in rows}
 
     def ask(self, text: str) -> httpx.Response:
         body = {"model": "tiny", "prompt": text, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30, trust_env=False)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False)
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)

@@ -21,7 +21,7 @@ import pytest
 from baton_api.errors import Unauthorized
 from baton_engine.model.checkpoint import Checkpoint, load_spec
 from baton_engine.model.tokenizer import load_tokenizer
-from tests.cli.service import END_S, START_S, await_true, running_up, start_baton
+from tests.cli.service import END_S, START_S, TIMEOUT_S, await_true, running_up, start_baton
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
 
@@ -50,11 +50,13 @@ class Serving:
         assert self._up.wait(START_S) and self.port, "\n".join(self.log)
 
     def get(self, path: str, key: str = "") -> httpx.Response:
-        return httpx.get(f"http://127.0.0.1:{self.port}{path}", headers=_bearer(key), trust_env=False)
+        return httpx.get(
+            f"http://127.0.0.1:{self.port}{path}", headers=_bearer(key), timeout=TIMEOUT_S, trust_env=False
+        )
 
     def chat(self, key: str = "", **body: Any) -> httpx.Response:
         url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
-        return httpx.post(url, json=QUESTION | body, headers=_bearer(key), timeout=30, trust_env=False)
+        return httpx.post(url, json=QUESTION | body, headers=_bearer(key), timeout=TIMEOUT_S, trust_env=False)
 
     def end(self) -> int:
         self.process.terminate()
@@ -138,7 +140,7 @@ def test_up_api_key_is_required_and_never_shown(tiny: Path) -> None:
     flags = ("--api-key=k-of-a-client", "--served-model-name=tiny,org/other", "--random-seed=3")
     with running_up(tiny, *flags) as up:
         headers = _bearer("k-of-a-client")
-        with httpx.Client(base_url=up.url, trust_env=False, timeout=30) as client:
+        with httpx.Client(base_url=up.url, trust_env=False, timeout=TIMEOUT_S) as client:
             assert client.get("/v1/models").status_code == 401
             names = {model["id"] for model in client.get("/v1/models", headers=headers).json()["data"]}
             assert names == {"tiny", "org/other"}
@@ -150,7 +152,8 @@ def test_up_api_key_is_required_and_never_shown(tiny: Path) -> None:
         for row in rows:
             # Workers are behind the router: not even a client's key opens them.
             for key in ({}, headers):
-                answer = httpx.get(f"http://{row['worker']}/v1/models", headers=key, trust_env=False)
+                url = f"http://{row['worker']}/v1/models"
+                answer = httpx.get(url, headers=key, timeout=TIMEOUT_S, trust_env=False)
                 assert answer.status_code == 401
         children = psutil.Process(up.process.pid).children()
         assert len(children) == 3 + len(up.templates())

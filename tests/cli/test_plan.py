@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from baton_cli import up
+from baton_cli.child import Command
 from baton_cli.display import Display
-from baton_cli.up import Plan, make_plan
+from baton_cli.supervisor import Member, Supervisor, Watcher
+from baton_cli.up import Plan, Service, make_plan
+from baton_engine.api.http import HttpServer, RequestDrain
 from baton_router.settings import RouterSettings
 from tests.engine.models import make_model
 
@@ -109,3 +116,26 @@ def test_plan_router_gets_storage_and_secrets_by_environment(tiny: Path) -> None
     assert not [
         part for part in router.arguments if part.startswith(("--database", "--batch-secret", "--state"))
     ]
+
+
+async def test_up_is_ready_once_the_router_has_found_all_workers_ready(tiny: Path) -> None:
+    """A request could succeed before: the decode worker would compute its prompt."""
+    states, looks_at_answers = iter(("starting", "not_ready", "ready")), []
+    looks = 0
+
+    async def workers(request: Request) -> Response:
+        nonlocal looks
+        looks += 1
+        rows = [{"worker": "a:1", "state": "ready"}, {"worker": "b:2", "state": next(states)}]
+        return JSONResponse({"data": rows})
+
+    async def completions(request: Request) -> Response:
+        looks_at_answers.append(looks)
+        return JSONResponse({})
+
+    routes = [Route("/workers", workers), Route("/v1/completions", completions, methods=["POST"])]
+    async with HttpServer(Starlette(routes=routes), "127.0.0.1", 0, RequestDrain()) as server:
+        router = Member(Command("router", "router", ()), Watcher())
+        router.url = f"http://{server.address}"
+        await up.answered(Service(Supervisor(Watcher(), 0.0), router, (), ""), plan(tiny))
+    assert looks_at_answers == [3]

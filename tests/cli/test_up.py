@@ -16,7 +16,7 @@ from baton_cli.child import Command
 from baton_cli.options import read_settings
 from baton_cli.supervisor import Watcher, supervise
 from baton_cli.up import LocalRouterSettings
-from tests.cli.service import END_S, START_S, await_gone, await_true, running_up, start_baton
+from tests.cli.service import END_S, START_S, TIMEOUT_S, await_gone, await_true, running_up, start_baton
 from tests.engine.models import make_model
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def relays(worker: str) -> list[dict[str, object]]:
-    records = httpx.get(f"{worker}/debug/requests", trust_env=False).json()["data"]
+    records = httpx.get(f"{worker}/debug/requests", timeout=TIMEOUT_S, trust_env=False).json()["data"]
     return [relay for record in records for relay in record["relays"]]
 
 
@@ -140,7 +140,7 @@ async def test_worker_that_never_listens_ends_the_wait_with_its_reason(tiny: Pat
 
 def _is_ready(worker: str) -> bool:
     try:
-        return httpx.get(f"{worker}/ready", trust_env=False).is_success
+        return httpx.get(f"{worker}/ready", timeout=TIMEOUT_S, trust_env=False).is_success
     except httpx.TransportError:
         return False
 

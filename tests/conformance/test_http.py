@@ -11,7 +11,7 @@ import pytest
 
 from baton_api import headers as header_names
 from baton_api.errors import MISSING_REQUIRED_PARAMETER, BodyTooLarge, ModelNotFound, Unauthorized
-from tests.conformance.deployment import QUESTION, Deployment
+from tests.conformance.deployment import QUESTION, TIMEOUT_S, Deployment
 from tests.conformance.expected import ANY, check_error, check_param, refusal
 
 CHAT = "/v1/chat/completions"
@@ -92,11 +92,13 @@ def test_A8_unknown_paths_and_methods_have_the_error_shape(served: Deployment) -
 
 def test_A9_a_key_is_asked_for_where_it_should_be(guarded: Deployment) -> None:
     def models(headers: dict[str, str]) -> httpx.Response:
-        return httpx.get(f"{guarded.url}/v1/models", headers=headers, trust_env=False)
+        return httpx.get(f"{guarded.url}/v1/models", headers=headers, timeout=TIMEOUT_S, trust_env=False)
 
     def chat(headers: dict[str, str]) -> httpx.Response:
         body = guarded.chat_body(max_tokens=1)
-        return httpx.post(f"{guarded.url}{CHAT}", json=body, headers=headers, trust_env=False)
+        return httpx.post(
+            f"{guarded.url}{CHAT}", json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False
+        )
 
     for ask in (models, chat):
         for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "k"}):
@@ -104,7 +106,7 @@ def test_A9_a_key_is_asked_for_where_it_should_be(guarded: Deployment) -> None:
         assert ask({"Authorization": "Bearer k"}).status_code == 200
         assert ask({"Authorization": "bearer k"}).status_code == 200
     for path in ("/health", "/ready", "/metrics"):
-        assert httpx.get(f"{guarded.url}{path}", trust_env=False).status_code == 200
+        assert httpx.get(f"{guarded.url}{path}", timeout=TIMEOUT_S, trust_env=False).status_code == 200
     with openai.OpenAI(
         base_url=f"{guarded.url}/v1", api_key="wrong", http_client=openai.DefaultHttpxClient(trust_env=False)
     ) as stranger:
@@ -113,7 +115,7 @@ def test_A9_a_key_is_asked_for_where_it_should_be(guarded: Deployment) -> None:
 
 def test_A9_without_a_key_any_header_is_accepted(served: Deployment) -> None:
     for headers in ({}, {"Authorization": "Bearer anything"}, {"Authorization": ""}):
-        answer = httpx.get(f"{served.url}/v1/models", headers=headers, trust_env=False)
+        answer = httpx.get(f"{served.url}/v1/models", headers=headers, timeout=TIMEOUT_S, trust_env=False)
         assert answer.status_code == 200
 
 

@@ -24,6 +24,7 @@ import httpx
 from baton_api.announcements import Announcement, Listening, Ready
 from baton_cli import child
 from tests.engine.models import VOCAB, make_model
+from tests.ports import steady_port
 
 CHUNK_TOKENS = 16
 """Small chunks, so that a long prompt comes over in many pieces and can be hit between two of them."""
@@ -61,7 +62,7 @@ class Node:
     arguments: tuple[str, ...]
     http: httpx.AsyncClient
     process: child.Child | None = None
-    port: int = 0
+    port: int = field(default_factory=steady_port)
     control: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     lines: list[str] = field(default_factory=list)
@@ -72,13 +73,13 @@ class Node:
 
     @property
     def control_port(self) -> int:
-        return int(self.control.rpartition(":")[2] or 0)
+        return int(self.control.rpartition(":")[2] or steady_port())
 
     async def start(self) -> None:
         """Start, at the same ports if it ran before, and wait until it is ready."""
         self.ready.clear()
         ports: list[str] = [f"--port={self.port}"]
-        if self.control:
+        if self.arguments[0] == "prefill":
             ports.append(f"--control-port={self.control_port}")
         self.process = await child.start(
             [*self.arguments, *ports], {"OMP_NUM_THREADS": "1"}, self._announced, self.lines.append
@@ -136,10 +137,18 @@ class Node:
         blocks = await self.blocks()
         return blocks["owned"] == blocks["pinned"] == blocks["quarantined"] == 0
 
-    async def last_relay(self) -> dict[str, Any] | None:
-        """How the newest finished request's prompt came over; None if it was computed there."""
-        answer = (await self.http.get(f"{self.url}/debug/requests")).raise_for_status().json()
-        relays: list[dict[str, Any]] = answer["data"][0]["relays"]
+    async def relay_of(self, answer_id: str) -> dict[str, Any] | None:
+        """How the prompt of an answer came over; None if it was computed there."""
+        rows: list[dict[str, Any]] = []
+
+        async def recorded() -> bool:
+            """A record may come a moment after its answer."""
+            every = (await self.http.get(f"{self.url}/debug/requests")).raise_for_status().json()["data"]
+            rows[:] = [row for row in every if row["id"] == answer_id]
+            return bool(rows)
+
+        await until(recorded, f"the {self.name} worker has a record of {answer_id}")
+        relays: list[dict[str, Any]] = rows[0]["relays"]
         return relays[0] if relays else None
 
 
@@ -168,9 +177,13 @@ class Cluster:
             **more,
         }
 
+    async def post(self, prompt: Sequence[int], **more: Any) -> httpx.Response:
+        """Ask the router for a completion."""
+        return await self.http.post(f"{self.router.url}/v1/completions", json=self.body(prompt, **more))
+
     async def ask(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
         """A completion through the router; fails unless it is answered with 200."""
-        answer = await self.http.post(f"{self.router.url}/v1/completions", json=self.body(prompt, **more))
+        answer = await self.post(prompt, **more)
         assert answer.status_code == 200, answer.text
         completion: dict[str, Any] = answer.json()
         return completion
@@ -199,8 +212,8 @@ class Cluster:
         return all(worker["state"] == "ready" for worker in workers["data"])
 
     async def _relays(self) -> bool:
-        await self.ask(self.prompt(100), max_tokens=1)
-        return await self.decode.last_relay() is not None
+        answer = await self.ask(self.prompt(100), max_tokens=1)
+        return await self.decode.relay_of(answer["id"]) is not None
 
     async def at_rest(self) -> None:
         """Wait until neither side holds blocks of a request."""

@@ -22,12 +22,15 @@ import msgspec
 from tests.faults.caller import CHAT, CallSpec, Outcome, call
 from tests.faults.cluster import TIMEOUT_S, Node, until
 from tests.faults.mock_worker import TOKENS, Fault, MockCounts
+from tests.ports import steady_port
 
 ROOT = Path(__file__).parents[2]
 
-FIRST_BYTE_S = 0.6
-IDLE_S = 1.0
+FIRST_BYTE_S = 2.0
+IDLE_S = 3.0
 HEALTH_S = 0.2
+HEALTH_MISSES = 20
+"""Each so many that no worker is given up which only waits for a busy processor."""
 
 SLOTS = 8
 """Concurrent requests at which a mock worker counts as full."""
@@ -38,7 +41,7 @@ class Mock:
 
     def __init__(self, role: str) -> None:
         self.role = role
-        self.port = 0
+        self.port = steady_port()
         self._process: asyncio.subprocess.Process | None = None
         self._orders = asyncio.Lock()
 
@@ -184,6 +187,7 @@ async def open_crew() -> AsyncIterator[Crew]:
             "--local-prefill-max-tokens=0",
             "--recovery-s=0.5",
             f"--health-interval-s={HEALTH_S}",
+            f"--health-misses={HEALTH_MISSES}",
         )
         router_arguments += (f"--first-byte-s={FIRST_BYTE_S}", f"--idle-s={IDLE_S}")
         router = Node("router", router_arguments, http)

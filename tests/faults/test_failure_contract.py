@@ -20,13 +20,16 @@ from baton_api import headers, metrics
 from baton_api.errors import PoisonRequest, WorkerLost
 from tests.faults import caller
 from tests.faults.caller import CHAT, COMPLETIONS, RESPONSES, End, Outcome
-from tests.faults.cluster import until
+from tests.faults.cluster import TIMEOUT_S, until
 from tests.faults.crew import SLOTS, Crew, Mock, open_crew
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LOAD = 0.7
 LOADED_CALLS = 80
+
+LONG_ANSWER = 200
+"""Tokens of an answer that no worker may finish before its client is gone."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -81,8 +84,8 @@ async def test_failure_one_bad_worker_is_invisible_at_low_load(crew: Crew, fault
     bad = crew.decodes[0]
     await bad.become(**fault)
     outcomes = await crew.calls(24)
-    assert ends(outcomes) == {End.COMPLETE: 24}, shown(outcomes)
-    assert await met(crew, bad)
+    outcomes += await calls_until_met(crew, bad)
+    assert ends(outcomes) == {End.COMPLETE: len(outcomes)}, shown(outcomes)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
@@ -93,8 +96,17 @@ async def test_failure_one_bad_worker_is_invisible_under_load(crew: Crew, fault:
     await until(lambda: _begun(crew), "requests run")
     await bad.become(**fault)
     outcomes = await calling
-    assert ends(outcomes) == {End.COMPLETE: LOADED_CALLS}, shown(outcomes)
-    assert await met(crew, bad)
+    outcomes += await calls_until_met(crew, bad)
+    assert ends(outcomes) == {End.COMPLETE: len(outcomes)}, shown(outcomes)
+
+
+async def calls_until_met(crew: Crew, bad: Mock) -> list[Outcome]:
+    """Further calls, if the worker was so late to go wrong that the others had answered all requests."""
+    outcomes: list[Outcome] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while not await met(crew, bad):
+            outcomes += await crew.calls(8)
+    return outcomes
 
 
 async def met(crew: Crew, bad: Mock) -> bool:
@@ -176,12 +188,9 @@ async def test_failure_without_decode_workers_is_a_503_with_a_retry(crew: Crew) 
 
 async def test_failure_recovered_worker_gets_one_probe_then_its_share(crew: Crew) -> None:
     bad = crew.decodes[0]
-    await bad.become("status", status=500)
-    while await crew.state(bad) != "ejected":
-        assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
-    before = (await bad.become()).requests
-    assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
-    assert (await bad.counts()).requests == before, "nothing goes there meanwhile"
+    async with asyncio.timeout(TIMEOUT_S):
+        while not await _stays_ejected(crew, bad):
+            pass
     await until(lambda: _is(crew, bad, "on_trial"), "its pause is over")
 
     async def back() -> bool:
@@ -189,6 +198,20 @@ async def test_failure_recovered_worker_gets_one_probe_then_its_share(crew: Crew
         return await crew.state(bad) == "ready"
 
     await until(back, "a request showed that it is well")
+
+
+async def _stays_ejected(crew: Crew, bad: Mock) -> bool:
+    """Whether a pause of its ejection was long enough for some calls; none of them goes there."""
+    await bad.become("status", status=500)
+    while await crew.state(bad) != "ejected":
+        assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
+    before = (await bad.become()).requests
+    assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
+    after = (await bad.counts()).requests
+    if await crew.state(bad) != "ejected":
+        return False  # the next pause is longer
+    assert after == before, "nothing goes there meanwhile"
+    return True
 
 
 async def _is(crew: Crew, mock: Mock, state: str) -> bool:
@@ -211,7 +234,10 @@ async def test_failure_failing_prefill_worker_is_ejected_full_one_kept(
     bad = crew.prefills[0]
     await crew.all_become(fallback=fallback, fallback_of=bad.name)
     outcomes = await crew.calls(32)
-    assert ends(outcomes) == {End.COMPLETE: 32}, shown(outcomes)
+    async with asyncio.timeout(TIMEOUT_S):  # its pause may be over before it is seen
+        while ejected and await crew.state(bad) != "ejected":
+            outcomes += await crew.calls(8)
+    assert ends(outcomes) == {End.COMPLETE: len(outcomes)}, shown(outcomes)
     assert (await crew.state(bad) == "ejected") == ejected
     assert await crew.state(crew.prefills[1]) == "ready"
 
@@ -271,9 +297,9 @@ MOMENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
 async def test_failure_disconnect_aborts_the_request_at_once(crew: Crew, moment: dict[str, Any]) -> None:
     fault = dict(moment)
-    spec = crew.spec(stream=fault.pop("stream", True))
+    spec = crew.spec(stream=fault.pop("stream", True), tokens=LONG_ANSWER)
     await crew.all_become(**fault)
-    before = [(await mock.counts()).left for mock in crew.decodes]
+    before = [await mock.counts() for mock in crew.decodes]
     _, writer = await asyncio.open_connection("127.0.0.1", crew.router.port)
     writer.write(caller.head(spec, len(spec.body)) + spec.body)
 
@@ -283,8 +309,14 @@ async def test_failure_disconnect_aborts_the_request_at_once(crew: Crew, moment:
     await until(running, "a worker has the request")
     writer.transport.abort()
     await crew.at_rest()
-    after = [(await mock.counts()).left for mock in crew.decodes]
-    assert sum(after) == sum(before) + 1
+
+    async def all_left() -> bool:
+        """The router may have tried a second worker before the client left."""
+        after = [await mock.counts() for mock in crew.decodes]
+        begun = sum(one.requests for one in after) - sum(one.requests for one in before)
+        return begun == sum(one.left for one in after) - sum(one.left for one in before) > 0
+
+    await until(all_left, "the router left every worker that had the request")
 
 
 async def test_failure_disconnect_before_the_body_is_forgotten(crew: Crew) -> None:

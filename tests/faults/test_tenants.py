@@ -85,7 +85,8 @@ async def test_tenants_share_no_blocks_in_any_worker(tmp_path: Path) -> None:
         assert [(await ask(key))[0] for key in ("b-1", "a-1")] == [WHOLE, WHOLE]
 
         # The decode worker forgets: now it is the prefill worker whose cache is asked.
-        await http.post(f"{decode.url}/flush_cache")
+        await until(decode.at_rest, "no request holds blocks, which would stay")
+        (await http.post(f"{decode.url}/flush_cache")).raise_for_status()
         assert await ask("a-1") == (WHOLE, 0, text)
         assert await ask("ops") == (0, 0, text)
 
