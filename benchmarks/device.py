@@ -21,11 +21,25 @@ from functools import partial
 from typing import Any
 
 from benchmarks import roofline
-from benchmarks.roofline import DEVICES, LLAMA_8B, Device, Kernel, Shape, decode, prefill
+from benchmarks.roofline import (
+    DEVICES,
+    LINKS,
+    LLAMA_8B,
+    LLAMA_70B,
+    Device,
+    Kernel,
+    Shape,
+    decode,
+    prefill,
+    ttft_s,
+)
 
 ROWS = (1, 8, 32, 100, 256)
 CONTEXT = 500
 PROMPTS = (500, 2000, 8192)
+LONG_PROMPTS = (2048, 8192, 32_768)
+CHUNKS = (4096, 512)
+"""Tokens of a chunk: the default on GPUs, and that on CPUs."""
 AIM = 0.85
 """Share of the bound that the engine aims at, with 1 and with 100 streams."""
 
@@ -67,6 +81,23 @@ def shares(shape: Shape, device: Device) -> str:
     return ", ".join(f"{kernel.name} {100 * kernel.seconds(device) / bound:.0f} %" for kernel in passed)
 
 
+def announcements() -> str:
+    """Return the part of a transfer that a prompt's computation does not hide, of blocks and of layers."""
+    device = DEVICES[1]
+    lines = [f"{device.name}: time after the computation until the last block is read, and its share of TTFT"]
+    for name, spec, ranks in (("8B", LLAMA_8B, 1), ("70B", LLAMA_70B, 4)):
+        for chunk in CHUNKS:
+            for tokens in LONG_PROMPTS:
+                cells = []
+                for link in LINKS.values():
+                    for by_layer in (False, True):
+                        computed, read = ttft_s(spec, ranks, tokens, chunk, link, device, by_layer=by_layer)
+                        cells.append(f"{1e3 * read:7.1f} ms {100 * read / (computed + read):4.1f} %")
+                ends = " | ".join(cells)
+                lines.append(f"{name:4} chunk {chunk:5} {tokens:6} tokens {1e3 * computed:6.0f} ms | {ends}")
+    return "\n".join(lines)
+
+
 def predict() -> None:
     print("PREDICTIONS by benchmarks.roofline; nothing here was measured. 8B parameters, bfloat16.")
     launches = sum(kernel.launches for kernel in roofline.kernels(LLAMA_8B, decode(1, CONTEXT)))
@@ -75,6 +106,8 @@ def predict() -> None:
         print(predictions(device), end="\n\n")
     for name, shape in (("1 row", decode(1, CONTEXT)), ("100 rows", decode(100, CONTEXT))):
         print(f"{DEVICES[1].name}, {name}: {shares(shape, DEVICES[1])}")
+    print(f"\nAnnounced by block, then by layer, over {', '.join(LINKS)}. 70B on 4 GPUs.")
+    print(announcements())
 
 
 def measure() -> Device:

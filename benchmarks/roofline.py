@@ -11,7 +11,7 @@ device, `benchmarks.device` measures them instead. Every time that follows from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton_engine.kv.cache import BLOCK_SIZE, block_bytes
 from baton_engine.model.spec import ModelSpec
@@ -59,6 +59,11 @@ LLAMA_8B = ModelSpec(
     norm_epsilon=1e-5,
     rope_theta=500_000.0,
 )
+
+LLAMA_70B = replace(LLAMA_8B, layers=80, hidden=8192, heads=64, intermediate=28_672)
+
+LINKS = {"400 Gbit/s": 50e9, "100 Gbit/s": 12.5e9, "10 Gbit/s (TCP)": 1.25e9}
+"""Bytes per second between a prefill and a decode worker, all of which one prompt gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +161,33 @@ def hash_s(spec: ModelSpec, tokens: int, device: Device) -> float:
 
     blocks = -(-tokens // BLOCK_SIZE)
     return blocks * block_bytes(spec, torch.bfloat16) / device.bandwidth
+
+
+def ttft_s(
+    spec: ModelSpec,
+    ranks: int,
+    tokens: int,
+    chunk: int,
+    link: float,
+    device: Device,
+    *,
+    by_layer: bool = False,
+) -> tuple[float, float]:
+    """
+    Return the seconds until a prompt is computed, and from then to the end of the last read of its blocks.
+
+    `ranks` share each kernel equally. Blocks of `chunk` tokens are announced when they are computed, or each
+    layer of them. Then they pass the link, at `link` bytes per second, one after the other.
+    """
+    import torch
+
+    now = free = 0.0
+    parts = spec.layers if by_layer else 1
+    for start in range(0, tokens, chunk):
+        end = min(start + chunk, tokens)
+        computing = bound_s(kernels(spec, Shape(1, end - start, end)), device) / ranks
+        moving = (end - start) / BLOCK_SIZE * block_bytes(spec, torch.bfloat16) / link
+        for _ in range(parts):
+            now += computing / parts
+            free = max(free, now) + moving / parts
+    return now, free - now
