@@ -13,7 +13,6 @@ import json
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,9 +33,10 @@ from baton_observing.dashboards import render
 from baton_observing.dashboards.prometheus import Prometheus
 from tests.cli.service import RunningUp, await_true, running_up
 from tests.operator.real_cluster import RealCluster, real_cluster, running_operator
+from tests.ports import steady_port
 
 READY_S = 300.0
-END_S = 30.0
+END_S = 300.0
 SCRAPE = "1s"
 CHANGES_A_BATCH = 5
 NAMESPACE, SERVICE = "models", "chat"
@@ -94,9 +94,7 @@ def running_prometheus(folder: Path, text: str) -> Iterator[Prometheus]:
     (folder / "prometheus.yml").write_text(text)
     for name, rule in rules.files().items():
         (folder / name).write_text(re.sub(r"interval: \d+s", f"interval: {SCRAPE}", rule))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{steady_port()}"
     command = (
         *("prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--log.level=warn"),
         f"--web.listen-address={address}",

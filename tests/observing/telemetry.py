@@ -29,7 +29,7 @@ STREAMED, ANSWERED, WRONG, LINE = "req_streamed", "req_answered", "req_wrong", "
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 
-ROUNDS_S = 120.0
+ROUNDS_S = 300.0
 
 
 @dataclass
@@ -134,7 +134,7 @@ def _ask(up: RunningUp) -> None:
 
 def _scrape(telemetry: Telemetry, up: RunningUp, workers: dict[str, str]) -> None:
     def page(url: str) -> str:
-        return httpx.get(f"{url}/metrics", trust_env=False).raise_for_status().text
+        return httpx.get(f"{url}/metrics", timeout=ROUNDS_S, trust_env=False).raise_for_status().text
 
     def counted() -> bool:
         """Return whether the metrics of all processes have arrived. They are sent once per second."""
@@ -164,7 +164,7 @@ def _single_process(folder: Path, decode: str) -> str:
             assert time.monotonic() < deadline
             if "listens on http" in line:
                 url = json.loads(line)["message"].partition("listens on ")[2].split()[0]
-                return httpx.get(f"{url}/metrics", trust_env=False).raise_for_status().text
+                return httpx.get(f"{url}/metrics", timeout=ROUNDS_S, trust_env=False).raise_for_status().text
         raise AssertionError("the router did not start")
     finally:
         process.terminate()

@@ -44,7 +44,8 @@ def main(how: str) -> None:
         ChildProcess(name, member(name, how if name == "two" else "")) for name in ("one", "two", "three")
     ]
     try:
-        ProcessSupervisor(members, stop_s=0.5).run(
+        # Long enough for those that stop, even if they have to wait for a processor.
+        ProcessSupervisor(members, stop_s=3.0 if how == "stubborn" else 300.0).run(
             lambda: print("ready", flush=True), lambda: print("stopping", flush=True)
         )
     except SetupError as error:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
 import pytest
 
+from tests.ports import steady_port
 from tests.router.fake_kubernetes import certificate
 
-STARTED_S = 90.0
+STARTED_S = 300.0
+TIMEOUT_S = 120.0
 
 
 def program(name: str) -> str:
@@ -92,7 +93,7 @@ rules:
 @asynccontextmanager
 async def real_kubernetes(folder: Path) -> AsyncIterator[RealKubernetes]:
     etcd, server = program("etcd"), program("kube-apiserver")
-    store, peers, port = _free_port(), _free_port(), _free_port()
+    store, peers, port = steady_port(), steady_port(), steady_port()
     account = folder / "account"
     account.mkdir()
     pem = certificate(account)
@@ -131,7 +132,7 @@ async def real_kubernetes(folder: Path) -> AsyncIterator[RealKubernetes]:
         try:
             await kept.start()
             async with httpx.AsyncClient(
-                base_url=url, verify=tls, headers=headers, trust_env=False, timeout=30
+                base_url=url, verify=tls, headers=headers, trust_env=False, timeout=TIMEOUT_S
             ) as admin:
                 await api.restart(admin)
                 yield RealKubernetes(url, admin, account, api, audit)
@@ -151,10 +152,3 @@ async def _ready(admin: httpx.AsyncClient, processes: list[asyncio.subprocess.Pr
         assert all(process.returncode is None for process in processes), "it ended: see its log"
         assert asyncio.get_running_loop().time() < deadline, f"not ready within {STARTED_S} s"
         await asyncio.sleep(0.1)
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-    return port

@@ -23,7 +23,7 @@ STREAM = {**QUESTION, "stream": True}
 _numbers = itertools.count()
 
 CONNECT_S = 60.0
-"""Seconds for a connection: on a busy machine the default of 1 s is not always enough."""
+"""Seconds for a connection or an answer: on a busy machine the default of 1 s is not always enough."""
 
 
 def anew(body: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ async def running_router(
     listening = bind(config.host, config.port)
     url = address(listening)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=PLAIN) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=CONNECT_S, trust_env=False, verify=PLAIN) as client:
         try:
             if wait:
                 await until(lambda: all(worker.health.load for worker in router.workers.all))

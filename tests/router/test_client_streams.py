@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from typing import cast
 
 import openai
@@ -29,10 +30,10 @@ async def asking(router: RunningRouter) -> tuple[asyncio.StreamReader, asyncio.S
     return reader, writer
 
 
-async def settled(worker: FakeWorker) -> int:
-    """Bytes that the worker got rid of, once that number stands still."""
+async def settled(worker: FakeWorker, paused: Callable[[], bool]) -> int:
+    """Bytes that the worker got rid of, once that number stands still while the router reads no more."""
     before = -1
-    while before != worker.flooded:
+    while before != worker.flooded or not paused():
         before = worker.flooded
         await asyncio.sleep(0.1)
     return before
@@ -42,11 +43,12 @@ async def test_slow_client_slows_down_its_worker() -> None:
     async with FakeWorker(fake_worker.flood) as worker, running_router([worker]) as router:
         reader, writer = await asking(router)
         await until(lambda: worker.flooded)
-        held = await settled(worker)
+        exchange = next(iter(router.router.workers.decode[0].upstream._busy)).exchange
+        assert exchange is not None
+        async with asyncio.timeout(60):
+            held = await settled(worker, lambda: exchange.paused)
         # Kernel buffers of four sockets, and the router's own bounded ones.
         assert held < 24 * 1024 * 1024
-        exchange = next(iter(router.router.workers.decode[0].upstream._busy)).exchange
-        assert exchange is not None and exchange.paused
         await reader.readexactly(4 * 1024 * 1024)
         await until(lambda: worker.flooded > held)
         writer.transport.abort()
@@ -65,10 +67,10 @@ async def test_client_that_never_reads_is_cut_and_others_are_served() -> None:
 
 
 async def test_slow_worker_with_a_reading_client_is_not_cut() -> None:
-    async with FakeWorker(fake_worker.gated) as worker, running_router([worker], idle_s=0.4) as router:
+    async with FakeWorker(fake_worker.gated) as worker, running_router([worker], idle_s=4) as router:
         waiting = asyncio.create_task(router.post(STREAM))
         await worker.arrived.wait()
-        asyncio.get_running_loop().call_later(0.2, worker.release.set)
+        asyncio.get_running_loop().call_later(1.2, worker.release.set)  # after the first look at it
         assert b"[DONE]" in (await waiting).content
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from pathlib import Path
 
 import pytest
 
-from baton_api import metrics
 from baton_api.errors import SetupError
 from tests.authority import PEM, Authority
+from tests.ports import steady_port
 from tests.router.fake_worker import FakeWorker, whole_answer
 from tests.router.running import QUESTION, running_router
 from tests.router.test_frontend_pool import running_pool
@@ -78,9 +77,7 @@ async def test_taken_port_is_a_setup_error() -> None:
 @pytest.mark.slow
 async def test_frontend_pool_serves_gateways_from_its_scheduler() -> None:
     """With several processes the scheduler's process has the gateway port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = steady_port()
     async with (
         FakeWorker() as decode,
         running_pool(decode, gateway_port=port, gateway_certificate="none") as pool,
@@ -92,7 +89,4 @@ async def test_frontend_pool_serves_gateways_from_its_scheduler() -> None:
         await stream.response_headers(200, {"content-type": "application/json"})
         await stream.response_body(whole_answer(), end=True)
         await stream.done()
-        counted = {}
-        while "scheduler" not in counted:
-            counted = await pool.figure(metrics.ROUTER_REQUESTS.name)
-        assert counted["scheduler"] == 1
+        assert (await pool.counted(1))["scheduler"] == 1

@@ -38,7 +38,7 @@ class Program:
         return [self.line() for _ in range(count)]
 
     def rest(self) -> list[str]:
-        out, _ = self.process.communicate(timeout=20)
+        out, _ = self.process.communicate(timeout=300)
         return [" ".join(word for word in line.split() if not word.isdecimal()) for line in out.splitlines()]
 
 

@@ -19,6 +19,9 @@ from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, STREAM
 
+TIMEOUT_S = 120.0
+"""For an answer, and for streams to end: nothing here may be late on a busy machine."""
+
 PROGRAM = """
 import sys
 from baton_router.main import run
@@ -29,16 +32,14 @@ run(settings, ready=lambda url: print(url, flush=True))
 """
 
 
-async def start(
-    worker: FakeWorker, processes: int, drain_s: float = 10
-) -> tuple[asyncio.subprocess.Process, str]:
-    arguments = (worker.url, str(drain_s), str(processes))
+async def start(worker: FakeWorker, processes: int) -> tuple[asyncio.subprocess.Process, str]:
+    arguments = (worker.url, str(TIMEOUT_S), str(processes))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, *arguments, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     url = (await process.stdout.readline()).decode().strip()
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client:
         while (await client.get(url + "/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return process, url
@@ -48,7 +49,7 @@ async def refused(url: str) -> None:
     """Until it listens no more."""
     with pytest.raises(httpx.ConnectError):
         while True:
-            async with httpx.AsyncClient(trust_env=False) as client:
+            async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client:
                 # A connection that was made in the very last moment is closed without an answer.
                 with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
                     await client.get(url + "/health")
@@ -60,7 +61,10 @@ async def refused(url: str) -> None:
 async def test_signal_finishes_running_streams_and_exits_cleanly(
     number: signal.Signals, processes: int
 ) -> None:
-    async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        FakeWorker(fake_worker.gated) as worker,
+        httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client,
+    ):
         process, url = await start(worker, processes)
         running = asyncio.create_task(client.post(url + CHAT, json=STREAM))
         await worker.arrived.wait()
@@ -74,8 +78,11 @@ async def test_signal_finishes_running_streams_and_exits_cleanly(
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_second_signal_ends_without_waiting(processes: int) -> None:
-    async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:
-        process, url = await start(worker, processes, drain_s=600)
+    async with (
+        FakeWorker(fake_worker.gated) as worker,
+        httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client,
+    ):
+        process, url = await start(worker, processes)
         running = asyncio.create_task(client.post(url + CHAT, json=STREAM))
         await worker.arrived.wait()
         process.send_signal(signal.SIGTERM)
