@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shlex
 import signal
 import statistics
@@ -32,9 +31,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from baton_cli.bench.connection import Answer, Connection
 from baton_cli.bench.outcomes import events
@@ -240,16 +241,16 @@ def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> Non
     raise SystemExit(f"the server did not answer within {START_LIMIT_S} s; its log is {log}")
 
 
-def memory_of(group: int) -> int:
-    """Bytes of memory of a process group; pages that several processes map are divided among them."""
+def memory_of(root: psutil.Process) -> int:
+    """
+    Bytes of memory of a process and all that descend from it, whatever their groups are.
+
+    A page that several processes map is divided among them (PSS). Only Linux reports it.
+    """
     total = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(folder.name)) == group:
-                pages = re.search(r"^Pss: +(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
-                total += 1024 * int(pages[1]) if pages else 0
-        except OSError:  # it has ended
-            continue
+    for process in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            total += process.memory_full_info().pss
     return total
 
 
@@ -301,7 +302,7 @@ def main() -> None:
                 numbers = asyncio.run(measure(target, case, options.repeats))
                 results[name][text] = numbers
                 print(f"{name} {case} {json.dumps(numbers)}", file=sys.stderr, flush=True)
-            results[name]["at the end"] = {"memory_mb": round(memory_of(process.pid) / 1e6)}
+            results[name]["at the end"] = {"memory_mb": round(memory_of(psutil.Process(process.pid)) / 1e6)}
         (options.out / "results.json").write_text(json.dumps(results, indent=1))
     print(table(results))
 
