@@ -31,6 +31,7 @@ from baton_cli.batch_service import BatchService
 from benchmarks.batch_chaos import database
 from tests.batches import chaos
 from tests.batches.chaos import Router
+from tests.ports import steady_ports
 
 GROUP = 1000
 WAIT_S = 3600.0
@@ -48,7 +49,7 @@ def main() -> int:
 def run(folder: Path, url: str, lines: int) -> int:
     with contextlib.ExitStack() as stack:
         routers = []
-        for number, port in enumerate(chaos.free_ports(2)):
+        for number, port in enumerate(steady_ports(2)):
             more = ("--batch-execution=off", f"--batch-file-limit={lines * 300}")
             environment = {"BATON_ROUTER_DATABASE": url}
             routers.append(Router(folder, port, [1], environment, f"router-{number}", *more))

@@ -23,6 +23,7 @@ import httpx
 from baton_cli.batch_service import BatchService
 from tests.batches import chaos
 from tests.batches.chaos import Program, Router
+from tests.ports import steady_ports
 
 EVERY_S = 10.0
 LINES = 50_000
@@ -42,7 +43,7 @@ def main() -> int:
 
 def run(folder: Path, workers: int, window: int, seconds: float) -> None:
     with contextlib.ExitStack() as stack:
-        port, *ports = chaos.free_ports(workers + 1)
+        port, *ports = steady_ports(workers + 1)
         for one in ports:
             arguments = ["tests.batches.mock_worker", f"--port={one}", "--seconds=8", "--slots=64"]
             stack.callback(Program(arguments, folder / "worker.log", {}).kill)

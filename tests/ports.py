@@ -33,6 +33,10 @@ def steady_port() -> int:
             return port
 
 
+def steady_ports(count: int) -> list[int]:
+    return [steady_port() for _ in range(count)]
+
+
 def _is_free(port: int) -> bool:
     with contextlib.closing(socket.socket()) as probe:
         try:

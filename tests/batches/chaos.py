@@ -12,7 +12,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -28,12 +27,13 @@ import psutil
 from baton_batches import values
 from baton_cli.batch_service import BatchService
 from tests.batches.mock_worker import MODEL
+from tests.ports import steady_ports
 
 ROOT = Path(__file__).parents[2]
 
 CHAT = "/v1/chat/completions"
 START_S = 300.0
-END_S = 180.0
+END_S = 600.0
 POLL_S = 0.05
 
 WEIGHTS = {"runner": 5, "router": 2, "worker-0": 2, "worker-1": 2}
@@ -74,23 +74,40 @@ class Program:
         self._process.wait(START_S)
 
 
+def hold(port: int, after: int) -> None:
+    """Let the mock worker at this port answer so many more requests, and keep the others waiting."""
+    httpx.get(f"http://127.0.0.1:{port}/hold/{after}", trust_env=False, timeout=END_S).raise_for_status()
+
+
+def release(port: int) -> None:
+    """Let the mock worker at this port answer all requests."""
+    httpx.get(f"http://127.0.0.1:{port}/release", trust_env=False, timeout=END_S).raise_for_status()
+
+
 class Cluster:
     """A router and two workers on one machine, as processes."""
 
     def __init__(
-        self, folder: Path, environment: Mapping[str, str], seconds: float = 0.05, slots: int = 8
+        self,
+        folder: Path,
+        environment: Mapping[str, str],
+        *flags: str,
+        seconds: float = 0.05,
+        slots: int = 8,
     ) -> None:
-        """`environment` says which database it is, if it is not SQLite in `folder`."""
+        """
+        `environment` says which database it is, if it is not SQLite in `folder`; `flags` are the router's.
+        """
         self._folder = folder
-        self._ports = free_ports(3)
-        self.url = f"http://127.0.0.1:{self._ports[0]}"
+        port, *self.workers = steady_ports(3)
+        self.url = f"http://127.0.0.1:{port}"
         self.programs: dict[str, Program] = {}
-        for number, port in enumerate(self._ports[1:]):
+        for number, worker in enumerate(self.workers):
             self.programs[f"worker-{number}"] = self._program(
                 f"worker-{number}",
-                ["tests.batches.mock_worker", f"--port={port}", f"--seconds={seconds}", f"--slots={slots}"],
+                ["tests.batches.mock_worker", f"--port={worker}", f"--seconds={seconds}", f"--slots={slots}"],
             )
-        self.router = Router(folder, self._ports[0], self._ports[1:], environment)
+        self.router = Router(folder, port, self.workers, environment, "router", *flags)
         self.programs["router"] = self.router.program
         self.router.await_ready()
 
@@ -268,10 +285,10 @@ def run(
 
 @contextlib.contextmanager
 def cluster(
-    folder: Path, environment: Mapping[str, str], **timing: Any
+    folder: Path, environment: Mapping[str, str], *flags: str, **timing: Any
 ) -> Iterator[tuple[Cluster, BatchService]]:
     """Both end with it."""
-    running = Cluster(folder, environment, **timing)
+    running = Cluster(folder, environment, *flags, **timing)
     service = BatchService(running.url, "", lambda reason: None)
     try:
         yield running, service
@@ -301,9 +318,3 @@ def await_true(claim: Callable[[], bool], seconds: float, what: str) -> None:
     while not claim():
         assert time.monotonic() < deadline, f"after {seconds:g} s still not so: {what}"
         time.sleep(POLL_S)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]

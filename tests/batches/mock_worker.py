@@ -5,6 +5,8 @@ A worker without a model, for what is measured of batches: what it answers is ma
 
 The same body has the same answer, byte for byte, from every worker and at every attempt. Each takes about
 `--seconds`, varied by the body; `--slots` are computed at a time and the others wait.
+
+`GET /hold/100` lets 100 more requests be answered; further ones wait until `GET /release`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import math
 import socket
 import time
 from collections import deque
@@ -49,13 +52,15 @@ class Slots:
     def __init__(self, slots: int, seconds: float) -> None:
         self._free = slots
         self._seconds = seconds
+        self._left = math.inf
         self._waiting: deque[Connection] = deque()
 
     def enter(self, connection: Connection) -> None:
-        if not self._free:
+        if not self._free or not self._left:
             self._waiting.append(connection)
             return
         self._free -= 1
+        self._left -= 1
         body = connection.received
         share = 0.5 + hashlib.blake2b(body, digest_size=1).digest()[0] / 256
         asyncio.get_running_loop().call_later(self._seconds * share, self._leave, connection, body)
@@ -63,7 +68,15 @@ class Slots:
     def _leave(self, connection: Connection, body: bytes) -> None:
         connection.say(answer_to(body))
         self._free += 1
-        while self._waiting and self._free:
+        self._next()
+
+    def allow(self, more: float) -> None:
+        """Begin so many more; the others wait for the next call."""
+        self._left = more
+        self._next()
+
+    def _next(self) -> None:
+        while self._waiting and self._free and self._left:
             next_one = self._waiting.popleft()
             if not next_one.gone:
                 self.enter(next_one)
@@ -103,6 +116,9 @@ class Connection(asyncio.Protocol):
         if self._parser.get_method() == b"POST":
             self._capacity.enter(self)
         else:
+            _, command, *count = self._url.split(b"/")
+            if command in (b"hold", b"release"):
+                self._capacity.allow(int(count[0]) if count else math.inf)
             self.say(self._load if self._url == b"/load" else b"{}")
 
     def say(self, body: bytes) -> None:

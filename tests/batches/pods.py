@@ -17,6 +17,7 @@ from tests.batches import chaos
 from tests.batches.batch_cluster import NAMESPACE, SERVICE, BatchCluster
 from tests.batches.chaos import Program, Router
 from tests.batches.service_address import ServiceAddress
+from tests.ports import steady_ports
 
 LINES = 200
 SPEC: Mapping[str, Any] = {
@@ -30,15 +31,30 @@ class Story:
     """Routers in external mode with a slow worker, and pods that the test starts."""
 
     def __init__(
-        self, folder: Path, cluster: BatchCluster, routers: Sequence[Router], address: ServiceAddress
+        self,
+        folder: Path,
+        cluster: BatchCluster,
+        routers: Sequence[Router],
+        address: ServiceAddress,
+        worker: int,
     ) -> None:
+        """`worker` is its port."""
         self.folder = folder
+        self.worker = worker
         self.cluster = cluster
         self.routers = routers
         self.address = address
         self.url = address.url
         self.service = BatchService(self.url, "", lambda reason: None)
         self.pods: list[subprocess.Popen[bytes]] = []
+
+    def submit_held(self, lines: int = LINES) -> str:
+        """Return a batch that cannot end before the worker is released."""
+        chaos.hold(self.worker, lines // 2)
+        return self.submit(lines)
+
+    def release(self) -> None:
+        chaos.release(self.worker)
 
     def submit(self, lines: int = LINES) -> str:
         source = self.folder / "input.jsonl"
@@ -109,7 +125,7 @@ def _replaced(flag: str, addresses: Mapping[str, str]) -> str:
 @contextlib.contextmanager
 def story_of(folder: Path, routers: int, environment: Mapping[str, str]) -> Iterator[Story]:
     """Of so many routers that share a folder; `environment` names the database, if it is not SQLite there."""
-    ports = chaos.free_ports(1 + routers)
+    ports = steady_ports(1 + routers)
     arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--slots=8"]
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(BatchCluster())
@@ -123,6 +139,6 @@ def story_of(folder: Path, routers: int, environment: Mapping[str, str]) -> Iter
         for router in started:
             router.await_ready()
         address = stack.enter_context(ServiceAddress(ports[1:]))
-        manifest = Story(folder, cluster, started, address)
+        manifest = Story(folder, cluster, started, address, ports[0])
         stack.callback(manifest.close)
         yield manifest

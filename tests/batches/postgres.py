@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,7 +14,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-START_S = 30.0
+from tests.ports import steady_port
+
+START_S = 300.0
 
 
 class Postgres:
@@ -36,8 +37,7 @@ class Postgres:
             shutil.chown(self._folder, self._user)
         self._data = self._folder / "data"
         self._created = 0
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = steady_port()
         self._run(
             self._initdb, "-D", str(self._data), "-U", "baton", "-A", "trust", "-E", "UTF8", "--no-sync"
         )

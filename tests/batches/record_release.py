@@ -30,6 +30,7 @@ from baton_batches.storage import LEDGER
 from baton_batches.values import LineResult
 from tests.batches import chaos
 from tests.batches.chaos import CHAT, Program, Router
+from tests.ports import steady_ports
 
 GOOD = b'{"choices":[{"message":{"content":"recorded"}}],"usage":{"total_tokens":5}}'
 
@@ -45,7 +46,7 @@ def main() -> None:
 
 def recorded(folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
-        ports = chaos.free_ports(2)
+        ports = steady_ports(2)
         worker = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.3", "--slots=2"]
         stack.callback(Program(worker, folder / "worker.log", {}).kill)
         router = Router(folder, ports[1], ports[:1], {})

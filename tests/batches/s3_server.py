@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,10 +13,11 @@ import httpx
 import pytest
 
 from baton_engine.machine import cache_folder
+from tests.ports import steady_port
 
 MODULE = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
 BUILD_S = 900.0
-START_S = 30.0
+START_S = 300.0
 
 KEYS = {"AWS_ACCESS_KEY_ID": "baton", "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests", "AWS_REGION": "us-east-1"}
 """Credentials of the server, as clients read them from their environment."""
@@ -32,8 +32,7 @@ class S3Server:
         self._folder = folder
         self.bucket = folder / "bucket"
         self.bucket.mkdir(parents=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = steady_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.start()
 

@@ -67,7 +67,7 @@ async def get(router: RunningRouter, id: str) -> dict[str, Any]:
     return shown
 
 
-async def reaching(router: RunningRouter, id: str, *statuses: str, seconds: float = 20) -> dict[str, Any]:
+async def reaching(router: RunningRouter, id: str, *statuses: str, seconds: float = 300) -> dict[str, Any]:
     """The batch once it has one of these statuses."""
     async with asyncio.timeout(seconds):
         while True:

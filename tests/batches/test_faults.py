@@ -189,7 +189,7 @@ async def test_unreachable_postgres_is_retried(postgres: Postgres, tmp_path: Pat
             await asyncio.to_thread(postgres.start)
         assert (await get(router, id))["request_counts"]["completed"] == 1
         run_lines(router.router.storage.ledger, id, [answered(1, "again"), answered(2)], time.time())
-        ended = await reaching(router, id, "completed", seconds=40)
+        ended = await reaching(router, id, "completed")
         output = rows(await content(router, ended["output_file_id"]))
         texts = [row["response"]["body"]["choices"][0]["message"]["content"] for row in output]
         assert texts == ["yes 1", "yes 2"]
@@ -226,7 +226,7 @@ async def test_unreachable_bucket_is_retried(
             run_lines(router.router.storage.ledger, id, [answered(1)], time.time())
             assert (await get(router, id))["status"] == "finalizing"
             s3.start()
-            ended = await reaching(router, id, "completed", seconds=60)
+            ended = await reaching(router, id, "completed")
             assert len(rows(await content(router, ended["output_file_id"]))) == 1
             assert len(s3.objects()) == 2, "the input and the output, and nothing of what failed"
     finally:

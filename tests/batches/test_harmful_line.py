@@ -17,39 +17,56 @@ from tests.batches import chaos
 from tests.batches.chaos import CHAT, Program, Router
 from tests.batches.serving import rows
 from tests.engine.models import make_model
+from tests.ports import steady_ports
 
 LINES = 60
 HARMFUL = 23
 MARK = "this request ends its worker"
-END_S = 600.0
 
 
 class Supervisor:
     """A real worker and the way to it: SIGKILL when a harmful request arrives, and a new start."""
 
-    def __init__(self, worker: Program, port: int) -> None:
-        """`port` is the worker's own."""
+    def __init__(self, worker: Program, port: int, proxied: int) -> None:
+        """`port` is the worker's own, `proxied` the one that the router knows."""
         self._worker = worker
         self._port = port
+        self._proxied = proxied
+        self._server: asyncio.Server | None = None
         self._ends: set[asyncio.StreamWriter] = set()
         self._open: set[asyncio.Task[None]] = set()
         self.kills = 0
 
     @contextlib.asynccontextmanager
-    async def listening(self, port: int) -> AsyncIterator[None]:
+    async def listening(self) -> AsyncIterator[None]:
         """Stand between router and worker; at the end all connections are closed."""
-        server = await asyncio.start_server(self._connected, "127.0.0.1", port)
+        task = asyncio.create_task(self._follow())
         yield
-        server.close()
+        task.cancel()
+        self._refuse()
         while self._open:
             for end in self._ends:
                 end.close()
             await asyncio.wait(self._open)
-        await server.wait_closed()
+
+    async def _follow(self) -> None:
+        """Listen whenever the worker does: a dead one refuses connections, and no line is lost to it."""
+        while True:
+            if self._server is None:
+                with contextlib.suppress(OSError):
+                    _, probe = await asyncio.open_connection("127.0.0.1", self._port)
+                    probe.close()
+                    self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._proxied)
+            await asyncio.sleep(0.1)
+
+    def _refuse(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._ends.add(writer)
-        with self._working(), contextlib.suppress(OSError):  # the worker may be starting
+        with self._working(), contextlib.suppress(OSError):
             answers, requests = await asyncio.open_connection("127.0.0.1", self._port)
             self._ends.add(requests)
             back = asyncio.create_task(self._copy(answers, writer, b""))
@@ -74,6 +91,7 @@ class Supervisor:
                 seen = seen[-len(mark) :] + data
                 if mark and mark in seen:
                     self.kills += 1
+                    self._refuse()
                     self._worker.kill()
                     self._worker.start()
                     break
@@ -85,7 +103,7 @@ class Supervisor:
 async def test_batch_with_a_harmful_line_completes_all_others(tmp_path: Path) -> None:
     """The harmful line is an error in the error file; every other line is answered in the output file."""
     model = make_model(tmp_path / "tiny")
-    ports = chaos.free_ports(5)
+    ports = steady_ports(5)
     source = tmp_path / "input.jsonl"
     source.write_text("".join(map(_line, range(1, LINES + 1))))
     async with contextlib.AsyncExitStack() as stack:
@@ -95,8 +113,8 @@ async def test_batch_with_a_harmful_line_completes_all_others(tmp_path: Path) ->
             arguments += [f"--port={worker}", "--dtype=float32", "--kv-cache-memory=16MiB"]
             program = Program(arguments, tmp_path / f"worker-{worker}.log", {"OMP_NUM_THREADS": "1"})
             stack.callback(program.kill)
-            supervisors.append(Supervisor(program, worker))
-            await stack.enter_async_context(supervisors[-1].listening(proxied))
+            supervisors.append(Supervisor(program, worker, proxied))
+            await stack.enter_async_context(supervisors[-1].listening())
         router = Router(tmp_path, ports[4], [ports[1], ports[3]], {}, "router", "--retries=0")
         stack.callback(router.program.end)
         await asyncio.to_thread(router.await_ready)
@@ -126,7 +144,7 @@ def _line(number: int) -> str:
 
 def _ended(service: BatchService, source: Path) -> dict[str, Any]:
     id = chaos.submit(service, source)
-    chaos.await_true(lambda: service.batch(id)["status"] in chaos.TERMINAL, END_S, f"{id} has ended")
+    chaos.await_true(lambda: service.batch(id)["status"] in chaos.TERMINAL, chaos.END_S, f"{id} has ended")
     return service.batch(id)
 
 

@@ -41,17 +41,18 @@ def test_batch_job_is_created_once_and_its_pod_serves_both(story: Story) -> None
     assert len(story.address.taken) == 2, "both were asked"
     assert not [runner for router in story.routers for runner in router.runners()]
     for router in story.routers:
-        shown = httpx.get(f"{router.url}/v1/batches/{id}", trust_env=False).json()
+        shown = httpx.get(f"{router.url}/v1/batches/{id}", trust_env=False, timeout=60).json()
         assert shown["status"] == "completed"
 
 
 def test_pod_of_a_dead_router_continues_with_the_other(story: Story) -> None:
-    id = story.submit()
+    id = story.submit_held()
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
     story.some_done(id, 20)
     router = story.routers[0]
     router.program.kill()
+    story.release()
     try:
         assert story.ended(pod) == ExitStatus.DONE
         story.check(id)
@@ -62,27 +63,29 @@ def test_pod_of_a_dead_router_continues_with_the_other(story: Story) -> None:
 
 
 def test_successor_of_a_killed_pod_is_admitted_by_either_router(story: Story) -> None:
-    id = story.submit()
+    id = story.submit_held()
     name = batch_jobs.name_of(id)
     job = story.batch_job(name)
     killed = story.pod(job, f"{name}-0-aaaaa")
     story.some_done(id, 20)
     killed.kill()
     killed.wait()
+    story.release()
     assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == ExitStatus.DONE
     story.check(id)
 
 
 def test_cancellation_by_one_router_ends_the_pod(story: Story) -> None:
-    id = story.submit(3000)
+    id = story.submit_held()
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
     story.some_done(id, 20)
     url = f"{story.routers[1].url}/v1/batches/{id}/cancel"
-    assert httpx.post(url, trust_env=False).is_success
+    assert httpx.post(url, trust_env=False, timeout=60).is_success
     assert story.ended(pod) == ExitStatus.DONE
     assert chaos.ended(story.service, id)["status"] == "cancelled"
     story.set_phase(name, "cancelled")
+    story.release()
 
 
 def test_file_becomes_one_batch_with_the_window_of_its_batch_job(story: Story) -> None:

@@ -28,7 +28,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 @pytest.mark.slow
 def test_successor_of_a_killed_pod_answers_each_line_once(story: Story) -> None:
-    id = story.submit()
+    id = story.submit_held()
     name = batch_jobs.name_of(id)
     job = story.batch_job(name)
     assert not story.routers[0].runners(), "the router starts none itself"
@@ -37,6 +37,7 @@ def test_successor_of_a_killed_pod_answers_each_line_once(story: Story) -> None:
     first.kill()
     first.wait()
     assert story.service.batch(id)["status"] == "in_progress"
+    story.release()
     # The lease of the dead has still to run out; the next pod waits for it.
     second = story.pod(job, f"{name}-0-bbbbb")
     # Two at once, as after a node that was taken for dead: one has the lease, the other waits.
@@ -49,12 +50,13 @@ def test_successor_of_a_killed_pod_answers_each_line_once(story: Story) -> None:
 @pytest.mark.slow
 def test_restarted_router_admits_the_same_pod_again(story: Story) -> None:
     """Its secret is another one then: what the pod had from it is of no use, Kubernetes' own token is."""
-    id = story.submit()
+    id = story.submit_held()
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
     story.some_done(id, 20)
     (router,) = story.routers
     router.program.kill()
+    story.release()
     router.program.start()
     router.await_ready()
     assert story.ended(pod) == ExitStatus.DONE
@@ -65,27 +67,29 @@ def test_restarted_router_admits_the_same_pod_again(story: Story) -> None:
 @pytest.mark.slow
 def test_stopping_runner_records_its_results(story: Story) -> None:
     """As when the BatchJob is suspended, or its node drained."""
-    id = story.submit()
+    id = story.submit_held()
     name = batch_jobs.name_of(id)
     job = story.batch_job(name)
     first = story.pod(job, f"{name}-0-aaaaa")
     story.some_done(id, 20)
     first.terminate()
     assert story.ended(first) == manifests.TERMINATED
+    story.release()
     assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == ExitStatus.DONE
     story.check(id)
 
 
 @pytest.mark.slow
 def test_cancelled_batch_ends_its_pod(story: Story) -> None:
-    id = story.submit(3000)
+    id = story.submit_held()
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
     story.some_done(id, 20)
-    assert httpx.post(f"{story.url}/v1/batches/{id}/cancel", trust_env=False).is_success
+    assert httpx.post(f"{story.url}/v1/batches/{id}/cancel", trust_env=False, timeout=60).is_success
     assert story.ended(pod) == ExitStatus.DONE
     assert chaos.ended(story.service, id)["status"] == "cancelled"
     story.set_phase(name, "cancelled")
+    story.release()
 
 
 @pytest.mark.slow
@@ -144,6 +148,6 @@ def test_unrunnable_batch_ends_with_the_failing_exit_status(
 
 
 def _batches(story: Story) -> list[dict[str, Any]]:
-    answer = httpx.get(f"{story.url}/v1/batches?limit=100", trust_env=False)
+    answer = httpx.get(f"{story.url}/v1/batches?limit=100", trust_env=False, timeout=60)
     shown: list[dict[str, Any]] = answer.json()["data"]
     return shown

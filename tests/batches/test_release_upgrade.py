@@ -26,6 +26,7 @@ from tests.batches import chaos
 from tests.batches.chaos import CHAT, Program, Router
 from tests.batches.mock_worker import MODEL
 from tests.batches.serving import rows
+from tests.ports import steady_ports
 
 RECORD = Path(__file__).with_name("left_by_0_1_0.json")
 SCHEMA = 2
@@ -120,7 +121,7 @@ def test_router_replaces_0_1_0_under_load(tmp_path: Path) -> None:
     recorded = left.results(left.ids["running"])
     assert recorded
     with contextlib.ExitStack() as stack:
-        ports = chaos.free_ports(2)
+        ports = steady_ports(2)
         worker = ["tests.batches.mock_worker", f"--port={ports[0]}"]
         stack.callback(Program(worker, tmp_path / "worker.log", {}).kill)
         router = Router(tmp_path, ports[1], ports[:1], {})
@@ -149,7 +150,7 @@ def test_router_replaces_0_1_0_under_load(tmp_path: Path) -> None:
         for number, body in recorded.items():
             assert running[f"request-{number}"] == json.loads(body)
         answered = len(statuses)
-        chaos.await_true(lambda: len(statuses) > answered, 60, "requests go on")
+        chaos.await_true(lambda: len(statuses) > answered, chaos.END_S, "requests go on")
     assert set(statuses) == {200}
 
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton_cli.batch_service import BatchService
 from tests.batches import chaos
 from tests.batches.chaos import Program, Router
 from tests.batches.postgres import Postgres
+from tests.ports import steady_ports
 
 LINES = 300
 
@@ -23,9 +25,13 @@ class Pair:
 
     routers: list[Router]
     services: list[BatchService]
+    worker: int
+    """Its port."""
     folder: Path
 
     def submit(self, to: int, lines: int = LINES) -> str:
+        """Return a batch that cannot end before the worker is released."""
+        chaos.hold(self.worker, lines // 2)
         source = self.folder / "input.jsonl"
         chaos.write_lines(source, lines)
         return chaos.submit(self.services[to], source)
@@ -38,19 +44,24 @@ class Pair:
 
         chaos.await_true(some_done, chaos.START_S, f"{id} has begun")
 
-    def who_runs(self) -> int:
-        """Return the only router with a runner, once the other has noticed that it was late."""
+    def who_runs(self) -> tuple[int, psutil.Process]:
+        """Return the only router with a runner, once the other has noticed that it was late, and the
+        runner."""
+        having: list[tuple[int, psutil.Process]] = []
 
-        def having() -> list[int]:
-            return [number for number, router in enumerate(self.routers) if router.runners()]
+        def one_has() -> bool:
+            having[:] = [
+                (number, one) for number, router in enumerate(self.routers) for one in router.runners()
+            ]
+            return len(having) == 1
 
-        chaos.await_true(lambda: len(having()) == 1, 60, "one router has a runner")
-        return having()[0]
+        chaos.await_true(one_has, chaos.END_S, "one router has a runner")
+        return having[0]
 
 
 @pytest.fixture
 def pair(postgres: Postgres, tmp_path: Path) -> Iterator[Pair]:
-    ports = chaos.free_ports(3)
+    ports = steady_ports(3)
     environment = {"BATON_ROUTER_DATABASE": postgres.new_database()}
     arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--slots=8"]
     with contextlib.ExitStack() as stack:
@@ -67,14 +78,15 @@ def pair(postgres: Postgres, tmp_path: Path) -> Iterator[Pair]:
             services.append(service)
         for router in routers:
             router.await_ready()
-        yield Pair(routers, services, tmp_path)
+        yield Pair(routers, services, ports[0], tmp_path)
 
 
 @pytest.mark.slow
 def test_batch_run_by_one_router_is_cancelled_by_another(pair: Pair) -> None:
     id = pair.submit(to=0, lines=3000)
     pair.running(id)
-    other = 1 - pair.who_runs()
+    first, runner = pair.who_runs()
+    other = 1 - first
     assert pair.services[other].cancel(id)["status"] == "cancelling"
     batch = chaos.ended(pair.services[other], id)
     assert batch["status"] == "cancelled"
@@ -82,17 +94,17 @@ def test_batch_run_by_one_router_is_cancelled_by_another(pair: Pair) -> None:
     assert 0 < counts["completed"] < counts["total"] == 3000
     output = chaos.output_of(pair.services[other], batch, pair.folder)
     assert output.count(b"\n") == counts["completed"]
-    chaos.await_true(lambda: not pair.routers[1 - other].runners(), 60, "its runner has ended")
+    chaos.await_true(lambda: not runner.is_running(), chaos.END_S, "its runner has ended")
 
 
 @pytest.mark.slow
 def test_dead_router_is_replaced_by_the_other(pair: Pair) -> None:
     id = pair.submit(to=0)
     pair.running(id)
-    first = pair.who_runs()
-    runner = pair.routers[first].runners()[0]
+    first, runner = pair.who_runs()
     pair.routers[first].program.kill()
-    chaos.await_true(lambda: not runner.is_running(), 60, "the runner has ended with its router")
+    chaos.await_true(lambda: not runner.is_running(), chaos.END_S, "the runner has ended with its router")
+    chaos.release(pair.worker)
     batch = chaos.ended(pair.services[1 - first], id)
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}
@@ -104,7 +116,7 @@ def test_dead_router_is_replaced_by_the_other(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_router_with_several_processes_runs_batches(tmp_path: Path) -> None:
-    ports = chaos.free_ports(2)
+    ports = steady_ports(2)
     arguments = ["tests.batches.mock_worker", f"--port={ports[0]}"]
     source = tmp_path / "input.jsonl"
     chaos.write_lines(source, LINES)

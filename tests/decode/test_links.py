@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -25,8 +26,8 @@ from baton_api.messages import (
 from baton_api.sampling import SamplingParams
 from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.requests import Request
-from baton_engine.transfer.control import ControlConnection
-from tests.decode.pair import QUICK, Side, ask, eventually, fake_side, tokens
+from baton_engine.transfer.control import ControlConnection, Pace
+from tests.decode.pair import PACE, TIMEOUT_S, Side, ask, eventually, fake_side, tokens
 from tests.engine.fake_model import FakeModel
 
 PROMPT = list(range(30))
@@ -163,6 +164,13 @@ BAD: dict[Script, str] = {
 }
 
 
+PACES: dict[Script, Pace] = {
+    say_nothing: replace(PACE, handshake_s=0.5, unreachable_s=TIMEOUT_S),
+    fall_silent_after_the_question: replace(PACE, silent_ticks=8),
+}
+"""Deadlines for workers that no other event ends."""
+
+
 @contextlib.asynccontextmanager
 async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, PrefillWorkers, str, list[int]]]:
     """A decode worker, and the address of a prefill worker that follows `script` on each connection."""
@@ -175,7 +183,7 @@ async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, PrefillWo
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
-        connection = ControlConnection(reader, writer, QUICK)
+        connection = ControlConnection(reader, writer, PACE)
         # asyncio's streams take a handler that ends as cancelled for a broken one.
         with contextlib.suppress(asyncio.CancelledError):
             await script(connection, bad)
@@ -183,7 +191,7 @@ async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, PrefillWo
 
     server = await asyncio.start_server(play, "127.0.0.1", 0)
     await decode.open()
-    prefills = ask(decode)
+    prefills = ask(decode, pace=PACES.get(script, PACE))
     try:
         yield decode, prefills, f"127.0.0.1:{server.sockets[0].getsockname()[1]}", calls
         await eventually(lambda: decode.now.owned_blocks + decode.now.quarantined_blocks == 0)

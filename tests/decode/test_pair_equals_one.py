@@ -26,7 +26,7 @@ from baton_api.sampling import SamplingParams
 from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.transfer.kinds import create_transfer
-from tests.decode.pair import PATIENT, TIMEOUT_S, Side, ask, eventually, open_pair, tokens
+from tests.decode.pair import TIMEOUT_S, Side, ask, eventually, open_pair, tokens
 from tests.decode.real_model import real_side
 from tests.engine.models import VOCAB, make_model
 
@@ -167,39 +167,30 @@ async def open_race(
     route: str = LOOPBACK,
     prefill: str = "",
     worker: Callable[..., Side] = real_side,
-    deadline_s: float = 10.0,
     **how: Any,
 ) -> AsyncIterator[Race]:
-    """
-    `prefill` is the address of a worker of another process. A prompt is fetched within `deadline_s`. `how` is
-    for the decode worker.
-    """
+    """`prefill` is the address of a worker of another process. `how` is for the decode worker."""
     one, decode = worker("one", folder, 4 * BLOCK), worker("decode", folder, 4 * BLOCK, **how)
     await one.open()
     try:
         if prefill:
-            async with open_nixl(decode, UCX_TLS[route], deadline_s) as prefills:
+            async with open_nixl(decode, UCX_TLS[route]) as prefills:
                 yield Race(route, decode, prefills, prefill, one)
         else:
-            async with open_pair(
-                worker("prefill", folder, BLOCK),
-                decode,
-                transfer_deadline_s=deadline_s,
-                answer_deadline_s=1.5 * deadline_s,
-            ) as pair:
+            async with open_pair(worker("prefill", folder, BLOCK), decode) as pair:
                 yield Race(route, decode, pair.prefills, pair.server.address, one, pair.prefill)
     finally:
         await one.close()
 
 
 @contextlib.asynccontextmanager
-async def open_nixl(decode: Side, ucx_tls: str, deadline_s: float) -> AsyncIterator[PrefillWorkers]:
+async def open_nixl(decode: Side, ucx_tls: str) -> AsyncIterator[PrefillWorkers]:
     """A decode worker whose NIXL is limited to some of UCX's transports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", ucx_tls)
         decode.transfer = await create_transfer("nixl", decode.cache, decode.name)
     await decode.open()
-    prefills = ask(decode, pace=PATIENT, transfer_deadline_s=deadline_s, answer_deadline_s=1.5 * deadline_s)
+    prefills = ask(decode)
     try:
         yield prefills
         await eventually(lambda: decode.now.owned_blocks + decode.now.quarantined_blocks == 0)

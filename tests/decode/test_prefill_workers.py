@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from baton_api.reports import PromptReport
 from baton_engine.api.choices import report_of
 from baton_engine.requests import FinishReason, Request
 from baton_engine.transfer.loopback import LoopbackTransfer
-from tests.decode.pair import TIMEOUT_S, eventually, fake_side, open_pair, serve, tokens
+from tests.decode.pair import PACE, TIMEOUT_S, eventually, fake_side, open_pair, serve, tokens
 from tests.engine.fake_model import FakeModel
 
 PROMPT = list(range(30))
@@ -94,7 +95,7 @@ async def test_prefill_workers_invalid_address_falls_back(address: str) -> None:
 
 async def test_prefills_unexpected_error_ends_only_its_request() -> None:
     """An unforeseen error is answered at once: the request does not wait for its deadline."""
-    async with open_pair(answer_deadline_s=600.0) as pair:
+    async with open_pair(answer_deadline_s=2 * TIMEOUT_S) as pair:
         pair.decode.faulty.refuse_next(KeyError("a defect"))
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
         assert pair.prefills.outcomes == {"transfer_failed": 1}
@@ -139,7 +140,7 @@ async def test_prefill_workers_failed_read_is_recomputed_locally() -> None:
 
 async def test_prefill_workers_hung_read_is_quarantined_until_settled() -> None:
     """Peers' defect 1: late bytes land in quarantine, not in another request's context."""
-    async with open_pair(transfer_deadline_s=0.1, answer_deadline_s=600.0) as pair:
+    async with open_pair(transfer_deadline_s=0.1, answer_deadline_s=2 * TIMEOUT_S) as pair:
         pair.decode.faulty.hold()
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
         assert pair.prefills.outcomes == {"deadline": 1}
@@ -172,7 +173,7 @@ async def test_prefill_workers_abort_in_mid_read_keeps_written_blocks() -> None:
         pair.decode.faulty.hold()
         request = pair.request(PROMPT)
         async with aclosing(pair.decode.client.generate(request)):
-            await asyncio.wait_for(pair.decode.faulty.held(1), 60)
+            await asyncio.wait_for(pair.decode.faulty.held(1), TIMEOUT_S)
         await eventually(lambda: pair.decode.now.quarantined_blocks > 0)
         other = list(range(50, 58))
         assert tokens(await pair.generate(other, remote=False)) == FakeModel().greedy(other, 4)
@@ -242,7 +243,7 @@ async def test_prefill_workers_first_token_obeys_stop_rules() -> None:
 
 async def test_prefill_workers_idle_connection_serves_a_later_burst() -> None:
     """Peers' defect 25: heartbeats keep an idle pair together for longer than the silence that ends it."""
-    async with open_pair() as pair:
+    async with open_pair(pace=replace(PACE, silent_ticks=8)) as pair:
         await pair.generate(PROMPT)
         link = next(iter(pair.prefills._links.values()))
         pings = 0

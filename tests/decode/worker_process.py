@@ -17,7 +17,7 @@ import torch
 
 from baton_engine.model.decoder import Decoder
 from baton_engine.transfer.kinds import create_transfer
-from tests.decode.pair import PATIENT, Side, serve
+from tests.decode.pair import Side, serve
 from tests.decode.real_model import real_side
 
 
@@ -25,7 +25,7 @@ async def main(folder: Path, chunk_tokens: int) -> None:
     side: Side = real_side("prefill", folder, chunk_tokens)
     side.transfer = await create_transfer("nixl", side.cache, side.name)
     await side.open()
-    server = serve(side, pace=PATIENT)
+    server = serve(side)
     await server.start()
     computing = side.model.ops if isinstance(side.model, Decoder) else side.model
     print(server.address, type(computing).__name__, flush=True)

@@ -60,6 +60,8 @@ class FakeModel:
         self.go = threading.Event()
         """Cleared, the next pass stops in its middle until it is set."""
         self.go.set()
+        self.stops_at = 0
+        """Number of the pass that clears `go` as it begins; 0: none does."""
         self.inside = threading.Event()
         """Set while a pass is under way."""
         self.interruptions = 0
@@ -69,6 +71,8 @@ class FakeModel:
         self._interrupted.clear()
         self.inside.set()
         self.passes += 1
+        if self.passes == self.stops_at:
+            self.go.clear()
         self.sizes.append(batch.size)
         memory = cache.kv.view(cache.blocks, 2, cache.block_size, 2)
         before = [self._read(memory, batch, row, batch.rows[row].start) for row in range(len(batch.rows))]

@@ -24,7 +24,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.streams import Event
 from tests.engine.fake_model import FakeModel, make_cache
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 class Serving:

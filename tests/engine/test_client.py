@@ -59,9 +59,11 @@ async def test_client_joins_outputs_that_nobody_watches(client: AsyncEngine, cou
 
 async def test_client_joined_outputs_end_with_an_abort(client: AsyncEngine, model: FakeModel) -> None:
     outputs = []
+    model.stops_at = 2
     async for output in client.generate(request_of("a", max_tokens=240), together=True):
         outputs.append(output)
         client.abort("a")
+        model.go.set()
     assert outputs[-1].finish is FinishReason.ABORT
     await free(client)
 
@@ -77,10 +79,10 @@ async def test_client_dropped_generation_is_aborted(client: AsyncEngine, model: 
     """Its reader was cancelled between two outputs, or never began."""
 
     reading = asyncio.Event()
+    model.stops_at = 2
 
     async def read() -> None:
         async for _ in client.generate(request_of("a", max_tokens=240)):
-            model.go.clear()
             reading.set()
             await asyncio.Event().wait()
 
@@ -107,25 +109,30 @@ async def test_client_cancelled_reader_aborts_its_request(client: AsyncEngine, m
     assert client.snapshot().totals.finished == {"abort": 1}
 
 
-async def test_client_closed_generation_aborts_and_ends(client: AsyncEngine) -> None:
+async def test_client_closed_generation_aborts_and_ends(client: AsyncEngine, model: FakeModel) -> None:
+    model.stops_at = 2
     async with contextlib.aclosing(client.generate(request_of("a", max_tokens=240))) as outputs:
         await anext(outputs)
+    model.go.set()
     with pytest.raises(StopAsyncIteration):
         await anext(outputs)
     await free(client)
     assert client.snapshot().totals.finished == {"abort": 1}
 
 
-async def test_finish_and_abort_from_outside_end_the_iteration(client: AsyncEngine) -> None:
+async def test_finish_and_abort_from_outside_end_the_iteration(client: AsyncEngine, model: FakeModel) -> None:
     for name, end, reason in (
         ("a", client.finish, FinishReason.STOP),
         ("b", client.abort, FinishReason.ABORT),
     ):
         last = None
+        await free(client)
+        model.stops_at = model.passes + 2
         async for output in client.generate(request_of(name, max_tokens=240)):
             last = output
             if len(output.tokens):
                 end(name)
+                model.go.set()
         assert last is not None
         assert last.finish is reason
     await free(client)

@@ -38,6 +38,7 @@ from tests.engine.random_weights import tiny_spec
 
 CPU = torch.device("cpu")
 BLOCKS = 20
+TIMEOUT_S = 300.0
 SMOLLM2 = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
@@ -122,7 +123,7 @@ def part_of(checkpoint: Checkpoint, shard: Shard, store: Path) -> Decoder:
     spec = load_spec(checkpoint)
     weights = load_weights(checkpoint, spec, torch.float32, shard=shard)
     group = Group(shard, spec.vocab, CPU)
-    group.connect(store, 30)
+    group.connect(store, TIMEOUT_S)
     return create_decoder(shard.spec(spec), weights, CPU, torch.float32, group)
 
 
@@ -328,7 +329,8 @@ def children() -> list[int]:
     """The processes of ranks that this process has started."""
     processes = []
     for task in Path("/proc/self/task").iterdir():
-        processes += [int(pid) for pid in (task / "children").read_text().split()]
+        with contextlib.suppress(OSError):  # the thread has ended since
+            processes += [int(pid) for pid in (task / "children").read_text().split()]
     return [pid for pid in processes if b"baton_engine.parallel.rank" in _command(pid)]
 
 
@@ -342,13 +344,13 @@ async def test_killed_rank_ends_requests_and_the_worker(tiny: Path) -> None:
     async with open_worker(settings(tiny, 2)) as worker:
         # Without an end-of-sequence token, so that it runs until the rank is killed.
         request = Request("r", (3, 4, 5), SamplingParams(temperature=0.0, max_tokens=500))
+        (rank,) = children()
         outputs = worker.client.generate(request)
         assert (await anext(outputs)).tokens
-        (rank,) = children()
         os.kill(rank, signal.SIGKILL)
         last = [output async for output in outputs][-1]
         assert last.finish is FinishReason.ERROR
-        reason = await asyncio.wait_for(asyncio.shield(worker.fatal), 30)
+        reason = await asyncio.wait_for(asyncio.shield(worker.fatal), TIMEOUT_S)
     assert "rank 1 (process" in reason and "ended with signal 9" in reason
 
 
@@ -358,14 +360,14 @@ def test_stopped_rank_fails_the_pass_within_the_timeout(tiny: Path) -> None:
     with contextlib.ExitStack() as stack:
         chosen = settings(tiny, 2)
         model, _, _ = load_parallel(
-            chosen, "w", checkpoint, spec, CPU, torch.float32, SILENT, stack, timeout_s=2
+            chosen, "w", checkpoint, spec, CPU, torch.float32, SILENT, stack, timeout_s=10
         )
         cache = model.open_cache(BLOCKS, torch.float32, CPU)
         assert torch.isfinite(model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)).all()
         (rank,) = children()
         os.kill(rank, signal.SIGSTOP)
-        with pytest.raises(RankFailed, match="did not answer within 2 s"):
+        with pytest.raises(RankFailed, match="did not answer within 10 s"):
             model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)
-        with pytest.raises(RankFailed, match="did not answer within 2 s"):
+        with pytest.raises(RankFailed, match="did not answer within 10 s"):
             model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)
     assert not children()

@@ -20,6 +20,7 @@ from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
 from baton_engine.transfer.reader import KNOWN_LIMIT, WINDOW, AgentError, BlockReader, Read
 from baton_engine.transfer.reads import Settlement, runs, slices
+from tests.decode.pair import TIMEOUT_S, eventually
 
 POOL = PoolLayout(address=4096, block_bytes=10, blocks=1000)
 POOLS = (POOL,)
@@ -101,7 +102,7 @@ class FakeAgent:
 
         def wait() -> list[Handle]:
             with self.changed:
-                assert self.changed.wait_for(lambda: len(self.handles) >= count, 60)
+                assert self.changed.wait_for(lambda: len(self.handles) >= count, TIMEOUT_S)
                 return self.handles.copy()
 
         return await asyncio.to_thread(wait)
@@ -147,19 +148,19 @@ def bench() -> Iterator[Bench]:
     bench.reader.stop()
     for handle in bench.agent.handles.copy():
         handle.state = "failed"
-    assert bench.reader.join(10)
+    assert bench.reader.join(TIMEOUT_S)
     assert bench.agent.closed.is_set()
     assert not bench.agent.broken
 
 
 async def failure(end: Settlement) -> str:
     with pytest.raises(TransferFailed) as caught:
-        await asyncio.wait_for(end.settled(), 60)
+        await asyncio.wait_for(end.settled(), TIMEOUT_S)
     return str(caught.value)
 
 
 async def success(end: Settlement) -> Pulled:
-    return await asyncio.wait_for(end.settled(), 60)
+    return await asyncio.wait_for(end.settled(), TIMEOUT_S)
 
 
 async def test_reader_slices_under_way_are_bounded(bench: Bench) -> None:
@@ -303,8 +304,7 @@ async def test_reader_thread_is_idle_without_reads(bench: Bench) -> None:
     await asyncio.sleep(0.05)
     assert bench.agent.looks == before
     await bench.reader.call(lambda: bench.reader.serve(1))
-    await asyncio.sleep(0.05)
-    assert bench.agent.looks > before
+    await eventually(lambda: bench.agent.looks > before)
     await bench.reader.call(lambda: bench.reader.serve(-1))
 
 
@@ -317,7 +317,7 @@ async def test_reader_stop_posts_no_slice_and_waits_for_posted_ones(bench: Bench
     for handle in handles:
         handle.state = "done"
     assert "closing" in await failure(end)
-    assert bench.reader.join(10)
+    assert bench.reader.join(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -18,7 +18,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Transfer
 from tests.engine.transfer_peer import run
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 # A server that has torch loaded forks them, as loading it again for each takes longer than its test.
 _processes = get_context("forkserver")

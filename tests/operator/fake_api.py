@@ -55,6 +55,8 @@ class FakeApi:
         """Of the newest change."""
         self.requests: Counter[str] = Counter()
         self.watches: Counter[str] = Counter()
+        self.watchers: set[str] = set()
+        """User agents of all watches."""
         self.objects: dict[tuple[str, str, str, str], Any] = {}
         """By API, plural, namespace and name."""
         self._kinds = {(api, plural(kind)): kind for api, kind in SERVED}
@@ -272,6 +274,7 @@ class FakeApi:
     async def _watch(self, place: Place, namespace: str, request: web.Request) -> web.StreamResponse:
         seen = int(request.query["resourceVersion"])
         self.watches[place[1]] += 1
+        self.watchers.add(request.headers["User-Agent"])
         stream = web.StreamResponse()
         await stream.prepare(request)
 

@@ -52,6 +52,9 @@ OTHERS = (
 )
 """Kinds that other projects define; their own definitions are not needed to write objects of them."""
 
+LIMIT_S = 300.0
+"""Seconds after which a test gives up, on a machine however busy."""
+
 WRITES = frozenset({"create", "patch", "update", "delete"})
 
 
@@ -118,6 +121,8 @@ class RealCluster:
         else:
             await self.allow()
             self.kubeconfig.write_text(self._kubeconfig("token-of-the-operator"))
+        await self.granted(self.user, "list", f"{API}/inferenceservices", "models")
+        await self.granted(self.user, "create", "coordination.k8s.io/v1/leases", OPERATOR)
 
     async def install(self) -> str:
         """The chart's own account and rights, as helm renders them; gives a token of that account."""
@@ -139,6 +144,18 @@ class RealCluster:
         )
         token: str = response.raise_for_status().json()["status"]["token"]
         return token
+
+    async def granted(self, user: str, verb: str, resource: str, namespace: str) -> None:
+        """Wait until the API server, which watches roles and bindings, grants this right."""
+        group, _, plural = resource.split("/")
+        target = {"namespace": namespace, "verb": verb, "group": group, "resource": plural}
+        body = {"spec": {"user": user, "resourceAttributes": target}}
+
+        async def so() -> bool:
+            answer = await self.admin.post("/apis/authorization.k8s.io/v1/subjectaccessreviews", json=body)
+            return bool(answer.raise_for_status().json()["status"]["allowed"])
+
+        await self.until(so)
 
     async def allow(self) -> None:
         """Just what the operator's rules say, where there is no helm to render them."""
@@ -252,12 +269,13 @@ class RealCluster:
 
     def requests_of(self, user: str, since: int = 0) -> list[ApiRequest]:
         """Return the requests of this account, from that entry on."""
-        lines = self.api.audit.read_text().splitlines() if self.api.audit.exists() else []
+        text = self.api.audit.read_text() if self.api.audit.exists() else ""
+        lines = text.rpartition("\n")[0].splitlines()  # without one that is being written
         entries = [ApiRequest.of(json.loads(line), user) for line in lines]
         return [one for one in entries if one is not None][since:]
 
-    async def until(self, claim: Callable[[], Any], limit_s: float = 90.0) -> None:
-        await until(claim, limit_s)
+    async def until(self, claim: Callable[[], Any]) -> None:
+        await until(claim)
 
     async def _is_served(self, where: str) -> bool:
         return (await self.admin.get(where)).status_code == 200
@@ -358,7 +376,7 @@ class Process:
         self.log = log
 
     async def get(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(trust_env=False) as asking:
+        async with httpx.AsyncClient(trust_env=False, timeout=LIMIT_S) as asking:
             return await asking.get(self.url + path)
 
     async def status(self, path: str) -> int:
@@ -398,7 +416,7 @@ async def started(folder: Path, kubeconfig: Path, name: str, *options: str) -> A
             sys.executable, "-m", "baton_cli.main", *arguments, stderr=writing
         )
     try:
-        await until(lambda: process.returncode is not None or "Health and metrics" in log.read_text(), 120.0)
+        await until(lambda: process.returncode is not None or "Health and metrics" in log.read_text())
         assert process.returncode is None, log.read_text()
         url = log.read_text().rpartition("Health and metrics at ")[2].partition('"')[0].rstrip(".")
         yield Process(process, url, log)
@@ -408,9 +426,9 @@ async def started(folder: Path, kubeconfig: Path, name: str, *options: str) -> A
         await process.wait()
 
 
-async def until(claim: Callable[[], Any], limit_s: float = 90.0) -> None:
+async def until(claim: Callable[[], Any]) -> None:
     """Ask again and again; a claim that fails, or cannot be answered, is not true yet."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     while True:
         try:
             answer = claim()
@@ -418,7 +436,7 @@ async def until(claim: Callable[[], Any], limit_s: float = 90.0) -> None:
                 return
         except httpx.HTTPError:
             pass
-        assert time.monotonic() < deadline, f"not so within {limit_s} s"
+        assert time.monotonic() < deadline, f"not so within {LIMIT_S:.0f} s"
         await asyncio.sleep(0.05)
 
 

@@ -235,6 +235,8 @@ async def test_batch_job_invalid_pod_template_is_reported_in_status(
 async def router(cluster: RealCluster, api: ApiClient, tmp_path: Path) -> BatchJobApi:
     """As a router's pod has it: with the account that the operator has made for it."""
     await Inside(api).reconcile()
+    account = "system:serviceaccount:models:chat-router"
+    await cluster.granted(account, "create", "baton.dev/v1alpha1/batchjobs", "models")
     (tmp_path / "token").write_text(await cluster.token("models", "chat-router"))
     (tmp_path / "namespace").write_text("models")
     (tmp_path / "ca.crt").write_bytes((cluster.api.account / "ca.crt").read_bytes())
@@ -331,9 +333,9 @@ async def test_operator_deleted_account_or_role_is_restored_at_once(cluster: Rea
         async def watches() -> bool:
             return await operator.status("/readyz") == 200
 
-        await cluster.until(watches, 60)
+        await cluster.until(watches)
         for where in paths:
-            await cluster.until(lambda where=where: is_there(where), 60)  # type: ignore[misc]
+            await cluster.until(lambda where=where: is_there(where))  # type: ignore[misc]
         uids = [(await cluster.admin.get(where)).json()["metadata"]["uid"] for where in paths]
         for where, uid in zip(paths, uids, strict=True):
             await cluster.api.delete(where)
@@ -342,4 +344,4 @@ async def test_operator_deleted_account_or_role_is_restored_at_once(cluster: Rea
                 answer = await cluster.admin.get(where)
                 return answer.status_code == 200 and answer.json()["metadata"]["uid"] != uid
 
-            await cluster.until(is_back, 60)
+            await cluster.until(is_back)

@@ -8,7 +8,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ from baton_engine.transfer import control
 from baton_engine.transfer.control import ControlConnection
 from baton_engine.transfer.integrity import block_checksum
 from baton_prefill.server import PrefillServer
-from tests.decode.pair import QUICK, Side, eventually, fake_side, serve
+from tests.decode.pair import PACE, TIMEOUT_S, Side, eventually, fake_side, serve
 from tests.engine.fake_model import FakeModel
 
 PROMPT = list(range(30))
@@ -59,7 +59,7 @@ class Bench:
         return self.side.model
 
     async def raw(self) -> ControlConnection:
-        return await control.dial(self.server.address, QUICK)
+        return await control.dial(self.server.address, PACE)
 
     @contextlib.asynccontextmanager
     async def peer(self, **hello: Any) -> AsyncIterator[ControlConnection]:
@@ -115,7 +115,7 @@ def prefill(session: str = "r", epoch: int = 1, tokens: list[int] = PROMPT, **ch
 
 async def hear(connection: ControlConnection, kind: type[Any]) -> Any:
     """The next message of that kind; heartbeats and others on the way are passed over."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             message = await connection.receive()
             if isinstance(message, kind):
@@ -125,7 +125,7 @@ async def hear(connection: ControlConnection, kind: type[Any]) -> Any:
 async def chunks(connection: ControlConnection) -> tuple[list[Chunk], Commit]:
     """All chunks of the one prompt that is under way, and its commit."""
     heard: list[Chunk] = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             message = await connection.receive()
             match message:
@@ -138,7 +138,7 @@ async def chunks(connection: ControlConnection) -> tuple[list[Chunk], Commit]:
 async def ended(connection: ControlConnection) -> str:
     """How the server ended the connection."""
     with pytest.raises(TransferFailed) as raised:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 await connection.receive()
     return str(raised.value)
@@ -269,7 +269,7 @@ async def in_mid_pass(bench: Bench, peer: ControlConnection) -> None:
     bench.model.inside.clear()
     bench.model.go.clear()
     peer.send(prefill())
-    await asyncio.to_thread(bench.model.inside.wait, 5)
+    await asyncio.to_thread(bench.model.inside.wait, TIMEOUT_S)
 
 
 async def partly_announced(bench: Bench, peer: ControlConnection) -> None:
@@ -320,7 +320,7 @@ async def test_prefill_deadline_releases_all_blocks(state: str) -> None:
 
 
 async def test_server_silent_peer_sessions_are_released() -> None:
-    async with open_bench() as bench:
+    async with open_bench(pace=replace(PACE, silent_ticks=40)) as bench:
         connection = await bench.raw()
         connection.send(bench.side.me.hello())
         await connection.receive()
@@ -381,7 +381,7 @@ async def test_prefill_drain_finishes_sessions_and_rejects_new_ones() -> None:
         assert "draining" in failed.reason
         assert not drained.done(), "the blocks of the first one were not pulled yet"
         peer.send(Done(session="r", epoch=1))
-        await asyncio.wait_for(drained, 60)
+        await asyncio.wait_for(drained, TIMEOUT_S)
 
 
 async def test_prefill_full_worker_rejects_with_retry() -> None:
@@ -443,7 +443,8 @@ UNWELCOME: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", UNWELCOME)
 async def test_prefill_peer_without_hello_is_cut_off(case: str) -> None:
-    async with open_bench() as bench:
+    ends = case not in ("nothing at all", "half a frame")
+    async with open_bench(pace=PACE if ends else replace(PACE, handshake_s=2.0)) as bench:
         connection = await bench.raw()
         connection._writer.write(UNWELCOME[case])
         await ended(connection)

@@ -33,9 +33,16 @@ class RealKubernetes:
     """`admin` is a client with all rights; `account` is the folder of a user without rights."""
 
     def __init__(
-        self, url: str, admin: httpx.AsyncClient, account: Path, server: Server, audit: Path
+        self,
+        url: str,
+        tls: ssl.SSLContext,
+        admin: httpx.AsyncClient,
+        account: Path,
+        server: Server,
+        audit: Path,
     ) -> None:
         self.url = url
+        self.tls = tls
         self.admin = admin
         self.account = account
         self.server = server
@@ -72,11 +79,18 @@ class Server:
             self.process.kill()
             await self.process.wait()
 
-    async def restart(self, admin: httpx.AsyncClient) -> None:
+    async def restart(self, client: httpx.AsyncClient, path: str = "/readyz") -> None:
         """Back as it was, and ready."""
         await self.start()
         assert self.process is not None
-        await _ready(admin, [self.process])
+        await _ready(client, path, [self.process])
+
+    def another(self, port: int) -> Server:
+        """Return a second API server of the same cluster, at another port and without a log of requests."""
+        own = ("--secure-port=", "--audit-")
+        return Server(
+            [*(one for one in self._command if not one.startswith(own)), f"--secure-port={port}"], self._log
+        )
 
 
 AUDIT = """\
@@ -130,22 +144,23 @@ async def real_kubernetes(folder: Path) -> AsyncIterator[RealKubernetes]:
     with (folder / "log").open("wb") as log:
         kept, api = (Server(command, log) for command in commands)
         try:
-            await kept.start()
+            async with httpx.AsyncClient(base_url=storing, trust_env=False) as etcd_client:
+                await kept.restart(etcd_client, "/health")  # an API server does not wait for it for long
             async with httpx.AsyncClient(
                 base_url=url, verify=tls, headers=headers, trust_env=False, timeout=TIMEOUT_S
             ) as admin:
                 await api.restart(admin)
-                yield RealKubernetes(url, admin, account, api, audit)
+                yield RealKubernetes(url, tls, admin, account, api, audit)
         finally:
             await api.stop()
             await kept.stop()
 
 
-async def _ready(admin: httpx.AsyncClient, processes: list[asyncio.subprocess.Process]) -> None:
+async def _ready(client: httpx.AsyncClient, path: str, processes: list[asyncio.subprocess.Process]) -> None:
     deadline = asyncio.get_running_loop().time() + STARTED_S
     while True:
         try:
-            if (await admin.get("/readyz")).status_code == 200:
+            if (await client.get(path)).status_code == 200:
                 return
         except httpx.TransportError:
             pass

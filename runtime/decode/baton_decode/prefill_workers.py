@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 ANSWER_DEADLINE_S = 600.0
 """Long, since a prompt may wait behind others for minutes; heartbeats show whether the peer is alive."""
 
-UNREACHABLE_S = 1.0
-"""Seconds before an address that did not answer is tried again. Until then, fetches from it fail at once."""
-
 WHOLE = "whole"
 """The outcome of a successful fetch."""
 
@@ -187,7 +184,7 @@ class PrefillWorkers:
         if _is_up(opening):
             self._spawn(self._keep(opening.result(), opening))
         elif not opening.cancelled() and isinstance(opening.exception(), TransferFailed):
-            self._loop.call_later(UNREACHABLE_S, self._forget, address, opening)
+            self._loop.call_later(self._pace.unreachable_s, self._forget, address, opening)
         else:
             self._forget(address, opening)
 

@@ -177,7 +177,7 @@ async def equal(race: Race, length: int, **sampling: Any) -> list[Output]:
 
 @each_kind
 async def test_accelerated_pair_equals_one_worker(paths: dict[str, Path], kind: str) -> None:
-    async with open_race(paths[kind], worker=worker(kind), deadline_s=60) as race:
+    async with open_race(paths[kind], worker=worker(kind)) as race:
         race.tolerance = TOLERANCE[kind]
         await equal(race, 17, **SAMPLED)
 
@@ -186,7 +186,7 @@ async def test_accelerated_pair_equals_one_worker(paths: dict[str, Path], kind: 
 @each_kind
 async def test_accelerated_pair_equals_one_for_lengths(paths: dict[str, Path], kind: str) -> None:
     """Also with a prefix that the decode worker has, and where prompts share batches on both sides."""
-    async with open_race(paths[kind], worker=worker(kind), deadline_s=60) as race:
+    async with open_race(paths[kind], worker=worker(kind)) as race:
         race.tolerance = TOLERANCE[kind]
         await asyncio.gather(
             *(equal(race, length, **way) for length, way in zip((1, 16, 50), WAYS.values(), strict=True))
@@ -208,7 +208,7 @@ async def test_accelerated_pair_over_nixl_equals_one_worker(folder: Path) -> Non
     with prefill_processes(folder) as started:
         address, _, ops = started(route).partition(" ")
         assert ops == AcceleratorOps.__name__
-        async with open_race(folder, route, address, worker("float32"), deadline_s=60) as race:
+        async with open_race(folder, route, address, worker("float32")) as race:
             await equal(race, 17, **SAMPLED)
             await equal(race, 40, **PENALISED)
             assert race.prefills.outcomes == {"whole": 2}

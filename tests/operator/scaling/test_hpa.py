@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GROUP = "external.metrics.k8s.io"
-LIMIT_S = 90.0
 
 
 @asynccontextmanager
@@ -166,14 +164,12 @@ async def test_hpa_external_metric_scales_the_deployment(tmp_path: Path) -> None
         assert service.gauge(metrics.AUTOSCALER_DESIRED.name, "decode") == [4]
         async with external_metrics(cluster, service), controllers(cluster):
             hpa = example("scaled-by-hpa.yaml", "chat")
-            started = time.monotonic()
             await cluster.api.post("/apis/autoscaling/v2/namespaces/models/horizontalpodautoscalers", hpa)
 
             async def followed() -> bool:
                 return (await service.wanted("decode"))[0] == 4
 
-            await until(followed, LIMIT_S)
-            assert time.monotonic() - started < LIMIT_S
+            await until(followed)
             await service.settle()
             service.see(1, 4, in_flight=20.0, decode_token=0.01, **full)
             deployments = (await cluster.admin.get(path("apps/v1", "Deployment", "models"))).json()["items"]
@@ -191,5 +187,5 @@ async def test_hpa_external_metric_scales_the_deployment(tmp_path: Path) -> None
                     json.dumps(status).count('"currentReplicas": 4') == 1 and status["desiredReplicas"] == 4
                 )
 
-            await until(steady, LIMIT_S)
+            await until(steady)
             assert await followed()

@@ -40,6 +40,8 @@ class Pace:
     """Maximum time from the connection to the end of Hello and Welcome."""
     close_s: float = 1.0
     """Maximum time for sending the last frames when the connection is closed."""
+    unreachable_s: float = 1.0
+    """Time before an address that did not answer is tried again. Until then, fetches from it fail at once."""
 
 
 class ControlConnection:
