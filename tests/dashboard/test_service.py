@@ -127,9 +127,9 @@ def test_second_turn_comes_from_the_prefix_cache(page: Browser) -> None:
     ask(page, "List 3 countries and their capitals.", 8)
     ask(page, "And then?", 8)
     page.until(lambda: page.count(".answer .track") == 2, "both timelines are there")
-    cached = page.run(
-        "return [...document.querySelectorAll('.answer')][1].querySelector('.about').textContent"
-    )
+    # The description follows the answer with the next report.
+    page.until(lambda: page.text(".answer .about").count(" cached") == 2, "both answers are described")
+    _, cached = page.text(".answer .about").split("\n")
     assert not cached.split(" · ")[1].startswith("0 of")
     page.one("#anew").click()
     assert not page.count(".message")

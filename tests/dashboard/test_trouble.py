@@ -13,13 +13,16 @@ import pytest
 
 from baton_api.workers import Role
 from tests.dashboard.browser import Browser
+from tests.ports import steady_port
 from tests.router.fake_worker import FakeWorker, event, gated, streaming
-from tests.router.running import RunningRouter, running_router
+from tests.router.running import RunningRouter, running_router, until
 
 pytestmark = pytest.mark.slow
 
 HOSTILE = '<img src=x onerror="window.hurt = 1"><script>window.hurt = 1</script>'
 UNKEYED = "API key required"
+
+VISITS = 5
 
 # A browser is waited for in a thread: the router that it asks is in this one.
 browsing = asyncio.to_thread
@@ -153,11 +156,33 @@ async def test_lost_connection_is_shown_and_restored(browser: Browser) -> None:
         browser.until(lambda: "Paris" in browser.text(".answer .text"), "the model answers again")
 
     async with FakeWorker() as worker:
-        async with running_router([worker], dashboard=True) as router:
+        async with running_router([worker], dashboard=True, port=steady_port()) as router:
             await browsing(opened, router.url)
         await browsing(lost)
         async with running_router([worker], dashboard=True, port=router.port):
             await browsing(back)
+
+
+async def test_page_that_is_left_ends_its_stream(browser: Browser) -> None:
+    """Browsers keep it for a minute, and have six connections: the seventh visit would wait for one."""
+
+    def visits(url: str) -> None:
+        for number in range(VISITS):
+            browser.driver.get(f"{url}/?{number}")
+            browser.until_live()
+
+    def back() -> None:
+        browser.driver.back()
+        browser.until(lambda: browser.run("return location.search") == f"?{VISITS - 2}", "the page is back")
+        browser.until_live()
+
+    async with service(FakeWorker()) as router:
+        page = router.router.dashboard
+        assert page is not None
+        await browsing(visits, router.url)
+        assert page.watched < VISITS
+        await browsing(back)
+        await until(lambda: page.watched == 1)
 
 
 async def test_service_without_workers_names_what_is_missing(browser: Browser) -> None:

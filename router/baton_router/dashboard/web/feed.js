@@ -26,6 +26,12 @@ export class Feed {
     this.#follow(this.#running.signal);
   }
 
+  // End the stream. Browsers keep a page that was left for a minute, with its connections, of which one host gets six.
+  stop() {
+    this.#running?.abort();
+    this.#running = null;
+  }
+
   async #follow(until) {
     let pause = FIRST_PAUSE_MS;
     this.#changed("connecting", "");

@@ -127,6 +127,9 @@ byId("key-forget").addEventListener("click", () => {
   feed.start();
 });
 
+addEventListener("pagehide", () => feed.stop());
+addEventListener("pageshow", (event) => event.persisted && feed.start());
+
 setInterval(() => {
   if (!document.hidden && service && requests.all.some((record) => record.outcome === "running")) showRequests();
 }, AGAIN_MS);
