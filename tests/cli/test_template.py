@@ -42,11 +42,9 @@ class Started:
         return await child.start(arguments, {}, self.announcements.append, self.log.append, template)
 
 
-async def test_fork_is_a_child_with_log_announcements_and_status(template: Template) -> None:
+async def test_fork_has_log_announcements_and_status(template: Template) -> None:
     started = Started()
     process = await started.run(*REFUSED, template=template)
-    seen = psutil.Process(process.pid)
-    assert seen.ppid() == os.getpid() and os.getpgid(process.pid) == process.pid
     async with asyncio.timeout(START_S):
         assert await process.ended() == 2
     assert any(REASON in line for line in started.log), started.log
@@ -54,10 +52,11 @@ async def test_fork_is_a_child_with_log_announcements_and_status(template: Templ
     assert not psutil.pid_exists(process.pid)
 
 
-async def test_fork_shows_its_command_and_can_be_killed(template: Template) -> None:
+async def test_fork_is_a_child_with_its_command_and_can_be_killed(template: Template) -> None:
     process = await Started().run("router", "--decode=http://127.0.0.1:9", "--port=0", template=template)
     seen, expected = psutil.Process(process.pid), ["baton_cli.main", "router", "--decode=http://127.0.0.1:9"]
     await asyncio.to_thread(await_true, lambda: seen.cmdline()[2:5] == expected, START_S, "its command")
+    assert seen.ppid() == os.getpid() and os.getpgid(process.pid) == process.pid
     process.kill()
     async with asyncio.timeout(START_S):
         assert await process.ended() == -signal.SIGKILL

@@ -1,8 +1,8 @@
 """
 A program of three processes that report when they begin and end, to test `prefork`.
 
-`python -m tests.router.prefork_program [refuse|stubborn]`: with `refuse` the second process fails to start;
-with `stubborn` it ignores the signal to stop.
+`python -m tests.router.prefork_program [refuse|stubborn|early]`: with `refuse` the second process fails to
+start; with `stubborn` it ignores the signal to stop; with `early` it is stopped before it has begun.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import os
 import select
 import signal
 import sys
+import time
 
 from baton_api.errors import SetupError
 from baton_router.frontends.prefork import ChildMain, ChildProcess, ProcessSupervisor, ReadySignal
+
+LOST_S = 60.0
+"""Seconds after which a signal that a process has not received is lost."""
 
 
 def member(name: str, how: str) -> ChildMain:
@@ -39,7 +43,23 @@ def member(name: str, how: str) -> ChildMain:
     return body
 
 
+def stop_at_second_fork() -> None:
+    """Stop the program by its second process, before that has signal handlers of its own."""
+    parent, forks = os.getpid(), list[int]()
+
+    def stop() -> None:
+        if len(forks) == 2:
+            os.kill(parent, signal.SIGTERM)
+            deadline = time.monotonic() + LOST_S
+            while signal.SIGTERM not in signal.sigpending() and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    os.register_at_fork(before=lambda: forks.append(1), after_in_child=stop)
+
+
 def main(how: str) -> None:
+    if how == "early":
+        stop_at_second_fork()
     members = [
         ChildProcess(name, member(name, how if name == "two" else "")) for name in ("one", "two", "three")
     ]

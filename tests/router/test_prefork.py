@@ -97,6 +97,12 @@ def test_member_that_does_not_stop_is_killed() -> None:
         assert sorted(ends) == ["stopping", "three ends", "three told", "two told"]
 
 
+def test_member_stopped_before_it_begins_does_not_begin() -> None:
+    """Its signal arrives while it still has the handlers of its parent."""
+    with program("early") as crew:
+        assert crew.rest() == ["one begins", "stopping", "one told", "one ends", "over"]
+
+
 def test_members_end_with_a_parent_that_is_killed() -> None:
     with program() as crew:
         crew.lines(4)

@@ -33,6 +33,8 @@ STEADY_S = 10.0
 
 STARTED = b"started"
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 ChildMain = Callable[["ReadySignal", int], None]
 """The main function of a child, until SIGTERM. The number is a pipe's end that becomes readable when the
 parent is gone."""
@@ -113,6 +115,8 @@ class ProcessSupervisor:
         try:
             with self._signals():
                 for child in self._children:
+                    if self._stops:
+                        break
                     self._start(child)
                     while not child.started and not self._stops:
                         self._run_once()
@@ -174,16 +178,21 @@ class ProcessSupervisor:
         child.again = 0.0
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            os.close(read_end)
-            self._run_child(child, write_end)
+        # The child has this process's handlers at first: a signal to stop it would be lost in one of them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(read_end)
+                self._run_child(child, write_end, mask)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(write_end)
         child.pid, child.report_pipe = pid, read_end
         self._selector.register(read_end, selectors.EVENT_READ, child)
 
-    def _run_child(self, child: ChildProcess, write_end: int) -> NoReturn:
-        """In the child: run it, and exit without the parent's cleanup."""
+    def _run_child(self, child: ChildProcess, write_end: int, mask: set[signal.Signals | int]) -> NoReturn:
+        """In the child: run it with the signal mask, and exit without the parent's cleanup."""
         status = 1
         started = ReadySignal(write_end)
         try:
@@ -195,8 +204,9 @@ class ProcessSupervisor:
                 if other.report_pipe >= 0:
                     os.close(other.report_pipe)
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            for number in (*STOP_SIGNALS, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             child.body(started, self._parent_pipe[0])
             status = 0
         except SetupError as error:
@@ -238,7 +248,7 @@ class ProcessSupervisor:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """Signals write to the wake-up pipe."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+        numbers = (*STOP_SIGNALS, signal.SIGCHLD)
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         wakeup_pipe = signal.set_wakeup_fd(self._wakeup_pipe[1], warn_on_full_buffer=False)
         try:
