@@ -637,9 +637,9 @@ def test_law_competing_processes_lose_and_duplicate_nothing(database_url: str) -
     ]
     for process in processes:
         process.start()
-    new = sum(reported.get(timeout=60) for _ in processes)
+    new = sum(reported.get(timeout=300) for _ in processes)
     for process in processes:
-        process.join(30)
+        process.join(300)
     batch = ledger.find(id)
     assert new == batch.done == batch.completed == 300
     assert ledger.counts(id) == (300, 0)
@@ -673,7 +673,7 @@ def at_once(calls: list[Callable[[], None]]) -> None:
     gate = threading.Barrier(len(calls))
 
     def run(call: Callable[[], None]) -> None:
-        gate.wait(30)
+        gate.wait(300)
         try:
             call()
         except BaseException as failure:
@@ -683,7 +683,7 @@ def at_once(calls: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     if failures:
         raise failures[0]
 

@@ -102,7 +102,7 @@ class Side:
 
     async def close(self) -> None:
         if isinstance(self.model, FakeModel):
-            self.model.go.set()  # a test that fails half way must not leave the engine waiting
+            self.model.resume()  # a test that fails half way must not leave the engine waiting
         await self.client.close()
         await self.transfer.close()
 

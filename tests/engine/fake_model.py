@@ -61,7 +61,8 @@ class FakeModel:
         """Cleared, the next pass stops in its middle until it is set."""
         self.go.set()
         self.stops_at = 0
-        """Number of the pass that clears `go` as it begins; 0: none does."""
+        """Number of the pass that clears `go` as it begins, until `resume`; 0: none does."""
+        self._gate = threading.Lock()
         self.inside = threading.Event()
         """Set while a pass is under way."""
         self.interruptions = 0
@@ -71,8 +72,9 @@ class FakeModel:
         self._interrupted.clear()
         self.inside.set()
         self.passes += 1
-        if self.passes == self.stops_at:
-            self.go.clear()
+        with self._gate:
+            if self.passes == self.stops_at:
+                self.go.clear()
         self.sizes.append(batch.size)
         memory = cache.kv.view(cache.blocks, 2, cache.block_size, 2)
         before = [self._read(memory, batch, row, batch.rows[row].start) for row in range(len(batch.rows))]
@@ -101,6 +103,12 @@ class FakeModel:
             ]
         self.inside.clear()
         return torch.stack(logits) if logits else torch.empty((0, self.spec.vocab))
+
+    def resume(self) -> None:
+        """Let all passes end, also one that `stops_at` names and that has not begun."""
+        with self._gate:
+            self.stops_at = 0
+            self.go.set()
 
     def interrupt(self) -> None:
         self._interrupted.set()

@@ -63,7 +63,7 @@ class Serving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.model.go.set()
+        self.model.resume()
         self.engine.stop()
 
     def submit(self, *requests: Request) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from baton_engine.requests import Fetch, FinishReason, Request
-from tests.engine.serving import Prefiller, Recipient, Serving, prompt_of, request_of
+from tests.engine.serving import TIMEOUT_S, Prefiller, Recipient, Serving, prompt_of, request_of
 from tests.seeds import seeds
 
 
@@ -27,7 +27,7 @@ def test_abort_request_in_mid_prompt_ends() -> None:
     with Serving(chunk_tokens=4) as serving:
         serving.model.go.clear()
         serving.submit(request_of("a", 100))
-        assert serving.model.inside.wait(10)
+        assert serving.model.inside.wait(TIMEOUT_S)
         serving.engine.abort("a")
         serving.model.go.set()
         assert serving.ended("a").finish is FinishReason.ABORT
@@ -40,7 +40,7 @@ def test_abort_during_a_pass_keeps_its_blocks_until_the_end() -> None:
     with Serving(blocks=6) as serving:
         serving.model.go.clear()
         serving.submit(request_of("a", 18, max_tokens=2))
-        assert serving.model.inside.wait(10)
+        assert serving.model.inside.wait(TIMEOUT_S)
         serving.engine.abort("a")
         serving.submit(request_of("b", 18, seed=1, max_tokens=2))
         serving.model.go.set()
@@ -50,9 +50,11 @@ def test_abort_during_a_pass_keeps_its_blocks_until_the_end() -> None:
 
 def test_abort_generating_request_leaves_others_running() -> None:
     with Serving() as serving:
+        serving.model.stops_at = 6
         serving.submit(request_of("a", max_tokens=180), request_of("b", seed=1, max_tokens=60))
         serving.wait(lambda: len(serving.so_far("a")) >= 3)
         serving.engine.abort("a")
+        serving.model.resume()
         assert serving.ended("a").finish is FinishReason.ABORT
         assert serving.tokens("b") == serving.model.greedy(prompt_of(10, 1), 60)
         serving.at_rest()

@@ -63,7 +63,7 @@ async def test_client_joined_outputs_end_with_an_abort(client: AsyncEngine, mode
     async for output in client.generate(request_of("a", max_tokens=240), together=True):
         outputs.append(output)
         client.abort("a")
-        model.go.set()
+        model.resume()
     assert outputs[-1].finish is FinishReason.ABORT
     await free(client)
 
@@ -93,7 +93,7 @@ async def test_client_dropped_generation_is_aborted(client: AsyncEngine, model: 
         await reader
     client.generate(request_of("b", max_tokens=240))
     await asyncio.wait_for(client.idle(), 60)
-    model.go.set()
+    model.resume()
     await free(client)
     assert client.snapshot().totals.finished == {"abort": 2}
 
@@ -103,7 +103,7 @@ async def test_client_cancelled_reader_aborts_its_request(client: AsyncEngine, m
     generation = client.generate(request_of("a", max_tokens=240))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(generation), 0.01)
-    model.go.set()
+    model.resume()
     await asyncio.wait_for(client.idle(), 60)
     await free(client)
     assert client.snapshot().totals.finished == {"abort": 1}
@@ -113,7 +113,7 @@ async def test_client_closed_generation_aborts_and_ends(client: AsyncEngine, mod
     model.stops_at = 2
     async with contextlib.aclosing(client.generate(request_of("a", max_tokens=240))) as outputs:
         await anext(outputs)
-    model.go.set()
+    model.resume()
     with pytest.raises(StopAsyncIteration):
         await anext(outputs)
     await free(client)
@@ -132,7 +132,7 @@ async def test_finish_and_abort_from_outside_end_the_iteration(client: AsyncEngi
             last = output
             if len(output.tokens):
                 end(name)
-                model.go.set()
+                model.resume()
         assert last is not None
         assert last.finish is reason
     await free(client)

@@ -16,7 +16,7 @@ from baton_api.sampling import SamplingParams
 from baton_engine.transfer import control
 from baton_engine.transfer.control import ControlConnection, Pace, dial, join_address, split_address
 
-QUICK = Pace(tick_s=0.04, silent_ticks=5, connect_s=1.0, handshake_s=0.5, close_s=0.2)
+QUICK = Pace(tick_s=0.04, silent_ticks=5, connect_s=60.0, handshake_s=60.0, close_s=0.2)
 
 
 @contextlib.asynccontextmanager

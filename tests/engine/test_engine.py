@@ -26,7 +26,8 @@ from baton_engine.requests import FinishReason, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling.sequence import Sequence
 from tests.engine.fake_model import FakeModel, make_cache
-from tests.engine.serving import Serving, prompt_of, request_of
+from tests.engine.serving import TIMEOUT_S, Serving, prompt_of, request_of
+from tests.engine.test_interruption import until
 
 NUMBERS = itertools.count()
 
@@ -86,7 +87,7 @@ def test_engine_finish_ends_with_stop_and_keeps_blocks_cached() -> None:
     with Serving() as serving:
         serving.model.go.clear()
         serving.submit(request_of("a", 9, max_tokens=500))
-        assert serving.model.inside.wait(10)
+        assert serving.model.inside.wait(TIMEOUT_S)
         serving.engine.finish("a")
         serving.model.go.set()
         assert serving.ended("a").finish is FinishReason.STOP
@@ -206,7 +207,7 @@ def test_engine_full_queue_rejects_with_overloaded() -> None:
     with Serving(max_running=1, max_queued=3) as serving:
         serving.model.go.clear()
         serving.submit(request_of("0"))
-        assert serving.model.inside.wait(10)
+        assert serving.model.inside.wait(TIMEOUT_S)
         serving.submit(*(request_of(f"{index}") for index in range(1, 4)))
         with pytest.raises(Overloaded, match="3 requests are waiting and the limit is 3"):
             serving.submit(request_of("4"))
@@ -321,9 +322,19 @@ def test_engine_stop_aborts_requests_and_rejects_new_ones() -> None:
     with serving:
         serving.model.go.clear()
         serving.submit(request_of("running", max_tokens=500), request_of("waiting"))
-        assert serving.model.inside.wait(10)
+        assert serving.model.inside.wait(TIMEOUT_S)
         stopper = threading.Thread(target=serving.engine.stop)
         stopper.start()
+        late = itertools.count()
+
+        def rejects() -> bool:
+            try:
+                serving.submit(request_of(f"late {next(late)}"))
+            except NotReady:
+                return True
+            return False
+
+        until(rejects)
         serving.model.go.set()
         stopper.join()
         assert serving.ended("running").finish is FinishReason.ABORT
@@ -370,9 +381,14 @@ def test_engine_batch_log_has_the_fields_format(caplog: pytest.LogCaptureFixture
 def test_engine_idle_uses_no_processor_time() -> None:
     with Serving() as serving:
         serving.run(request_of("a"))
-        before = time.process_time()
-        time.sleep(0.3)
-        assert time.process_time() - before < 0.1
+
+        def processor_s() -> float:
+            before = time.process_time()
+            time.sleep(0.3)
+            return time.process_time() - before
+
+        # A loop that looks for work takes this in each span; a slow end of what was before does so in one.
+        assert any(processor_s() < 0.1 for _ in range(5))
         serving.run(request_of("b"))
 
 

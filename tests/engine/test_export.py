@@ -7,7 +7,7 @@ import pytest
 from baton_api.errors import InternalError
 from baton_engine.requests import Export, FinishReason
 from tests.engine.fake_model import FakeModel
-from tests.engine.serving import Recipient, Serving, prompt_of, request_of
+from tests.engine.serving import TIMEOUT_S, Recipient, Serving, prompt_of, request_of
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_abort_and_release_end_an_export_that_is_being_computed(end: str) -> Non
     with Serving(chunk_tokens=4) as serving:
         serving.model.go.clear()
         serving.submit(request_of("a", 40, export=Recipient()))
-        assert serving.model.inside.wait(10)
+        assert serving.model.inside.wait(TIMEOUT_S)
         getattr(serving.engine, end)("a")
         serving.model.go.set()
         assert serving.ended("a").finish is FinishReason.ABORT

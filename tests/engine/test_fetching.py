@@ -170,9 +170,9 @@ class TestOnce:
         second = threading.Thread(target=lambda: downloads.append(fetch(self.SOURCE, tmp_path, waiting)))
         with fetching._locked(tmp_path, SILENT):
             second.start()
-            assert waiting.began.wait(30)
+            assert waiting.began.wait(300)
             mark(tmp_path, self.SOURCE, "of the first")
-        second.join(30)
+        second.join(300)
         assert downloads == [Download("of the first", fetched=False)]
 
     @pytest.mark.parametrize(

@@ -100,8 +100,13 @@ async def test_baton_adapters_are_active_on_all_workers(tmp_path_factory: pytest
         await put(cluster, "pirate", "pirate")
         await put(cluster, "wide", "wide")
         await put(cluster, "missing", "missing")
-        state = await becomes(cluster, "pirate", "True LoadedOnAllPods")
-        assert state["status"]["summary"] == "2/2"
+        await becomes(cluster, "pirate", "True LoadedOnAllPods")
+
+        async def is_on_both() -> bool:  # "all" are those that the operator has seen
+            adapter = (await cluster.admin.get(path(API, KIND, "models", "pirate"))).json()
+            return bool(adapter["status"]["summary"] == "2/2")
+
+        await cluster.until(is_on_both)
         assert [registry.names for registry in (prefill, decode)] == [("pirate",)] * 2
         for name, words in (("wide", RANK_ERROR), ("missing", "No adapter found for /models/missing")):
             failed = await becomes(cluster, name, "False LoadFailed")

@@ -158,11 +158,11 @@ async def open_api(
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
             yield Api(served, app, model, http)
     finally:
-        model.go.set()
+        model.resume()
         await engine.close()
 
 
-async def eventually(claim: Callable[[], bool], seconds: float = 60.0) -> None:
+async def eventually(claim: Callable[[], bool], seconds: float = 300.0) -> None:
     """Wait until `claim` holds, by asking again: the engine's thread sends no signal."""
     async with asyncio.timeout(seconds):
         while not claim():  # noqa: ASYNC110

@@ -60,6 +60,7 @@ async def test_abort_unstreamed_request_is_a_499(api: Api, name: dict[str, Any],
 
 async def test_abort_stream_ends_with_an_error_event(api: Api, server: HttpServer) -> None:
     body = {"model": MODEL, "messages": USER, "stream": True, "ignore_eos": True}
+    api.model.stops_at = 2
     async with (
         httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as http,
         http.stream("POST", "/v1/chat/completions", json=body) as response,
@@ -67,6 +68,7 @@ async def test_abort_stream_ends_with_an_error_event(api: Api, server: HttpServe
         lines = response.aiter_lines()
         first = msgspec.json.decode((await anext(lines)).removeprefix("data: "))
         assert await abort(http, rid=first["id"]) == 1
+        api.model.resume()
         rest = [line async for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     error = msgspec.json.decode(rest[-2].removeprefix("data: "))["error"]

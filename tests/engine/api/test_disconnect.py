@@ -37,6 +37,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 async def test_disconnect_running_request_is_aborted(
     api: Api, server: HttpServer, stream: bool, n: int
 ) -> None:
+    api.model.stops_at = 9
     reader, writer = await connect(server, request(stream=stream, n=n, ignore_eos=True))
     if stream:
         for _ in range(5):
@@ -45,6 +46,7 @@ async def test_disconnect_running_request_is_aborted(
         await eventually(lambda: api.served.engine.snapshot().running == n)
     await hang_up(writer)
     await eventually(lambda: not api.served.drain.running)
+    api.model.resume()
     await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
     api.assert_all_blocks_back()
     assert await api.metric('baton_worker_requests_total{finish_reason="abort"}') == n
@@ -98,7 +100,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(api: Api, server: 
         payload = request(stream=chance.random() < 0.7, n=chance.choice((1, 1, 2)), max_tokens=60)
         reader, writer = await connect(server, payload)
         seen = b""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             for _ in range(chance.randint(0, 12)):
                 seen += await reader.read(200)
                 if b"[DONE]" in seen or b'"usage"' in seen:

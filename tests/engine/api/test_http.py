@@ -53,16 +53,16 @@ async def test_http_closed_server_sends_unanswered_clients_a_retry(api: Api) -> 
 async def test_http_closed_server_cuts_streams_and_frees_its_port(api: Api) -> None:
     async with HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server:
         body = {"model": MODEL, "messages": USER, "stream": True, "ignore_eos": True}
+        api.model.stops_at = 2
         async with httpx.AsyncClient(base_url=f"http://{server.address}", verify=PLAIN) as client:
             with pytest.raises(httpx.RemoteProtocolError):
                 async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                     parts = response.aiter_raw()
                     await anext(parts)
-                    api.model.go.clear()
                     assert await server.drain(0.01) is False
                     await server.close()
                     async for _ in parts:
                         pass
-    api.model.go.set()
+    api.model.resume()
     async with HttpServer(api.app, "127.0.0.1", server.port, api.served.drain) as again:
         assert again.port == server.port

@@ -94,7 +94,7 @@ def url() -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert listens.wait(20)
+    assert listens.wait(300)
     yield ready[0]
     done.set()
     thread.join()

@@ -106,9 +106,11 @@ async def test_flush_cache_empties_it_and_keeps_running_requests(api: Api) -> No
     assert cached > 4
     assert (await api.http.post("/flush_cache")).json() == {"flushed_blocks": cached}
     await eventually(lambda: not api.served.engine.snapshot().cached_blocks)
+    api.model.stops_at = api.model.passes + 3
     running = asyncio.create_task(api.complete(prompt=prompt, temperature=0, max_tokens=100))
     await eventually(lambda: api.served.engine.snapshot().running == 1)
     await api.http.post("/flush_cache")
+    api.model.resume()
     again = (await running).json()
     assert again["choices"][0]["text"].startswith(whole)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from baton_api.headers import CLASS
-from tests.engine.api.api import MODEL, USER, Api, open_api
+from tests.engine.api.api import MODEL, USER, Api, eventually, open_api
 
 LONG, SHORT = 300, 4
 
@@ -31,12 +31,17 @@ async def ask(api: Api, path: str, tokens: int, kind: str) -> httpx.Response:
 async def test_patient_request_gives_its_place_to_others(path: str, kind: str, gives_way: bool) -> None:
     async with open_api(max_running=1) as api:
         api.model.go.clear()
+        order: list[str] = []
         first = asyncio.create_task(ask(api, path, LONG, kind))
+        first.add_done_callback(lambda task: order.append("first"))
         await asyncio.to_thread(api.model.inside.wait)
+        second = asyncio.create_task(ask(api, path, SHORT, "default"))
+        second.add_done_callback(lambda task: order.append("second"))
+        await eventually(lambda: api.served.engine.snapshot().queued == 1)
         api.model.go.set()
-        await ask(api, path, SHORT, "default")
-        assert first.done() != gives_way
+        await second
         answer = (await first).json()
+        assert order == (["second", "first"] if gives_way else ["first", "second"])
         usage = answer["usage"]
         assert usage.get("completion_tokens", usage.get("output_tokens")) == LONG
         assert (api.served.engine.snapshot().totals.retractions > 0) == gives_way

@@ -269,7 +269,7 @@ async def test_structured_output_explosive_is_rejected_others_served(api: Api) -
 
 async def test_structured_stuck_constraint_delays_no_other_request() -> None:
     """A schema that takes long holds none of the threads that read the other requests' bodies."""
-    grammars = Grammars(TOKENIZER, compile_s=6)
+    grammars = Grammars(TOKENIZER, compile_s=60)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     async with open_api(grammars=grammars) as api:
         assert (await api.chat(regex="a{3}")).status_code == 200

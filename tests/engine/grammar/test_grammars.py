@@ -176,7 +176,7 @@ def test_grammars_dead_validator_process_is_replaced(grammars: Grammars) -> None
 
 async def test_grammars_stuck_validator_delays_only_new_constraints() -> None:
     """The event loop's threads are for all requests; constraints wait on threads of their own, in bounds."""
-    grammars = Grammars(TOKENIZER, compile_s=6, queue_s=0.05)
+    grammars = Grammars(TOKENIZER, compile_s=60, queue_s=3.0)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     checked = Constraint("regex", "known")
     await grammars.prepare(checked, None)
@@ -200,7 +200,7 @@ async def test_grammars_stuck_validator_delays_only_new_constraints() -> None:
 
 
 async def test_grammars_abandoned_request_starts_no_validation() -> None:
-    grammars = Grammars(TOKENIZER, compile_s=6)
+    grammars = Grammars(TOKENIZER, compile_s=60)
     await grammars.prepare(Constraint("regex", "first"), None)
     process, before = grammars.validator.process, grammars.validator.count
     assert process is not None
