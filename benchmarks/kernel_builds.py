@@ -82,6 +82,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="smollm2", choices=list(MODELS))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    steps = ",".join(f"{rows}:{context}" for rows, context in STEPS)
+    parser.add_argument("--steps", default=steps, help="decode steps as ROWS:CONTEXT; empty: none")
     parser.add_argument("--seconds", type=float, default=3.0, help="per case and library")
     parser.add_argument("--prompts", default="1024,4096", help="lengths in tokens; empty: none")
     options = parser.parse_args()
@@ -93,7 +95,7 @@ def main() -> None:
         for number, path in enumerate(options.libraries)
     }
     print(f"{options.model}, {dtype}, {options.threads} threads: {', '.join(decoders)}")
-    for rows, context in STEPS:
+    for rows, context in (map(int, each.split(":")) for each in options.steps.split(",") if each):
         times, equal = step_times(decoders, rows, context, options.seconds)
         note = "the same bits" if equal else "OTHER BITS"
         print(line(f"{rows} rows, {context} deep", times, note), flush=True)

@@ -386,7 +386,7 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
             const size_t nth = (row - first_row) / TILE_ROWS;
             multiply(count, (const uint32_t *)(product->rows + row * product->row_bytes), product->row_bytes / 4,
                      panel_at(weight, panel), weight->units, tile, PANEL, 0,
-                     part_ahead(panel_at(weight, panel + 1), weight->units, nth, tiles), kind);
+                     part_ahead(panel_at(weight, panel), weight->units, nth, tiles), kind);
             finish_tile(product, tile, row, count, panel, kind);
         }
     tiles_end(&before);

@@ -24,20 +24,25 @@
 #endif
 
 /*
- * Memory that the next product reads, requested while this one is computed. Only the first rows of a product read a
- * panel from memory, and memory would wait while the others are computed.
+ * Memory that later products read, requested while this one is computed. Otherwise memory would wait during products
+ * of several rows: the processor itself reads ahead too little, and not beyond a page of 4 KB.
  */
 struct ahead {
     const char *from;
-    size_t step; /* bytes per unit; 0: nothing is requested */
+    size_t step; /* bytes per unit, at most two cache lines; 0: nothing is requested */
 };
+
+#define AHEAD_BYTES 8192 /* distance of requests of a single product; benchmarks/LOG.md compares others */
 
 static const struct ahead nothing_ahead;
 
-/* Returns part `nth` of `parts` of `panel`. If there is one part only, the processor itself reads ahead. */
+/*
+ * Returns what product `nth` of `parts` with the same panel requests. A single one requests what it reads itself soon;
+ * of several, only the first reads a panel from memory, and each requests a part of the next panel.
+ */
 INLINE struct ahead part_ahead(const uint32_t *panel, size_t units, size_t nth, size_t parts) {
-    if (parts == 1) return nothing_ahead;
-    return (struct ahead){(const char *)panel + nth * units * PANEL * 4 / parts, PANEL * 4 / parts};
+    if (parts == 1) return (struct ahead){(const char *)panel + AHEAD_BYTES, PANEL * 4};
+    return (struct ahead){(const char *)(panel + units * PANEL) + nth * units * PANEL * 4 / parts, PANEL * 4 / parts};
 }
 
 /* result[row][PANEL] (+)= rows . panel, in lanes; `add` adds to the sums in `result`. */
@@ -51,7 +56,10 @@ INLINE struct ahead part_ahead(const uint32_t *panel, size_t units, size_t nth, 
         }                                                                                                  \
         for (size_t unit = 0; unit < units; unit++) {                                                      \
             words left = load_words(panel + unit * PANEL), right = load_words(panel + unit * PANEL + LANES); \
-            if (ahead.step) __builtin_prefetch(ahead.from + unit * ahead.step, 0, 2);                      \
+            if (ahead.step) {                                                                              \
+                __builtin_prefetch(ahead.from + unit * ahead.step, 0, 2);                                  \
+                __builtin_prefetch(ahead.from + unit * ahead.step + ahead.step / 2, 0, 2);                 \
+            }                                                                                              \
             _Pragma("GCC unroll 12") for (int row = 0; row < ROWS; row++) {                                \
                 uint32_t x = rows[row * row_stride + unit];                                                \
                 total[row][0] = dot(total[row][0], left, x, KIND);                                         \
