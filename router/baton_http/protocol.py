@@ -164,6 +164,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
+        if self._answered is not None:
+            # The request refers to itself, and only the garbage collector would free it.
+            self._answered.scope["extensions"].pop(EXTENSION, None)
         if self.transport.is_closing():
             return
         self.flow.resume_reading()

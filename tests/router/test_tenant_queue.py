@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton_router.scheduling.tenant_queue import AGING, QueueEntry, SortedList, TenantQueue
+from baton_router.scheduling.tenant_queue import AGING, SHORT_S, QueueEntry, SortedList, TenantQueue
 
 _numbers = itertools.count()
 
@@ -26,6 +26,7 @@ ORDERS: dict[str, tuple[float, list[QueueEntry]]] = {
     "the shortest first": (0, [entry(SHORT), entry(1), entry(LONG)]),
     "those that came first, of equals": (5, [entry(1, 0), entry(1, 2), entry(1, 4)]),
     "who has waited ten times the difference goes before": (101, [entry(LONG, 0), entry(SHORT, 99.5)]),
+    "who came first, of short ones": (1, [entry(SHORT_S, 0), entry(0.5 * SHORT_S, 0.001), entry(0, 0.002)]),
     "and not before that": (98, [entry(SHORT, 97.5), entry(LONG, 0)]),
     "a deadline that is near": (7, [entry(2, 0, objective_s=10), entry(SHORT, 7)]),
     "a deadline that is not": (4, [entry(SHORT, 4), entry(2, 0, objective_s=10)]),

@@ -1,8 +1,8 @@
 """
 One tenant's queue: shortest prompt first, with aging, in a list that stays sorted.
 
-A request's rank is its predicted time to first token minus a tenth of its waiting time. Near saturation
-that order, not the choice of workers, decides the mean wait. Requests close to their deadline go
+A request's rank is its predicted time to first token, at least 20 ms, minus a tenth of its waiting time. Near
+saturation that order, not the choice of workers, decides the mean wait. Requests close to their deadline go
 first, the earliest deadline first. Requests that miss their deadline in any case go last: running them
 first would make others miss theirs too. Before all go requests that came back from a worker,
 and those that have waited for longer than the limit.
@@ -19,6 +19,10 @@ from typing import Generic, TypeVar
 AGING = 0.1
 """Seconds of prediction that one second of waiting outweighs."""
 
+
+SHORT_S = 0.020
+"""Prompts that are predicted to take less go in order of arrival. A worker gets several of them at a time, so
+putting the shortest first would delay the others by ten times the difference and help nobody."""
 
 MARGIN = 0.1
 """Share of the objective that must be left when a request is sent. Requests sent at the last moment, as they
@@ -65,7 +69,7 @@ class QueueEntry:
     @property
     def rank(self) -> float:
         # best_s - AGEING * (now - arrived), of which `now` is the same for all.
-        return self.best_s + AGING * self.arrived
+        return max(self.best_s, SHORT_S) + AGING * self.arrived
 
     @property
     def urgent_from(self) -> float:
