@@ -152,7 +152,7 @@ class Attempt:
         self._closed = True
         if self._call is not None:
             self._call.close()
-            self._call = None  # which refers to this attempt, and only the garbage collector would free both
+            self._call = None  # the two refer to each other: only the garbage collector would free them
         if self.exchange is not None:
             self.exchange.close()
         whole = self.ended and self.exchange is not None and self.status == OK

@@ -22,7 +22,7 @@ AGING = 0.1
 
 SHORT_S = 0.020
 """Prompts that are predicted to take less go in order of arrival. A worker gets several of them at a time, so
-putting the shortest first would delay the others by ten times the difference and help nobody."""
+putting the shortest first would delay the others by ten times the difference without a gain."""
 
 MARGIN = 0.1
 """Share of the objective that must be left when a request is sent. Requests sent at the last moment, as they
