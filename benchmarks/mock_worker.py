@@ -37,9 +37,8 @@ REPORT = b"tokens=%d;cached=%d;held=0;queue_s=0.000000;compute_s=%.6f;transfer_s
 
 BYTES_PER_TOKEN = 4
 OWN_BYTES = 200
-"""
-Unique bytes at the end of a prompt. The mock reports the part before them as cached from the second time on.
-"""
+"""Bytes at the end of a prompt that no other one has. The part before them is cached from the second time on,
+and a whole prompt too."""
 
 COMPUTE_S, TOKEN_S = 1e-4, 2e-5
 """Reported time of a prompt and of each of its tokens. With 0, no cache would seem useful."""
@@ -209,9 +208,7 @@ class MockWorker(asyncio.Protocol):
 
     def _answer(self, body: bytes) -> None:
         tokens = len(body) // BYTES_PER_TOKEN + 1
-        beginning = hash(body[:-OWN_BYTES])
-        cached = 0 if beginning not in self._cached else max(0, tokens - OWN_BYTES // BYTES_PER_TOKEN)
-        self._cached.add(beginning)
+        cached = self._cached_tokens(body, tokens)
         compute_s = COMPUTE_S + (tokens - cached) * TOKEN_S
         report = REPORT % (tokens, cached, compute_s, self._remote)
         fields = (body[:200] + body[-500:]).replace(b" ", b"")  # routers may order them as they like
@@ -226,6 +223,15 @@ class MockWorker(asyncio.Protocol):
             self._transport.write(STREAM_HEAD % report + _chunked([EVENT]))
         else:
             self._stream(report, fields)
+
+    def _cached_tokens(self, body: bytes, tokens: int) -> int:
+        """All but the last token of a prompt that came before, else those of its beginning if that came."""
+        whole, beginning = hash(body), hash(body[:-OWN_BYTES])
+        if whole in self._cached:
+            return tokens - 1
+        cached = max(0, tokens - OWN_BYTES // BYTES_PER_TOKEN) if beginning in self._cached else 0
+        self._cached |= {whole, beginning}
+        return cached
 
     def _stream(self, report: bytes, fields: bytes) -> None:
         given = None if self._prefills else _MAX_TOKENS.search(fields)
