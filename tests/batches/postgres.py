@@ -8,9 +8,11 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from glob import glob
 from pathlib import Path
 
+import psutil
 import psycopg
 import pytest
 
@@ -77,9 +79,17 @@ class Postgres:
         self._process.wait(START_S)
 
     def kill(self) -> None:
-        """As by a loss of power."""
-        self._process.kill()
+        """As by a loss of power: a server does not start while processes of the last one exist."""
+        self._process.send_signal(signal.SIGSTOP)  # it starts no more of them
+        others = psutil.Process(self._process.pid).children(recursive=True)
+        for one in (*others, self._process):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         self._process.wait(START_S)
+        deadline = time.monotonic() + START_S
+        while any(map(_runs, others)):
+            assert time.monotonic() < deadline, "a process of the server does not end"
+            time.sleep(0.01)
 
     def close(self) -> None:
         if self._process.poll() is None:
@@ -101,3 +111,10 @@ class Postgres:
     def _run(self, *command: str) -> None:
         ended = subprocess.run(command, user=self._user, cwd=self._folder, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -148,15 +148,21 @@ async def test_choices_that_find_no_room_refuse_the_whole_stream() -> None:
 async def test_stream_starts_only_after_all_choices_are_admitted() -> None:
     async with open_api(max_running=1, max_queued=3) as api:
         # The second prompt's last choice is the one too many, long after the first prompt's first token.
+        api.model.stops_at = 202  # the first prompt's answer has ended, the second one's has begun
         refused = await api.complete(stream=True, n=3, prompt=["a", "b"], max_tokens=200)
         assert refused.status_code == 503
 
 
 async def test_prompt_list_partly_admitted_is_aborted_with_a_503() -> None:
     async with open_api(max_running=1, max_queued=2) as api:
+        api.model.go.clear()
+        running = asyncio.create_task(api.chat())
+        await asyncio.to_thread(api.model.inside.wait)
         refused = await api.complete(prompt=["a", "b", "c", "d"], max_tokens=400)
         assert refused.status_code == 503
-        await eventually(lambda: api.served.engine.snapshot().totals.finished == {"abort": 2})
+        api.model.go.set()
+        assert (await running).status_code == 200
+        await eventually(lambda: api.served.engine.snapshot().totals.finished == {"abort": 2, "length": 1})
         api.assert_all_blocks_back()
 
 
