@@ -26,7 +26,7 @@ import msgspec
 from baton_api.errors import TransferFailed
 from baton_api.sampling import SamplingParams
 
-PROTOCOL = 7
+PROTOCOL = 8
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -54,6 +54,8 @@ class Hello(Message, frozen=True, tag="hello"):
     """The request that needs the connection."""
     ticket: str = ""
     """The request's ticket. Without a valid one the peer does not send its transfer agent's metadata."""
+    ranks: int = 1
+    """Number of the worker's ranks, which decides the kind of checksums (ADR 37)."""
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +72,8 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The accelerator's number; 0 on the CPU."""
     memory: str = "DRAM"
     """NIXL's name for the kind of memory: DRAM or VRAM."""
+    rank: int = 0
+    """The rank's number."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -81,7 +85,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     model: str
     digest: str
     agent: bytes
-    """The transfer agent's own metadata, opaque here."""
+    """The metadata of the transfer agents of all ranks, opaque here."""
     pools: tuple[PoolLayout, ...]
     """One for each rank, in order. Each has an equal part of the key heads of all blocks."""
 
@@ -127,7 +131,7 @@ class Chunk(Message, frozen=True, tag="chunk"):
     blocks: list[int]
     """Their ids in the prefill worker's pool."""
     checksums: list[int]
-    """Of each block's bytes: xxh3-64, or a sum of mixed words if the pools are VRAM (ADR 37)."""
+    """Of each block's bytes: xxh3-64, or a sum of mixed words for VRAM and for several ranks (ADR 37)."""
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -180,7 +180,6 @@ def serve(
     return PrefillServer(
         client or side.client,
         side.client.engine,
-        side.cache,
         side.transfer,
         side.me,
         ServerLimits(prompt=limits, sessions=sessions, peers=peers),

@@ -149,6 +149,9 @@ class FaultyTransfer:
             self._holding += change
             self._changed.notify_all()
 
+    def checksums(self, blocks: Sequence[int], sums: bool) -> list[int]:
+        return self.inner.checksums(blocks, sums)
+
     def serve(self) -> AbstractContextManager[None]:
         return self.inner.serve()
 

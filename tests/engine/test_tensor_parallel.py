@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_api.errors import SetupError
+from baton_api.errors import SetupError, TransferFailed
 from baton_api.sampling import SamplingParams
 from baton_decode.main import decode
 from baton_engine.batch import Batch, BatchRow
@@ -28,6 +28,7 @@ from baton_engine.model.shards import Shard, check_degree
 from baton_engine.ops.cpu import CpuOps
 from baton_engine.parallel.group import Group
 from baton_engine.parallel.loading import load_parallel
+from baton_engine.parallel.rank_pools import RankPools
 from baton_engine.parallel.ranks import RankFailed
 from baton_engine.requests import FinishReason, RemotePrefill, Request
 from baton_engine.settings import WorkerSettings
@@ -254,8 +255,9 @@ async def test_worker_answers_do_not_depend_on_the_degree(
         ({"kv_cache_dtype": "fp8"}, "does not support --kv-cache-dtype fp8"),
         ({"speculation": "draft", "draft_model": "x"}, "does not support --speculation draft"),
         ({"tensor_parallel_size": 4, "role": "prefill"}, "its 2 key heads are not divided equally"),
+        ({"role": "decode", "transfer": "loopback"}, "does not support --transfer loopback"),
     ],
-    ids=["degree", "quantize", "data type of the KV cache", "draft model", "key heads of a pair"],
+    ids=["degree", "quantize", "data type of the KV cache", "draft model", "key heads of a pair", "loopback"],
 )
 async def test_worker_refuses_what_ranks_cannot_compute(
     tiny: Path, given: dict[str, Any], message: str
@@ -270,14 +272,12 @@ async def test_worker_refuses_what_ranks_cannot_compute(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transfer", ["loopback", pytest.param("nixl", marks=pytest.mark.nixl)])
+@pytest.mark.nixl
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)], ids=["two to one", "one to two", "two to two"])
-async def test_pair_of_any_degrees_answers_as_one_worker(
-    tiny: Path, transfer: str, ranks: tuple[int, int]
-) -> None:
+async def test_pair_of_any_degrees_answers_as_one_worker(tiny: Path, ranks: tuple[int, int]) -> None:
     async with open_worker(settings(tiny, 1)) as worker:
         expected = [await tokens_of(worker, f"one-{number}", way) for number, way in enumerate(SAMPLING)]
-    given = {"transfer": transfer, "chunk_tokens": 16, "local_prefill_tokens": 0}
+    given = {"transfer": "nixl", "chunk_tokens": 16, "local_prefill_tokens": 0, "transfer_deadline_s": 60}
     async with (
         open_worker(settings(tiny, ranks[0], role="prefill", **given)) as source,
         prefill(source) as serving,
@@ -293,7 +293,7 @@ async def test_pair_of_any_degrees_answers_as_one_worker(
             assert [choice.token for output in outputs for choice in output.tokens] == expected[number]
             relay = outputs[0].relay
             assert relay is not None, "the prompt did not come from the prefill worker"
-            assert relay.transport.startswith(transfer)
+            assert relay.transport.startswith("nixl")
 
 
 def test_rank_0_returns_after_all_ranks_have_stored(tiny: Path, tmp_path: Path) -> None:
@@ -352,6 +352,28 @@ async def test_killed_rank_ends_requests_and_the_worker(tiny: Path) -> None:
         assert last.finish is FinishReason.ERROR
         reason = await asyncio.wait_for(asyncio.shield(worker.fatal), TIMEOUT_S)
     assert "rank 1 (process" in reason and "ended with signal 9" in reason
+
+
+def test_killed_rank_fails_its_orders(tiny: Path) -> None:
+    """Also one that it has not read yet, so that no transfer waits for it."""
+    checkpoint = Checkpoint(tiny, "tiny")
+    with contextlib.ExitStack() as stack:
+        given = settings(tiny, 2), "w", checkpoint, load_spec(checkpoint), CPU, torch.float32, SILENT, stack
+        model, _, _ = load_parallel(*given)
+        model.open_cache(BLOCKS, torch.float32, CPU)
+        pools = RankPools(model.ranks)
+        stack.callback(pools.close, 0.0)
+        (sums,) = pools.checksums([1, 2])
+        assert len(sums.result(TIMEOUT_S)) == 2
+        (rank,) = children()
+        os.kill(rank, signal.SIGSTOP)
+        (late,) = pools.checksums([1])
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(TransferFailed, match="ended with signal 9"):
+            late.result(TIMEOUT_S)
+        (later,) = pools.pull("peer", [1], [1])
+        with pytest.raises(TransferFailed, match="ended with signal 9"):
+            later.result(TIMEOUT_S)
 
 
 def test_stopped_rank_fails_the_pass_within_the_timeout(tiny: Path) -> None:

@@ -8,11 +8,10 @@ import pytest
 import xxhash
 
 from baton_engine.transfer.integrity import block_checksum, block_checksums
-from baton_engine.transfer.parts import DRAM, VRAM
 from tests.engine.fake_streams import FakeCuda, on_device
-from tests.engine.transfer_pools import fill, pattern, pool, rows
+from tests.engine.transfer_pools import pattern, pool, rows
 
-MEMORIES = pytest.mark.parametrize("memory", [DRAM, VRAM])
+EACH_KIND = pytest.mark.parametrize("sums", [False, True], ids=["xxh3", "sums"])
 
 
 def test_checksum_is_the_xxh3_of_the_blocks_bytes() -> None:
@@ -32,7 +31,7 @@ def split_mix(state: int) -> int:
 def test_device_checksum_is_the_sum_of_mixed_words() -> None:
     cache = pool(3, layers=2)
     rows(cache).copy_(pattern(3, 2, seed=5))
-    for block, sum_ in enumerate(block_checksums(cache, range(3), VRAM)):
+    for block, sum_ in enumerate(block_checksums(cache, range(3), sums=True)):
         content = bytes(cache.block(block))
         words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, len(content), 8)]
         mixed = (split_mix(word ^ (at * 0x9E3779B97F4A7C15 % 2**64)) for at, word in enumerate(words, 1))
@@ -43,18 +42,8 @@ def test_device_checksum_changes_with_the_order_of_words() -> None:
     cache = pool(2)
     rows(cache).copy_(pattern(2, 1, seed=6))
     rows(cache)[1] = rows(cache)[0].view(-1, 8).flip(0).reshape(-1)
-    first, second = block_checksums(cache, (0, 1), VRAM)
+    first, second = block_checksums(cache, (0, 1), sums=True)
     assert first != second
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_device_checksum_is_that_of_the_whole_block(ranks: int) -> None:
-    """A GPU announces blocks that ranks on a CPU divide."""
-    content = pattern(4, 2, seed=7)
-    whole, divided = pool(4, 2), pool(4, 2, ranks)
-    fill(whole, content)
-    fill(divided, content)
-    assert block_checksums(divided, range(4), VRAM) == block_checksums(whole, range(4), VRAM)
 
 
 def test_checksums_are_computed_beside_the_passes() -> None:
@@ -66,27 +55,27 @@ def test_checksums_are_computed_beside_the_passes() -> None:
     assert cuda.current_stream(cache.kv.device) is cuda.default
 
 
-@MEMORIES
-def test_many_at_once_are_the_same_as_one_by_one(memory: str) -> None:
+@EACH_KIND
+def test_many_at_once_are_the_same_as_one_by_one(sums: bool) -> None:
     cache = pool(8)
     rows(cache).copy_(pattern(8, 1, seed=2))
     blocks = [5, 0, 5, 7]
-    one_by_one = [block_checksums(cache, [block], memory)[0] for block in blocks]
-    assert block_checksums(cache, blocks, memory) == one_by_one
-    assert block_checksums(cache, [], memory) == []
+    one_by_one = [block_checksums(cache, [block], sums)[0] for block in blocks]
+    assert block_checksums(cache, blocks, sums) == one_by_one
+    assert block_checksums(cache, [], sums) == []
 
 
-@MEMORIES
-def test_checksum_flipped_bit_changes_only_its_block(memory: str) -> None:
+@EACH_KIND
+def test_checksum_flipped_bit_changes_only_its_block(sums: bool) -> None:
     cache = pool(4)
     rows(cache).copy_(pattern(4, 1, seed=3))
-    before = block_checksums(cache, range(4), memory)
+    before = block_checksums(cache, range(4), sums)
     chance = random.Random(4)
     for _ in range(200):
         block, byte, bit = chance.randrange(4), chance.randrange(cache.block_bytes), 1 << chance.randrange(8)
         cache.block(block)[byte] ^= bit
         changed = [
-            now != then for now, then in zip(block_checksums(cache, range(4), memory), before, strict=True)
+            now != then for now, then in zip(block_checksums(cache, range(4), sums), before, strict=True)
         ]
         assert changed == [number == block for number in range(4)]
         cache.block(block)[byte] ^= bit

@@ -13,7 +13,7 @@ import pytest
 from baton_api.errors import TransferFailed
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pull, Pulled
-from baton_engine.transfer.nixl import NixlTransfer
+from baton_engine.transfer.nixl_transfer import NixlTransfer
 from tests.decode.pair import eventually
 from tests.engine.transfer_links import Child, PeerProcess, ucx_tls
 from tests.engine.transfer_pools import pattern, pool, rows

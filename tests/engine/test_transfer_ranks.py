@@ -1,56 +1,52 @@
-"""Blocks that ranks divide: read by workers of another degree, over loopback and NIXL."""
+"""Blocks that ranks divide: read over NIXL by workers of another degree."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 
+import msgspec
 import pytest
 
-from baton_api.errors import IncompatiblePeer
+from baton_api.errors import IncompatiblePeer, SetupError, TransferFailed
 from baton_api.messages import PoolLayout
-from baton_engine.transfer.integrity import block_checksums
-from baton_engine.transfer.kinds import create_transfer
-from baton_engine.transfer.loopback import LoopbackTransfer
-from baton_engine.transfer.parts import BlockPiece, block_pieces
-from baton_engine.transfer.reads import check_pools
+from baton_engine.kv.cache import KVCache
+from baton_engine.transfer import Pulled
+from baton_engine.transfer.integrity import block_checksums, by_sums, join_sealed, split_sealed
+from baton_engine.transfer.nixl_transfer import NixlTransfer
+from baton_engine.transfer.parts import VRAM, CommonPieces, common_pieces
+from baton_engine.transfer.reads import Settlement, check_pools, join_reads
+from tests.engine.local_ranks import local_pools
 from tests.engine.transfer_links import PeerProcess, ucx_tls
-from tests.engine.transfer_pools import fill, pattern, pool, rows
+from tests.engine.transfer_pools import fill, pattern, pools_of, rows
 
 BLOCKS = 40
 LAYERS = 3
-NIXL = [pytest.mark.nixl, pytest.mark.slow]
 
 
 def pools(ranks: int, whole: int = 96, *, address: int = 4096, blocks: int = 10) -> tuple[PoolLayout, ...]:
-    return (PoolLayout(address=address, block_bytes=whole // ranks, blocks=blocks),) * ranks
+    size = whole // ranks
+    return tuple(
+        PoolLayout(address=address, block_bytes=size, blocks=blocks, rank=rank) for rank in range(ranks)
+    )
 
 
-PIECES: dict[str, tuple[int, int, list[BlockPiece], list[BlockPiece]]] = {
-    "one from two": (
-        1,
-        2,
-        [BlockPiece(0, 0, 24), BlockPiece(0, 24, 24), BlockPiece(0, 48, 24), BlockPiece(0, 72, 24)],
-        [BlockPiece(0, 0, 24), BlockPiece(1, 0, 24), BlockPiece(0, 24, 24), BlockPiece(1, 24, 24)],
-    ),
-    "two from one": (
-        2,
-        1,
-        [BlockPiece(0, 0, 24), BlockPiece(1, 0, 24), BlockPiece(0, 24, 24), BlockPiece(1, 24, 24)],
-        [BlockPiece(0, 0, 24), BlockPiece(0, 24, 24), BlockPiece(0, 48, 24), BlockPiece(0, 72, 24)],
-    ),
+PIECES: dict[str, tuple[PoolLayout, int, PoolLayout, CommonPieces]] = {
+    "one from two": (pools(1)[0], 1, pools(2)[1], CommonPieces(24, (24, 72), (0, 24))),
+    "two from one": (pools(2)[1], 2, pools(1)[0], CommonPieces(24, (0, 24), (24, 72))),
+    "two from two": (pools(2)[1], 2, pools(2)[1], CommonPieces(24, (0, 24), (0, 24))),
+    "other heads": (pools(2)[1], 2, pools(2)[0], CommonPieces(24, (), ())),
 }
-"""Ranks on both sides, and the pieces of a block with 2 planes there."""
+"""A rank of this worker, its number of ranks, a rank of the peer, and the pieces of blocks with 2 planes."""
 
 
 @pytest.mark.parametrize("name", PIECES)
 def test_pieces_are_the_largest_in_one_pool_on_both_sides(name: str) -> None:
-    ours, theirs, ours_expected, theirs_expected = PIECES[name]
-    assert block_pieces(pools(ours), theirs, 2) == ours_expected
-    assert block_pieces(pools(theirs), ours, 2) == theirs_expected
+    ours, ranks, theirs, expected = PIECES[name]
+    assert common_pieces(ours, ranks, theirs, 2) == expected
 
 
 def held(ranks: int, planes: int, heads: int) -> list[list[tuple[int, int]]]:
@@ -67,12 +63,12 @@ def test_pieces_move_each_head_to_its_place_for_any_degrees() -> None:
         heads = 2 * math.lcm(ours, theirs)
         ours_held, theirs_held = held(ours, planes, heads), held(theirs, planes, heads)
         moved = [[(-1, -1)] * len(part) for part in ours_held]
-        size = planes * heads
-        targets = block_pieces(pools(ours, size), theirs, planes)
-        sources = block_pieces(pools(theirs, size), ours, planes)
-        for target, source in zip(targets, sources, strict=True):
-            piece = theirs_held[source.rank][source.offset : source.offset + source.size]
-            moved[target.rank][target.offset : target.offset + target.size] = piece
+        for our, their in itertools.product(pools(ours, planes * heads), pools(theirs, planes * heads)):
+            common = common_pieces(our, ours, their, planes)
+            for target, source in zip(common.ours, common.theirs, strict=True):
+                assert moved[our.rank][target] == (-1, -1), "it was read before"
+                piece = theirs_held[their.rank][source : source + common.size]
+                moved[our.rank][target : target + common.size] = piece
         assert moved == ours_held
 
 
@@ -84,6 +80,7 @@ REFUSED: dict[str, tuple[tuple[PoolLayout, ...], str]] = {
         "The peer divides 4 key heads among 3 ranks and this worker among 2, which needs 6 equal parts.",
     ),
     "unequal ranks": ((pools(2)[0], pools(2, blocks=9)[1]), "different pools"),
+    "another order": (pools(2)[::-1], "in another order"),
     "too many blocks": (pools(4, blocks=2**31 // 4), "blocks of 'DRAM'"),
     "an address beyond memory": (pools(4, address=2**64 - 1), "invalid address"),
 }
@@ -97,61 +94,128 @@ def test_check_pools_refuses_what_cannot_be_divided(name: str) -> None:
     assert message in caught.value.message
 
 
-def test_checksum_does_not_depend_on_the_ranks() -> None:
+def test_metadata_of_all_ranks_is_split_again() -> None:
+    for sealed in ([b"one"], [b"one", b""], [b"", b"two", b"\0" * 300]):
+        assert split_sealed(join_sealed(sealed), len(sealed)) == sealed
+    joined = join_sealed([b"one", b"two"])
+    for damaged, ranks in ((joined, 3), (joined[:-8], 2), (joined + b"x", 2), (b"", 2)):
+        with pytest.raises(TransferFailed, match=f"not that of {ranks} ranks"):
+            split_sealed(damaged, ranks)
+
+
+# --- Checksums ---
+
+
+def sums_of(parts: list[KVCache]) -> list[int]:
+    """Return the sums of all parts of each block, added."""
+    sums = [block_checksums(part, range(BLOCKS), sums=True) for part in parts]
+    return [sum(each) % 2**64 for each in zip(*sums, strict=True)]
+
+
+def test_sums_of_all_ranks_add_up_to_that_of_one() -> None:
     content = pattern(BLOCKS, LAYERS, 1)
     expected: list[int] = []
     for ranks in (1, 2, 4):
-        cache = pool(BLOCKS, LAYERS, ranks)
-        fill(cache, content)
-        sums = block_checksums(cache, range(BLOCKS))
+        parts = pools_of(ranks, BLOCKS, LAYERS)
+        for part in parts:
+            fill(part, content)
+        sums = sums_of(parts)
         expected = expected or sums
         assert sums == expected
-        cache.parts[-1].block(3)[-1] ^= 1
-        assert [
-            block for block, one in enumerate(block_checksums(cache, range(BLOCKS))) if one != sums[block]
-        ] == [3]
+        parts[-1].block(3)[-1] ^= 1
+        assert [block for block, one in enumerate(sums_of(parts)) if one != sums[block]] == [3]
+
+
+def test_sums_notice_heads_in_the_place_of_others() -> None:
+    first, second = pools_of(2, BLOCKS, LAYERS)
+    for part in (first, second):
+        fill(part, pattern(BLOCKS, LAYERS, 1))
+    expected = sums_of([first, second])
+    first.kv[5], second.kv[5] = second.kv[5].clone(), first.kv[5].clone()
+    assert [block for block, one in enumerate(sums_of([first, second])) if one != expected[block]] == [5]
+
+
+def test_workers_decide_by_one_rule_for_sums() -> None:
+    on_device = (msgspec.structs.replace(pools(1)[0], memory=VRAM),)
+    cases = [(pools(1), 1), (pools(1), 2), (pools(2), 1), (on_device, 1)]
+    assert [by_sums(announced, readers) for announced, readers in cases] == [False, True, True, True]
+
+
+# --- Reads ---
+
+
+def test_joined_read_ends_with_the_last_part() -> None:
+    """Until then, a rank may still write blocks of a failed read."""
+    parts: list[Future[Pulled]] = [Future(), Future(), Future()]
+    whole, other = Settlement(), Settlement()
+    join_reads(parts, whole)
+    join_reads(parts[1:], other)
+    parts[2].set_result(Pulled(5, 0.5, ""))
+    parts[0].set_exception(TransferFailed("rank 0 failed"))
+    assert not whole.end.done()
+    parts[1].set_result(Pulled(6, 0.25, "nixl/ucx tcp"))
+    with pytest.raises(TransferFailed, match="rank 0 failed"):
+        whole.end.result(0)
+    assert other.end.result(0) == Pulled(11, 0.5, "nixl/ucx tcp")
 
 
 DEGREES = ((2, 1), (1, 2), (2, 2), (4, 2), (1, 4))
 
 
-@pytest.fixture(
-    scope="module", params=["loopback", *(pytest.param(kind, marks=NIXL) for kind in ("shm", "tcp"))]
-)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> Iterator[str]:
     name: str = request.param
     with ucx_tls(name):
         yield name
 
 
-@contextlib.asynccontextmanager
-async def open_peer(kind: str, ranks: int) -> AsyncIterator[tuple[bytes, tuple[PoolLayout, ...]]]:
-    """Yield metadata and pools of a worker that holds `pattern(BLOCKS, LAYERS, 1)`."""
-    if kind != "loopback":
-        with PeerProcess(BLOCKS, LAYERS, 1, ranks) as process:
-            yield process.metadata, process.pools
-        return
-    cache = pool(BLOCKS, LAYERS, ranks)
-    fill(cache, pattern(BLOCKS, LAYERS, 1))
-    peer = LoopbackTransfer(cache, "peer")
-    yield peer.metadata, peer.pools
-    await peer.close()
-
-
+@pytest.mark.nixl
+@pytest.mark.slow
 @pytest.mark.parametrize(("theirs", "ours"), DEGREES)
-async def test_read_of_another_degree_moves_every_block(kind: str, theirs: int, ours: int) -> None:
-    content, cache = pattern(BLOCKS, LAYERS, 1), pool(BLOCKS, LAYERS, ours)
-    transfer = await create_transfer("loopback" if kind == "loopback" else "nixl", cache, "reader")
+async def test_read_of_another_degree_moves_every_block(transport: str, theirs: int, ours: int) -> None:
+    content, parts = pattern(BLOCKS, LAYERS, 1), pools_of(ours, BLOCKS, LAYERS)
+    transfer = await NixlTransfer.create(parts[0], "reader", local_pools(parts))
     chance = random.Random(4)
-    async with open_peer(kind, theirs) as (metadata, pools):
-        peer = await transfer.connect(metadata, pools, "epoch")
+    with PeerProcess(BLOCKS, LAYERS, 1, theirs) as process:
+        peer = await transfer.connect(process.metadata, process.pools, "epoch")
         for count in (1, 7, BLOCKS):
             remote = [chance.randrange(BLOCKS) for _ in range(count)]
             local = chance.sample(range(BLOCKS), count)
-            before = rows(cache).clone()
+            before = rows(*parts).clone()
             pulled = await transfer.pull(peer, remote, local).settled()
             assert pulled.bytes == count * content.shape[1]
             before[local] = content[remote]
-            assert rows(cache).equal(before)
+            assert rows(*parts).equal(before)
+        sums = transfer.checksums(range(BLOCKS), by_sums(process.pools, ours))
+        assert sums == sums_of(parts)
         await transfer.disconnect(peer)
+        with pytest.raises(TransferFailed, match="is gone"):
+            await transfer.pull(peer, [1], [1]).settled()
         await transfer.close()
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_worker_does_not_start_without_the_agents_of_all_ranks() -> None:
+    parts = pools_of(2, BLOCKS, LAYERS)
+    others = local_pools(parts)
+    assert others is not None
+    others.close(0.0)
+    with pytest.raises(SetupError, match="A rank cannot transfer its KV blocks"):
+        await NixlTransfer.create(parts[0], "reader", others)
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_connection_fails_as_a_whole_if_one_rank_fails() -> None:
+    """Rank 1 cannot read the metadata of its peer. A later connection of both works."""
+    parts = pools_of(2, BLOCKS, LAYERS)
+    transfer = await NixlTransfer.create(parts[0], "reader", local_pools(parts))
+    with PeerProcess(BLOCKS, LAYERS, 1, 2) as process:
+        sealed = split_sealed(process.metadata, 2)
+        damaged = join_sealed([sealed[0], sealed[1][:-1] + b"?"])
+        with pytest.raises(TransferFailed, match="damaged"):
+            await transfer.connect(damaged, process.pools, "epoch")
+        peer = await transfer.connect(process.metadata, process.pools, "epoch")
+        assert (await transfer.pull(peer, [1], [2]).settled()).bytes == rows(*parts).shape[1]
+    await transfer.close()

@@ -13,7 +13,7 @@ from baton_api.errors import IncompatiblePeer, SetupError, TransferFailed
 from baton_engine.transfer import ucx
 from baton_engine.transfer.integrity import seal, unseal
 from baton_engine.transfer.kinds import create_transfer
-from baton_engine.transfer.nixl import NixlTransfer
+from baton_engine.transfer.nixl_transfer import NixlTransfer
 from tests.engine.transfer_links import Child, ucx_tls
 from tests.engine.transfer_pools import pool
 

@@ -16,15 +16,17 @@ from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import ucx
 from baton_engine.transfer.integrity import seal, unseal
-from baton_engine.transfer.nixl import NixlTransfer
-from tests.engine.transfer_pools import fill, pattern, pool
+from baton_engine.transfer.nixl_transfer import NixlTransfer
+from tests.engine.local_ranks import local_pools
+from tests.engine.transfer_pools import fill, pattern, pool, pools_of
 
 
 async def serve(parent: Connection, blocks: int, layers: int, seed: int, ranks: int) -> None:
     """Hold `pattern(blocks, layers, seed)`, say where, and serve; then obey `rest` and `serve`."""
-    cache = pool(blocks, layers, ranks)
-    fill(cache, pattern(blocks, layers, seed))
-    transfer = await NixlTransfer.create(cache, "peer")
+    parts = pools_of(ranks, blocks, layers)
+    for part in parts:
+        fill(part, pattern(blocks, layers, seed))
+    transfer = await NixlTransfer.create(parts[0], "peer", local_pools(parts))
     parent.send((transfer.metadata, transfer.pools, secrets.token_hex(8)))
     with ExitStack() as serving:
         serving.enter_context(transfer.serve())

@@ -9,8 +9,8 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.spec import ModelSpec
 
 
-def pool(blocks: int, layers: int = 1, ranks: int = 1) -> KVCache:
-    """Blocks of 8 KiB per layer with 4 key heads, zeroed. `ranks` divide the heads."""
+def pool(blocks: int, layers: int = 1, rank: int = 0, ranks: int = 1) -> KVCache:
+    """Blocks of 8 KiB per layer with 4 key heads, zeroed, or the part of one of several ranks."""
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         vocab=32,
@@ -24,9 +24,12 @@ def pool(blocks: int, layers: int = 1, ranks: int = 1) -> KVCache:
         norm_epsilon=1e-5,
         rope_theta=10000.0,
     )
-    first, *others = (KVCache(spec, blocks, torch.bfloat16, torch.device("cpu")) for _ in range(ranks))
-    first.others = tuple(others)
-    return first
+    return KVCache(spec, blocks, torch.bfloat16, torch.device("cpu"), rank=rank, ranks=ranks)
+
+
+def pools_of(ranks: int, blocks: int, layers: int = 1) -> list[KVCache]:
+    """The parts of all ranks of a worker."""
+    return [pool(blocks, layers, rank, ranks) for rank in range(ranks)]
 
 
 def pattern(blocks: int, layers: int, seed: int) -> Tensor:
@@ -36,15 +39,14 @@ def pattern(blocks: int, layers: int, seed: int) -> Tensor:
     return torch.randint(0, 256, (blocks, size), dtype=torch.uint8, generator=generator)
 
 
-def rows(cache: KVCache) -> Tensor:
-    """The bytes of `cache`, one row per block. Not copied, unless ranks divide it."""
-    kv = torch.cat([part.kv for part in cache.parts], 3) if cache.others else cache.kv
-    return kv.view(torch.uint8).reshape(cache.blocks, -1)
+def rows(*parts: KVCache) -> Tensor:
+    """The bytes of a worker's blocks, one row per block. Not copied, unless ranks divide them."""
+    kv = torch.cat([part.kv for part in parts], 3) if len(parts) > 1 else parts[0].kv
+    return kv.view(torch.uint8).reshape(parts[0].blocks, -1)
 
 
 def fill(cache: KVCache, content: Tensor) -> None:
-    """Write `content`, one row of bytes per block of a cache that is not divided, to the parts of `cache`."""
+    """Write this rank's part of `content`, one row of bytes per block of all ranks."""
     whole = pool(cache.blocks, cache.spec.layers)
     rows(whole).copy_(content)
-    for part, heads in zip(cache.parts, whole.kv.chunk(len(cache.parts), 3), strict=True):
-        part.kv.copy_(heads)
+    cache.kv.copy_(whole.kv.chunk(cache.ranks, 3)[cache.rank])

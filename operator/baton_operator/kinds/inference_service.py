@@ -37,13 +37,6 @@ def _of_engine(role: str) -> tuple[Rule, ...]:
             f".{role}.resources.gpu.count",
         ),
         Rule(
-            f"self.engine.type != 'Baton' || !has(self.prefill) || !{_GPUS.format(role)} || "
-            f"self.{role}.resources.gpu.count <= 1",
-            "prefill and decode workers of engine.type Baton use 1 accelerator each: set count and "
-            "parallelism.tensor to 1, or remove prefill",
-            f".{role}.resources.gpu.count",
-        ),
-        Rule(
             f"self.engine.type in ['vLLM', 'SGLang'] || !has(self.{role}) || "
             f"({_ONE_NODE.format(role)} && {_UNDIVIDED.format(role)})",
             "pipeline and nodes are for engine.type vLLM and SGLang, and tensor also for Baton: a Custom "

@@ -104,7 +104,7 @@ class Gpu(Part):
 
     count: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of accelerators; 0 for a worker that runs on the CPU. For engine type Baton,
-    parallelism.tensor, which is 1 in a pair. For others, a multiple of parallelism.tensor x
+    parallelism.tensor. For others, a multiple of parallelism.tensor x
     parallelism.pipeline / parallelism.nodes."""
 
 

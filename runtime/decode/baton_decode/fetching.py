@@ -33,7 +33,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.requests import Fetch, FetchResult
 from baton_engine.streams import Event
 from baton_engine.transfer import Pulled, Transfer
-from baton_engine.transfer.integrity import block_checksums
+from baton_engine.transfer.integrity import by_sums
 
 log = logging.getLogger(__name__)
 
@@ -242,9 +242,10 @@ class FetchTask:
 
     def _verify(self, verify: VerifyChecksums) -> None:
         assert self._link is not None
-        memory = self._link.peer.pools[0].memory
+        transfer = self._context.transfer
+        sums = by_sums(self._link.peer.pools, len(transfer.pools))
         computing = self._loop.run_in_executor(
-            self._context.checksums, block_checksums, self._context.cache, verify.blocks, memory
+            self._context.checksums, transfer.checksums, verify.blocks, sums
         )
 
         def compared(computed: asyncio.Future[list[int]]) -> None:

@@ -58,7 +58,7 @@ class Link:
         """Raises TransferFailed if the address does not answer, IncompatiblePeer if the peer refuses."""
         connection = await control.dial(address, pace, tls=tls)
         try:
-            hello = me.hello(request_id, ticket)
+            hello = me.hello(request_id, ticket, len(transfer.pools))
             welcome = await handshake.introduce(connection, me, hello, pace)
             theirs, ours = whole_bytes(welcome.pools), whole_bytes(transfer.pools)
             if theirs != ours:

@@ -195,7 +195,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         tracing = _open_tracing(settings, name, stack)
         publisher = _open_publisher(settings, cache, stack)
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
-        transfer = await _open_transfer(settings, cache, f"{name}-{epoch[:8]}", stack)
+        transfer = await _open_transfer(settings, cache, loaded.model, f"{name}-{epoch[:8]}", stack)
         captures = capture_limits(settings, loaded.model)
         model = with_graphs(loaded.model, cache, limits, captures, partial(free_bytes, device))
         client, fatal = _open_engine(loaded, model, cache, limits, publisher, dtype, stack)
@@ -269,11 +269,12 @@ def _open_tracing(
 
 
 async def _open_transfer(
-    settings: WorkerSettings, cache: KVCache, agent: str, stack: contextlib.AsyncExitStack
+    settings: WorkerSettings, cache: KVCache, model: Model, agent: str, stack: contextlib.AsyncExitStack
 ) -> Transfer | None:
     if settings.role is Role.BOTH:
         return None
-    transfer = await create_transfer(settings.transfer, cache, agent)
+    others = model.pools if isinstance(model, ParallelModel) else None
+    transfer = await create_transfer(settings.transfer, cache, agent, others)
     stack.push_async_callback(transfer.close)
     return transfer
 
@@ -324,7 +325,7 @@ def _load(
     encoder = encoder_spec(checkpoint)
     spec = load_spec(checkpoint) if encoder is None else encoder.model
     if settings.tensor_parallel_size > 1:
-        check_parallel(settings, spec, device, checkpoint.name, encodes=encoder is not None)
+        check_parallel(settings, spec, checkpoint.name, encodes=encoder is not None)
     kv_dtype(settings.kv_cache_dtype, spec, device, dtype)  # raises before the weights are loaded
     if settings.max_model_len > spec.context:
         raise SetupError(
@@ -391,10 +392,6 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         speculation_tokens=0 if settings.speculation == "off" else settings.speculation_tokens,
         overlap=settings.overlap and isinstance(loaded.model, Decoder) and not on_cpu,
     )
-    log.info(
-        "chunked_prefill_size=%d, max_running_requests=%d, context_len=%d",
-        limits.chunk_tokens,
-        limits.max_running,
-        limits.max_model_len,
-    )
+    sizes = limits.chunk_tokens, limits.max_running, limits.max_model_len
+    log.info("chunked_prefill_size=%d, max_running_requests=%d, context_len=%d", *sizes)
     return limits

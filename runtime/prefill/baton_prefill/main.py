@@ -34,7 +34,6 @@ async def prefill(worker: Worker) -> AsyncIterator[RoleServices]:
     server = PrefillServer(
         worker.client,
         worker.engine,
-        worker.cache,
         worker.transfer,
         worker.identity,
         ServerLimits(prompt=prompts),

@@ -20,13 +20,11 @@ from baton_api.errors import BatonError, InvalidRequest
 from baton_api.otlp import Attributes
 from baton_api.sampling import Constraint, SamplingParams, Thinking
 from baton_engine.adapters import AdapterRegistry
-from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.tracing import WorkerTrace, WorkerTracing
 from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
 from baton_engine.streams import Event, HostEvent
+from baton_engine.transfer import Transfer
 from baton_engine.transfer.control import ControlConnection
-from baton_engine.transfer.integrity import block_checksums
-from baton_engine.transfer.parts import memory_of
 from baton_prefill.sessions import (
     Action,
     ComputeChecksums,
@@ -63,7 +61,7 @@ class ComputeContext:
 
     client: PromptClient
     engine: PromptEngine
-    cache: KVCache
+    transfer: Transfer
     checksums: Executor
     """One thread, so that results arrive in order."""
     matchers: MatchersOf
@@ -82,13 +80,15 @@ class PromptTask:
         session: PrefillSession,
         request_id: str,
         hashes: Sequence[bytes],
+        sums: bool,
         context: ComputeContext,
         connection: ControlConnection,
         on_released: Callable[[PromptTask], None],
     ) -> None:
-        """`hashes` are `Request.hashes` of the prompt."""
+        """`hashes` are `Request.hashes` of the prompt. `sums` is the kind of checksums (`by_sums`)."""
         self.session = session
         self._hashes = hashes
+        self._sums = sums
         self.request_id = request_id
         self._context = context
         self._connection = connection
@@ -216,11 +216,11 @@ class PromptTask:
             self.do(self.session.failed(reason, retry=not isinstance(output.error, InvalidRequest)))
 
     async def _checksum(self, prefill: ComputeChecksums, written: Event) -> None:
-        cache = self._context.cache
+        transfer = self._context.transfer
 
         def computed() -> list[int]:
             written.wait()
-            return block_checksums(cache, prefill.blocks, memory_of(cache.kv.device))
+            return transfer.checksums(prefill.blocks, self._sums)
 
         checksums = await self._loop.run_in_executor(self._context.checksums, computed)
         self.do(self.session.checksummed(prefill.first_block, prefill.blocks, checksums))

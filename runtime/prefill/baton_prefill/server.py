@@ -21,11 +21,11 @@ from baton_api import exposure, logs, tickets
 from baton_api.errors import IncompatiblePeer, InvalidRequest, SetupError, TransferFailed
 from baton_api.messages import Abort, AnyMessage, Done, Drained, Failed, Hello, Pong, Prefill, Welcome
 from baton_engine.adapters import AdapterRegistry
-from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.tracing import WorkerTracing
 from baton_engine.transfer import Transfer, handshake
 from baton_engine.transfer.control import ControlConnection, Pace, join_address
 from baton_engine.transfer.handshake import Identity
+from baton_engine.transfer.integrity import by_sums
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
 from baton_prefill.prompts import (
@@ -66,7 +66,6 @@ class PrefillServer:
         self,
         client: PromptClient,
         engine: PromptEngine,
-        cache: KVCache,
         transfer: Transfer,
         me: Identity,
         limits: ServerLimits,
@@ -90,7 +89,7 @@ class PrefillServer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._admissions = ThreadPoolExecutor(1, thread_name_prefix="admission")
         self._context = ComputeContext(
-            client, engine, cache, self._executor, matchers, tracing, adapters or AdapterRegistry()
+            client, engine, transfer, self._executor, matchers, tracing, adapters or AdapterRegistry()
         )
         self._transfer = transfer
         self._peer_reads = PeerReads(transfer)
@@ -158,7 +157,7 @@ class PrefillServer:
             hello = await handshake.accept(connection, self._me, self._welcome, self._admit, self._pace)
             log.info("decode worker %s connected from %s", hello.worker[:200], connection.peer)
             async for message in connection.messages():
-                await self._handle(message, connection, prompts)
+                await self._handle(message, connection, prompts, hello.ranks)
         except (TransferFailed, IncompatiblePeer) as error:
             log.info("%s %d prompts were under way", error, len(prompts))
         finally:
@@ -181,11 +180,11 @@ class PrefillServer:
         return tickets.refusal(self._secret, ticket, request_id, self.address, self._wall_clock())
 
     async def _handle(
-        self, message: AnyMessage, connection: ControlConnection, prompts: dict[str, PromptTask]
+        self, message: AnyMessage, connection: ControlConnection, prompts: dict[str, PromptTask], ranks: int
     ) -> None:
         match message:
             case Prefill():
-                await self._prefill(message, connection, prompts)
+                await self._prefill(message, connection, prompts, ranks)
             case Done(session=session, epoch=epoch) | Abort(session=session, epoch=epoch):
                 prompt = prompts.get(session)
                 if prompt is None or prompt.session.prefill.epoch != epoch:
@@ -202,8 +201,9 @@ class PrefillServer:
                 )
 
     async def _prefill(
-        self, prefill: Prefill, connection: ControlConnection, prompts: dict[str, PromptTask]
+        self, prefill: Prefill, connection: ControlConnection, prompts: dict[str, PromptTask], ranks: int
     ) -> None:
+        """`ranks` is the number of ranks of the decode worker."""
         before = prompts.get(prefill.session)
         if before is not None:
             if before.session.prefill.epoch >= prefill.epoch:
@@ -239,7 +239,8 @@ class PrefillServer:
         # The peer chooses the session's name; two peers may choose the same one.
         request_id = f"{prefill.session}#{self._attempts}"
         full = hashes[: len(prefill.tokens) // size]
-        prompt = PromptTask(session, request_id, full, self._context, connection, forget)
+        sums = by_sums(self._transfer.pools, ranks)
+        prompt = PromptTask(session, request_id, full, sums, self._context, connection, forget)
         prompts[prefill.session] = prompt
         self._prompts.add(prompt)
         self._peer_reads.begin()

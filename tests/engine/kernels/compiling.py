@@ -162,7 +162,7 @@ def launches(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> list
     for window in {None, spec.sliding_window}:
         ops.attention(q, cache, 1, static, window, sinks)
     words = cache.kv.view(cache.blocks, -1).view(torch.int64)
-    mixed_sums(words, torch.zeros(2, dtype=torch.int64), KEYS)
+    mixed_sums(words, torch.zeros(2, dtype=torch.int64), KEYS, (words.shape[1], words.shape[1], 0))
     for rule in (TokenRule(0.0), TokenRule(1.0)):
         sampling.select_on_device(torch.zeros(3, 128 * 1024), [rule] * 3)
     return captured

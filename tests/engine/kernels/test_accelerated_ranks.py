@@ -86,11 +86,12 @@ async def test_accelerated_ranks_give_the_tokens_of_one(
     assert "an interpreter runs Triton kernels" in caplog.text
 
 
+@pytest.mark.nixl
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["two to one", "one to two"])
 async def test_accelerated_pair_of_any_degrees_answers_as_one(
     folder: Path, expected: list[list[int]], ranks: tuple[int, int]
 ) -> None:
-    given = {"transfer": "loopback", "local_prefill_tokens": 0, "transfer_deadline_s": 60}
+    given = {"transfer": "nixl", "local_prefill_tokens": 0, "transfer_deadline_s": 60}
     async with (
         open_worker(settings(folder, ranks[0], role="prefill", **given)) as source,
         prefill(source) as serving,

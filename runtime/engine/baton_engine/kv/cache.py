@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,10 +52,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         block_size: int = BLOCK_SIZE,
-        shared: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        """`shared` is the descriptor of a file without content for the memory, which processes can share."""
+        """`spec` is that of the part of `rank`, which has an equal range of the key heads."""
         self.spec = spec
+        self.rank = rank
+        self.ranks = ranks
         self.blocks = blocks
         self.block_size = block_size
         self.streams: Streams = streams_of(device)
@@ -66,15 +68,7 @@ class KVCache:
             (blocks, spec.layers, spec.kv_planes, spec.kv_heads, block_size, spec.head_dim),
             dtype,
             device,
-            shared,
         )
-        self.others: tuple[KVCache, ...] = ()
-        """Rank 0 on a CPU: the parts of the other ranks in order, in memory that both processes map."""
-
-    @property
-    def parts(self) -> tuple[KVCache, ...]:
-        """The parts of all ranks. Each has an equal range of the key heads."""
-        return (self, *self.others)
 
     @property
     def planes(self) -> int:
@@ -83,7 +77,7 @@ class KVCache:
 
     @property
     def whole_kv_heads(self) -> int:
-        return sum(part.spec.kv_heads for part in self.parts)
+        return self.spec.kv_heads * self.ranks
 
     @property
     def block_bytes(self) -> int:
@@ -94,16 +88,11 @@ class KVCache:
         return self.kv[number].view(torch.uint8).numpy().reshape(-1).data
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, shared: int | None) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # New pages are zero without a write, so memory is allocated at the first use of a block.
-    size = math.prod(shape) * dtype.itemsize
-    if shared is None:
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        os.ftruncate(shared, size)
-        pages = mmap.mmap(shared, size, flags=mmap.MAP_SHARED)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # The keys of a head in one block are 2 KiB. Small pages would cause many TLB misses in attention.
         pages.madvise(mmap.MADV_HUGEPAGE)

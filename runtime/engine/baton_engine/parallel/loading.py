@@ -21,16 +21,14 @@ from baton_engine.settings import WorkerSettings
 from baton_engine.transfer.compatibility import weights_digest
 
 
-def check_parallel(
-    settings: WorkerSettings, spec: ModelSpec, device: torch.device, name: str, *, encodes: bool
-) -> None:
+def check_parallel(settings: WorkerSettings, spec: ModelSpec, name: str, *, encodes: bool) -> None:
     """Raise SetupError if the ranks of `settings` cannot compute the model `name`. `encodes`: an encoder."""
     size = settings.tensor_parallel_size
     flag = f"--tensor-parallel-size {size}"
     if encodes:
         raise SetupError(f"{flag} does not support encoders such as {name}. Start more workers instead.")
     if settings.role is not Role.BOTH:
-        _check_pair(settings.role, size, spec, device, name)
+        _check_pair(settings.role, size, spec, name)
     if settings.quantize not in ("keep", "off"):
         raise SetupError(
             f"{flag} does not support --quantize {settings.quantize}: ranks expand quantized weights."
@@ -44,13 +42,8 @@ def check_parallel(
     check_degree(spec, size, name)
 
 
-def _check_pair(role: Role, size: int, spec: ModelSpec, device: torch.device, name: str) -> None:
+def _check_pair(role: Role, size: int, spec: ModelSpec, name: str) -> None:
     """Raise SetupError if the KV blocks of `size` ranks cannot be transferred."""
-    if device.type != "cpu":
-        raise SetupError(
-            f"--tensor-parallel-size {size} does not support --role {role} on GPUs, because rank 0 transfers "
-            "the blocks of all ranks and has no access to other GPUs. Use --role both."
-        )
     if spec.kv_heads % size:
         raise SetupError(
             f"--tensor-parallel-size {size} does not support --role {role} of {name}: its "
@@ -87,7 +80,6 @@ def load_parallel(
         dtype=kind,
         device=str(device),
         threads=torch.get_num_threads(),
-        memory=-1,
         store="",
         timeout_s=timeout_s,
         log_format=logs.for_children()[logs.VARIABLE],

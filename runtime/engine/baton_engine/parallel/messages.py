@@ -7,6 +7,8 @@ Messages between rank 0 and the other ranks of a worker, over a socket pair for 
       Allocate ---------------------->    allocate its part of the KV cache, connect to the group
       <---------------------- Allocated
       Forward, Project, ... --------->    compute; results go through the group
+      an `Order` -------------------->    transfer blocks, behind the passes that were sent before
+      <---------------------- a `OrderReply`   with the number of the order
 
 `RankError` may come at any time, and the rank then ends. A rank ends if its socket is closed, which happens
 if rank 0 ends for any reason. A frame is 4 bytes of length, big-endian, then a msgpack map.
@@ -20,6 +22,7 @@ import threading
 import msgspec
 import numpy as np
 
+from baton_api.messages import PoolLayout
 from baton_engine.batch import Batch, BatchRow
 
 LENGTH_BYTES = 4
@@ -44,8 +47,6 @@ class Start(RankMessage, frozen=True):
     dtype: str
     device: str
     threads: int
-    memory: int
-    """Descriptor of the file for the KV cache on a CPU, which rank 0 maps too."""
     store: str
     """File by which the ranks find each other."""
     timeout_s: float
@@ -98,6 +99,95 @@ class Project(RankMessage, frozen=True):
     states: int
 
 
+class Order(RankMessage, frozen=True):
+    """Something about the blocks of the rank, for its `PoolReader`."""
+
+    number: int
+    """Given back in the reply."""
+
+
+class OpenPool(Order, frozen=True):
+    """Start the agent. Answered by `Opened`."""
+
+    worker: str
+    """The worker's name for its agents."""
+
+
+class ConnectPeer(Order, frozen=True):
+    """`PoolReader.connect`."""
+
+    sealed: list[bytes]
+    pools: tuple[PoolLayout, ...]
+    epoch: str
+    peer: str
+
+
+class DisconnectPeer(Order, frozen=True):
+    """`PoolReader.disconnect`."""
+
+    peer: str
+
+
+class PullBlocks(Order, frozen=True):
+    """`PoolReader.pull`. Answered by `ReadEnded` when no byte can change any more."""
+
+    peer: str
+    remote: list[int]
+    local: list[int]
+
+
+class SumBlocks(Order, frozen=True):
+    """Compute the sums of the rank's parts. Answered by `Summed`."""
+
+    blocks: list[int]
+
+
+class ServePeers(Order, frozen=True):
+    """`PoolReader.serve`."""
+
+    change: int
+
+
+class ClosePool(Order, frozen=True):
+    """End the agent, for whose reads this time is left."""
+
+    seconds: float
+
+
+class OrderReply(RankMessage, frozen=True):
+    """Answers an order, which has no other result."""
+
+    number: int
+
+
+class OrderFailed(OrderReply, frozen=True):
+    """The order failed, for this reason."""
+
+    reason: str
+
+
+class Opened(OrderReply, frozen=True):
+    """The agent can be reached."""
+
+    sealed: bytes
+    """Its sealed metadata."""
+    pool: PoolLayout
+
+
+class ReadEnded(OrderReply, frozen=True):
+    """The read was successful: a `Pulled`."""
+
+    bytes: int
+    seconds: float
+    transport: str
+
+
+class Summed(OrderReply, frozen=True):
+    """The sum of each block."""
+
+    sums: list[int]
+
+
 class Loaded(RankMessage, frozen=True):
     """The weights are on the device."""
 
@@ -118,7 +208,9 @@ class RankError(RankMessage, frozen=True):
     reason: str
 
 
-AnyMessage = Start | Allocate | Forward | Project | Loaded | Allocated | RankError
+AnyOrder = OpenPool | ConnectPeer | DisconnectPeer | PullBlocks | SumBlocks | ServePeers | ClosePool
+AnyReply = OrderReply | OrderFailed | Opened | ReadEnded | Summed
+AnyMessage = Start | Allocate | Forward | Project | Loaded | Allocated | RankError | AnyOrder | AnyReply
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

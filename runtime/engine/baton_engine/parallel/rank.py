@@ -35,10 +35,12 @@ from baton_engine.parallel.messages import (
     Channel,
     Forward,
     Loaded,
+    Order,
     Project,
     RankError,
     Start,
 )
+from baton_engine.parallel.rank_orders import RankOrders
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +81,17 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     group, model, size = _load(start, device)
     channel.send(Loaded(weights=size, at_start=at_start, free=free_bytes(device)))
     blocks = _expect(inbox, Allocate).blocks
-    cache = KVCache(model.spec, blocks, getattr(torch, start.dtype), device, shared=start.memory)
+    dtype = getattr(torch, start.dtype)
+    cache = KVCache(model.spec, blocks, dtype, device, rank=start.rank, ranks=start.size)
     channel.send(Allocated())
     group.connect(Path(start.store), start.timeout_s)
+    orders = RankOrders(cache, channel.send)
     while True:
-        _compute(inbox.get(), model, group, cache, device)
+        message = inbox.get()
+        if isinstance(message, Order):
+            orders.begin(message)
+        else:
+            _compute(message, model, group, cache, device)
 
 
 def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:

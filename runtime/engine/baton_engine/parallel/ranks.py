@@ -8,8 +8,8 @@ are then killed, so that rank 0 does not wait for them in a collective operation
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import os
 import queue
 import socket
 import struct
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -26,7 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton_api.errors import BatonError, SetupError
+from baton_api.errors import BatonError, SetupError, TransferFailed
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache, MemoryBudget
 from baton_engine.model.decoder import Decoder
@@ -37,13 +38,18 @@ from baton_engine.parallel.messages import (
     Allocate,
     Allocated,
     AnyMessage,
+    AnyOrder,
+    AnyReply,
     Channel,
     Forward,
     Loaded,
+    OrderFailed,
+    OrderReply,
     Project,
     RankError,
     Start,
 )
+from baton_engine.parallel.rank_pools import RankPools
 
 log = logging.getLogger(__name__)
 
@@ -74,26 +80,25 @@ class Ranks:
         self._on_failure: Callable[[str], None] | None = None
         self._lock = threading.Lock()
         self._others: list[_Process] = []
+        self._numbers = itertools.count(1)
         start = msgspec.structs.replace(start, store=str(self._store))
         try:
             for rank in range(1, start.size):
                 other = _Process(rank, self._timeout_s, self._fail)
                 self._others.append(other)
-                other.start(
-                    msgspec.structs.replace(start, rank=rank, device=devices[rank], memory=other.memory)
-                )
+                other.start(msgspec.structs.replace(start, rank=rank, device=devices[rank]))
         except BaseException:
             self.close()
             raise
 
+    @property
+    def others(self) -> int:
+        """Number of ranks other than 0."""
+        return len(self._others)
+
     def load(self) -> list[Loaded]:
         """Wait until all ranks have loaded their weights. Raises SetupError with a rank's reason."""
         return [self._receive(other, Loaded) for other in self._others]
-
-    @property
-    def memories(self) -> list[int]:
-        """Descriptors of the files for the KV caches of the other ranks."""
-        return [other.memory for other in self._others]
 
     def allocate(self, blocks: int, group: Group) -> None:
         """Allocate the KV blocks of all other ranks and connect `group` to them. Raises SetupError."""
@@ -104,6 +109,16 @@ class Ranks:
             group.connect(self._store, self._timeout_s)
         except (OSError, RuntimeError) as error:
             raise SetupError(f"The ranks cannot connect to one another: {self._failure or error}") from error
+
+    def order(self, order: AnyOrder) -> list[Future[AnyReply]]:
+        """Send `order` with a number of its own. The futures fail with TransferFailed if a rank ends."""
+        order = msgspec.structs.replace(order, number=next(self._numbers))
+        futures = [other.replies_to(order.number) for other in self._others]
+        try:
+            self._post(order)
+        except OSError as error:
+            self._fail(f"a rank does not read its orders: {error}")
+        return futures
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
         """Call `on_failure` with the reason if a rank fails, at once if one has failed. From any thread."""
@@ -161,20 +176,35 @@ class _Process:
         self.rank = rank
         self.replies: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
         """The last one is `RankError`."""
+        self._orders: dict[int, Future[AnyReply]] = {}
+        """Without reply."""
+        self._ended = ""
+        """Why there are no further replies."""
+        self._lock = threading.Lock()
         self._on_failure = on_failure
         own, other = socket.socketpair()
         # A stopped rank does not read. Only sending has a timeout: replies may take any time.
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s) or 1, 0))
         self.channel = Channel(own)
-        self.memory = os.memfd_create(f"baton-kv-rank-{rank}")
         with other:
             command = [sys.executable, "-m", "baton_engine.parallel.rank"]
-            self._process = subprocess.Popen(command, stdin=other.fileno(), pass_fds=(self.memory,))
+            self._process = subprocess.Popen(command, stdin=other.fileno())
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
 
     def start(self, message: Start) -> None:
         self._thread.start()
         self.channel.send(message)
+
+    def replies_to(self, number: int) -> Future[AnyReply]:
+        """Return the future for the reply to an order that is about to be sent."""
+        future: Future[AnyReply] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            if not self._ended:
+                self._orders[number] = future
+                return future
+        future.set_exception(TransferFailed(f"Tensor parallelism failed: {self._ended}"))
+        return future
 
     def kill(self) -> None:
         self._process.kill()
@@ -186,13 +216,17 @@ class _Process:
         if self._thread.ident is not None:
             self._thread.join()
         self.channel.close()
-        os.close(self.memory)
 
     def _listen(self) -> None:
         reason = ""
         with contextlib.suppress(EOFError):
             while True:
                 reply = self.channel.receive()
+                if isinstance(reply, OrderReply):
+                    with self._lock:
+                        future = self._orders.pop(reply.number)
+                    settle(future, reply)
+                    continue
                 if isinstance(reply, RankError):
                     reason = f"rank {self.rank}: {reply.reason}"
                     break
@@ -203,6 +237,18 @@ class _Process:
             reason = f"rank {self.rank} (process {self._process.pid}) ended with {cause}"
         self._on_failure(reason)
         self.replies.put(RankError(reason=reason))
+        with self._lock:
+            self._ended, left = reason, list(self._orders.values())
+        for future in left:
+            future.set_exception(TransferFailed(f"Tensor parallelism failed: {reason}"))
+
+
+def settle(future: Future[AnyReply], reply: AnyReply) -> None:
+    """Set the result of an order."""
+    if isinstance(reply, OrderFailed):
+        future.set_exception(TransferFailed(reply.reason))
+    else:
+        future.set_result(reply)
 
 
 class ParallelModel:
@@ -242,14 +288,14 @@ class ParallelModel:
 
     def open_cache(self, blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Allocate the KV cache of all ranks. Returns rank 0's. Raises SetupError."""
-        cache = KVCache(self.part.spec, blocks, dtype, device)
-        if device.type == "cpu":
-            cache.others = tuple(
-                KVCache(self.part.spec, blocks, dtype, device, shared=memory)
-                for memory in self.ranks.memories
-            )
+        cache = KVCache(self.part.spec, blocks, dtype, device, ranks=self._group.shard.size)
         self.ranks.allocate(blocks, self._group)
         return cache
+
+    @property
+    def pools(self) -> RankPools:
+        """The KV blocks of the other ranks, for one transfer."""
+        return RankPools(self.ranks)
 
     def budget(self, own: MemoryBudget) -> MemoryBudget:
         """Return the memory for KV blocks. GPUs: that of the fullest one. A CPU: all ranks share it."""

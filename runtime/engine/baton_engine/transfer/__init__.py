@@ -84,6 +84,14 @@ class Transfer(Protocol):
         """
         ...
 
+    def checksums(self, blocks: Sequence[int], sums: bool) -> list[int]:
+        """
+        Return `integrity.block_checksums` of this worker's blocks, those of all ranks added. May block.
+
+        The device of rank 0 must have written the blocks. Raises TransferFailed if another rank fails.
+        """
+        ...
+
     def serve(self) -> AbstractContextManager[None]:
         """
         Return a context during which peers can connect to this worker and read its blocks.

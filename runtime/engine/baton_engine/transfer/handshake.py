@@ -37,7 +37,7 @@ class Identity:
     model: str
     compatibility: Compatibility
 
-    def hello(self, request_id: str = "", ticket: str = "") -> Hello:
+    def hello(self, request_id: str = "", ticket: str = "", ranks: int = 1) -> Hello:
         return Hello(
             protocol=PROTOCOL,
             worker=self.worker,
@@ -47,6 +47,7 @@ class Identity:
             labels=dict(self.compatibility.labels),
             request_id=request_id,
             ticket=ticket,
+            ranks=ranks,
         )
 
     def welcome(self, agent: bytes, pools: tuple[PoolLayout, ...]) -> Welcome:

@@ -1,8 +1,9 @@
 """
 Integrity of transfers: checksums of blocks, and sealed metadata of peers.
 
-xxh3-64 is faster than a host's memory and reads the block's bytes without a copy. On a device, a sum of mixed
-words replaces it, because many programs can compute it (ADR 37). Both detect accidental damage, not forgery.
+xxh3-64 is faster than a host's memory and reads the block's bytes without a copy. On a device, and between
+several ranks, a sum of mixed words replaces it: many programs can compute it, and each rank sums its own part
+(ADR 37). Both detect accidental damage, not forgery.
 
 NIXL parses metadata in C++ and has hung on modified bytes. Metadata therefore contains a version, a checksum,
 and the settings that both ends must share, so that damaged or foreign metadata never reaches NIXL. The
@@ -22,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_api.errors import IncompatiblePeer, TransferFailed
+from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.ops.native.library import disabled
-from baton_engine.transfer.parts import DRAM, VRAM
+from baton_engine.transfer.parts import VRAM
 
 
 def block_checksum(cache: KVCache, block: int) -> int:
@@ -32,16 +34,24 @@ def block_checksum(cache: KVCache, block: int) -> int:
     return block_checksums(cache, (block,))[0]
 
 
-def block_checksums(cache: KVCache, blocks: Sequence[int], memory: str = DRAM) -> list[int]:
+def by_sums(announced: Sequence[PoolLayout], readers: int) -> bool:
     """
-    Return a checksum of each of `blocks`, which does not depend on the number of ranks that divide them.
+    Return whether checksums are sums of words. Both workers decide it by the same rule.
 
-    `memory` is that of the pools of the worker that announces the blocks. For DRAM it is xxh3-64 of the
-    bytes, for VRAM `word_sums`, which a device computes at the speed of its memory. Parts of several ranks
-    are joined. The device must have written the blocks.
+    `announced` are the pools of the worker that announces blocks. `readers` is the number of ranks that read.
     """
-    if memory == VRAM:
-        return _device_checksums(cache, blocks)
+    return announced[0].memory == VRAM or len(announced) > 1 or readers > 1
+
+
+def block_checksums(cache: KVCache, blocks: Sequence[int], sums: bool = False) -> list[int]:
+    """
+    Return a checksum of each of `blocks`. The device must have written them.
+
+    It is xxh3-64 of the bytes. With `sums`, it is `word_sums`, which a device computes at the speed of its
+    memory. Modulo 2**64, the sums of the parts of all ranks add up to that of the whole block.
+    """
+    if sums:
+        return _word_checksums(cache, blocks)
     return [xxhash.xxh3_64_intdigest(content.data) for content in _contents(cache, blocks)]
 
 
@@ -53,56 +63,68 @@ def _contents(cache: KVCache, blocks: Sequence[int]) -> Iterator[NDArray[np.uint
             copies = cache.kv.index_select(0, chosen).cpu()
         yield from copies.view(torch.uint8).numpy().reshape(len(blocks), -1)
         return
-    pools = [
-        part.kv.view(torch.uint8).numpy().reshape(cache.blocks, cache.planes, -1) for part in cache.parts
-    ]
     for block in blocks:
-        parts = [pool[block] for pool in pools]
-        yield parts[0].reshape(-1) if len(parts) == 1 else np.concatenate(parts, axis=1).reshape(-1)
+        yield np.frombuffer(cache.block(block), dtype=np.uint8)
 
 
-def _device_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
-    if cache.kv.device.type == "cpu":  # the announcing worker has a GPU, and this one does not
-        contents = (torch.from_numpy(content).view(torch.int64) for content in _contents(cache, blocks))
-        sums = [int(word_sums(words[None])) for words in contents]
-    else:
-        with cache.streams.aside():
-            words = cache.kv.view(cache.blocks, -1).view(torch.int64)
-            sums = _sums_of(words, torch.tensor(list(blocks), device=words.device)).tolist()
+def _word_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
+    with cache.streams.aside():
+        words = cache.kv.view(cache.blocks, -1).view(torch.int64)
+        of_plane = words.shape[1] // cache.planes
+        layout = of_plane, of_plane * cache.ranks, of_plane * cache.rank
+        sums = _sums_of(words, blocks, layout).tolist()
     return [value % 2**64 for value in sums]
 
 
-def _sums_of(words: Tensor, blocks: Tensor) -> Tensor:
-    """Return `word_sums` of rows `blocks` [B] of `words` [blocks, W]: by a kernel, if there is Triton."""
-    if not disabled(os.environ):
+def _sums_of(words: Tensor, blocks: Sequence[int], layout: WordLayout) -> Tensor:
+    """Return `word_sums`, computed by a kernel on a device with Triton."""
+    if words.device.type != "cpu" and not disabled(os.environ):
         with contextlib.suppress(ImportError):
             from baton_engine.ops.kernels.checksums import mixed_sums
 
-            return mixed_sums(words, blocks, KEYS)
-    return torch.cat([word_sums(words[block : block + 1]) for block in blocks.tolist()] or [blocks])
+            chosen = torch.tensor(list(blocks), dtype=torch.int64, device=words.device)
+            return mixed_sums(words, chosen, KEYS, layout)
+    return word_sums(words, blocks, layout)
 
 
 KEYS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Signed forms of the constants of SplitMix64: the golden ratio, and the factors of its finalizer."""
 
 
-def word_sums(words: Tensor) -> Tensor:
-    """
-    Return the sum [B] int64, modulo 2**64, of a mix of each word of `words` [B, W] int64 and of its position.
+WordLayout = tuple[int, int, int]
+"""
+Positions of the words of a rank's part in the whole block.
 
-    The mix is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a bijection. So one wrong word
-    always changes the sum. Several wrong words keep it with a probability of about 2**-64.
+They are: words of the part in a plane, words of the whole block in a plane, and position of the first word.
+"""
+
+
+def word_sums(words: Tensor, blocks: Sequence[int], layout: WordLayout) -> Tensor:
+    """
+    Return sums [B] int64, modulo 2**64, for rows `blocks` [B] of `words` [blocks, W] int64.
+
+    A row's sum is that of a mix of each word and of its position. The mix is the finalizer of SplitMix64
+    (Steele, Lea and Flood, 2014), a bijection. So one wrong word always changes the sum. Several wrong words
+    keep it with a probability of about 2**-64.
     """
     key, first, second = KEYS
-    x = words ^ (torch.arange(1, words.shape[1] + 1, device=words.device) * key)
-    for shift, factor in ((30, first), (27, second)):
-        x = (x ^ _shifted(x, shift)) * factor
-    return (x ^ _shifted(x, 31)).sum(1)
+    run, stride, start = layout
+    size, device = words.shape[1], words.device
+    planes = torch.arange(-(-size // run), device=device) * stride + start + 1
+    keyed = (planes[:, None] + torch.arange(run, device=device)).reshape(-1)[:size] * key
+    sums = []
+    for block in blocks:
+        x = words[block] ^ keyed
+        for shift, factor in ((30, first), (27, second)):
+            x ^= _shifted(x, shift)
+            x *= factor
+        sums.append((x ^ _shifted(x, 31)).sum())
+    return torch.stack(sums) if sums else words.new_empty(0)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """Shift int64 to the right as if it were unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 MAGIC = b"baton-nixl-1\n"
@@ -141,3 +163,25 @@ def unseal(sealed: bytes, wire: str) -> tuple[bytes, str]:
             "same values on all workers, or remove them."
         )
     return metadata, place.decode(errors="replace")
+
+
+def join_sealed(sealed: Sequence[bytes]) -> bytes:
+    """Return the sealed metadata of all ranks' agents as one string. That of a single rank is unchanged."""
+    if len(sealed) == 1:
+        return sealed[0]
+    return b"".join(len(one).to_bytes(4) + one for one in sealed)
+
+
+def split_sealed(joined: bytes, ranks: int) -> list[bytes]:
+    """Return the sealed metadata of each of `ranks` agents. Raises TransferFailed for another number."""
+    if ranks == 1:
+        return [joined]
+    sealed: list[bytes] = []
+    rest = joined
+    while rest and len(sealed) < ranks:
+        end = 4 + int.from_bytes(rest[:4])
+        sealed.append(rest[4:end])
+        rest = rest[end:]
+    if rest or len(sealed) != ranks:
+        raise TransferFailed(f"The peer's metadata is not that of {ranks} ranks.")
+    return sealed

@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakValueDictionary
-
-from torch import Tensor
 
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pulled
-from baton_engine.transfer.parts import pool_layouts, whole_bytes
+from baton_engine.transfer.integrity import block_checksums
+from baton_engine.transfer.parts import pool_layout, whole_bytes
 from baton_engine.transfer.reads import Settlement, check_pools, check_read, runs
 
 _workers: WeakValueDictionary[bytes, LoopbackTransfer] = WeakValueDictionary()
@@ -49,7 +48,7 @@ class LoopbackTransfer:
 
     @property
     def pools(self) -> tuple[PoolLayout, ...]:
-        return pool_layouts(self._cache)
+        return (pool_layout(self._cache),)
 
     async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
         worker = _workers.get(metadata)
@@ -81,12 +80,15 @@ class LoopbackTransfer:
             end.fail(TransferFailed(f"The peer {peer.name} is gone."))
             return
         with self._cache.streams.aside():
-            for ours, theirs in _shared_heads(self._cache, worker._cache):
-                for source, destination, count in runs(remote, local):
-                    ours[destination : destination + count].copy_(theirs[source : source + count])
+            for source, destination, count in runs(remote, local):
+                content = worker._cache.kv[source : source + count]
+                self._cache.kv[destination : destination + count].copy_(content)
             self._cache.streams.record().wait()
         size = len(remote) * whole_bytes(self.pools)
         end.succeed(Pulled(bytes=size, seconds=time.perf_counter() - begin, transport="loopback"))
+
+    def checksums(self, blocks: Sequence[int], sums: bool) -> list[int]:
+        return block_checksums(self._cache, blocks, sums)
 
     def serve(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -97,23 +99,3 @@ class LoopbackTransfer:
     async def close(self) -> None:
         _workers.pop(self._token, None)
         await asyncio.to_thread(self._copier.shutdown)
-
-
-def _shared_heads(ours: KVCache, theirs: KVCache) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views [block, layer, plane, head, slot, dim] of the same key heads on both sides."""
-    for part, start, stop in _heads(ours):
-        for other, first, end in _heads(theirs):
-            low, high = max(start, first), min(stop, end)
-            if low < high:
-                yield (
-                    part.kv[:, :, :, low - start : high - start],
-                    other.kv[:, :, :, low - first : high - first],
-                )
-
-
-def _heads(cache: KVCache) -> Iterator[tuple[KVCache, int, int]]:
-    """Yield the part of each rank with its key heads: the first one, and the one after the last."""
-    start = 0
-    for part in cache.parts:
-        yield part, start, start + part.spec.kv_heads
-        start += part.spec.kv_heads

@@ -12,8 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 
@@ -21,29 +19,39 @@ DRAM, VRAM = "DRAM", "VRAM"
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPiece:
-    """A piece of each block: `size` bytes, `offset` bytes after the block's start in the rank's pool."""
+class CommonPieces:
+    """Parts of each block that a rank of this worker and one of a peer both have."""
 
-    rank: int
-    offset: int
     size: int
+    """Bytes of a piece."""
+    ours: tuple[int, ...]
+    """Offsets of the pieces after the block's start in this worker's pool."""
+    theirs: tuple[int, ...]
+    """Offsets of the same pieces in the peer's pool."""
+
+    @property
+    def bytes(self) -> int:
+        return self.size * len(self.ours)
 
 
-def block_pieces(pools: Sequence[PoolLayout], peers: int, planes: int) -> list[BlockPiece]:
+def common_pieces(ours: PoolLayout, ranks: int, theirs: PoolLayout, planes: int) -> CommonPieces:
     """
-    Return where the pieces of a block are in the pools of all ranks, in the same order for both workers.
+    Return the common pieces of two pools. The list is empty if their ranks have different key heads.
 
-    `peers` is the number of ranks of the other worker. The heads must be divisible by the least common
-    multiple.
+    `ranks` is the number of ranks of this worker. That of the peer follows from the size of its part. The
+    heads must be divisible by the least common multiple of both.
     """
-    ranges = math.lcm(len(pools), peers)
-    held = ranges // len(pools)
-    size = pools[0].block_bytes // (planes * held)
-    return [
-        BlockPiece(number // held, (plane * held + number % held) * size, size)
-        for plane in range(planes)
-        for number in range(ranges)
-    ]
+    peers = ours.block_bytes * ranks // theirs.block_bytes
+    ranges = math.lcm(ranks, peers)
+    size = ours.block_bytes * ranks // (planes * ranges)
+    our_count, their_count = ranges // ranks, ranges // peers
+    our_first, their_first = ours.rank * our_count, theirs.rank * their_count
+    common = range(max(our_first, their_first), min(our_first + our_count, their_first + their_count))
+    return CommonPieces(
+        size,
+        tuple((plane * our_count + one - our_first) * size for plane in range(planes) for one in common),
+        tuple((plane * their_count + one - their_first) * size for plane in range(planes) for one in common),
+    )
 
 
 def whole_bytes(pools: Sequence[PoolLayout]) -> int:
@@ -51,20 +59,13 @@ def whole_bytes(pools: Sequence[PoolLayout]) -> int:
     return sum(pool.block_bytes for pool in pools)
 
 
-def pool_layouts(cache: KVCache) -> tuple[PoolLayout, ...]:
-    """Return the pools of all ranks of a worker, as `Welcome` announces them."""
-    return tuple(
-        PoolLayout(
-            address=part.kv.data_ptr(),
-            block_bytes=part.block_bytes,
-            blocks=part.blocks,
-            device=part.kv.device.index or 0,
-            memory=memory_of(part.kv.device),
-        )
-        for part in cache.parts
+def pool_layout(cache: KVCache) -> PoolLayout:
+    """Return the pool of one rank, as `Welcome` announces it."""
+    return PoolLayout(
+        address=cache.kv.data_ptr(),
+        block_bytes=cache.block_bytes,
+        blocks=cache.blocks,
+        device=cache.kv.device.index or 0,
+        memory=DRAM if cache.kv.device.type == "cpu" else VRAM,
+        rank=cache.rank,
     )
-
-
-def memory_of(device: torch.device) -> str:
-    """Return `PoolLayout.memory` of a pool on `device`."""
-    return DRAM if device.type == "cpu" else VRAM

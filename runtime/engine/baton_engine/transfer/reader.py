@@ -135,7 +135,11 @@ class _Remote:
 
 
 class BlockReader:
-    """Owner of an agent. Other threads use `post`, `call`, `stop` and `join`; the rest runs on its thread."""
+    """
+    Owner of an agent.
+
+    Other threads use `post`, `call`, `submit`, `stop` and `join`; the rest runs on its thread.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -153,6 +157,10 @@ class BlockReader:
 
     async def call(self, function: Callable[[], Result]) -> Result:
         """Run `function` on the thread and return its result."""
+        return await asyncio.wrap_future(self.submit(function))
+
+    def submit(self, function: Callable[[], Result]) -> Future[Result]:
+        """Run `function` on the thread."""
         answer: Future[Result] = Future()
         answer.set_running_or_notify_cancel()
 
@@ -163,7 +171,7 @@ class BlockReader:
                 answer.set_exception(error)
 
         self.post(command)
-        return await asyncio.wrap_future(answer)
+        return answer
 
     def stop(self) -> None:
         """Start no further slices, and stop the thread after the last read."""

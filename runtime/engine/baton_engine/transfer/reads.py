@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
@@ -41,7 +42,9 @@ def check_pools(ours: Sequence[PoolLayout], theirs: Sequence[PoolLayout], kv_hea
             "the least common multiple of both divides the key heads."
         )
     first = theirs[0]
-    for pool in theirs:
+    for rank, pool in enumerate(theirs):
+        if pool.rank != rank:
+            raise IncompatiblePeer("The peer announced its ranks in another order.")
         if (pool.block_bytes, pool.blocks, pool.memory) != (first.block_bytes, first.blocks, first.memory):
             raise IncompatiblePeer("The peer announced different pools for its ranks.")
         if not 0 < pool.blocks <= BLOCKS_LIMIT // len(theirs) or pool.memory not in (DRAM, VRAM):
@@ -85,18 +88,40 @@ class Settlement:
     """Implementation of `Pull`. Its owner sets the result once, from any thread."""
 
     def __init__(self) -> None:
-        self._end: Future[Pulled] = Future()
+        self.end: Future[Pulled] = Future()
         # A running future cannot be cancelled, so a waiter's cancellation does not propagate.
-        self._end.set_running_or_notify_cancel()
+        self.end.set_running_or_notify_cancel()
 
     def settled(self) -> asyncio.Future[Pulled]:
-        waiter = asyncio.wrap_future(self._end)
+        waiter = asyncio.wrap_future(self.end)
         # Marks the exception as retrieved, so that asyncio does not log it for a waiter that has timed out.
         waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
         return waiter
 
     def succeed(self, pulled: Pulled) -> None:
-        self._end.set_result(pulled)
+        self.end.set_result(pulled)
 
-    def fail(self, error: TransferFailed) -> None:
-        self._end.set_exception(error)
+    def fail(self, error: BaseException) -> None:
+        self.end.set_exception(error)
+
+
+def join_reads(parts: Sequence[Future[Pulled]], whole: Settlement) -> None:
+    """Settle `whole` with the last of `parts`. It fails if one of them has failed."""
+    lock, left = threading.Lock(), len(parts)
+
+    def ended(_: Future[Pulled]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        error = next((error for part in parts if (error := part.exception()) is not None), None)
+        if error is not None:
+            whole.fail(error)
+            return
+        pulled = [part.result() for part in parts]
+        seconds = max(one.seconds for one in pulled)
+        whole.succeed(Pulled(sum(one.bytes for one in pulled), seconds, pulled[0].transport))
+
+    for part in parts:
+        part.add_done_callback(ended)

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,16 +30,24 @@ COPYING = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
 INFINIBAND = Path("/sys/class/infiniband")
 
 
+_changing = threading.Lock()
+
+
 @contextmanager
 def environment() -> Iterator[None]:
-    """Set `DEFAULTS` in the environment during the context, except for variables that the user has set."""
-    added = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
+    """
+    Set `DEFAULTS` in the environment during the context, except for variables that the user has set.
+
+    One thread at a time has such a context.
+    """
+    with _changing:
+        added = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
 
 
 def wire() -> str:

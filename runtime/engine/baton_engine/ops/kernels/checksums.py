@@ -15,7 +15,9 @@ TILE = 8 * CHUNK
 
 
 @triton.jit
-def _mixed_sums(words, blocks, sums, size, key, first, second, TILE: tl.constexpr, CHUNK: tl.constexpr):
+def _mixed_sums(
+    words, blocks, sums, size, run, stride, begin, key, first, second, TILE: tl.constexpr, CHUNK: tl.constexpr
+):
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
     start = tl.program_id(1) * TILE
     total = tl.zeros((CHUNK,), dtype=tl.uint64)
@@ -23,7 +25,8 @@ def _mixed_sums(words, blocks, sums, size, key, first, second, TILE: tl.constexp
         at = start + step * CHUNK + tl.arange(0, CHUNK)
         inside = at < size
         word = tl.load(words + block * size + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        x = word ^ ((at + 1).to(tl.uint64) * key.to(tl.uint64))
+        place = at // run * stride + begin + at % run + 1
+        x = word ^ (place.to(tl.uint64) * key.to(tl.uint64))
         x = (x ^ (x >> 30)) * first.to(tl.uint64)
         x = (x ^ (x >> 27)) * second.to(tl.uint64)
         total += tl.where(inside, x ^ (x >> 31), 0)
@@ -31,16 +34,19 @@ def _mixed_sums(words, blocks, sums, size, key, first, second, TILE: tl.constexp
     tl.store(sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), sum_)
 
 
-def mixed_sums(words: Tensor, blocks: Tensor, keys: tuple[int, int, int]) -> Tensor:
+def mixed_sums(
+    words: Tensor, blocks: Tensor, keys: tuple[int, int, int], layout: tuple[int, int, int]
+) -> Tensor:
     """
     Return the sums [B] int64 of `integrity.word_sums` of rows `blocks` [B] of `words` [blocks, W] int64.
 
-    `keys` are signed: the factor of positions, and those of the two multiplications.
+    `keys` are signed: the factor of positions, and those of the two multiplications. `layout` are
+    `integrity.WordLayout`.
     """
     size = words.shape[1]
     sums = torch.empty((len(blocks), triton.cdiv(size, TILE)), dtype=torch.int64, device=words.device)
     if len(blocks):
         _mixed_sums[tuple(sums.shape)](
-            words, blocks, sums, size, *keys, TILE=TILE, CHUNK=CHUNK, enable_fp_fusion=True
+            words, blocks, sums, size, *layout, *keys, TILE=TILE, CHUNK=CHUNK, enable_fp_fusion=True
         )
     return sums.sum(1)
