@@ -283,7 +283,7 @@ def test_kv_snapshot_equals_the_events_before_it(seed: int) -> None:
             prompt = tuple(ended.randrange(3) for _ in range(ended.randrange(5, 40)))
             sampling = SamplingParams(temperature=0.0, max_tokens=chance.randrange(1, 9))
             engine.submit(Request(f"r{number}", prompt, sampling))
-            snapshot = engine.kv_snapshot().result(20)
+            snapshot = engine.kv_snapshot().result(300)
             tree = Tree()
             for batch in heard.batches[: snapshot.seq + 1]:
                 apply(tree, list(events_of(batch, SIZE, tokens=True)))
@@ -304,7 +304,7 @@ def test_kv_events_include_generated_tokens() -> None:
     try:
         engine.submit(request)
         while not (len(request.output) == 8 and engine.snapshot().running == 0):
-            engine.kv_snapshot().result(20)
+            engine.kv_snapshot().result(300)
     finally:
         engine.stop()
     stored_changes = [change for batch in heard.batches for change in batch if isinstance(change, Stored)]

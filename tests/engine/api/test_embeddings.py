@@ -225,7 +225,9 @@ async def test_embeddings_call_is_aborted_by_its_id(api: Api) -> None:
 async def test_embeddings_full_queue_is_a_503_for_the_whole_call() -> None:
     embedder = Embedder(pooling=Pooling.MEAN)
     async with open_api(embedder=embedder, hidden=HIDDEN, max_queued=3, max_running=1) as api:
+        api.model.go.clear()  # else it may compute inputs as fast as they come
         answer = await embed(api, input=["Hi there"] * 60)
+        api.model.go.set()
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
         await eventually(lambda: api.served.engine.snapshot().queued == 0)
         assert vectors(await embed(api, input=["Hi"] * 2))
