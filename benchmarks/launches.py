@@ -25,6 +25,7 @@ from baton_engine.batch import Batch, BatchRow
 from baton_engine.graphs import CaptureLimits, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder
+from baton_engine.model.experts import ExpertSpec
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Ops
 from baton_engine.sampling.weights import GREEDY, TokenRule
@@ -41,6 +42,7 @@ LAYERS = 32
 """Of the model whose whole step is reported."""
 
 WAITS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "nonzero")
+EXPERTS = ExpertSpec(count=8, chosen=4, intermediate=32, normalized=True)
 CHANCE = TokenRule(1.0, top_p=0.9, number=0.5)
 
 
@@ -162,9 +164,9 @@ def _selections(select: Select, vocab: int) -> tuple[int, int]:
     return totals[0], totals[1]
 
 
-def replayed(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select) -> Step:
+def replayed(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, **changes: Any) -> Step:
     """Count the launches of a step whose pass is a captured graph."""
-    spec = tiny_spec()
+    spec = tiny_spec(**changes)
     model, cuda = Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU), FakeGraphs()
     cache = on_device(KVCache(spec, 16, torch.float32, CPU), cuda)
     limits = CaptureLimits(len(STARTS), memory=2**30, seconds=3600)
@@ -179,16 +181,16 @@ def replayed(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select) ->
     return Step(name, 0, replays, greedy, chance, moves["copy"], moves["wait"])
 
 
-def step(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select) -> Step:
+def step(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, **changes: Any) -> Step:
     """Count the launches of a step with these operations and this selection of tokens."""
-    spec = tiny_spec()
+    spec = tiny_spec(**changes)
     moves: Counter[str] = Counter()
     model = Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU)
     cache = KVCache(spec, 16, torch.float32, CPU)
     with _Moving(moves):
         logits = model.forward(Batch(rows_of(STARTS), BLOCK_SIZE, CPU), cache)
         select(logits, [GREEDY] * len(STARTS))
-    layer, beside = per_layer(make_ops)
+    layer, beside = per_layer(make_ops, **changes)
     greedy, chance = _selections(select, spec.vocab)
     return Step(name, layer, beside, greedy, chance, moves["copy"], moves["wait"])
 
@@ -200,11 +202,16 @@ def main() -> None:
     from baton_engine.sampling.sampler import select_on_host
 
     columns = "operations", "per layer", "beside layers", "greedy", "top-p", "copies", "waits"
-    print(f"| {' | '.join(columns)} | step of {LAYERS} layers |\n|{'---|' * (len(columns) + 1)}")
-    with torch.inference_mode():
-        plain, kernels = step("plain", PlainOps, select_on_host), step("kernels", AcceleratorOps, select)
-        for one in (plain, kernels, replayed("kernels in a graph", AcceleratorOps, select)):
-            print(f"| {' | '.join(map(str, one))} | {one.whole} |")
+    for changes in ({}, {"experts": EXPERTS}):
+        print(f"\na Llama{f' with {EXPERTS.count} experts, {EXPERTS.chosen} chosen' if changes else ''}:\n")
+        print(f"| {' | '.join(columns)} | step of {LAYERS} layers |\n|{'---|' * (len(columns) + 1)}")
+        with torch.inference_mode():
+            for one in (
+                step("plain", PlainOps, select_on_host, **changes),
+                step("kernels", AcceleratorOps, select, **changes),
+                replayed("kernels in a graph", AcceleratorOps, select, **changes),
+            ):
+                print(f"| {' | '.join(map(str, one))} | {one.whole} |")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from baton_engine.model.experts import ExpertSpec
 from baton_engine.ops.experts import Experts, choose
-from baton_engine.ops.plain import PlainLinear, PlainOps
+from baton_engine.ops.plain import PlainExpertLinear, PlainLinear, PlainOps
 from tests.engine.random_weights import tiny_spec
 
 HIDDEN, INNER, COUNT = 12, 7, 5
@@ -49,7 +49,8 @@ class CountingLinear:
         return self.linear(x)
 
 
-def experts_of(spec: ExpertSpec) -> tuple[Experts, list[CountingLinear]]:
+def experts_of(spec: ExpertSpec) -> tuple[Experts, list[CountingLinear], list[CountingLinear]]:
+    """Experts, and their products of gate and up, and of down."""
     generator = torch.Generator().manual_seed(5)
     gates = [CountingLinear(torch.randn(2 * INNER, HIDDEN, generator=generator)) for _ in range(COUNT)]
     downs = [CountingLinear(torch.randn(HIDDEN, INNER, generator=generator)) for _ in range(COUNT)]
@@ -59,29 +60,29 @@ def experts_of(spec: ExpertSpec) -> tuple[Experts, list[CountingLinear]]:
         router=router,
         router_bias=None,
         correction=None,
-        gate_up=gates,
-        down=downs,
+        gate_up=PlainExpertLinear(gates, 2 * INNER),
+        down=PlainExpertLinear(downs, HIDDEN),
         ops=PlainOps(tiny_spec()),
     )
-    return experts, gates
+    return experts, gates, downs
 
 
 def test_experts_sum_the_weighted_results_of_chosen_ones() -> None:
     spec = ExpertSpec(count=COUNT, chosen=3, intermediate=INNER, normalized=True)
-    experts, _ = experts_of(spec)
+    experts, gates, downs = experts_of(spec)
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(6))
     chosen, shares = choose(spec, functional.linear(x, experts.router))
     for token, row in enumerate(experts(x)):
         expected = torch.zeros(HIDDEN)
         for expert, share in zip(chosen[token].tolist(), shares[token], strict=True):
-            hidden = experts.ops.gated(experts.gate_up[expert](x[token : token + 1]))
-            expected += share * experts.down[expert](hidden)[0]
+            hidden = experts.ops.gated(gates[expert](x[token : token + 1]))
+            expected += share * downs[expert](hidden)[0]
         torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_experts_use_weights_of_chosen_experts_once() -> None:
     spec = ExpertSpec(count=COUNT, chosen=2, intermediate=INNER)
-    experts, gates = experts_of(spec)
+    experts, gates, _ = experts_of(spec)
     x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(7)).expand(4, HIDDEN)
     experts(x)
     chosen, _ = choose(spec, functional.linear(x[:1], experts.router))

@@ -140,6 +140,19 @@ def quantized_launches(form: Format, dtype: torch.dtype) -> list[Launch]:
     return captured
 
 
+def expert_launches(dtype: torch.dtype) -> list[Launch]:
+    """Return what the experts of a layer launch, with biases and without."""
+    captured = capturing()
+    ops, x = AcceleratorOps(tiny_spec()), torch.zeros(40, 2880, dtype=dtype)
+    groups = ops.group_by_expert(torch.zeros(40, 4, dtype=torch.int64), 32)
+    weights = torch.zeros(32, 64, 2880, dtype=dtype)
+    for biases in (None, weights[..., 0]):
+        results = ops.prepare_experts(weights, biases)(x, groups)
+    for shares in (None, torch.zeros(40, 4)):
+        ops.sum_experts(results.view(40, 4, 64), shares)
+    return captured
+
+
 def launches(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[Launch]:
     """Return what a layer of a model launches for a chunk of a prompt, and for rows of one token."""
     captured = capturing()
@@ -187,6 +200,7 @@ def main(target: str) -> None:
         f"{form.name}, float32": quantized_launches(form, fp32) for form in (Format.INT4, Format.FP8)
     }
     captured |= {form.name: quantized_launches(form, bf16) for form in ROW_BYTES}
+    captured |= {f"experts, {dtype}": expert_launches(dtype) for dtype in (bf16, fp32)}
     for name, kernels in captured.items():
         for launch in kernels:
             compiled = triton.compile(launch.source, target=TARGETS[target], options=launch.options)

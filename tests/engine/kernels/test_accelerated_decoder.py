@@ -20,7 +20,7 @@ from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import create_ops
 from baton_engine.ops.plain import PlainOps
 from baton_engine.scheduling.limits import EngineLimits
-from benchmarks.launches import per_layer, replayed, select
+from benchmarks.launches import EXPERTS, per_layer, replayed, select
 from benchmarks.launches import step as count_step
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.fake_streams import on_device
@@ -71,6 +71,8 @@ VARIANTS = (
     "gpt-oss",
     "llama 4",
     "deepseek-v3",
+    "qwen3 with experts in some layers",
+    "mixtral",
 )
 
 
@@ -103,6 +105,7 @@ def test_accelerated_decode_continues_in_copied_blocks(tmp_path: Path) -> None:
     [
         pytest.param({}, (41, 19), (10, 7), id="llama"),
         pytest.param({"qk_norm": True}, (43, 19), (10, 7), id="qwen3"),
+        pytest.param({"experts": EXPERTS}, (101, 11), (19, 7), id="experts"),
     ],
 )
 def test_decode_step_launches(changes: dict[str, Any], plain: tuple[int, int], ours: tuple[int, int]) -> None:
@@ -123,7 +126,7 @@ def test_replayed_step_is_one_launch_and_its_selection() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("variant", ["qwen3", "gemma2", "gpt-oss", "qwen3 with experts"])
 def test_captured_decoder_gives_the_same_logits(variant: str, tmp_path: Path) -> None:
     """Gemma has two plans in a pass: layers with a window and without."""
     model, _ = decoders(tmp_path, variant)
@@ -152,7 +155,7 @@ def test_models_whose_host_reads_results_are_not_captured(tmp_path: Path) -> Non
     captures = {}
     for variant in ("qwen3", "gpt-oss", "deepseek-v3"):
         captures[variant] = [decoder.capturable for decoder in decoders(tmp_path / variant, variant)]
-    assert captures == {"qwen3": [True, False], "gpt-oss": [False] * 2, "deepseek-v3": [False] * 2}
+    assert captures == {"qwen3": [True, False], "gpt-oss": [True, False], "deepseek-v3": [False] * 2}
 
 
 LATENT = LatentSpec(q_rank=0, kv_rank=32, plain=16, value=16)

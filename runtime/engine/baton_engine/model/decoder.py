@@ -24,7 +24,7 @@ from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights, rounded
-from baton_engine.ops import Linear, Ops
+from baton_engine.ops import ExpertLinear, Linear, Ops
 from baton_engine.ops.choice import create_ops, interpreted
 from baton_engine.ops.experts import Experts
 from baton_engine.ops.latent import LatentAttention
@@ -154,10 +154,8 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether passes of a `StaticBatch` can be captured. The choice of experts is read by the host."""
-        return (
-            self.ops.capturable and self.group is None and all(layer.experts is None for layer in self.layers)
-        )
+        """Whether passes of a `StaticBatch` can be captured."""
+        return self.ops.capturable and self.group is None
 
     def interrupt(self) -> None:
         pass  # torch's queue of operations cannot be shortened
@@ -316,9 +314,8 @@ def _experts(
     def exact(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device, torch.float32)
 
-    def prepared(weights: Tensor, biases: Tensor | None) -> list[Linear]:
-        of_each = [None] * len(weights) if biases is None else list(biases.to(device))
-        return [ops.prepare(weight.to(device), bias) for weight, bias in zip(weights, of_each, strict=True)]
+    def prepared(weights: Tensor, biases: Tensor | None) -> ExpertLinear:
+        return ops.prepare_experts(weights.to(device), None if biases is None else biases.to(device))
 
     return Experts(
         spec=experts,

@@ -7,6 +7,7 @@ and `accelerator` Triton's kernels.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # `baton up` imports `native.library` without torch
@@ -33,6 +34,29 @@ class Table(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Pairs of a token and an expert, grouped by expert. P: pairs, E: experts."""
+
+    order: Tensor
+    """[P] the pairs of expert 0, of expert 1 and so on, each in ascending order."""
+    starts: Tensor
+    """[E + 1] where the pairs of an expert begin in `order`; the last one is P. Plain operations read it on
+    the host."""
+
+
+class ExpertLinear(Protocol):
+    """The weights of all experts of a layer in the layout of their `Ops`."""
+
+    def __call__(self, x: Tensor, groups: ExpertGroups) -> Tensor:
+        """
+        Multiply each pair's row of x [R, in] by the weight of its expert -> [P, out], in x's dtype.
+
+        R is the number of pairs, or of tokens. A token's pairs are adjacent, and have the same row.
+        """
+        ...
+
+
 class Ops(Protocol):
     """
     Operations of a decoder layer. T: tokens, H: query heads, K: key heads, D: head size.
@@ -49,6 +73,10 @@ class Ops(Protocol):
 
         Raises TypeError for a quantized weight, if these operations do not support it.
         """
+        ...
+
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None) -> ExpertLinear:
+        """Convert the weights [E, out, in] and biases [E, out] of all experts likewise."""
         ...
 
     def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:
@@ -71,6 +99,14 @@ class Ops(Protocol):
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """Compute [T, 2N] -> [T, N]: the model's activation of the first half times the second half."""
+        ...
+
+    def group_by_expert(self, chosen: Tensor, count: int) -> ExpertGroups:
+        """Group the pairs of tokens and experts `chosen` [T, C], numbers below `count`. P is T * C."""
+        ...
+
+    def sum_experts(self, results: Tensor, shares: Tensor | None) -> Tensor:
+        """Add results [T, C, N], weighted by shares [T, C] fp32, in the order of C, in fp32 -> [T, N]."""
         ...
 
     def rope_and_store(

@@ -19,8 +19,8 @@ from baton_engine.batch import Batch, StaticBatch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.spec import ModelSpec
-from baton_engine.ops import Linear, Table
-from baton_engine.ops.kernels import attention, layers, plans
+from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
+from baton_engine.ops.kernels import attention, experts, layers, plans
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.plain import PlainLinear, PlainOps
 
@@ -41,6 +41,9 @@ class AcceleratorOps(PlainOps):
 
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         return QuantizedLinear(weight, bias) if isinstance(weight, Quantized) else PlainLinear(weight, bias)
+
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None) -> ExpertLinear:
+        return experts.GroupedLinear(weights.contiguous(), biases)
 
     def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:
         if isinstance(embedding, Tensor):
@@ -67,6 +70,12 @@ class AcceleratorOps(PlainOps):
 
     def gated(self, gate_up: Tensor) -> Tensor:
         return layers.gated(gate_up, gelu=self.spec.activation == "gelu_tanh")
+
+    def group_by_expert(self, chosen: Tensor, count: int) -> ExpertGroups:
+        return experts.group(chosen, count)
+
+    def sum_experts(self, results: Tensor, shares: Tensor | None) -> Tensor:
+        return experts.sum_weighted(results, shares)
 
     def rope_and_store(
         self,

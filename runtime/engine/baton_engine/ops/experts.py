@@ -1,13 +1,12 @@
 """
-Experts with torch operations: the router's choice for each token, and the chosen experts' results.
+Experts: the router's choice for each token, and the sum of the chosen experts' results.
 
-Tokens are grouped by expert, so that only weights of chosen experts are read. The results of a token are
-added in the order of its own choice, whatever the batch is.
+A pair is a token and one of the experts that it chose. Pairs are grouped by expert, so that only weights of
+chosen experts are read. The results of a token are added in the order of its own choice, in any batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_engine.model.experts import ExpertSpec
-from baton_engine.ops import Linear, Ops
+from baton_engine.ops import ExpertLinear, Ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,24 +28,19 @@ class Experts:
     """[E] fp32"""
     correction: Tensor | None
     """[E] fp32, if `spec.corrected`."""
-    gate_up: Sequence[Linear]
-    down: Sequence[Linear]
+    gate_up: ExpertLinear
+    down: ExpertLinear
     ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [T, N] -> [T, N], in x's dtype."""
         logits = functional.linear(x.to(torch.float32), self.router, self.router_bias)
         chosen, shares = choose(self.spec, logits, self.correction)
-        by_expert = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=self.spec.count).tolist()
-        results = torch.empty((chosen.numel(), x.shape[-1]), dtype=x.dtype, device=x.device)
-        for expert, positions in enumerate(torch.split(by_expert, counts)):
-            if len(positions):
-                rows = x[positions // self.spec.chosen]
-                if self.spec.weighs_inputs:
-                    rows = (rows * shares.flatten()[positions, None]).to(x.dtype)
-                results[positions] = self.down[expert](self._gated(self.gate_up[expert](rows)))
-        return _sum(results.view(*chosen.shape, -1), None if self.spec.weighs_inputs else shares).to(x.dtype)
+        groups = self.ops.group_by_expert(chosen, self.spec.count)
+        if self.spec.weighs_inputs:
+            x = (x[:, None] * shares[..., None]).to(x.dtype).flatten(0, 1)
+        results = self.down(self._gated(self.gate_up(x, groups)), groups).view(*chosen.shape, -1)
+        return self.ops.sum_experts(results, None if self.spec.weighs_inputs else shares)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         limit = self.spec.clamp
@@ -55,17 +49,6 @@ class Experts:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
         return gate * torch.sigmoid(gate * self.spec.slope) * (up.clamp(-limit, limit) + 1)
-
-
-def _sum(results: Tensor, shares: Tensor | None) -> Tensor:
-    """Sum [T, C, N], weighted by shares [T, C], in the order of C. Returns [T, N] fp32."""
-    parts = [part.to(torch.float32) for part in results.unbind(1)]
-    if shares is not None:
-        parts = [part * share[:, None] for part, share in zip(parts, shares.unbind(1), strict=True)]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def choose(spec: ExpertSpec, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.spec import ModelSpec
-from baton_engine.ops import Linear, Table
+from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
 
 SINK_DIMENSIONS = 8
 """Dimensions that attention with sinks adds to a head. One is needed; torch's kernels want multiples of 8."""
@@ -36,6 +37,24 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExpertLinear:
+    """The weights of all experts, of which only those of chosen ones are read."""
+
+    experts: Sequence[Linear]
+    outputs: int
+
+    def __call__(self, x: Tensor, groups: ExpertGroups) -> Tensor:
+        pairs = len(groups.order)
+        result = torch.empty((pairs, self.outputs), dtype=x.dtype, device=x.device)
+        bounds = groups.starts.tolist()
+        for linear, (start, end) in zip(self.experts, pairwise(bounds), strict=True):
+            if start < end:
+                of_expert = groups.order[start:end]
+                result[of_expert] = linear(x[of_expert // (pairs // len(x))])
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,11 @@ class PlainOps:
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         return PlainLinear(floats(weight), bias)
 
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None) -> ExpertLinear:
+        of_each = [None] * len(weights) if biases is None else list(biases)
+        linears = [self.prepare(weight, bias) for weight, bias in zip(weights, of_each, strict=True)]
+        return PlainExpertLinear(linears, weights.shape[1])
+
     def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:
         return floats(embedding)
 
@@ -90,6 +114,16 @@ class PlainOps:
         if self.spec.activation == "gelu_tanh":
             return functional.gelu(gate, approximate="tanh").mul_(up)
         return functional.silu(gate).mul_(up)
+
+    def group_by_expert(self, chosen: Tensor, count: int) -> ExpertGroups:
+        ordered, order = chosen.flatten().sort(stable=True)
+        starts = torch.searchsorted(ordered, torch.arange(count + 1, device=chosen.device))
+        return ExpertGroups(order, starts.cpu())  # the host reads it once for all products
+
+    def sum_experts(self, results: Tensor, shares: Tensor | None) -> Tensor:
+        exact = results.to(torch.float32)
+        parts = (exact if shares is None else exact * shares[..., None]).unbind(1)
+        return sum(parts[1:], parts[0]).to(results.dtype)
 
     def rope_and_store(
         self,

@@ -1,0 +1,161 @@
+"""
+Experts: pairs of a token and an expert are grouped, multiplied by the weights of their expert, and added.
+
+The host reads nothing: each expert has programs, which look up how many pairs chose it. So a pass with
+experts can be captured, and a decode step reads only the weights of chosen experts.
+
+Tiles have a fixed height, and the inputs of a row are added in one order. So a token has the same bits in any
+batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_engine.ops import ExpertGroups
+
+PAIRS = 1024
+"""Pairs that a program compares with its expert at a time."""
+
+ROWS = 32
+"""Pairs of a tile: tiles of another height would be multiplied by other instructions."""
+
+COLUMNS = 64
+"""Outputs of a tile."""
+
+STEP = 64
+"""Inputs per step."""
+
+STAGES = 3
+"""Steps in shared memory: others are loaded while one is multiplied."""
+
+SUMMED = 1024
+"""Columns that one program adds."""
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _group(chosen, order, starts, pairs, BLOCK: tl.constexpr):
+    """Write the pairs of one expert behind those of the experts before it."""
+    expert = tl.program_id(0)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        inside = pair < pairs
+        before += (inside & (tl.load(chosen + pair, mask=inside, other=0) < expert)).to(tl.int32)
+    place = tl.sum(before, axis=0)
+    tl.store(starts + expert, place)
+    for first in range(0, pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        inside = pair < pairs
+        own = (inside & (tl.load(chosen + pair, mask=inside, other=0) == expert)).to(tl.int32)
+        tl.store(order + place + tl.cumsum(own, axis=0) - 1, pair, mask=own != 0)
+        place += tl.sum(own, axis=0)
+
+
+def group(chosen: Tensor, count: int) -> ExpertGroups:
+    """Implement `Ops.group_by_expert` in one launch."""
+    pairs = chosen.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=chosen.device)
+    _group[(count + 1,)](chosen.contiguous(), order, starts, pairs, BLOCK=PAIRS, enable_fp_fusion=True)
+    return ExpertGroups(order, starts)
+
+
+@triton.jit(do_not_specialize=["share"])
+def _multiply(
+    x, weights, biases, result, order, starts, share, x_stride, outputs, inputs,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Multiply all pairs of one expert with a tile of its outputs."""
+    output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    expert = tl.program_id(1).to(tl.int64)
+    held = output < outputs
+    weight = weights + (expert * outputs + output)[:, None] * inputs
+    last = tl.load(starts + expert + 1)
+    for first in range(tl.load(starts + expert), last, ROWS):
+        place = first + tl.arange(0, ROWS)
+        paired = place < last
+        pair = tl.load(order + place, mask=paired, other=0)
+        row = x + (pair // share).to(tl.int64)[:, None] * x_stride
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for begin in range(0, inputs, STEP):
+            k = (begin + tl.arange(0, STEP))[None, :]
+            values = tl.load(row + k, mask=paired[:, None] & (k < inputs), other=0.0)
+            tile = tl.load(weight + k, mask=held[:, None] & (k < inputs), other=0.0)
+            total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
+        if BIAS:
+            total += tl.load(biases + expert * outputs + output, mask=held, other=0.0).to(tl.float32)[None, :]
+        at = result + pair.to(tl.int64)[:, None] * outputs + output[None, :]
+        tl.store(at, total.to(result.dtype.element_ty), mask=paired[:, None] & held[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear:
+    """The weights of all experts: implementation of `ExpertLinear` in one launch."""
+
+    weights: Tensor
+    """[E, out, in], contiguous."""
+    biases: Tensor | None
+    """[E, out], contiguous."""
+
+    def __call__(self, x: Tensor, groups: ExpertGroups) -> Tensor:
+        count, outputs, inputs = self.weights.shape
+        pairs = len(groups.order)
+        result = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+        if pairs:
+            _multiply[(triton.cdiv(outputs, COLUMNS), count)](
+                x if x.stride(1) == 1 else x.contiguous(),
+                self.weights,
+                self.weights if self.biases is None else self.biases,
+                result,
+                groups.order,
+                groups.starts,
+                pairs // len(x),
+                x.stride(0) if x.stride(1) == 1 else inputs,
+                outputs,
+                inputs,
+                BIAS=self.biases is not None,
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
+                STEP=STEP,
+                num_stages=STAGES,
+                enable_fp_fusion=True,
+            )
+        return result
+
+
+@triton.jit
+def _sum(results, shares, total, size, CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    exact = tl.zeros([BLOCK], tl.float32)
+    for place in range(CHOSEN):
+        pair = token * CHOSEN + place
+        part = tl.load(results + pair * size + column, mask=inside, other=0.0).to(tl.float32)
+        exact += part * tl.load(shares + pair) if WEIGHTED else part
+    tl.store(total + token * size + column, exact.to(total.dtype.element_ty), mask=inside)
+
+
+def sum_weighted(results: Tensor, shares: Tensor | None) -> Tensor:
+    """Implement `Ops.sum_experts` in one launch. `results` are contiguous."""
+    tokens, chosen, size = results.shape
+    total = torch.empty((tokens, size), dtype=results.dtype, device=results.device)
+    if tokens:
+        block = min(SUMMED, triton.next_power_of_2(size))
+        _sum[(tokens, triton.cdiv(size, block))](
+            results,
+            results if shares is None else shares.contiguous(),
+            total,
+            size,
+            CHOSEN=chosen,
+            WEIGHTED=shares is not None,
+            BLOCK=block,
+            enable_fp_fusion=True,
+        )
+    return total
