@@ -232,7 +232,7 @@ def test_gguf_rows_in_memory_are_apart_from_the_file(tmp_path: Path) -> None:
     """Rows are views of the mapped file. Changes of them stay in memory."""
     path = write_gguf(make_model(tmp_path / "model"), tmp_path / "tiny.gguf", quantised=True)
     before = path.read_bytes()
-    rows = GGUFFile(path).read_rows("blk.0.ffn_down.weight")
+    rows = GGUFFile(path).rows("blk.0.ffn_down.weight")
     stored = GGUFFile(path).tensors["blk.0.ffn_down.weight"]
     assert rows.numpy().tobytes() == before[stored.offset : stored.offset + stored.size]
     rows.zero_()

@@ -251,8 +251,8 @@ async def test_worker_answers_do_not_depend_on_the_degree(
     ("given", "message"),
     [
         ({"tensor_parallel_size": 3}, "Possible degrees: 1, 2, 4."),
-        ({"quantize": "q8_0"}, "does not support --quantize q8_0"),
-        ({"kv_cache_dtype": "fp8"}, "does not support --kv-cache-dtype fp8"),
+        ({"quantize": "q8_0"}, "ranks on a CPU compute with torch operations. Use --quantize off."),
+        ({"kv_cache_dtype": "fp8"}, "the kernels of CPUs do not read it"),
         ({"speculation": "draft", "draft_model": "x"}, "does not support --speculation draft"),
         ({"tensor_parallel_size": 4, "role": "prefill"}, "its 2 key heads are not divided equally"),
         ({"role": "decode", "transfer": "loopback"}, "does not support --transfer loopback"),

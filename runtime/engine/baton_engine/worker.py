@@ -255,8 +255,8 @@ def _open_cache(
         beside = block_bytes(loaded.draft.spec, dtype) if loaded.draft else 0
         return open_cache(settings, loaded.spec, kept, device, memory, beside)
     part, memory = model.part.spec, model.budget(memory)
-    beside = 0 if gpu else (settings.tensor_parallel_size - 1) * block_bytes(part, dtype)
-    return open_cache(settings, part, dtype, device, memory, beside, model.open_cache)
+    beside = 0 if gpu else (settings.tensor_parallel_size - 1) * block_bytes(part, kept)
+    return open_cache(settings, part, kept, device, memory, beside, model.open_cache)
 
 
 def _open_tracing(

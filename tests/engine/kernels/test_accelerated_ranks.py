@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from baton_api.sampling import SamplingParams
 from baton_decode.main import decode
@@ -20,8 +23,10 @@ from baton_prefill.main import prefill
 from tests.decode.pair import tokens
 from tests.decode.real_model import real_side
 from tests.decode.test_pair_equals_one import GREEDY, SAMPLED, text
+from tests.engine.gguf_files import write_gguf
 from tests.engine.kernels.cases import DEVICE
 from tests.engine.models import make_model
+from tests.engine.test_quantized_folder import SCHEMES, quantized_folder
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,6 +77,34 @@ def settings(folder: Path, ranks: int, **given: Any) -> WorkerSettings:
     )
 
 
+def file_of(folder: Path) -> Path:
+    """The formats of parts differ, and the embedding is quantized. Query and key rows are reordered."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    model = make_model(folder / "model", "llama with tied embeddings", **sizes)
+    forms = {"ffn_down": GGMLQuantizationType.Q4_0, "attn_v": GGMLQuantizationType.Q5_1}
+    return write_gguf(model, folder / "tiny.gguf", quantised=True, forms=forms)
+
+
+def float8_of(folder: Path) -> Path:
+    config, matrix, _ = SCHEMES["fp8 in blocks"]
+    quantized_folder(folder, config, matrix)
+    return folder
+
+
+def plain_of(folder: Path) -> Path:
+    return make_model(folder, "qwen3", hidden_size=32, intermediate_size=64, head_dim=16)
+
+
+QUANTIZED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], set[str]]] = {
+    "gguf": (file_of, {}, {"Q8_0", "Q5_1", "Q4_0", "float32"}),
+    "fp8 in blocks": (float8_of, {}, {"FP8", "float32"}),
+    "converted": (plain_of, {"quantize": "q4_0"}, {"Q4_0", "float32"}),
+    "expanded": (file_of, {"quantize": "off"}, {"float32"}),
+    "a float8 cache": (plain_of, {"kv_cache_dtype": "fp8"}, {"float32"}),
+}
+"""Models, settings, and the formats of a rank."""
+
+
 async def tokens_of(worker: Worker, request: Request) -> list[int]:
     return tokens([output async for output in worker.client.generate(request)])
 
@@ -84,6 +117,23 @@ async def test_accelerated_ranks_give_the_tokens_of_one(
         answers = await asyncio.gather(*(tokens_of(worker, request_of(way)) for way in range(len(WAYS))))
     assert list(answers) == expected
     assert "an interpreter runs Triton kernels" in caplog.text
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+async def test_ranks_with_kept_weights_give_the_tokens_of_one(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    make, given, formats = QUANTIZED[name]
+    path = make(tmp_path)
+    async with open_worker(settings(path, 1, **given)) as worker:
+        expected = [await tokens_of(worker, request_of(way)) for way in range(len(WAYS))]
+        compatibility = worker.compatibility
+    async with open_worker(settings(path, 2, **given)) as worker:
+        assert worker.compatibility == compatibility
+        assert [await tokens_of(worker, request_of(way)) for way in range(len(WAYS))] == expected
+    (line,) = [message for message in caplog.messages if message.startswith("Weights of rank 0: ")]
+    assert set(re.findall(r" in (\w+)", line)) == formats
 
 
 @pytest.mark.nixl

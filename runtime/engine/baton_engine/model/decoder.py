@@ -193,7 +193,7 @@ class Decoder:
         if self.group is None:
             residual = self.embedding[tokens].to(self.dtype)  # [T, N]
         else:
-            residual = self.group.embedded(self.embedding, tokens)
+            residual = self.group.embedded(self.embedding, tokens, self.dtype)
         if self.spec.embedding_scale != 1:
             residual *= self._embedding_scale
         return residual

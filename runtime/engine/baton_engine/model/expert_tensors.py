@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from baton_engine.model.cuts import Cut
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.quantized import Quantized
 from baton_engine.model.spec import ModelSpec
@@ -93,7 +94,7 @@ class ExpertTensors:
         part = self._parts.get(tensor)
         return self._source.format(self._whole[tensor] if part is None else part.stored)
 
-    def read_quantized(self, tensor: str) -> Quantized | None:
+    def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         return None
 
     def read(self, tensor: str) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from baton_engine.model.cuts import Cut
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import NORM
 from baton_engine.model.file_reader import LocatedSource, Location
@@ -44,8 +45,8 @@ class Prefixed:
     def format(self, tensor: str) -> str:
         return self._source.format(tensor.removeprefix(PREFIX))
 
-    def read_quantized(self, tensor: str) -> Quantized | None:
-        return self._source.read_quantized(tensor.removeprefix(PREFIX))
+    def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
+        return self._source.read_quantized(tensor.removeprefix(PREFIX), cut)
 
 
 TEXT_PARTS = {
@@ -89,11 +90,11 @@ class FamilyTensors:
     def format(self, tensor: str) -> str:
         return self._source.format(self._stored[tensor])
 
-    def read_quantized(self, tensor: str) -> Quantized | None:
+    def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         names = self._family.tensors
         if self._family.interleaved and tensor.rpartition(".")[0].endswith((names.q, names.k)):
             return None  # the rows are in another order
-        return self._source.read_quantized(self._stored[tensor])
+        return self._source.read_quantized(self._stored[tensor], cut)
 
     def read(self, tensor: str) -> Tensor:
         values, names = self._source.read(self._stored[tensor]), self._family.tensors

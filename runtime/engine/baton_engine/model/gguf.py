@@ -106,26 +106,25 @@ class GGUFFile:
         owned = numpy.array(values, dtype=numpy.float32, copy=not values.flags.writeable)
         return torch.from_numpy(owned).reshape(shape)
 
-    def read_rows(self, name: str) -> Tensor:
-        """Return the stored blocks of tensor `name`: [rows, bytes per row] uint8, a view of the mapped file.
-
-        Raises SetupError if a scale is not a finite number.
-        """
-        import numpy
+    def rows(self, name: str) -> Tensor:
+        """Return the stored blocks of tensor `name`: [rows, bytes per row] uint8, a view of the file."""
         import torch
+
+        return torch.from_numpy(self._rows(self.tensors[name]))
+
+    def check_scales(self, name: str, rows: Tensor) -> None:
+        """Raise SetupError if a scale in `rows` of tensor `name` is not a finite number."""
+        import numpy
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        stored = self.tensors[name]
-        rows = self._rows(stored)
-        kind = GGMLQuantizationType(stored.type)
-        blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
+        kind = GGMLQuantizationType(self.tensors[name].type)
+        blocks = rows.numpy().reshape(-1, GGML_QUANT_SIZES[kind][1])
         scales = numpy.ascontiguousarray(blocks[:, SCALES[kind.name]]).view(numpy.float16)
         if (invalid := scales[~numpy.isfinite(scales)]).size:
             raise SetupError(
                 f"{self.path}: tensor {name} in {kind.name} has a scale that is {invalid[0]}. The file is "
                 "damaged. Download it again."
             )
-        return torch.from_numpy(rows)
 
     def format(self, name: str) -> str:
         """Return the name of the format of tensor `name`, such as Q8_0."""

@@ -18,6 +18,7 @@ from baton_engine.model.spec import ModelSpec, RopeScaling, checked
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from baton_engine.model.cuts import Cut
     from baton_engine.model.quantized import Quantized
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -187,7 +188,7 @@ class GGUFTensors:
             self._halves[tensor][0] if tensor in self._halves else self._stored[tensor][0]
         )
 
-    def read_quantized(self, tensor: str) -> Quantized | None:
+    def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         from torch import arange, from_numpy
 
         from baton_engine.model.quantized import Format, Quantized, QuantizedPart
@@ -198,12 +199,18 @@ class GGUFTensors:
         kind = self._file.tensors[stored].type
         if part is not None or kind not in set(Format) or len(self.shapes[tensor]) != 2:
             return None
-        rows = self._file.read_rows(stored)
+        rows, inputs = self._file.rows(stored), self.shapes[tensor][1]
         if self._is_reordered(tensor):
-            # By indices: torch's own copies take milliseconds each while other processes use the cores.
             order = self._in_order(tensor, arange(len(rows)).unsqueeze(1)).flatten()
+            if cut is not None:
+                order, cut = cut.of(order), None
+            # By indices: torch's own copies take milliseconds each while other processes use the cores.
             rows = from_numpy(rows.numpy()[order.numpy()])
-        return Quantized((QuantizedPart(Format(kind), rows),), self.shapes[tensor][1])
+        blocks = QuantizedPart(Format(kind), rows)
+        matrix = Quantized((blocks,), inputs) if cut is None else cut.of_blocks(blocks, inputs)
+        if matrix is not None:
+            self._file.check_scales(stored, matrix.parts[0].rows)
+        return matrix
 
     def _is_reordered(self, tensor: str) -> bool:
         """Return whether `tensor` is a query or key weight whose pairs of rows are apart in the decoder."""

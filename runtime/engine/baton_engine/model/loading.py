@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_api.setting_types import show_size
 from baton_engine import machine
 from baton_engine.devices import short, show_free
 from baton_engine.lending import Seat
@@ -23,6 +22,7 @@ from baton_engine.model.progress import Progress
 from baton_engine.model.quantized import Format
 from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.model.stored_weights import Damaged, WeightsFile
+from baton_engine.model.weights import show_formats
 from baton_engine.ops.choice import interpreted, kept_formats
 from baton_engine.settings import WorkerSettings
 from baton_engine.transfer.compatibility import WeightsSummary
@@ -96,8 +96,7 @@ def load_model(
         passed = summary.weights if packs else summary.weights.handed_over()
         model = create_model(spec, passed, device, dtype, seat=seat)
         sizes = summary.formats
-        shown = (f"{show_size(size)} in {form}" for form, size in sizes.most_common())
-        log.info("Weights: %s", ", ".join(shown))
+        log.info("Weights: %s", show_formats(sizes))
         loaded = LoadedWeights(model, summary.digest, sizes.total(), file)
     checkpoint.release()
     log.info(

@@ -16,6 +16,10 @@ from torch import Tensor
 
 BLOCK = 32
 """Inputs that share a scale."""
+SUPERBLOCK = 256
+"""Inputs that share float16 factors of their scales, in the formats whose name ends in K."""
+FLOAT8_MULTIPLE = 16
+"""Inputs of a group of FP8 are a multiple of it: the kernels' smallest step."""
 
 
 class Format(enum.IntEnum):
@@ -33,6 +37,11 @@ class Format(enum.IntEnum):
     """Blocks of a float16 scale, the byte that stands for zero, and 32 numbers of 4 bits as in Q4_0."""
     FP8 = 64
     """Float8 (e4m3) numbers of a row, and then its float32 scales of `QuantizedPart.group` inputs each."""
+
+    @property
+    def block(self) -> int:
+        """Inputs of a block, in all formats but FP8."""
+        return SUPERBLOCK if self.name.endswith("K") else BLOCK
 
 
 NATIVE_FORMATS = frozenset(Format) - {Format.FP8}
@@ -115,6 +124,16 @@ def pack(target: Format, numbers: Tensor, scales: Tensor, zeros: Tensor | None =
         nibbles = blocks.to(torch.uint8)
         fields.append(nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4)
     return Quantized((QuantizedPart(target, torch.cat(fields, dim=2).reshape(rows, -1)),), inputs)
+
+
+def pack_float8(numbers: Tensor, scales: Tensor, group: int) -> Quantized:
+    """
+    Write rows of FP8 from `numbers` [outputs, inputs] uint8 and `scales` [outputs, groups] float32.
+
+    `group` inputs share a scale: a multiple of 16, or all inputs. The last group may be shorter.
+    """
+    rows = torch.cat((numbers, scales.contiguous().view(torch.uint8)), dim=1)
+    return Quantized((QuantizedPart(Format.FP8, rows, group),), numbers.shape[1])
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.model.cuts import Cut
 from baton_engine.model.expert_tensors import ExpertTensors
 from baton_engine.model.families import BY_ARCHITECTURE
-from baton_engine.model.quantized import BLOCK, Format, Quantized, QuantizedPart, pack
+from baton_engine.model.quantized import BLOCK, FLOAT8_MULTIPLE, Format, Quantized, pack
 from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.scheme import WAY_OUT, Scheme, scheme_of
 from baton_engine.model.spec import ModelSpec
@@ -38,18 +39,14 @@ BESIDE = {
 """Suffixes of the tensors beside it."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".attn.k_scale", ".attn.v_scale")
 """Scales of a quantized KV cache. The engine's cache is not quantized."""
-FP8_MULTIPLE = 16
-"""Inputs of a step of the kernels at least."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """AutoAWQ packs output i of eight into the nibble with this number."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Integers:
-    """A matrix [outputs, inputs]: (numbers - zeros) * scales, by groups of inputs."""
+class _Groups:
+    """Scales and zeros of a matrix [outputs, inputs], by groups of inputs: (numbers - zeros) * scales."""
 
-    numbers: Tensor
-    """[outputs, inputs] int16"""
     scales: Tensor
     """[outputs, groups] fp32"""
     zeros: Tensor
@@ -57,13 +54,13 @@ class _Integers:
     group_of: Tensor | None
     """[inputs] group of each input. None: groups are consecutive inputs of one size."""
 
-    def floats(self) -> Tensor:
+    def floats(self, numbers: Tensor) -> Tensor:
         if self.group_of is not None:
             scales, zeros = self.scales[:, self.group_of], self.zeros[:, self.group_of]
         else:
-            size = self.numbers.shape[1] // self.scales.shape[1]
+            size = numbers.shape[1] // self.scales.shape[1]
             scales, zeros = (each.repeat_interleave(size, dim=1) for each in (self.scales, self.zeros))
-        return (self.numbers - zeros).to(torch.float32) * scales
+        return (numbers - zeros).to(torch.float32) * scales
 
 
 class QuantizedFolder:
@@ -103,33 +100,42 @@ class QuantizedFolder:
         base = tensor.removesuffix(WEIGHT)
         if base not in self._bases:
             return self._plain.read(tensor)
-        return self._read_fp8(base) if self._scheme.method == "fp8" else self._integers(base).floats()
+        if self._scheme.method == "fp8":
+            return self._read_fp8(base)
+        whole = Cut(0, (range(self._shape(base)[0]),))
+        return self._groups(base).floats(self._numbers(base, whole))
 
-    def read_quantized(self, tensor: str) -> Quantized | None:
+    def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         """
         Return the matrix in a format of the kernels that holds exactly the same numbers, or None.
 
         The kernels need groups of a multiple of 32 consecutive inputs, and scales that float16 represents.
-        Groups of FP8 are multiples of 16, and their scales are float32.
+        Groups of FP8 are multiples of 16, and their scales are float32. All parts have the format of the
+        whole matrix.
         """
         base = tensor.removesuffix(WEIGHT)
         if base not in self._bases:
             return None
-        if self._scheme.method == "fp8":
-            return self._kept_fp8(base)
-        matrix = self._integers(base)
-        inputs = matrix.numbers.shape[1]
-        halves = matrix.scales.to(torch.float16)
-        size = inputs // matrix.scales.shape[1]
-        if matrix.group_of is not None or size % BLOCK or not torch.equal(halves.float(), matrix.scales):
+        cut = cut or Cut(0, (range(self._shape(base)[0]),))
+        return self._kept_fp8(base, cut) if self._scheme.method == "fp8" else self._kept_integers(base, cut)
+
+    def _kept_integers(self, base: str, cut: Cut) -> Quantized | None:
+        groups = self._groups(base)
+        halves = groups.scales.to(torch.float16)
+        size = self._shape(base)[1] // groups.scales.shape[1]
+        blocks = cut if cut.dimension == 0 else cut.in_units(BLOCK)
+        if blocks is None or groups.group_of is not None or size % BLOCK:
             return None
-        zeros = matrix.zeros.repeat_interleave(size // BLOCK, dim=1)
-        scales = halves.repeat_interleave(size // BLOCK, dim=1)
+        if not torch.equal(halves.float(), groups.scales) or (self._scheme.bits == 8 and groups.zeros.any()):
+            return None
+        scales = blocks.of(halves.repeat_interleave(size // BLOCK, dim=1))
+        numbers = self._numbers(base, cut)
         if self._scheme.bits == 8:
-            return None if zeros.any() else pack(Format.Q8_0, matrix.numbers, scales)
-        if bool((zeros == 8).all()):
-            return pack(Format.Q4_0, matrix.numbers, scales)
-        return pack(Format.INT4, matrix.numbers, scales, zeros)
+            return pack(Format.Q8_0, numbers, scales)
+        if bool((groups.zeros == 8).all()):
+            return pack(Format.Q4_0, numbers, scales)
+        zeros = blocks.of(groups.zeros.repeat_interleave(size // BLOCK, dim=1))
+        return pack(Format.INT4, numbers, scales, zeros)
 
     def _is_quantized(self, base: str) -> bool:
         """Return whether the matrix is quantized; checkpoints leave some as they are, such as the head."""
@@ -180,19 +186,21 @@ class QuantizedFolder:
         values = self._raw(base, WEIGHT).to(torch.float32)
         return values * scales.repeat_interleave(width, 1)[:, : values.shape[1]]
 
-    def _kept_fp8(self, base: str) -> Quantized | None:
+    def _kept_fp8(self, base: str, cut: Cut) -> Quantized | None:
         scales, width = self._fp8_scales(base)
         outputs, inputs = self._shape(base)
-        if width < inputs and width % FP8_MULTIPLE:
+        if width < inputs and width % FLOAT8_MULTIPLE:
             return None
-        numbers = self._raw(base, WEIGHT).view(torch.uint8)
+        matrix = cut.of_float8(self._raw(base, WEIGHT).view(torch.uint8), scales.expand(outputs, -1), width)
+        if matrix is None:
+            return None
+        numbers = matrix.parts[0].rows[:, : matrix.inputs]
         if bool((numbers & 0x7F == 0x7F).any()) or not bool(scales.isfinite().all()):
             raise SetupError(
                 f"{self.name}: tensor {base}{WEIGHT} has a number or a scale that is not finite. The file is "
                 "damaged. Download it again."
             )
-        rows = torch.cat((numbers, scales.expand(outputs, -1).contiguous().view(torch.uint8)), dim=1)
-        return Quantized((QuantizedPart(Format.FP8, rows, width),), inputs)
+        return matrix
 
     def _fp8_scales(self, base: str) -> tuple[Tensor, int]:
         """Return scales [outputs, groups] or [1, 1] in fp32, and the number of inputs of a group."""
@@ -211,7 +219,28 @@ class QuantizedFolder:
             )
         return scale.reshape(-1, 1), inputs
 
-    def _integers(self, base: str) -> _Integers:
+    def _numbers(self, base: str, cut: Cut) -> Tensor:
+        """Return the numbers [outputs, inputs] int16 of a part. A cut of inputs is at a multiple of 8."""
+        outputs, inputs = self._shape(base)
+        match self._scheme.method:
+            case "int8":
+                return cut.of(self._raw(base, WEIGHT)).to(torch.int16)
+            case "awq":
+                words, rows = self._raw(base, ".qweight"), torch.arange(outputs)
+                if cut.dimension == 0:
+                    rows = cut.of(rows)
+                else:
+                    words = cut.of(words.T).T
+                shifts = 4 * torch.tensor(AWQ_ORDER, dtype=torch.int32)[rows % 8]
+                return (words[:, rows // 8] >> shifts & 15).to(torch.int16).T
+            case method:
+                stored = self._raw(base, PACKED[method])
+                in_words = cut if cut.dimension == 0 else cut.in_units(8)
+                assert in_words is not None
+                words = in_words.of(stored.T if method == "gptq" else stored)
+                return _nibbles(words).reshape(len(words), -1)[:, : cut.shape((outputs, inputs))[1]]
+
+    def _groups(self, base: str) -> _Groups:
         outputs, inputs = self._shape(base)
         size = self._scheme.group or inputs
         if inputs % size and not self._has(base, ".g_idx"):
@@ -223,15 +252,13 @@ class QuantizedFolder:
         if self._scheme.method == "gptq":
             return self._gptq(base, outputs, inputs, groups)
         if self._scheme.method == "awq":
-            numbers = _nibbles(self._raw(base, ".qweight"))[..., AWQ_ORDER].reshape(inputs, outputs)
             zeros = _nibbles(self._raw(base, ".qzeros", (groups, outputs // 8)))[..., AWQ_ORDER]
             scales = self._raw(base, ".scales", (groups, outputs)).to(torch.float32)
-            return _Integers(numbers.T, scales.T, zeros.reshape(groups, outputs).T, None)
+            return _Groups(scales.T, zeros.reshape(groups, outputs).T, None)
         return self._compressed(base, outputs, inputs, groups)
 
-    def _gptq(self, base: str, outputs: int, inputs: int, groups: int) -> _Integers:
+    def _gptq(self, base: str, outputs: int, inputs: int, groups: int) -> _Groups:
         """AutoGPTQ stores each zero less one, modulo 16; `gptq_v2` stores the zero itself."""
-        numbers = _nibbles(self._raw(base, ".qweight").T).reshape(outputs, inputs)
         zeros = _nibbles(self._raw(base, ".qzeros", (groups, outputs // 8))).reshape(groups, outputs)
         zeros = zeros + self._scheme.zero_offset & 15
         scales = self._raw(base, ".scales", (groups, outputs)).to(torch.float32)
@@ -245,9 +272,9 @@ class QuantizedFolder:
                 )
             if torch.equal(group_of, torch.arange(inputs) // (inputs // groups)):
                 group_of = None
-        return _Integers(numbers, scales.T, zeros.T, group_of)
+        return _Groups(scales.T, zeros.T, group_of)
 
-    def _compressed(self, base: str, outputs: int, inputs: int, groups: int) -> _Integers:
+    def _compressed(self, base: str, outputs: int, inputs: int, groups: int) -> _Groups:
         """The scale of a whole tensor is repeated for each output."""
         scales = self._raw(base, ".weight_scale").to(torch.float32)
         scales = (
@@ -258,10 +285,7 @@ class QuantizedFolder:
                 f"{self.name}: tensor {base}.weight_scale has {scales.shape[1]} groups, but the group size "
                 f"{self._scheme.group or inputs} gives {groups}."
             )
-        if self._scheme.method == "int8":
-            numbers, zero = self._raw(base, WEIGHT).to(torch.int16), 0
-        else:
-            numbers, zero = _nibbles(self._raw(base, ".weight_packed")).reshape(outputs, -1)[:, :inputs], 8
+        zero = 0 if self._scheme.method == "int8" else 8
         zeros = torch.full_like(scales, zero, dtype=torch.int16)
         if self._has(base, ".weight_zero_point"):
             stored = self._raw(base, ".weight_zero_point")
@@ -269,7 +293,7 @@ class QuantizedFolder:
                 zeros = _nibbles(stored.T).reshape(stored.shape[1], -1)[:, :outputs].T
             else:
                 zeros = stored.to(torch.int16).reshape(scales.shape) + zero
-        return _Integers(numbers, scales, zeros, None)
+        return _Groups(scales, zeros, None)
 
 
 def _nibbles(packed: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.model.cuts import Cut
 from baton_engine.model.file_reader import Location
 from baton_engine.model.quantized import Quantized
 
@@ -55,7 +56,7 @@ class SafetensorsFolder:
     def format(self, tensor: str) -> str:
         return str(self._files[self._homes[tensor]][tensor]["dtype"])
 
-    def read_quantized(self, tensor: str) -> Quantized | None:
+    def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         return None
 
     def read(self, tensor: str) -> Tensor:

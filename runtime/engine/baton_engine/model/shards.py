@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_engine.model.cuts import Cut
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import TensorNames
 from baton_engine.model.quantized import Quantized
@@ -89,23 +90,6 @@ def _sizes(spec: ModelSpec) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The part of a tensor that a rank holds."""
-
-    dimension: int
-    ranges: tuple[range, ...]
-    """Stacked in this order."""
-
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        count = sum(len(one) for one in self.ranges)
-        return (*whole[: self.dimension], count, *whole[self.dimension + 1 :])
-
-    def of(self, whole: Tensor) -> Tensor:
-        parts = [whole.narrow(self.dimension, one.start, len(one)) for one in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dimension)
-
-
 class ShardTensors:
     """The part of a checkpoint's tensors that one rank holds. Only that part is read from a mapped file."""
 
@@ -125,8 +109,11 @@ class ShardTensors:
     def format(self, tensor: str) -> str:
         return self._source.format(tensor)
 
-    def read_quantized(self, tensor: str) -> Quantized | None:
-        return None
+    def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
+        own = self._cuts.get(tensor)
+        if own is not None and cut is not None:
+            raise ValueError(f"{tensor} is cut already")
+        return self._source.read_quantized(tensor, own or cut)
 
     def read(self, tensor: str) -> Tensor:
         if tensor in self._added_once:
@@ -135,19 +122,19 @@ class ShardTensors:
         return self._cuts[tensor].of(whole) if tensor in self._cuts else whole
 
 
-def _cuts(spec: ModelSpec, shard: Shard) -> Iterator[tuple[str, _Cut]]:
+def _cuts(spec: ModelSpec, shard: Shard) -> Iterator[tuple[str, Cut]]:
     """Yield name and cut of each tensor that is divided."""
     names = BY_ARCHITECTURE[spec.architecture].tensors
-    rows = _Cut(0, (shard.part(spec.vocab),))
+    rows = Cut(0, (shard.part(spec.vocab),))
     yield f"{names.embedding}.weight", rows
     yield f"{names.head}.weight", rows
     for number in range(spec.layers):
         prefix = names.layer.format(number)
         for part, ranges in (_attention_rows(spec, names, shard) | _mlp_rows(spec, names, shard)).items():
-            yield f"{prefix}{part}.weight", _Cut(0, ranges)
-            yield f"{prefix}{part}.bias", _Cut(0, ranges)
+            yield f"{prefix}{part}.weight", Cut(0, ranges)
+            yield f"{prefix}{part}.bias", Cut(0, ranges)
         for part, columns in _columns(spec, names, shard):
-            yield f"{prefix}{part}.weight", _Cut(1, (columns,))
+            yield f"{prefix}{part}.weight", Cut(1, (columns,))
 
 
 def _attention_rows(spec: ModelSpec, names: TensorNames, shard: Shard) -> dict[str, tuple[range, ...]]:

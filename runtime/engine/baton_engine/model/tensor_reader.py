@@ -14,9 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from baton_engine.model.cuts import Cut
 from baton_engine.model.file_reader import ALIGNMENT, FileReader, LocatedSource, Location, Scratch
 from baton_engine.model.progress import Progress
-from baton_engine.model.quantized import BLOCK, Format, Matrix, Quantized, quantize
+from baton_engine.model.quantized import BLOCK, Format, Matrix, Quantized, QuantizedPart, quantize
 from baton_engine.model.spec import Quantize
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,12 @@ class TensorSource(Protocol):
         """Return the name of the tensor's format in the checkpoint, such as BF16 or Q8_0."""
         ...
 
-    def read_quantized(self, tensor: str) -> Quantized | None:
-        """Return the matrix as it is stored, or None if that is not a format of the kernels."""
+    def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
+        """
+        Return the matrix, or its part `cut`, as it is stored.
+
+        None if that is not a format of the kernels, or if the cut is inside a group of inputs.
+        """
         ...
 
 
@@ -101,6 +106,8 @@ class TensorReader:
     """Where tensors are stored, one by one from the checkpoint's file. None: in the host's memory."""
     stream: TensorStream | None = None
     """Memory and files of a model whose layers are read one by one. None: each tensor has its own memory."""
+    divided: bool = False
+    """Whether the source has the part of a rank."""
     expanded: Counter[str] = field(default_factory=Counter)
     """Number of matrices by format that are stored quantized and expanded here."""
 
@@ -129,7 +136,8 @@ class TensorReader:
 
     def matrix(self, names: Sequence[str], paired: bool = False) -> Matrix:
         """Return the matrices stacked, quantized if possible. `paired`: they must have one format."""
-        kept = [self._quantized(name) for name in names] if self.choice != "off" else []
+        read = self._sampled if self.sampled else self._quantized
+        kept = [read(name) for name in names] if self.choice != "off" else []
         parts = [part for matrix in kept if matrix is not None for part in matrix.parts]
         whole = len(parts) == len(names) and (
             len({part.format for part in parts}) == 1
@@ -142,16 +150,40 @@ class TensorReader:
             self.progress.advance(self.source.stored_bytes(name))
         return Quantized(tuple(parts), self.shapes[names[0]][1])
 
-    def _quantized(self, name: str) -> Quantized | None:
+    def _quantized(self, name: str, cut: Cut | None = None) -> Quantized | None:
         stored = Format.__members__.get(self.source.format(name))
-        kept = None if stored is not None and stored not in self.formats else self.source.read_quantized(name)
+        kept = None
+        if stored is None or stored in self.formats:
+            kept = self.source.read_quantized(name, cut)
         if kept is not None or self.choice == "keep" or self.shapes[name][1] % BLOCK:
             return kept
-        return quantize(self.source.read(name), Format[self.choice.upper()])
+        values = self.source.read(name)
+        return quantize(values if cut is None else cut.of(values), Format[self.choice.upper()])
+
+    def _sampled(self, name: str) -> Quantized | None:
+        """Return the matrix with the rows of `samples`. Other rows stay uninitialized, without memory."""
+        first = self._quantized(name, Cut(0, (range(1),)))
+        if first is None:
+            return None
+        (part,), count = first.parts, self.shapes[name][0]
+        whole = torch.empty((count, part.rows.shape[1]), dtype=torch.uint8)
+        width = whole.shape[1]
+        rows = sorted(
+            {
+                row
+                for sample in samples(whole.numel(), 1)
+                for row in range(sample.start // width, -(-sample.stop // width))
+            }
+        )
+        read = self._quantized(name, Cut(0, tuple(range(row, row + 1) for row in rows)))
+        assert read is not None
+        whole[rows] = read.parts[0].rows
+        return Quantized((QuantizedPart(part.format, whole, part.group),), first.inputs)
 
     def report(self) -> None:
         """Log the quantized matrices that were expanded."""
         kept = ", ".join(form.name for form in sorted(self.formats))
+        parts = ", in parts of whole groups of inputs" if self.divided else ""
         for form, count in sorted(self.expanded.items()):
             log.log(
                 logging.INFO if self.choice == "off" else logging.WARNING,
@@ -159,7 +191,7 @@ class TensorReader:
                 self.source.name,
                 count,
                 form,
-                "" if self.choice == "off" else f". Formats that are kept: {kept}",
+                "" if self.choice == "off" else f". Formats that are kept: {kept}{parts}",
             )
 
 

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton_engine.model.quantized import BLOCK, Format, QuantizedPart
+from baton_engine.model.quantized import BLOCK, SUPERBLOCK, Format, QuantizedPart
 
-SUPERBLOCK = 256
-"""Inputs that share float16 factors of their scales, in the formats whose name ends in K."""
 MOST_GROUP = 128
 """Inputs of a group up to which equal groups are joined."""
 FLOAT8_FACTOR = 256

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
+from baton_api.setting_types import show_size
 from baton_engine.model.expert_weights import mlp_shapes, mlp_weights
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import NORM, ModelFamily, TensorNames
@@ -138,6 +139,11 @@ def bytes_by_format(matrices: Iterable[Matrix | None]) -> Counter[str]:
     return sizes
 
 
+def show_formats(sizes: Counter[str]) -> str:
+    """Return the sizes of formats as text, the largest first: 4.1 GiB in FP8, 1.0 GiB in bfloat16."""
+    return ", ".join(f"{show_size(size)} in {form}" for form, size in sizes.most_common())
+
+
 def _released(layers: deque[LayerWeights]) -> Iterator[LayerWeights]:
     while layers:
         yield layers.popleft()
@@ -228,7 +234,8 @@ def build(
 
     Norms are fp32 in families that add an offset to them: bfloat16 would round the sum. `choice` applies to
     matrices: keep those of the checkpoint's formats that are in `formats`, or also convert the other ones to
-    a quantized format. With `shard`, only that part is read. `sampled`: read only what the digest needs.
+    a quantized format. With `shard`, only that part is read. `sampled`: read only what the digest needs,
+    without `shard`.
     With `device`, each tensor is stored there before the next one is read, except for quantized ones.
     """
     source = Prefixed(source) if spec.headless else source
@@ -241,7 +248,9 @@ def build(
         shapes = {name: source.shapes[name] for name in shapes}
 
     kept = partial(_kept, family=family, dtype=dtype)
-    reader = TensorReader(source, shapes, kept, progress, choice, formats, sampled, device)
+    reader = TensorReader(
+        source, shapes, kept, progress, choice, formats, sampled, device, divided=shard is not None
+    )
     embedding = reader.matrix([f"{names.embedding}.weight"])
     layers = (_layer(spec, names, number, reader) for number in range(spec.layers))
     weights = Weights(

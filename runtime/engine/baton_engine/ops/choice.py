@@ -60,9 +60,10 @@ def kept_formats(
     device: torch.device,
     dtype: torch.dtype,
     environment: Mapping[str, str] = os.environ,
+    ranks: int = 1,
 ) -> tuple[Quantize, Collection[Format]]:
     """
-    Return how to load the matrices, and the formats that the model keeps.
+    Return how to load the matrices, and the formats that the model keeps in each of its ranks.
 
     That is `choice`, or "off" instead of "keep" if kernels do not run the model. Raises SetupError if it is a
     format that requires them.
@@ -73,6 +74,8 @@ def kept_formats(
         return choice, formats
     if spec.experts is not None:
         reason = "they expand the weights of models with experts"
+    elif on_cpu and ranks > 1:
+        reason = "ranks on a CPU compute with torch operations"
     elif on_cpu:
         runs = native_decoder.supports(spec, dtype) and native_decoder.available(environment)
         reason = "" if runs else "a C compiler is missing, or they do not support the model"

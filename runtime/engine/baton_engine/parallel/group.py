@@ -65,11 +65,11 @@ class Group:
             total = total + other
         return total.to(part.dtype)
 
-    def embedded(self, embedding: Table, tokens: Tensor) -> Tensor:
-        """Return the embeddings [T, N] of tokens [T]. `embedding` has this rank's rows."""
+    def embedded(self, embedding: Table, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the embeddings [T, N] of tokens [T] in `dtype`. `embedding` has this rank's rows."""
         rows = self._ranges[self.shard.rank]
         inside = (tokens >= rows.start) & (tokens < rows.stop)
-        selected = embedding[(tokens - rows.start).clamp(0, len(rows) - 1)]
+        selected = embedding[(tokens - rows.start).clamp(0, len(rows) - 1)].to(dtype)
         return self.sum(selected.masked_fill(~inside[:, None], 0))
 
     def joined(self, logits: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import torch
 
@@ -14,11 +15,15 @@ from baton_engine.model.decoder import create_decoder
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.shards import Shard, check_degree
 from baton_engine.model.spec import ModelSpec
+from baton_engine.model.weights import show_formats
+from baton_engine.ops.choice import kept_formats
 from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import Start
 from baton_engine.parallel.ranks import TIMEOUT_S, ParallelModel, Ranks
 from baton_engine.settings import WorkerSettings
 from baton_engine.transfer.compatibility import weights_digest
+
+log = logging.getLogger(__name__)
 
 
 def check_parallel(settings: WorkerSettings, spec: ModelSpec, name: str, *, encodes: bool) -> None:
@@ -29,12 +34,6 @@ def check_parallel(settings: WorkerSettings, spec: ModelSpec, name: str, *, enco
         raise SetupError(f"{flag} does not support encoders such as {name}. Start more workers instead.")
     if settings.role is not Role.BOTH:
         _check_pair(settings.role, size, spec, name)
-    if settings.quantize not in ("keep", "off"):
-        raise SetupError(
-            f"{flag} does not support --quantize {settings.quantize}: ranks expand quantized weights."
-        )
-    if settings.kv_cache_dtype != "auto":
-        raise SetupError(f"{flag} does not support --kv-cache-dtype {settings.kv_cache_dtype}. Use auto.")
     if settings.speculation == "draft":
         raise SetupError(f"{flag} does not support --speculation draft. Use ngram or off.")
     if settings.enable_lora:
@@ -70,6 +69,7 @@ def load_parallel(
     bytes of rank 0's part. Raises SetupError.
     """
     size, kind = settings.tensor_parallel_size, str(dtype).removeprefix("torch.")
+    quantize, formats = kept_formats(settings.quantize, spec, device, dtype, ranks=size)
     start = Start(
         rank=1,
         size=size,
@@ -78,6 +78,7 @@ def load_parallel(
         name=checkpoint.name,
         context=settings.max_model_len or spec.context,
         dtype=kind,
+        quantize=settings.quantize,
         device=str(device),
         threads=torch.get_num_threads(),
         store="",
@@ -87,13 +88,15 @@ def load_parallel(
     ranks = Ranks(start, [_device(device, rank) for rank in range(size)])
     stack.callback(ranks.close)
     shard = Shard(0, size)
-    weights = load_weights(checkpoint, spec, dtype, progress, shard=shard, device=device)
-    group, loaded = Group(shard, spec.vocab, torch.device(_device(device, 0))), weights.bytes
+    weights = load_weights(checkpoint, spec, dtype, progress, quantize, shard, formats=formats, device=device)
+    sizes = weights.formats
+    log.info("Weights of rank 0: %s", show_formats(sizes))
+    group = Group(shard, spec.vocab, torch.device(_device(device, 0)))
     weights = weights.handed_over()
     part = create_decoder(shard.spec(spec), weights, device, dtype, group)
     del weights  # the model has its own copy, in the device's layout
-    digest = weights_digest(load_weights(checkpoint, spec, dtype, SILENT, sampled=True))
-    return ParallelModel(spec, part, group, ranks, ranks.load()), digest, loaded
+    whole = load_weights(checkpoint, spec, dtype, SILENT, quantize, sampled=True, formats=formats)
+    return ParallelModel(spec, part, group, ranks, ranks.load()), weights_digest(whole), sizes.total()
 
 
 def _device(first: torch.device, rank: int) -> str:

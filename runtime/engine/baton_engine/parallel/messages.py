@@ -24,6 +24,7 @@ import numpy as np
 
 from baton_api.messages import PoolLayout
 from baton_engine.batch import Batch, BatchRow
+from baton_engine.model.spec import Quantize
 
 LENGTH_BYTES = 4
 
@@ -45,6 +46,8 @@ class Start(RankMessage, frozen=True):
     context: int
     """`ModelSpec.served_to`."""
     dtype: str
+    quantize: Quantize
+    """`WorkerSettings.quantize`."""
     device: str
     threads: int
     store: str
@@ -57,6 +60,8 @@ class Allocate(RankMessage, frozen=True):
     """Allocate this many KV blocks."""
 
     blocks: int
+    dtype: str
+    """Data type of keys and values."""
 
 
 class PassRow(RankMessage, frozen=True):

@@ -27,6 +27,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, create_decoder
 from baton_engine.model.shards import Shard
+from baton_engine.ops.choice import kept_formats
 from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import (
     Allocate,
@@ -80,9 +81,9 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     at_start = free_bytes(device)
     group, model, size = _load(start, device)
     channel.send(Loaded(weights=size, at_start=at_start, free=free_bytes(device)))
-    blocks = _expect(inbox, Allocate).blocks
-    dtype = getattr(torch, start.dtype)
-    cache = KVCache(model.spec, blocks, dtype, device, rank=start.rank, ranks=start.size)
+    request = _expect(inbox, Allocate)
+    dtype = getattr(torch, request.dtype)
+    cache = KVCache(model.spec, request.blocks, dtype, device, rank=start.rank, ranks=start.size)
     channel.send(Allocated())
     group.connect(Path(start.store), start.timeout_s)
     orders = RankOrders(cache, channel.send)
@@ -97,7 +98,10 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
 def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:
     checkpoint, shard = Checkpoint(Path(start.checkpoint), start.name), Shard(start.rank, start.size)
     spec, dtype = load_spec(checkpoint).served_to(start.context), getattr(torch, start.dtype)
-    weights = load_weights(checkpoint, spec, dtype, shard=shard, device=device)
+    quantize, formats = kept_formats(start.quantize, spec, device, dtype, ranks=start.size)
+    weights = load_weights(
+        checkpoint, spec, dtype, quantize=quantize, shard=shard, formats=formats, device=device
+    )
     group, size = Group(shard, spec.vocab, device), weights.bytes
     weights = weights.handed_over()
     return group, create_decoder(shard.spec(spec), weights, device, dtype, group), size

@@ -100,10 +100,10 @@ class Ranks:
         """Wait until all ranks have loaded their weights. Raises SetupError with a rank's reason."""
         return [self._receive(other, Loaded) for other in self._others]
 
-    def allocate(self, blocks: int, group: Group) -> None:
+    def allocate(self, blocks: int, dtype: torch.dtype, group: Group) -> None:
         """Allocate the KV blocks of all other ranks and connect `group` to them. Raises SetupError."""
         try:
-            self._post(Allocate(blocks=blocks))
+            self._post(Allocate(blocks=blocks, dtype=str(dtype).removeprefix("torch.")))
             for other in self._others:
                 self._receive(other, Allocated)
             group.connect(self._store, self._timeout_s)
@@ -289,7 +289,7 @@ class ParallelModel:
     def open_cache(self, blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Allocate the KV cache of all ranks. Returns rank 0's. Raises SetupError."""
         cache = KVCache(self.part.spec, blocks, dtype, device, ranks=self._group.shard.size)
-        self.ranks.allocate(blocks, self._group)
+        self.ranks.allocate(blocks, dtype, self._group)
         return cache
 
     @property

@@ -12,7 +12,9 @@ from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.progress import Progress
 from baton_engine.model.resolve import resolve
-from baton_engine.model.spec import ModelSpec
+from baton_engine.model.spec import ModelSpec, Quantize
+from baton_engine.model.weights import show_formats
+from baton_engine.ops.choice import kept_formats
 from baton_engine.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -54,8 +56,10 @@ def load_draft(
             f"The draft model {checkpoint.name} has a context of {draft.context} tokens, the model has "
             f"{context}. Set --max-model-len {draft.context}, or use another draft model."
         )
-    weights = load_weights(checkpoint, draft, dtype, progress, device=device)
-    taken = weights.bytes
+    choice: Quantize = "off" if settings.quantize == "off" else "keep"
+    quantize, formats = kept_formats(choice, draft, device, dtype)
+    weights = load_weights(checkpoint, draft, dtype, progress, quantize, formats=formats, device=device)
+    sizes = weights.formats
     weights = weights.handed_over()
-    log.info("Draft model: %s, %s", checkpoint.name, draft.architecture)
-    return create_model(draft, weights, device, dtype, seat=seat), taken
+    log.info("Draft model: %s, %s, %s", checkpoint.name, draft.architecture, show_formats(sizes))
+    return create_model(draft, weights, device, dtype, seat=seat), sizes.total()

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from baton_engine.model.quantized import Quantized, QuantizedPart
-from baton_engine.model.unpacked import SUPERBLOCK, Unpacked, unpack
+from baton_engine.model.quantized import SUPERBLOCK, Quantized, QuantizedPart
+from baton_engine.model.unpacked import Unpacked, unpack
 from baton_engine.ops.kernels import float8
 
 ROWS = 32

@@ -1,0 +1,184 @@
+"""Parts of quantized matrices: exactly the numbers of the whole matrix, or none."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.cuts import Cut
+from baton_engine.model.family_tensors import FamilyTensors
+from baton_engine.model.gguf_model import GGUFTensors
+from baton_engine.model.quantized import Format, Quantized, pack_float8
+from baton_engine.model.quantized_folder import source_of
+from baton_engine.model.shards import Shard, ShardTensors
+from baton_engine.model.spec import Quantize
+from baton_engine.model.tensor_reader import TensorSource
+from baton_engine.model.unpacked import FLOAT8_FACTOR, unpack
+from baton_engine.transfer.compatibility import weights_digest
+from tests.engine.gguf_files import write_gguf
+from tests.engine.models import make_model
+from tests.engine.test_quantized import STORED, random_blocks
+from tests.engine.test_quantized_folder import SCHEMES, quantized_folder
+
+OUTPUTS, INPUTS = 12, 512
+ALL = frozenset(Format)
+CUTS = {
+    "outputs": Cut(0, (range(3, 10),)),
+    "stacked outputs": Cut(0, (range(2), range(5, 6), range(8, 12))),
+    "the first inputs": Cut(1, (range(256),)),
+    "the last inputs": Cut(1, (range(256, 512),)),
+}
+
+
+def values_of(matrix: Quantized) -> Tensor:
+    """The values [outputs, inputs] fp32, by the rule of `Unpacked`."""
+    (part,) = matrix.parts
+    unpacked = unpack(part, matrix.inputs)
+
+    def wide(tensor: Tensor, group: int) -> Tensor:
+        return tensor.to(torch.float32).repeat_interleave(group, 1)[:, : matrix.inputs]
+
+    numbers = unpacked.numbers.to(torch.float32) - unpacked.zero
+    scales = wide(unpacked.scales, unpacked.group)
+    if unpacked.float8:
+        numbers = unpacked.numbers.view(torch.float8_e4m3fn).to(torch.float32) / FLOAT8_FACTOR
+    if unpacked.zeros is not None:
+        numbers -= wide(unpacked.zeros, unpacked.group)
+    offsets = torch.zeros(()) if unpacked.minima is None else wide(unpacked.minima, unpacked.group)
+    if unpacked.factors is not None:
+        scales = scales * wide(unpacked.factors[..., 0], 256)
+        offsets = offsets * wide(unpacked.factors[..., 1], 256)
+    return numbers * scales + offsets
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("form", STORED, ids=lambda form: form.name)
+def test_part_of_blocks_has_the_numbers_of_the_whole(form: Format, cut: Cut) -> None:
+    whole = random_blocks(OUTPUTS, INPUTS, form, torch.Generator().manual_seed(1))
+    part = cut.of_blocks(whole.parts[0], INPUTS)
+    assert part is not None and part.shape == cut.shape((OUTPUTS, INPUTS))
+    assert part.nbytes * OUTPUTS * INPUTS == whole.nbytes * part.shape[0] * part.inputs
+    assert torch.equal(values_of(part), cut.of(values_of(whole)))
+
+
+@pytest.mark.parametrize(
+    ("form", "inputs"), [(Format.Q8_0, range(48, 512)), (Format.Q4_0, range(48)), (Format.Q4_K, range(384))]
+)
+def test_part_inside_a_block_is_not_kept(form: Format, inputs: range) -> None:
+    whole = random_blocks(OUTPUTS, INPUTS, form, torch.Generator().manual_seed(1))
+    assert Cut(1, (inputs,)).of_blocks(whole.parts[0], INPUTS) is None
+
+
+FLOAT8: dict[str, tuple[int, Cut, int | None]] = {
+    **{f"{name} in groups of 128": (128, cut, 128) for name, cut in CUTS.items()},
+    "outputs with a scale each": (512, CUTS["stacked outputs"], 512),
+    "inputs of outputs with a scale each": (512, Cut(1, (range(7, 50),)), 43),
+    "to the inside of a group": (48, Cut(1, (range(72),)), 48),
+    "the last group is shorter": (48, Cut(1, (range(480, 512),)), 32),
+    "the last two groups": (48, Cut(1, (range(432, 512),)), 48),
+    "from the middle of a group": (128, Cut(1, (range(192, 512),)), 64),
+    "from a step inside a group": (48, Cut(1, (range(64, 512),)), 16),
+    "from the inside of a step": (48, Cut(1, (range(72, 512),)), None),
+    "one group": (48, Cut(1, (range(49, 60),)), 11),
+}
+"""Inputs of a group, the cut, and inputs of a group of the part."""
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_part_of_float8_has_the_numbers_of_the_whole(name: str) -> None:
+    group, cut, expected = FLOAT8[name]
+    generator = torch.Generator().manual_seed(2)
+    numbers = torch.randn(OUTPUTS, INPUTS, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(OUTPUTS, -(-INPUTS // group), generator=generator) + 0.1
+    part = cut.of_float8(numbers, scales, group)
+    assert (part and part.parts[0].group) == expected
+    if part is not None:
+        assert part.shape == cut.shape((OUTPUTS, INPUTS))
+        assert torch.equal(values_of(part), cut.of(values_of(pack_float8(numbers, scales, group))))
+
+
+# --- Checkpoints ---
+
+
+def folder_of(name: str, path: Path) -> tuple[Checkpoint, TensorSource]:
+    config, matrix, _ = SCHEMES[name]
+    quantized_folder(path, config, matrix)
+    checkpoint = Checkpoint(path, name)
+    spec = load_spec(checkpoint)
+    whole = json.loads((path / "config.json").read_text())
+    return checkpoint, FamilyTensors(source_of(path, whole, spec), spec)
+
+
+def file_of(path: Path) -> tuple[Checkpoint, TensorSource]:
+    """A file whose query and key rows are in another order, and whose embedding is quantized."""
+    folder = make_model(path / "model", "llama with tied embeddings")
+    checkpoint = Checkpoint(write_gguf(folder, path / "tiny.gguf", quantised=True), "tiny")
+    return checkpoint, GGUFTensors(checkpoint.gguf, load_spec(checkpoint))
+
+
+def assert_parts(checkpoint: Checkpoint, source: TensorSource, size: int) -> int:
+    """Assert that kept parts have the numbers of the expanded matrix. Return the number of kept parts."""
+    spec, kept = load_spec(checkpoint), 0
+    for rank in range(size):
+        part = ShardTensors(source, spec, Shard(rank, size))
+        for name in source.shapes:
+            if (matrix := part.read_quantized(name)) is not None:
+                assert torch.equal(values_of(matrix), part.read(name)), name
+                kept += 1
+    return kept
+
+
+NEVER_KEPT = ("gptq in another order", "int4, groups of 16")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_ranks_keep_their_parts_of_a_folder(name: str, tmp_path: Path) -> None:
+    """Of 14 matrices in 2 layers."""
+    checkpoint, source = folder_of(name, tmp_path)
+    assert assert_parts(checkpoint, source, 2) == (0 if name in NEVER_KEPT else 2 * 14)
+
+
+def test_ranks_keep_their_parts_of_a_file(tmp_path: Path) -> None:
+    """Parts of 32 inputs are blocks. Those of 48, of the down projection, are not."""
+    checkpoint, source = file_of(tmp_path)
+    assert assert_parts(checkpoint, source, 1) == 15
+    spec = load_spec(checkpoint)
+    for rank in (0, 1):
+        part = ShardTensors(source, spec, Shard(rank, 2))
+        assert part.read_quantized("model.layers.1.self_attn.o_proj.weight") is not None
+        assert part.read_quantized("model.layers.1.mlp.down_proj.weight") is None
+    assert assert_parts(checkpoint, source, 2) == 2 * (15 - 2)
+
+
+def test_parts_inside_a_group_are_expanded_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, _ = file_of(tmp_path)
+    caplog.set_level(logging.INFO)
+    part = load_weights(
+        checkpoint, load_spec(checkpoint), torch.float32, quantize="keep", shard=Shard(1, 2), formats=ALL
+    )
+    for layer in part.layers:
+        assert isinstance(layer.qkv, Quantized) and isinstance(layer.output, Quantized)
+        assert isinstance(layer.gate_up, Quantized) and isinstance(layer.down, Tensor)
+    assert isinstance(part.embedding, Quantized) and len(part.embedding.parts[0].rows) == 160
+    (line,) = [record.getMessage() for record in caplog.records if "were expanded" in record.getMessage()]
+    assert "2 matrices in Q8_0 were expanded" in line and line.endswith("in parts of whole groups of inputs")
+
+
+@pytest.mark.parametrize("choice", ["keep", "off", "q8_0"])
+@pytest.mark.parametrize("name", ["gguf", "awq", "gptq in another order", "int4 with zeros", "fp8 in blocks"])
+def test_digest_of_samples_is_that_of_all_weights(name: str, choice: Quantize, tmp_path: Path) -> None:
+    checkpoint, _ = file_of(tmp_path) if name == "gguf" else folder_of(name, tmp_path)
+    spec = load_spec(checkpoint)
+    read, whole = (
+        load_weights(checkpoint, spec, torch.float32, quantize=choice, sampled=sampled, formats=ALL)
+        for sampled in (True, False)
+    )
+    assert weights_digest(read) == weights_digest(whole)
