@@ -79,7 +79,7 @@ def settings(folder: Path, ranks: int, **given: Any) -> WorkerSettings:
 
 def file_of(folder: Path) -> Path:
     """The formats of parts differ, and the embedding is quantized. Query and key rows are reordered."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 32}
     model = make_model(folder / "model", "llama with tied embeddings", **sizes)
     forms = {"ffn_down": GGMLQuantizationType.Q4_0, "attn_v": GGMLQuantizationType.Q5_1}
     return write_gguf(model, folder / "tiny.gguf", quantised=True, forms=forms)
@@ -99,7 +99,6 @@ QUANTIZED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], set[str]]] = 
     "gguf": (file_of, {}, {"Q8_0", "Q5_1", "Q4_0", "float32"}),
     "fp8 in blocks": (float8_of, {}, {"FP8", "float32"}),
     "converted": (plain_of, {"quantize": "q4_0"}, {"Q4_0", "float32"}),
-    "expanded": (file_of, {"quantize": "off"}, {"float32"}),
     "a float8 cache": (plain_of, {"kv_cache_dtype": "fp8"}, {"float32"}),
 }
 """Models, settings, and the formats of a rank."""

@@ -1,0 +1,32 @@
+"""Loading of draft models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.progress import SILENT
+from baton_engine.model.spec import Quantize
+from baton_engine.settings import WorkerSettings
+from baton_engine.speculation.loading import load_draft
+from tests.engine.gguf_files import write_gguf
+from tests.engine.models import make_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("choice", "kept"), [("keep", "keep"), ("off", "off"), ("q4_0", "keep")])
+def test_draft_model_keeps_its_formats(choice: str, kept: Quantize, tmp_path: Path) -> None:
+    """`--quantize q4_0` converts the model that drafts are for, not the draft model."""
+    path = write_gguf(make_model(tmp_path / "model"), tmp_path / "draft.gguf", quantised=True)
+    checkpoint = Checkpoint(path, "draft")
+    spec = load_spec(checkpoint)
+    settings = WorkerSettings.model_validate(
+        {"model": "m", "speculation": "draft", "draft_model": str(path), "quantize": choice}
+    )
+    model, taken = load_draft(settings, spec, CPU, torch.float32, SILENT, None)
+    assert model is not None
+    assert taken == load_weights(checkpoint, spec, torch.float32, quantize=kept).bytes
