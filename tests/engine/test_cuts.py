@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,28 @@ def test_part_of_float8_has_the_numbers_of_the_whole(name: str) -> None:
         assert torch.equal(values_of(part), cut.of(values_of(pack_float8(numbers, scales, group))))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_any_ranks_are_kept_or_inside_a_group(seed: int) -> None:
+    """The parts of inputs that 1 to 8 ranks have."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    inputs, size = 256 * chance.randint(1, 6), chance.randint(1, 8)
+    form, group = chance.choice(STORED), chance.choice([16, 48, 64, 128, inputs])
+    blocks = random_blocks(OUTPUTS, inputs, form, generator)
+    numbers = torch.randn(OUTPUTS, inputs, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(OUTPUTS, -(-inputs // group), generator=generator) + 0.1
+    float8 = pack_float8(numbers, scales, group)
+    for rank in range(size):
+        own = Shard(rank, size).part(inputs)
+        cut = Cut(1, (own,))
+        part = cut.of_blocks(blocks.parts[0], inputs)
+        assert (part is None) == bool(own.start % form.block or own.stop % form.block)
+        kept = cut.of_float8(numbers, scales, group)
+        one_group = own.start // group == (own.stop - 1) // group
+        assert (kept is None) == bool(own.start % 16 and not one_group)
+        for result, whole in ((part, blocks), (kept, float8)):
+            assert result is None or torch.equal(values_of(result), cut.of(values_of(whole)))
+
+
 # --- Checkpoints ---
 
 
@@ -154,6 +177,19 @@ def test_ranks_keep_their_parts_of_a_file(tmp_path: Path) -> None:
         assert part.read_quantized("model.layers.1.self_attn.o_proj.weight") is not None
         assert part.read_quantized("model.layers.1.mlp.down_proj.weight") is None
     assert assert_parts(checkpoint, source, 2) == 2 * (15 - 2)
+
+
+def test_ranks_hold_only_their_part(tmp_path: Path) -> None:
+    checkpoint, _ = folder_of("awq", tmp_path)
+    spec = load_spec(checkpoint)
+    sizes = [
+        load_weights(checkpoint, spec, torch.float32, quantize="keep", shard=shard, formats=ALL).formats
+        for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2))
+    ]
+    norms = (2 * spec.layers + 1) * spec.hidden * 4
+    for part in sizes[1:]:
+        assert part["INT4"] == sizes[0]["INT4"] // 2
+        assert part["float32"] == (sizes[0]["float32"] + norms) // 2
 
 
 def test_parts_inside_a_group_are_expanded_and_reported(

@@ -140,16 +140,30 @@ async def test_ranks_with_kept_weights_give_the_tokens_of_one(
 async def test_accelerated_pair_of_any_degrees_answers_as_one(
     folder: Path, expected: list[list[int]], ranks: tuple[int, int]
 ) -> None:
-    given = {"transfer": "nixl", "local_prefill_tokens": 0, "transfer_deadline_s": 60}
+    assert await answers_of_pair(folder, ranks) == expected
+
+
+@pytest.mark.nixl
+async def test_pair_with_kept_weights_and_float8_cache_answers_as_one(tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+    async with open_worker(settings(path, 1, kv_cache_dtype="fp8")) as worker:
+        expected = [await tokens_of(worker, request_of(way)) for way in range(len(WAYS))]
+    assert await answers_of_pair(path, (2, 1), kv_cache_dtype="fp8") == expected
+
+
+async def answers_of_pair(path: Path, ranks: tuple[int, int], **given: Any) -> list[list[int]]:
+    given |= {"transfer": "nixl", "local_prefill_tokens": 0, "transfer_deadline_s": 60}
+    answers = []
     async with (
-        open_worker(settings(folder, ranks[0], role="prefill", **given)) as source,
+        open_worker(settings(path, ranks[0], role="prefill", **given)) as source,
         prefill(source) as serving,
-        open_worker(settings(folder, ranks[1], role="decode", **given)) as worker,
+        open_worker(settings(path, ranks[1], role="decode", **given)) as worker,
         decode(worker) as fetching,
     ):
         assert fetching.remote is not None
-        for way, answer in enumerate(expected):
+        for way in range(len(WAYS)):
             request = request_of(way, fetching.remote(serving.control, "", f"{way}"))
             outputs = [output async for output in worker.client.generate(request)]
-            assert tokens(outputs) == answer
+            answers.append(tokens(outputs))
             assert outputs[0].relay is not None, "the prompt did not come from the prefill worker"
+    return answers
