@@ -143,9 +143,15 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[int, int], Rounded], set[str]
 """Config, matrices, and the formats of the kernels that hold them."""
 
 
-def quantized_folder(folder: Path, config: dict[str, Any], matrix: Callable[[int, int], Rounded]) -> Stored:
+def quantized_folder(
+    folder: Path,
+    config: dict[str, Any],
+    matrix: Callable[[int, int], Rounded],
+    variant: str = "llama",
+    **sizes: Any,
+) -> Stored:
     """A folder with quantized layers and a plain head; returns the numbers of the quantized matrices."""
-    make_model(folder, hidden_size=128, intermediate_size=192, head_dim=32)
+    make_model(folder, variant, **{"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, **sizes})
     # A tensor that is still mapped must not be in the file that is written.
     tensors = {name: each.clone() for name, each in load_file(folder / "model.safetensors").items()}
     exact = {}

@@ -79,6 +79,8 @@ ROW_BYTES = {
 }
 """Bytes of a row of 4096 inputs, for one format of each kind."""
 
+EXPERT_FORMATS = (Format.Q4_K, Format.INT4, Format.FP8)
+
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -145,9 +147,13 @@ def expert_launches(dtype: torch.dtype) -> list[Launch]:
     captured = capturing()
     ops, x = AcceleratorOps(tiny_spec()), torch.zeros(40, 2880, dtype=dtype)
     groups = ops.group_by_expert(torch.zeros(40, 4, dtype=torch.int64), 32)
-    weights = torch.zeros(32, 64, 2880, dtype=dtype)
-    for biases in (None, weights[..., 0]):
-        results = ops.prepare_experts(weights, biases)(x, groups)
+    weights, biases = torch.zeros(32, 64, 2880, dtype=dtype), torch.zeros(32, 64, dtype=dtype)
+    results = ops.prepare_experts(weights, None, 32)(x, groups)
+    ops.prepare_experts(weights, biases, 32)(x, groups)
+    for form in EXPERT_FORMATS:
+        rows = torch.zeros(32 * 64, ROW_BYTES[form] * 2816 // 4096, dtype=torch.uint8)
+        matrix = Quantized((QuantizedPart(form, rows, group=128),), 2816)
+        ops.prepare_experts(matrix, biases, 32)(x[:, :2816], groups)
     for shares in (None, torch.zeros(40, 4)):
         ops.sum_experts(results.view(40, 4, 64), shares)
     return captured

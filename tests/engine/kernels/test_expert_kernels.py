@@ -11,6 +11,7 @@ from torch import Tensor
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.plain import PlainOps
 from tests.engine.kernels.cases import DEVICE, guarded
+from tests.engine.kernels.test_quantized_kernels import MATRICES
 from tests.engine.random_weights import tiny_spec
 from tests.seeds import seeds
 
@@ -18,6 +19,8 @@ OURS, PLAIN = AcceleratorOps(tiny_spec()), PlainOps(tiny_spec())
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 """The interpreter has no products of bfloat16."""
+
+QUANTIZED = ("Q8_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "INT4 in groups of 64", "FP8 in groups of 48")
 
 
 def random_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,7 +64,7 @@ def products(seed: int) -> None:
     shares = None if of_pairs else random_of(tokens, chosen)
     results = []
     for ops in (OURS, PLAIN):
-        result = ops.prepare_experts(weights, biases)(x, ops.group_by_expert(numbers, count))
+        result = ops.prepare_experts(weights, biases, count)(x, ops.group_by_expert(numbers, count))
         results.append((result, ops.sum_experts(result.view(tokens, chosen, outputs), shares)))
     tolerance = TOLERANCE[dtype] * inputs**0.5
     for ours, plain in zip(*results, strict=True):
@@ -80,11 +83,25 @@ def test_expert_product_of_a_row_is_the_same_in_any_batch() -> None:
         guarded(torch.randint(-8, 8, shape, device=DEVICE).float()) for shape in ((4, 70, 90), (80, 90))
     )
     numbers = chosen_of(80, 4, 2)
-    linear = OURS.prepare_experts(weights, None)
+    linear = OURS.prepare_experts(weights, None, 4)
     whole = linear(x, OURS.group_by_expert(numbers, 4)).view(80, 2, -1)
     for rows in (slice(0, 1), slice(7, 10), slice(40, 77)):
         rows_only = linear(x[rows], OURS.group_by_expert(numbers[rows], 4)).view(-1, 2, 70)
         assert torch.equal(rows_only, whole[rows])
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_expert_products_are_those_of_expanded_ones(name: str) -> None:
+    """Experts have 70 outputs: their tiles end within the next expert."""
+    torch.manual_seed(5)
+    count, outputs, inputs = 4, 70, 256
+    matrix, values = MATRICES[name][0](count * outputs, inputs, torch.Generator().manual_seed(6))
+    biases, x = random_of(count, outputs), random_of(45, inputs)
+    numbers = chosen_of(45, count, 2)
+    ours = OURS.prepare_experts(matrix.to(DEVICE), biases, count)(x, OURS.group_by_expert(numbers, count))
+    expanded = values.to(DEVICE, torch.float32).view(count, outputs, inputs)
+    plain = PLAIN.prepare_experts(expanded, biases, count)(x, PLAIN.group_by_expert(numbers, count))
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
 def test_unchosen_experts_are_not_read() -> None:
@@ -92,4 +109,4 @@ def test_unchosen_experts_are_not_read() -> None:
     weights, x = random_of(5, 16, 16), random_of(6, 16)
     numbers = torch.tensor([[1, 3]] * 6, device=DEVICE)
     weights[[0, 2, 4]] = torch.nan
-    assert OURS.prepare_experts(weights, None)(x, OURS.group_by_expert(numbers, 5)).isfinite().all()
+    assert OURS.prepare_experts(weights, None, 5)(x, OURS.group_by_expert(numbers, 5)).isfinite().all()

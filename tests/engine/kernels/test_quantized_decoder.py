@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
+from baton_engine.model.experts import ExpertSpec
+from baton_engine.model.latent import LatentSpec
 from baton_engine.model.quantized import NATIVE_FORMATS, Format, Quantized
+from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import Weights
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import kept_formats
@@ -81,20 +85,51 @@ def test_kept_gguf_file_gives_the_expanded_tokens(tmp_path: Path) -> None:
     assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
 
 
+EXPERTS = {"moe_intermediate_size": 96, "num_hidden_layers": 1}
+"""Inputs of experts in whole blocks of 32 and of 48."""
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", pytest.param("awq", marks=pytest.mark.slow)])
+def test_kept_experts_give_the_expanded_tokens(name: str, tmp_path: Path) -> None:
+    config, matrix, _ = SCHEMES[name]
+    quantized_folder(tmp_path, config, matrix, "qwen3 with experts", **EXPERTS)
+    ours, plain, kept = both(tmp_path)
+    assert isinstance(next(iter(kept.layers)).expert_down, Quantized)
+    assert set(kept.formats) == {"float32", *KEPT[name]}
+    assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["qwen3 with experts", "mixtral"])
+def test_kept_experts_of_a_gguf_file_give_the_expanded_tokens(variant: str, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 96} if variant.startswith("qwen3") else {"intermediate_size": 96}
+    folder = make_model(tmp_path / "model", variant, hidden_size=128, **sizes)
+    ours, plain, kept = both(write_gguf(folder, tmp_path / "tiny.gguf", quantised=True))
+    assert isinstance(next(iter(kept.layers)).expert_gate_up, Quantized)
+    assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
+
+
+LATENT = LatentSpec(q_rank=0, kv_rank=32, plain=16, value=16)
 CUDA = torch.device("cuda")
-CHOICES: dict[str, tuple[Any, torch.device, dict[str, str], Any]] = {
-    "kept by a device": ("keep", CUDA, {}, ("keep", frozenset(Format))),
-    "converted for a device": ("q8_0", CUDA, {}, ("q8_0", frozenset(Format))),
-    "expanded for a device": ("off", CUDA, {}, ("off", frozenset(Format))),
-    "a device without kernels": ("keep", CUDA, {"BATON_KERNELS": "0"}, ("off", frozenset(Format))),
-    "a CPU without kernels": ("keep", CPU, {"BATON_KERNELS": "0"}, ("off", NATIVE_FORMATS)),
+DENSE = tiny_spec()
+MIXTURE = tiny_spec(experts=ExpertSpec(count=4, chosen=2, intermediate=32))
+OFF = {"BATON_KERNELS": "0"}
+CHOICES: dict[str, tuple[Any, ModelSpec, torch.device, dict[str, str], Any]] = {
+    "kept by a device": ("keep", DENSE, CUDA, {}, ("keep", frozenset(Format))),
+    "converted for a device": ("q8_0", DENSE, CUDA, {}, ("q8_0", frozenset(Format))),
+    "expanded for a device": ("off", DENSE, CUDA, {}, ("off", frozenset(Format))),
+    "a device without kernels": ("keep", DENSE, CUDA, OFF, ("off", frozenset(Format))),
+    "a CPU without kernels": ("keep", DENSE, CPU, OFF, ("off", NATIVE_FORMATS)),
+    "experts on a device": ("keep", MIXTURE, CUDA, {}, ("keep", frozenset(Format))),
+    "experts on a CPU": ("keep", MIXTURE, CPU, {}, ("off", NATIVE_FORMATS)),
+    "latents on a device": ("keep", replace(MIXTURE, latent=LATENT), CUDA, {}, ("off", frozenset(Format))),
 }
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_formats_that_are_kept(name: str) -> None:
-    choice, device, environment, expected = CHOICES[name]
-    assert kept_formats(choice, tiny_spec(), device, torch.bfloat16, environment) == expected
+    choice, spec, device, environment, expected = CHOICES[name]
+    assert kept_formats(choice, spec, device, torch.bfloat16, environment) == expected
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

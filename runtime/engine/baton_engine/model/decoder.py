@@ -314,8 +314,9 @@ def _experts(
     def exact(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device, torch.float32)
 
-    def prepared(weights: Tensor, biases: Tensor | None) -> ExpertLinear:
-        return ops.prepare_experts(weights.to(device), None if biases is None else biases.to(device))
+    def prepared(weights: Matrix, biases: Tensor | None) -> ExpertLinear:
+        biases = None if biases is None else biases.to(device)
+        return ops.prepare_experts(weights.to(device), biases, experts.count)
 
     return Experts(
         spec=experts,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
+from torch import Tensor
+
 from baton_engine.model.experts import ExpertSpec
 from baton_engine.model.family import TensorNames
 from baton_engine.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from baton_engine.model.quantized import Matrix
 
 Shape = tuple[int, int, bool]
@@ -28,9 +28,9 @@ class MLPWeights(TypedDict):
     router: Tensor | None
     router_bias: Tensor | None
     router_correction: Tensor | None
-    expert_gate_up: Tensor | None
+    expert_gate_up: Matrix | None
     expert_gate_up_bias: Tensor | None
-    expert_down: Tensor | None
+    expert_down: Matrix | None
     expert_down_bias: Tensor | None
 
 
@@ -80,21 +80,31 @@ def mlp_weights(
         "router": read(not dense, "weight", names.router),
         "router_bias": read(experts is not None and experts.biased, "bias", names.router),
         "router_correction": read(experts is not None and experts.corrected, "bias", names.router_correction),
-        "expert_gate_up": _of_experts(experts, "weight", gates_of, read),
-        "expert_gate_up_bias": _of_experts(experts, "bias", gates_of, read),
-        "expert_down": _of_experts(experts, "weight", downs_of, read),
-        "expert_down_bias": _of_experts(experts, "bias", downs_of, read),
+        "expert_gate_up": _weights_of(experts, gates_of, matrix),
+        "expert_gate_up_bias": _biases_of(experts, gates_of, read),
+        "expert_down": _weights_of(experts, downs_of, matrix),
+        "expert_down_bias": _biases_of(experts, downs_of, read),
     }
 
 
-def _of_experts(
-    experts: ExpertSpec | None, kind: str, parts: Sequence[str], read: PartReader
-) -> Tensor | None:
+def _weights_of(
+    experts: ExpertSpec | None, parts: Sequence[str], matrix: Callable[..., Matrix]
+) -> Matrix | None:
     if experts is None:
         return None
-    names = (part.format(expert) for expert in range(experts.count) for part in parts)
-    rows = read(kind == "weight" or experts.biased, kind, *names)
-    return None if rows is None else rows.view(experts.count, -1, *rows.shape[1:])
+    stacked = matrix(*_of_each(experts, parts))
+    return stacked.view(experts.count, -1, stacked.shape[1]) if isinstance(stacked, Tensor) else stacked
+
+
+def _biases_of(experts: ExpertSpec | None, parts: Sequence[str], read: PartReader) -> Tensor | None:
+    if experts is None:
+        return None
+    biases = read(experts.biased, "bias", *_of_each(experts, parts))
+    return None if biases is None else biases.view(experts.count, -1)
+
+
+def _of_each(experts: ExpertSpec, parts: Sequence[str]) -> list[str]:
+    return [part.format(expert) for expert in range(experts.count) for part in parts]
 
 
 def _dense_gates(names: TensorNames) -> list[str]:

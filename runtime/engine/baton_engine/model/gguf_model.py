@@ -197,9 +197,11 @@ class GGUFTensors:
             return None
         stored, part = self._stored[tensor]
         kind = self._file.tensors[stored].type
-        if part is not None or kind not in set(Format) or len(self.shapes[tensor]) != 2:
+        if kind not in set(Format) or len(self.shapes[tensor]) != 2:
             return None
-        rows, inputs = self._file.rows(stored), self.shapes[tensor][1]
+        rows, (outputs, inputs) = self._file.rows(stored), self.shapes[tensor]
+        if part is not None:
+            rows = rows[part * outputs : (part + 1) * outputs]
         if self._is_reordered(tensor):
             order = self._in_order(tensor, arange(len(rows)).unsqueeze(1)).flatten()
             if cut is not None:

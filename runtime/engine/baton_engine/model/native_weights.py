@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.model import native_experts
-from baton_engine.model.quantized import Matrix, Quantized
+from baton_engine.model.quantized import Matrix, Quantized, floats
 from baton_engine.model.weights import LayerWeights, Weights
 
 FIELDS = {
@@ -102,7 +102,7 @@ class WeightLoader:
             self._load(number, "gate_up", layer.gate_up, layer.gate_up_bias)
             self._load(number, "down", layer.down, layer.down_bias)
         if layer.router is not None and layer.expert_gate_up is not None and layer.expert_down is not None:
-            weights = (layer.router, layer.expert_gate_up, layer.expert_down)
+            weights = layer.router, floats(layer.expert_gate_up), floats(layer.expert_down)
             native_experts.load(self._kernels, self._model, number, *weights, self._dtype)
             self.loads.append(WeightLayout(number, EXPERTS, *layer.router.shape))
 

@@ -308,9 +308,9 @@ def source_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> Tenso
     scheme = scheme_of(config, str(folder / "config.json"), others)
     if scheme is None:
         return ExpertTensors(SafetensorsFolder(folder), spec)
-    if spec.experts is not None:
+    if BY_ARCHITECTURE[spec.architecture].fused_experts:
         raise SetupError(
-            f"{folder / 'config.json'}: {scheme.title} weights of models with experts are not supported. "
-            f"{WAY_OUT}"
+            f"{folder / 'config.json'}: {scheme.title} weights of {spec.architecture} are not supported: its "
+            f"experts are in one tensor. {WAY_OUT}"
         )
     return QuantizedFolder(folder, scheme)

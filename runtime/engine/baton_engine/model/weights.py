@@ -68,11 +68,11 @@ class LayerWeights:
     router_bias: Tensor | None = None
     router_correction: Tensor | None = None
     """[E]: added to the scores that choose experts, but not to their weights."""
-    expert_gate_up: Tensor | None = None
-    """[E, 2G, N]: gate and up of each expert stacked."""
+    expert_gate_up: Matrix | None = None
+    """[E, 2G, N]: gate and up of each expert stacked. Quantized: [E * 2G, N]."""
     expert_gate_up_bias: Tensor | None = None
-    expert_down: Tensor | None = None
-    """[E, N, G]"""
+    expert_down: Matrix | None = None
+    """[E, N, G]. Quantized: [E * N, G]."""
     expert_down_bias: Tensor | None = None
     latent_q: Tensor | None = None
     """[H * (plain + rotated), q_rank]: expands the latent of queries. With latent attention, `qkv` has rows

@@ -75,8 +75,12 @@ class Ops(Protocol):
         """
         ...
 
-    def prepare_experts(self, weights: Tensor, biases: Tensor | None) -> ExpertLinear:
-        """Convert the weights [E, out, in] and biases [E, out] of all experts likewise."""
+    def prepare_experts(self, weights: Matrix, biases: Tensor | None, count: int) -> ExpertLinear:
+        """
+        Convert the weights [E, out, in] and biases [E, out] of all experts likewise. E is `count`.
+
+        Quantized weights are [E * out, in], in one format.
+        """
         ...
 
     def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:

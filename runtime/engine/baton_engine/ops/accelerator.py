@@ -22,6 +22,7 @@ from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
 from baton_engine.ops.kernels import attention, experts, layers, plans
 from baton_engine.ops.kernels.quantized import QuantizedLinear
+from baton_engine.ops.kernels.quantized_experts import QuantizedExperts
 from baton_engine.ops.plain import PlainLinear, PlainOps
 
 MOST_HEAD_DIM = 256
@@ -42,7 +43,9 @@ class AcceleratorOps(PlainOps):
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         return QuantizedLinear(weight, bias) if isinstance(weight, Quantized) else PlainLinear(weight, bias)
 
-    def prepare_experts(self, weights: Tensor, biases: Tensor | None) -> ExpertLinear:
+    def prepare_experts(self, weights: Matrix, biases: Tensor | None, count: int) -> ExpertLinear:
+        if isinstance(weights, Quantized):
+            return QuantizedExperts(weights, biases, count)
         return experts.GroupedLinear(weights.contiguous(), biases)
 
     def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:

@@ -88,9 +88,9 @@ class PlainOps:
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         return PlainLinear(floats(weight), bias)
 
-    def prepare_experts(self, weights: Tensor, biases: Tensor | None) -> ExpertLinear:
-        of_each = [None] * len(weights) if biases is None else list(biases)
-        linears = [self.prepare(weight, bias) for weight, bias in zip(weights, of_each, strict=True)]
+    def prepare_experts(self, weights: Matrix, biases: Tensor | None, count: int) -> ExpertLinear:
+        of_each = [None] * count if biases is None else list(biases)
+        linears = [self.prepare(weight, bias) for weight, bias in zip(floats(weights), of_each, strict=True)]
         return PlainExpertLinear(linears, weights.shape[1])
 
     def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def _scale_of(
 
 
 @triton.jit
-def _sum_split(
+def sum_split(
     x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs, begin, end,
     KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
@@ -142,7 +143,7 @@ def _multiply(
     last = first + 1 if PARTIAL else tl.cdiv(steps, SPLIT_STEPS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for split in range(first, last):
-        total += _sum_split(
+        total += sum_split(
             x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs,
             split * SPLIT_STEPS, tl.minimum(steps, (split + 1) * SPLIT_STEPS),
             KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
@@ -170,7 +171,7 @@ def _add_splits(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arranged:
+class Arranged:
     """Outputs in one format, in the order in which the kernel reads them."""
 
     numbers: Tensor
@@ -274,7 +275,7 @@ class QuantizedLinear:
         """`matrix` is on the device. Its memory is not used any more."""
         self.outputs, self._inputs = matrix.shape
         self._bias = bias
-        self._parts = [_arranged(unpack(part, matrix.inputs)) for part in _merged(matrix.parts)]
+        self._parts = [arranged(unpack(part, matrix.inputs)) for part in merged(matrix.parts)]
 
     def __call__(self, x: Tensor) -> Tensor:
         result = torch.empty((len(x), self.outputs), dtype=x.dtype, device=x.device)
@@ -298,18 +299,16 @@ class QuantizedLinear:
         return part.values(rows)
 
 
-def _merged(parts: Sequence[QuantizedPart]) -> list[QuantizedPart]:
+def merged(parts: Sequence[QuantizedPart]) -> list[QuantizedPart]:
     """Join adjacent parts in one format, so that one launch computes them."""
-    merged: list[QuantizedPart] = []
-    for part in parts:
-        if merged and (merged[-1].format, merged[-1].group) == (part.format, part.group):
-            rows = torch.cat((merged.pop().rows, part.rows))
-            part = QuantizedPart(part.format, rows, part.group)
-        merged.append(part)
-    return merged
+    return [
+        QuantizedPart(form, torch.cat([part.rows for part in alike]), group)
+        for (form, group), alike in groupby(parts, lambda part: (part.format, part.group))
+    ]
 
 
-def _arranged(unpacked: Unpacked) -> _Arranged:
+def arranged(unpacked: Unpacked) -> Arranged:
+    """Lay out the rows of a matrix, on their device."""
     numbers = unpacked.numbers
     outputs, inputs = numbers.shape
     whole = unpacked.group >= inputs
@@ -321,7 +320,7 @@ def _arranged(unpacked: Unpacked) -> _Arranged:
         padded = padded[..., : step // 2] | padded[..., step // 2 :] << 4
     offsets = unpacked.minima if unpacked.zeros is None else unpacked.zeros
     factors = unpacked.factors
-    return _Arranged(
+    return Arranged(
         numbers=padded.contiguous(),
         scales=unpacked.scales.T.contiguous(),
         offsets=None if offsets is None else offsets.T.contiguous(),
