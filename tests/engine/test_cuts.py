@@ -20,7 +20,7 @@ from baton_engine.model.quantized_folder import source_of
 from baton_engine.model.shards import Shard, ShardTensors
 from baton_engine.model.spec import Quantize
 from baton_engine.model.tensor_reader import TensorSource
-from baton_engine.model.unpacked import FLOAT8_FACTOR, unpack
+from baton_engine.model.unpacked import FLOAT4_VALUES, FLOAT8_FACTOR, unpack
 from baton_engine.transfer.compatibility import weights_digest
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
@@ -47,7 +47,9 @@ def values_of(matrix: Quantized) -> Tensor:
 
     numbers = unpacked.numbers.to(torch.float32) - unpacked.zero
     scales = wide(unpacked.scales, unpacked.group)
-    if unpacked.float8:
+    if unpacked.floats == "float4":
+        numbers = torch.tensor(FLOAT4_VALUES)[unpacked.numbers.long()]
+    if unpacked.floats == "float8":
         numbers = unpacked.numbers.view(torch.float8_e4m3fn).to(torch.float32) / FLOAT8_FACTOR
     if unpacked.zeros is not None:
         numbers -= wide(unpacked.zeros, unpacked.group)
@@ -59,7 +61,7 @@ def values_of(matrix: Quantized) -> Tensor:
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("form", STORED, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", (*STORED, Format.MXFP4), ids=lambda form: form.name)
 def test_part_of_blocks_has_the_numbers_of_the_whole(form: Format, cut: Cut) -> None:
     whole = random_blocks(OUTPUTS, INPUTS, form, torch.Generator().manual_seed(1))
     part = cut.of_blocks(whole.parts[0], INPUTS)

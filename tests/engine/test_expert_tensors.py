@@ -12,8 +12,10 @@ from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.quantized import Format, Quantized
 from baton_engine.model.weights import Weights
 from tests.engine.models import make_model
+from tests.engine.test_quantized import expanded
 
 BLOCK, BYTES = 32, 16
 
@@ -65,6 +67,30 @@ def test_mxfp4_experts_equal_those_of_transformers(packed: tuple[Path, Path]) ->
         for name in ("expert_gate_up", "expert_gate_up_bias", "expert_down", "expert_down_bias", "sinks"):
             assert torch.equal(getattr(wanted, name), getattr(got, name))
         assert isinstance(wanted.expert_down, Tensor) and wanted.expert_down.abs().max() > 1
+
+
+def test_mxfp4_experts_stay_for_kernels_that_read_them(packed: tuple[Path, Path]) -> None:
+    """They are as many bytes as in the file, and the same numbers."""
+    _, folder = packed
+    checkpoint = Checkpoint(folder, folder.name)
+    spec = load_spec(checkpoint)
+    kept = load_weights(checkpoint, spec, torch.float32, quantize="keep", formats=frozenset(Format))
+    for ours, exact in zip(kept.layers, loaded(folder).layers, strict=True):
+        for name in ("expert_gate_up", "expert_down"):
+            matrix, values = getattr(ours, name), getattr(exact, name)
+            assert isinstance(matrix, Quantized)
+            assert torch.equal(expanded(matrix).view_as(values), values)
+            assert matrix.nbytes == values.numel() * 17 // 32
+
+
+def test_mxfp4_exponent_that_is_not_a_number_is_refused(packed: tuple[Path, Path]) -> None:
+    _, folder = packed
+    tensors = {name: each.clone() for name, each in load_file(folder / "model.safetensors").items()}
+    name = "model.layers.0.mlp.experts.gate_up_proj_scales"
+    tensors[name][1, 2, 0] = 255
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SetupError, match=f"tensor {name} has an exponent of 255"):
+        loaded(folder)
 
 
 def test_mxfp4_of_other_bytes_is_rejected(packed: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import shlex
@@ -79,7 +80,10 @@ def random_blocks(outputs: int, inputs: int, form: Format, generator: torch.Gene
     step = steps.get(form, 31 if form in (Format.Q5_0, Format.Q5_1) else 15)
     scale = torch.rand(len(blocks), 1, generator=generator) * 2 / inputs**0.5 / step
     bits = scale.to(torch.float16).view(torch.uint8)
-    if form is Format.Q6_K:
+    if form is Format.MXFP4:
+        exponents = torch.randint(120, 125, (len(blocks),), generator=generator)
+        blocks[:, 0] = exponents - round(math.log2(inputs) / 2)
+    elif form is Format.Q6_K:
         blocks[:, -2:] = bits
     else:
         blocks[:, :2] = bits

@@ -196,6 +196,27 @@ def test_quantized_folder_has_the_checkpoints_numbers(tmp_path: Path, name: str)
     assert distance(logits, expected) < ROUNDING
 
 
+@pytest.mark.parametrize("variant", ["qwen3 with experts", "deepseek-v3"])
+def test_quantized_experts_have_the_checkpoints_numbers(tmp_path: Path, variant: str) -> None:
+    config, matrix, _ = SCHEMES["fp8 in blocks"]
+    exact = quantized_folder(tmp_path, config, matrix, variant, moe_intermediate_size=96)
+    checkpoint = Checkpoint(tmp_path, "experts")
+    spec = load_spec(checkpoint)
+    weights = load_weights(checkpoint, spec, torch.float32)
+    assert spec.experts is not None
+    experts = range(spec.experts.count)
+    layers = [number for number in range(spec.layers) if spec.experts.in_layer(number)]
+    for number, layer in [(number, tuple(weights.layers)[number]) for number in layers]:
+        prefix = f"model.layers.{number}."
+        for ours, theirs in (
+            (layer.output, exact[f"{prefix}self_attn.o_proj.weight"]),
+            (layer.expert_down, [exact[f"{prefix}mlp.experts.{one}.down_proj.weight"] for one in experts]),
+        ):
+            assert isinstance(ours, Tensor)
+            expected = torch.stack(theirs) if isinstance(theirs, list) else theirs
+            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "an unknown method": (
         {"quant_method": "bitsandbytes"},

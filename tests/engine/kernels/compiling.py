@@ -74,12 +74,13 @@ ROW_BYTES = {
     Format.Q8_0: 128 * 34,
     Format.Q4_K: 16 * 144,
     Format.Q6_K: 16 * 210,
+    Format.MXFP4: 128 * 17,
     Format.INT4: 128 * 19,
     Format.FP8: 4096 + 4 * 32,
 }
 """Bytes of a row of 4096 inputs, for one format of each kind."""
 
-EXPERT_FORMATS = (Format.Q4_K, Format.INT4, Format.FP8)
+EXPERT_FORMATS = (Format.Q4_K, Format.MXFP4, Format.INT4, Format.FP8)
 
 TYPES = {
     torch.float32: "fp32",

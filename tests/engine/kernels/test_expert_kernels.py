@@ -20,7 +20,7 @@ OURS, PLAIN = AcceleratorOps(tiny_spec()), PlainOps(tiny_spec())
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 """The interpreter has no products of bfloat16."""
 
-QUANTIZED = ("Q8_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "INT4 in groups of 64", "FP8 in groups of 48")
+QUANTIZED = ("Q8_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "MXFP4", "INT4 in groups of 64", "FP8 in groups of 48")
 
 
 def random_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

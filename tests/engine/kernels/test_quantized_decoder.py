@@ -27,6 +27,7 @@ from tests.engine.kernels.cases import DEVICE
 from tests.engine.kernels.test_accelerated_decoder import PROMPTS
 from tests.engine.models import make_model
 from tests.engine.random_weights import tiny_spec
+from tests.engine.test_expert_tensors import as_mxfp4
 from tests.engine.test_quantized_folder import SCHEMES, quantized_folder
 
 pytestmark = [
@@ -96,6 +97,17 @@ def test_kept_experts_give_the_expanded_tokens(name: str, tmp_path: Path) -> Non
     ours, plain, kept = both(tmp_path)
     assert isinstance(next(iter(kept.layers)).expert_down, Quantized)
     assert set(kept.formats) == {"float32", *KEPT[name]}
+    assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
+
+
+@pytest.mark.slow
+def test_kept_mxfp4_experts_give_the_expanded_tokens(tmp_path: Path) -> None:
+    for name in ("expanded", "packed"):
+        (tmp_path / name).mkdir()
+    make_model(tmp_path / "expanded", "gpt-oss", intermediate_size=96, num_hidden_layers=1)
+    as_mxfp4(tmp_path / "expanded", tmp_path / "packed")
+    ours, plain, kept = both(tmp_path / "packed")
+    assert set(kept.formats) == {"float32", "MXFP4"}
     assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
 
 

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
 from baton_engine.model.families import BY_ARCHITECTURE
-from baton_engine.model.quantized import Quantized
+from baton_engine.model.gguf import NO_EXPONENT
+from baton_engine.model.quantized import Format, Quantized, pack_float4
 from baton_engine.model.spec import ModelSpec
+from baton_engine.model.unpacked import EXPONENT_BIAS, FLOAT4_VALUES
 
 if TYPE_CHECKING:
     from baton_engine.model.safetensors import SafetensorsFolder
@@ -30,10 +33,6 @@ FUSED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|)")
 
 REGULAR = {".sinks": ".sinks.weight", ".e_score_correction_bias": ".e_score_correction.bias"}
 """Endings of names without `.weight` or `.bias`, and regular ones."""
-
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-MXFP4_BIAS = 127
-"""Of the exponent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,7 @@ class ExpertTensors:
             elif not (
                 stored.endswith("_scales") and stored.removesuffix("scales") + "blocks" in source.shapes
             ):
-                ending = next((ending for ending in REGULAR if stored.endswith(ending)), "")
-                name = stored.removesuffix(ending) + REGULAR[ending] if ending else stored
+                name = regular_name(stored)
                 self._whole[name], self.shapes[name] = stored, shape
 
     def _add(self, stored: str, shape: tuple[int, ...], stem: str, matrix: str, form: str) -> None:
@@ -92,28 +90,61 @@ class ExpertTensors:
 
     def format(self, tensor: str) -> str:
         part = self._parts.get(tensor)
+        if part is not None and part.stored.endswith("_blocks"):
+            return Format.MXFP4.name
         return self._source.format(self._whole[tensor] if part is None else part.stored)
 
     def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
-        return None
+        part = self._parts.get(tensor)
+        if part is None or not part.stored.endswith("_blocks"):
+            return None
+        blocks, exponents = self._mxfp4(part)
+        matrix = pack_float4(_numbers(blocks).flatten(1), exponents)
+        return matrix if cut is None else cut.of_blocks(matrix.parts[0], matrix.inputs)
+
+    def _mxfp4(self, part: ExpertSlice) -> tuple[Tensor, Tensor]:
+        """Return blocks [rows, B, 16] and exponents [rows, B] of an expert. Raises SetupError."""
+        scales = part.stored.removesuffix("blocks") + "scales"
+        blocks, exponents = (
+            self._source.read_bytes(name)[part.expert, part.rows] for name in (part.stored, scales)
+        )
+        if bool((exponents == NO_EXPONENT).any()):
+            raise SetupError(
+                f"{self.name}: tensor {scales} has an exponent of {NO_EXPONENT}, which is NaN. The file "
+                "is damaged. Download it again."
+            )
+        return blocks, exponents
 
     def read(self, tensor: str) -> Tensor:
         if (part := self._parts.get(tensor)) is None:
             return self._source.read(self._whole[tensor])
         if part.stored.endswith("_blocks"):
-            blocks = self._source.read_bytes(part.stored)[part.expert, part.rows]
-            scales = self._source.read_bytes(part.stored.removesuffix("blocks") + "scales")
-            return expand_mxfp4(blocks, scales[part.expert, part.rows])
+            return expand_mxfp4(*self._mxfp4(part))
         values = self._source.read(part.stored)[part.expert]
         return (values.T if values.dim() == 2 else values)[part.rows]
 
 
-def expand_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+def regular_name(stored: str) -> str:
     """
-    Return the values [rows, 32 * B] fp32 of blocks [rows, B, 16] and scales [rows, B], both uint8.
+    Return the name that the decoder has for a stored tensor.
 
-    The low four bits of a byte are the first value. A scale is the exponent of a power of two.
+    >>> regular_name("model.layers.0.mlp.gate.e_score_correction_bias")
+    'model.layers.0.mlp.gate.e_score_correction.bias'
     """
-    table = torch.tensor(MXFP4_VALUES)
-    values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1).flatten(-2)
-    return torch.ldexp(values, (scales.to(torch.int32) - MXFP4_BIAS)[..., None]).flatten(-2)
+    ending = next((ending for ending in REGULAR if stored.endswith(ending)), "")
+    return stored.removesuffix(ending) + REGULAR[ending] if ending else stored
+
+
+def expand_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """
+    Return the values [rows, 32 * B] fp32 of blocks [rows, B, 16] and exponents [rows, B], both uint8.
+
+    The low four bits of a byte are the first value. A scale is a power of two.
+    """
+    values = torch.tensor(FLOAT4_VALUES)[_numbers(blocks).long()]
+    return torch.ldexp(values, (exponents.to(torch.int32) - EXPONENT_BIAS)[..., None]).flatten(-2)
+
+
+def _numbers(blocks: Tensor) -> Tensor:
+    """Return the numbers [rows, B, 32] uint8 of blocks [rows, B, 16]."""
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)

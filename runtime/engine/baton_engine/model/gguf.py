@@ -37,6 +37,8 @@ SCALES = {
     "Q6_K": slice(-2, None),
 }
 """Bytes of the float16 scales in a block, by format."""
+NO_EXPONENT = 255
+"""The exponent in a block of MXFP4 that stands for NaN."""
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Format characters of `struct`, by GGUF's type numbers."""
 
@@ -119,7 +121,10 @@ class GGUFFile:
 
         kind = GGMLQuantizationType(self.tensors[name].type)
         blocks = rows.numpy().reshape(-1, GGML_QUANT_SIZES[kind][1])
-        scales = numpy.ascontiguousarray(blocks[:, SCALES[kind.name]]).view(numpy.float16)
+        if kind is GGMLQuantizationType.MXFP4:
+            scales = numpy.where(blocks[:, 0] == NO_EXPONENT, numpy.nan, 1)
+        else:
+            scales = numpy.ascontiguousarray(blocks[:, SCALES[kind.name]]).view(numpy.float16)
         if (invalid := scales[~numpy.isfinite(scales)]).size:
             raise SetupError(
                 f"{self.path}: tensor {name} in {kind.name} has a scale that is {invalid[0]}. The file is "

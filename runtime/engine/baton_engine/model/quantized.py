@@ -33,6 +33,8 @@ class Format(enum.IntEnum):
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    MXFP4 = 39
+    """Blocks of an exponent of 8 bits, and 32 numbers of float4 (e2m1) placed as in Q4_0."""
     INT4 = 63
     """Blocks of a float16 scale, the byte that stands for zero, and 32 numbers of 4 bits as in Q4_0."""
     FP8 = 64
@@ -44,7 +46,7 @@ class Format(enum.IntEnum):
         return SUPERBLOCK if self.name.endswith("K") else BLOCK
 
 
-NATIVE_FORMATS = frozenset(Format) - {Format.FP8}
+NATIVE_FORMATS = frozenset(Format) - {Format.FP8, Format.MXFP4}
 """Formats of the native kernels. Those of accelerators compute in all formats."""
 
 
@@ -134,6 +136,14 @@ def pack_float8(numbers: Tensor, scales: Tensor, group: int) -> Quantized:
     """
     rows = torch.cat((numbers, scales.contiguous().view(torch.uint8)), dim=1)
     return Quantized((QuantizedPart(Format.FP8, rows, group),), numbers.shape[1])
+
+
+def pack_float4(numbers: Tensor, exponents: Tensor) -> Quantized:
+    """Write blocks of MXFP4 from `numbers` [outputs, inputs] and `exponents` [outputs, inputs / 32] uint8."""
+    blocks = numbers.view(*exponents.shape, BLOCK)
+    octets = blocks[..., : BLOCK // 2] | blocks[..., BLOCK // 2 :] << 4
+    rows = torch.cat((exponents[..., None], octets), dim=2).flatten(1)
+    return Quantized((QuantizedPart(Format.MXFP4, rows),), numbers.shape[1])
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
-from baton_engine.model.expert_tensors import ExpertTensors
+from baton_engine.model.expert_tensors import ExpertTensors, regular_name
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.quantized import BLOCK, FLOAT8_MULTIPLE, Format, Quantized, pack
 from baton_engine.model.safetensors import SafetensorsFolder
@@ -77,29 +77,29 @@ class QuantizedFolder:
             if name.endswith(packed) and self._is_quantized(name.removesuffix(packed))
         }
         ours = {f"{base}{suffix}" for base in self._bases for suffix in (packed, *BESIDE[scheme.method])}
-        self.shapes = {
-            name: shape
-            for name, shape in held.items()
-            if name not in ours and not name.endswith(CACHE_SCALES)
+        self._others = {
+            regular_name(name): name for name in held if name not in ours and not name.endswith(CACHE_SCALES)
         }
+        """Stored names of the tensors that are not quantized."""
+        self.shapes = {name: held[stored] for name, stored in self._others.items()}
         self.shapes.update({f"{base}{WEIGHT}": self._shape(base) for base in self._bases})
 
     def stored_bytes(self, tensor: str) -> int:
         base = tensor.removesuffix(WEIGHT)
         if base not in self._bases:
-            return self._plain.stored_bytes(tensor)
+            return self._plain.stored_bytes(self._others[tensor])
         method = self._scheme.method
         names = (f"{base}{suffix}" for suffix in (PACKED[method], *BESIDE[method]))
         return sum(self._plain.stored_bytes(name) for name in names if name in self._plain.shapes)
 
     def format(self, tensor: str) -> str:
         quantized = tensor.removesuffix(WEIGHT) in self._bases
-        return self._scheme.title if quantized else self._plain.format(tensor)
+        return self._scheme.title if quantized else self._plain.format(self._others[tensor])
 
     def read(self, tensor: str) -> Tensor:
         base = tensor.removesuffix(WEIGHT)
         if base not in self._bases:
-            return self._plain.read(tensor)
+            return self._plain.read(self._others[tensor])
         if self._scheme.method == "fp8":
             return self._read_fp8(base)
         whole = Cut(0, (range(self._shape(base)[0]),))

@@ -7,6 +7,7 @@ A value is number * scale + offset. The fields are those of the formats, so noth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ MOST_GROUP = 128
 """Inputs of a group up to which equal groups are joined."""
 FLOAT8_FACTOR = 256
 """A float8 (e4m3) number, divided by the float16 number with the same bits of exponent and mantissa."""
+FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the numbers of float4 (e2m1)."""
+EXPONENT_BIAS = 127
+"""Of the exponents of MXFP4."""
+LEAST_POWER = 0x40
+"""Bits of 2 ** -127 as bfloat16, which is not a normal number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +41,9 @@ class Unpacked:
     """[outputs, groups] float16, or integers that `factors` multiplies: the values of number 0."""
     factors: Tensor | None = None
     """[outputs, inputs / 256, 2] float16, of scales and of minima."""
-    float8: bool = False
-    """The numbers are the bits of float8 (e4m3). Read as float16, they are 256 times too small."""
+    floats: Literal["", "float8", "float4"] = ""
+    """Format of the numbers, if they are bits of floats: float8 (e4m3), read as float16 and so divided by
+    `FLOAT8_FACTOR`, or float4 (e2m1)."""
     zero: int = 0
     """The number that stands for zero in all groups."""
 
@@ -47,11 +55,15 @@ def unpack(part: QuantizedPart, inputs: int) -> Unpacked:
         # A copy even of one row: a view as float32 must begin at a multiple of 4 bytes.
         octets = rows[:, inputs:].clone(memory_format=torch.contiguous_format)
         scales = octets.view(torch.float32) * FLOAT8_FACTOR
-        return Unpacked(numbers=rows[:, :inputs], float8=True, group=part.group, scales=scales)
+        return Unpacked(numbers=rows[:, :inputs], floats="float8", group=part.group, scales=scales)
     if part.format in (Format.Q4_K, Format.Q5_K, Format.Q6_K):
         blocks = rows.view(outputs, inputs // SUPERBLOCK, -1)
         return _six_bits(blocks) if part.format is Format.Q6_K else _with_minima(blocks, part.format)
     blocks = rows.view(outputs, inputs // BLOCK, -1)
+    if part.format is Format.MXFP4:
+        octets = blocks[..., 1:]
+        numbers = _flat(torch.cat((octets & 15, octets >> 4), dim=2))
+        return Unpacked(numbers=numbers, floats="float4", group=BLOCK, scales=_powers_of_two(blocks[..., 0]))
     scales = _halves(blocks[..., :2])[..., 0]
     if part.format is Format.Q8_0:
         return _joined(Unpacked(numbers=_flat(blocks[..., 2:].view(torch.int8)), group=BLOCK, scales=scales))
@@ -113,6 +125,12 @@ def _joined(unpacked: Unpacked) -> Unpacked:
         group, scales = 2 * group, scales[:, ::2]
         zeros = None if zeros is None else zeros[:, ::2]
     return replace(unpacked, group=group, scales=scales, zeros=zeros)
+
+
+def _powers_of_two(exponents: Tensor) -> Tensor:
+    """Return the scales of exponents of MXFP4 (uint8 below 255): bfloat16 has the same exponents."""
+    bits = exponents.to(torch.int16) << 7
+    return torch.where(bits == 0, LEAST_POWER, bits).view(torch.bfloat16)
 
 
 def _halves(octets: Tensor) -> Tensor:

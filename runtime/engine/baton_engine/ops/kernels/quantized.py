@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_engine.model.quantized import SUPERBLOCK, Quantized, QuantizedPart
-from baton_engine.model.unpacked import Unpacked, unpack
+from baton_engine.model.unpacked import FLOAT4_VALUES, Unpacked, unpack
 from baton_engine.ops.kernels import float8
 
 ROWS = 32
@@ -52,6 +52,11 @@ def _floats(numbers, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr
     """Widen numbers, exactly. Those of float8 are divided by `FLOAT8_FACTOR`."""
     if KIND == "float8":
         return float8.widen(numbers, dtype)
+    elif KIND == "float4":
+        # Bits of e2m1, moved to those of float16, are the number divided by 2**14.
+        bits = numbers.to(tl.uint16)
+        half = ((bits & 8) << 12 | (bits & 7) << 9).to(tl.uint16)
+        return (half.to(tl.float16, bitcast=True).to(tl.float32) * 16384).to(dtype)
     else:
         return (numbers.to(tl.int8) - ZERO).to(dtype)
 
@@ -94,7 +99,7 @@ def sum_split(
         k = step * STEP + inner[None, :]
         at = x + row[:, None] * x_stride + k
         first = tl.load(at, mask=(row < rows)[:, None] & (k < inputs), other=0.0)
-        if KIND == "int4":
+        if WIDTH < STEP:
             # A byte has a number of the first half of the step, and one of the second half.
             second = tl.load(at + WIDTH, mask=(row < rows)[:, None] & (k + WIDTH < inputs), other=0.0)
             low = _floats(packed & 15, KIND, ZERO, first.dtype)
@@ -111,7 +116,7 @@ def sum_split(
         total += products * scale[None, :]
         if OFFSET != "none":
             inputs_sum = tl.sum(first.to(tl.float32), axis=1)
-            if KIND == "int4":
+            if WIDTH < STEP:
                 inputs_sum += tl.sum(second.to(tl.float32), axis=1)
             total += inputs_sum[:, None] * offset[None, :]
     return total
@@ -241,8 +246,10 @@ class Arranged:
         """Return the values [T, inputs] fp32 of the rows `outputs` [T] of the matrix."""
         kind, step = self.constants["KIND"], self.constants["STEP"]
         numbers = self.numbers[:, outputs].transpose(0, 1)  # [T, steps, bytes]
-        if kind == "int4":
+        if self.constants["WIDTH"] < step:
             numbers = torch.cat((numbers & 15, numbers >> 4), dim=2)
+        if kind == "float4":
+            numbers = torch.tensor(FLOAT4_VALUES, device=outputs.device)[numbers.long()]
         if kind == "float8":
             bits = numbers.to(torch.int16)
             numbers = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).view(torch.float16)
@@ -314,9 +321,9 @@ def arranged(unpacked: Unpacked) -> Arranged:
     whole = unpacked.group >= inputs
     step = MOST_STEP if whole else min(MOST_STEP, unpacked.group & -unpacked.group)
     steps = -(-inputs // step)
-    kind = "int8" if numbers.dtype == torch.int8 else "float8" if unpacked.float8 else "int4"
+    kind = unpacked.floats or ("int8" if numbers.dtype == torch.int8 else "int4")
     padded = functional.pad(numbers, (0, steps * step - inputs)).view(outputs, steps, step).transpose(0, 1)
-    if kind == "int4":
+    if kind in ("int4", "float4"):
         padded = padded[..., : step // 2] | padded[..., step // 2 :] << 4
     offsets = unpacked.minima if unpacked.zeros is None else unpacked.zeros
     factors = unpacked.factors
