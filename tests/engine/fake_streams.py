@@ -71,6 +71,8 @@ class FakeCuda:
         self._current = threading.local()
 
     def set_device(self, device: torch.device) -> None:
+        if device.index is None:
+            raise ValueError(f"Expected a torch.device with a specified index, but got {device}")
         self.users.add(threading.current_thread().name)
 
     def Event(self, blocking: bool) -> FakeEvent:

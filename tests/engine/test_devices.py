@@ -1,13 +1,15 @@
-"""The data type of a worker, chosen by its device."""
+"""The device of a worker, and the data type that it chooses."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from baton_engine.devices import dtype_of, has_bfloat16
+from baton_engine.devices import device_of, dtype_of, has_bfloat16
 from baton_engine.ops.choice import create_ops
 from baton_engine.ops.plain import PlainOps
+from baton_engine.streams import DeviceStreams
+from tests.engine.fake_streams import FakeCuda
 from tests.engine.random_weights import tiny_spec
 
 GPUS = {
@@ -21,6 +23,19 @@ GPUS = {
     "MI300X": ((9, 4), True, True),
 }
 """Compute capability, whether it is ROCm's, and whether it has bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
+)
+def test_device_of_a_gpu_has_a_number(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to make "cuda" the current device, and then no captured pass could be replayed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    device = device_of(name, 1)
+    assert device == torch.device(expected)
+    if device.type == "cuda":
+        DeviceStreams(device, FakeCuda()).use()
 
 
 @pytest.mark.parametrize("name", GPUS)

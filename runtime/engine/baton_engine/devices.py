@@ -16,7 +16,11 @@ log = logging.getLogger(__name__)
 
 
 def device_of(name: str, ranks: int) -> torch.device:
-    """Return the device of --device `name`, the first one of `ranks`. Raises SetupError if one is missing."""
+    """
+    Return the device of --device `name`, the first one of `ranks`. Raises SetupError if one is missing.
+
+    A GPU has its number, also if `name` has none: torch does not make "cuda" the current device of a thread.
+    """
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError as error:
@@ -31,6 +35,7 @@ def device_of(name: str, ranks: int) -> torch.device:
                 f"--device {name}{parallel} is not available: torch finds {count} GPUs here. "
                 "Use --device cpu."
             )
+        device = torch.device("cuda", device.index or 0)
     return device
 
 
