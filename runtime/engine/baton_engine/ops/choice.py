@@ -17,7 +17,7 @@ from baton_engine.kv.cache import FLOAT8_CACHE
 from baton_engine.model import native_decoder
 from baton_engine.model.quantized import NATIVE_FORMATS, Format
 from baton_engine.model.spec import ModelSpec, Quantize
-from baton_engine.ops import Ops
+from baton_engine.ops import Ops, launchers
 from baton_engine.ops.cpu import CpuOps
 from baton_engine.ops.native.library import disabled
 from baton_engine.ops.plain import PlainOps
@@ -121,37 +121,39 @@ def _computes_itself(device_type: str, environment: Mapping[str, str]) -> bool:
 
 def _missing(environment: Mapping[str, str]) -> str:
     """Return why there are no kernels of accelerators, or an empty string."""
-    if disabled(environment):
-        return "BATON_KERNELS disables the kernels"
+    return "BATON_KERNELS disables the kernels" if disabled(environment) else _unusable(environment)
+
+
+def _unusable(environment: Mapping[str, str]) -> str:
+    """Return why kernels cannot run on this machine, or an empty string."""
     try:
         import baton_engine.ops.accelerator  # noqa: F401
     except ImportError as error:
         return f"{error}; install triton"
-    return _outdated()
-
-
-def _outdated() -> str:
-    """Return why Triton does not support the GPU, or an empty string."""
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if not has_bfloat16(capability, rocm=torch.version.hip is not None):
-            return f"Triton does not support GPUs with compute capability {capability[0]}.{capability[1]}"
-    return ""
+    if not torch.cuda.is_available():
+        return ""
+    capability = torch.cuda.get_device_capability()
+    if not has_bfloat16(capability, rocm=torch.version.hip is not None):
+        return f"Triton does not support GPUs with compute capability {capability[0]}.{capability[1]}"
+    return launchers.prepare(environment)
 
 
 def selection(
     device_type: str, environment: Mapping[str, str] = os.environ
 ) -> Callable[[Tensor, Sequence[TokenRule]], Tensor] | None:
     """Return the kernels that select tokens [S] on this type of device; None if the host selects them."""
-    if _computes_itself(device_type, environment) or disabled(environment):
+    if not runs_kernels(device_type, environment):
         return None
-    return _selection()
+    from baton_engine.ops.kernels.sampling import select_on_device
+
+    return select_on_device
+
+
+def runs_kernels(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether kernels of accelerators run on this type of device. `create_ops` logs the reason."""
+    return not (_computes_itself(device_type, environment) or disabled(environment) or _unusable_here())
 
 
 @cache
-def _selection() -> Callable[[Tensor, Sequence[TokenRule]], Tensor] | None:
-    try:
-        from baton_engine.ops.kernels.sampling import select_on_device
-    except ImportError:
-        return None  # `create_ops` logs it
-    return None if _outdated() else select_on_device
+def _unusable_here() -> str:
+    return _unusable(os.environ)

@@ -12,8 +12,6 @@ control connection authenticates peers.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,7 +23,8 @@ from torch import Tensor
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
-from baton_engine.ops.native.library import disabled
+from baton_engine.ops.choice import runs_kernels
+from baton_engine.streams import copied
 from baton_engine.transfer.parts import VRAM
 
 
@@ -78,12 +77,10 @@ def _word_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
 
 def _sums_of(words: Tensor, blocks: Sequence[int], layout: WordLayout) -> Tensor:
     """Return `word_sums`, computed by a kernel on a device with Triton."""
-    if words.device.type != "cpu" and not disabled(os.environ):
-        with contextlib.suppress(ImportError):
-            from baton_engine.ops.kernels.checksums import mixed_sums
+    if words.device.type != "cpu" and runs_kernels(words.device.type):
+        from baton_engine.ops.kernels.checksums import mixed_sums
 
-            chosen = torch.tensor(list(blocks), dtype=torch.int64, device=words.device)
-            return mixed_sums(words, chosen, KEYS, layout)
+        return mixed_sums(words, copied(np.array(blocks, dtype=np.int64), words.device), KEYS, layout)
     return word_sums(words, blocks, layout)
 
 
