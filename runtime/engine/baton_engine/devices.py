@@ -19,7 +19,7 @@ def device_of(name: str, ranks: int) -> torch.device:
     """
     Return the device of --device `name`, the first one of `ranks`. Raises SetupError if one is missing.
 
-    A GPU has its number, also if `name` has none: torch does not make "cuda" the current device of a thread.
+    The device of a GPU always has a number: torch does not make "cuda" the current device of a thread.
     """
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState
 from baton_engine.sampling.token_masks import Mask, MaskFiller
 from baton_engine.scheduling.sequence import Sequence
+from baton_engine.streams import copied
 
 
 class ScheduledChunk(NamedTuple):
@@ -169,7 +171,7 @@ def _update_prompt_outputs(model: Model, chunks: list[ScheduledChunk], hidden: T
         place += chunk.wanted
         if chunk.samples:
             sampled += range(place - 1 - len(chunk.draft), place)
-    return hidden[sampled]
+    return hidden[copied(np.array(sampled, dtype=np.int64), hidden.device)]
 
 
 def row_of(chunk: ScheduledChunk, *, ahead: bool = False) -> BatchRow:

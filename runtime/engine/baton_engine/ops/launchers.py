@@ -26,7 +26,7 @@ Build = Callable[[str, str, str, list[str], list[str], list[str]], str]
 
 
 def prepare(environment: Mapping[str, str], headers: Path = HEADERS) -> str:
-    """Give Triton a compiler if it finds none itself. Returns why its launchers cannot be compiled, or ""."""
+    """Give Triton a compiler where it does not find one. Returns why it cannot compile launchers, or ""."""
     if not (headers / "Python.h").is_file():
         return f"{headers} has no Python.h, with which Triton compiles its launchers; install python3-dev"
     path = environment.get("PATH", "")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,6 +21,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
+from baton_engine.streams import copied
 
 SINK_DIMENSIONS = 8
 """Dimensions that attention with sinks adds to a head. One is needed; torch's kernels want multiples of 8."""
@@ -297,7 +299,7 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None, chunks
     contexts = [batch.contexts[r] for r in rows]
     longest = max(contexts)
     width = -(-longest // batch.block_size)
-    ends = torch.tensor(contexts, device=device)[:, None]
+    ends = copied(np.array(contexts), device)[:, None]
     keys = torch.arange(longest, device=device)
     mask = keys < ends
     if window is not None:
@@ -306,9 +308,9 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None, chunks
     last = (ends[:, 0] - 1) // batch.block_size
     slots = torch.arange(batch.block_size, device=device)
     return RowGroup(
-        tokens=torch.tensor([batch.starts[r] for r in rows], device=device),
+        tokens=copied(np.array([batch.starts[r] for r in rows]), device),
         rows=len(rows),
-        blocks=batch.block_table[torch.tensor(rows, device=device), :width].flatten(),
+        blocks=batch.block_table[copied(np.array(rows), device), :width].flatten(),
         context=longest,
         mask=mask[:, None, None] if padded or window is not None else None,
         causal=False,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton_engine.requests import Pooling, PromptLogprobs, Request, Vector
 from baton_engine.sampling.logprobs import ALTERNATIVES
+from baton_engine.streams import copied
 
 ROWS = 64
 """Number of tokens whose logits are computed at once: 40 MB for a vocabulary of 150,000."""
@@ -81,7 +82,7 @@ class _Logprobs:
     def __init__(self, prompt: tuple[int, ...], alternatives: int) -> None:
         self.next_position = 0
         self.end = len(prompt) - 1
-        self._tokens = torch.tensor(prompt)
+        self._tokens = np.array(prompt, dtype=np.int64)
         self._alternatives = alternatives
         self._parts: list[PromptLogprobs] = []
 
@@ -90,9 +91,8 @@ class _Logprobs:
             piece = states[first : first + ROWS]
             values = project(piece).log_softmax(-1)
             start, self.next_position = self.next_position, self.next_position + len(piece)
-            chosen = values.gather(
-                1, self._tokens[start + 1 : self.next_position + 1].to(values.device)[:, None]
-            )
+            tokens = copied(self._tokens[start + 1 : self.next_position + 1], values.device)
+            chosen = values.gather(1, tokens[:, None])
             # As in the sampler, so that ties have the same order for any number.
             count = min(ALTERNATIVES, values.shape[1]) if self._alternatives else 0
             top, ids = values.topk(count)

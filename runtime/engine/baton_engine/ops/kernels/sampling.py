@@ -205,7 +205,8 @@ def select_on_device(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     parameters = copied(np.array(rules, dtype=np.float64), device)
     blocks, stride = triton.cdiv(vocab, BLOCK), logits.stride(0)
     all_blocks = triton.next_power_of_2(blocks)
-    peaks, tops = torch.empty((2, rows, blocks), dtype=torch.float32, device=device)
+    # Not two parts of one tensor: for an address that is not a multiple of 16, Triton compiles kernels again.
+    peaks, tops = (torch.empty((rows, blocks), dtype=torch.float32, device=device) for _ in range(2))
     offsets = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     leasts = torch.empty(rows, dtype=torch.int32, device=device)
     sums = torch.empty((rows, blocks), dtype=torch.int64, device=device)

@@ -1,0 +1,285 @@
+"""
+The engine on a fake GPU: tensors are where kernels need them, and the host waits only where it must.
+
+The host must read which experts the router has chosen, and the outputs of requests. A copy from pageable
+memory waits too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from baton_api.sampling import SamplingParams
+from baton_engine.batch import Batch, BatchRow, StaticBatch
+from baton_engine.engine import Engine
+from baton_engine.kv.cache import BLOCK_SIZE, FLOAT8_CACHE, KVCache
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.encoder import Encoder, EncoderWeights, encoder_spec
+from baton_engine.model.experts import ExpertSpec
+from baton_engine.model.lora import LoraWeights, LowRank
+from baton_engine.model.progress import SILENT
+from baton_engine.model.quantized import Format, Quantized, QuantizedPart
+from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.kernels.quantized import QuantizedLinear
+from baton_engine.ops.kernels.sampling import select_on_device
+from baton_engine.ops.plain import PlainOps
+from baton_engine.requests import Output, Pooling
+from baton_engine.sampling import sampler
+from baton_engine.sampling.prompt_outputs import prompt_output_of
+from baton_engine.sampling.state import SamplingState
+from baton_engine.sampling.weights import GREEDY, TokenRule
+from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.transfer.integrity import block_checksums
+from tests.engine.encoders import make_encoder
+from tests.engine.fake_device import GPU, FakeDevice
+from tests.engine.fake_streams import FakeCuda, on_device
+from tests.engine.kernels.cases import DEVICE
+from tests.engine.kernels.compiling import ROW_BYTES
+from tests.engine.models import make_model
+from tests.engine.random_weights import random_weights, tiny_spec
+from tests.engine.serving import request_of
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the kernels would be those of a real GPU")
+
+BF16 = torch.bfloat16
+CHANCE = TokenRule(1.0, top_p=0.9, number=0.5)
+SINGLE = [BatchRow([5], start, range(1 + 3 * row, 4 + 3 * row), 1) for row, start in enumerate((3, 20, 40))]
+PROMPT = BatchRow(range(40), 0, range(20, 23), 1)
+BATCHES = {
+    "one row": SINGLE[:1],
+    "rows": SINGLE,
+    "a chunk": [BatchRow(range(40), 0, range(20, 23), 0)],
+    "rows and chunks": [*SINGLE, PROMPT, BatchRow(range(8), 32, range(24, 27), 3)],
+}
+SPECS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "qkv_bias": True},
+    "olmo2": {"qk_norm": True, "qk_norm_joint": True, "pre_norm": False, "post_norm": True},
+    "gemma2": {"sliding_window": 16, "attention_cap": 50.0, "logit_cap": 30.0, "activation": "gelu_tanh"},
+    "llama4": {"sliding_window": 16, "window_chunks": True, "qk_norm_after": True, "temperature": (0.1, 8)},
+    "wide heads": {"head_dim": 320},
+}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)  # fails without a GPU
+    with FakeDevice().running() as device, torch.inference_mode():
+        yield device
+
+
+def decoder(device: FakeDevice, ops: type[PlainOps] = AcceleratorOps, **changes: Any) -> Decoder:
+    """Return a model on the device. Waits while it is loaded do not count."""
+    spec = tiny_spec(**changes)
+    model = Decoder(spec, random_weights(spec, BF16), ops(spec), GPU, dtype=BF16)
+    device.waits.clear()
+    return model
+
+
+def compute(model: Decoder, rows: Sequence[BatchRow], kv_dtype: torch.dtype = BF16) -> None:
+    cache = KVCache(model.spec, 32, kv_dtype, GPU)
+    logits = model.forward(Batch(rows, BLOCK_SIZE, GPU), cache)
+    assert (logits.device, logits.dtype, logits.shape[1]) == (GPU, torch.float32, model.spec.vocab)
+    states = model.hidden_states(Batch(rows, BLOCK_SIZE, GPU), cache)
+    assert model.project(states).shape == logits.shape
+
+
+@pytest.mark.parametrize("ops", [PlainOps, AcceleratorOps])
+@pytest.mark.parametrize("name", SPECS)
+def test_passes_do_not_wait(name: str, ops: type[PlainOps], device: FakeDevice) -> None:
+    model = decoder(device, ops, **SPECS[name])
+    for rows in BATCHES.values():
+        compute(model, rows)
+    assert device.waits == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_captured_passes_do_not_wait(name: str, device: FakeDevice) -> None:
+    """Nor do their inputs, which are tokens on the device in a pass that is launched ahead."""
+    model = decoder(device, **SPECS[name])
+    for rows in (1, 3, 8):
+        static = StaticBatch(rows, 64, 4096, BLOCK_SIZE, GPU)
+        model.forward(static, KVCache(model.spec, 32, FLOAT8_CACHE, GPU))
+        batch = Batch(SINGLE[: min(rows, 2)], BLOCK_SIZE, GPU)
+        static.load(batch)
+        batch.feed(torch.zeros(batch.size, dtype=torch.int64, device=GPU))
+        static.load(batch)
+    assert device.waits == []
+
+
+def test_adapters_do_not_wait(device: FakeDevice) -> None:
+    sizes = {"q": (64, 64), "k": (64, 32), "v": (64, 32), "output": (64, 64), "gate": (64, 96)}
+    layer = {name: LowRank(torch.zeros(4, i), torch.zeros(o, 4)) for name, (i, o) in sizes.items()}
+    model = decoder(device)
+    adapter = model.prepare_adapter(LoraWeights(digest="", rank=4, layers=(layer, layer)))
+    device.waits.clear()
+    compute(model, [BatchRow(row.tokens, row.start, row.blocks, 1, adapter=adapter) for row in SINGLE])
+    assert device.waits == []
+
+
+def test_experts_wait_once_per_layer(device: FakeDevice) -> None:
+    model = decoder(device, experts=ExpertSpec(count=4, chosen=2, intermediate=32))
+    model.forward(Batch(SINGLE, BLOCK_SIZE, GPU), KVCache(model.spec, 32, BF16, GPU))
+    assert device.waits == ["experts.py __call__: bincount"] * 2
+
+
+@pytest.mark.slow
+def test_latent_attention_waits_for_experts_only(tmp_path: Path, device: FakeDevice) -> None:
+    checkpoint = Checkpoint(make_model(tmp_path, "deepseek-v3"), "model")
+    spec = load_spec(checkpoint)
+    model = Decoder(spec, load_weights(checkpoint, spec, BF16), AcceleratorOps(spec), GPU, dtype=BF16)
+    device.waits.clear()
+    for rows in BATCHES.values():
+        compute(model, rows)
+    assert set(device.waits) == {"experts.py __call__: bincount"}
+
+
+def test_encoders_do_not_wait(tmp_path: Path, device: FakeDevice) -> None:
+    checkpoint = Checkpoint(make_encoder(tmp_path, "bert cross encoder"), "model")
+    spec = encoder_spec(checkpoint)
+    assert spec is not None
+    model = Encoder(spec, EncoderWeights(checkpoint, spec, GPU, BF16, SILENT))
+    device.waits.clear()
+    rows = [BatchRow([3, 4, 5], 0, [1], 1), BatchRow([6] * 20, 0, [2, 3], 1)]
+    scores = model.forward(Batch(rows, BLOCK_SIZE, GPU), KVCache(spec.model, 4, BF16, GPU))
+    assert (scores.device, device.waits) == (GPU, [])
+
+
+@pytest.mark.parametrize("form", ROW_BYTES)
+def test_quantized_products_do_not_wait(form: Format, device: FakeDevice) -> None:
+    part = QuantizedPart(form, torch.zeros(65, ROW_BYTES[form], dtype=torch.uint8), group=128)
+    linear = QuantizedLinear(Quantized((part,), 4096).to(GPU), torch.zeros(65, dtype=BF16, device=GPU))
+    device.waits.clear()
+    for rows in (1, 3, 100):
+        assert linear(torch.zeros(rows, 4096, dtype=BF16, device=GPU)).shape == (rows, 65)
+    assert linear[torch.zeros(3, dtype=torch.int64, device=GPU)].shape == (3, 4096)
+    assert device.waits == []
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.4},
+    "bias": {"logit_bias": ((3, 1.0), (5, -1.0))},
+    "logprobs": {"logprobs": 3},
+    "logprobs of ids": {"logprobs": 0, "logprob_ids": (3, 4)},
+    "minimum length": {"min_tokens": 3, "stop_ids": (4, 5)},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_selection_does_not_wait(name: str, device: FakeDevice) -> None:
+    """Tokens and logprobs are in page-locked memory, and are read after an event."""
+    states = [SamplingState(SamplingParams(**PARAMETERS[name]), (1, 2, 3)) for _ in range(2)]
+    mask = np.full(4, -1, dtype=np.int32)
+    selection = sampler.select(torch.zeros(2, 97, device=GPU), states, [mask, None])
+    assert selection.tokens.device == GPU
+    assert [choice.token for choice in selection.read() if choice is not None] == [0, 0]
+    assert device.waits == []
+
+
+def test_checksums_wait_for_the_sums_only(device: FakeDevice) -> None:
+    cache = on_device(KVCache(tiny_spec(), 8, BF16, GPU), FakeCuda())
+    assert block_checksums(cache, [1, 2, 5], sums=True) == [0, 0, 0]
+    assert set(device.waits) == {"integrity.py _word_checksums: _local_scalar_dense"}
+
+
+def test_prompt_outputs_wait_for_their_results_only(device: FakeDevice) -> None:
+    request = request_of("r0", 9, prompt_logprobs=2)
+    output = prompt_output_of(request)
+    assert output is not None
+    output.update(torch.zeros(8, 64, device=GPU), lambda states: torch.zeros(len(states), 97, device=GPU))
+    assert set(device.waits) == {"prompt_outputs.py update: _to_copy from cuda"}
+    device.waits.clear()
+    request.pooling = Pooling.MEAN
+    pooled = prompt_output_of(request)
+    assert pooled is not None
+    pooled.update(torch.zeros(9, 64, device=GPU), lambda states: states)
+    assert device.waits == []
+
+
+def test_engine_waits_for_events_and_prompt_outputs_only(device: FakeDevice) -> None:
+    """Passes are planned and launched ahead, rows end and join, with masks, penalties and logprobs."""
+    model = decoder(device)
+    cache = on_device(KVCache(model.spec, 40, BF16, GPU), FakeCuda())
+    ended: list[str] = []
+
+    def take(outputs: list[Output]) -> None:
+        assert not any(output.error for output in outputs)
+        ended.extend(output.request_id for output in outputs if output.finish is not None)
+        if len(ended) == len(requests):
+            engine.stop()
+
+    limits = EngineLimits(max_model_len=64, max_running=3, chunk_tokens=32, overlap=True)
+    engine = Engine(model, cache, limits, on_outputs=take)
+    requests = [
+        request_of("greedy", 40, max_tokens=6),
+        request_of("top-p", 5, max_tokens=3, temperature=1.0, top_p=0.9, logprobs=2),
+        request_of("penalties", 9, max_tokens=4, frequency_penalty=0.4),
+        request_of("allowed", 9, max_tokens=4, allowed_ids=(0, 3)),
+        request_of("late", 33, max_tokens=7),
+        request_of("prompt", 50, max_tokens=2, prompt_logprobs=1),
+    ]
+    for request in requests:
+        engine.submit(request)
+    engine._run()
+    assert sorted(ended) == sorted(request.id for request in requests)
+    assert engine._overlap is not None and engine._overlap.ahead > 0
+    assert set(device.waits) == {"prompt_outputs.py update: _to_copy from cuda"}
+
+
+def test_batches_of_any_size_need_no_other_variants(device: FakeDevice) -> None:
+    """Triton compiles a variant in seconds, during which no request gets a token."""
+    model = decoder(device)
+    cache = KVCache(model.spec, 4, BF16, GPU)
+    for rows in (1, 2, 3, 8, 16, 17, 64):
+        for start in (0, 40, 300):
+            blocks = [1] * -(-(start + rows) // BLOCK_SIZE)
+            for tokens in ([0], [0] * rows):
+                batch = [BatchRow(tokens, start, blocks, 1)] * rows
+                model.forward(Batch(batch, BLOCK_SIZE, GPU), cache)
+        for rule in (GREEDY, CHANCE):
+            select_on_device(torch.zeros(rows, 128_256, device=GPU), [rule] * rows)
+    variants = defaultdict(set)
+    for launch in device.launches:
+        variants[launch.kernel].add(launch.variant)
+    # A norm may add a residual, attention is that of chunks or rows, and rows are greedy or not.
+    several = {"_rms_norm": 2, "_attention": 2, "_choose": 2}
+    assert {kernel: len(all_of) for kernel, all_of in variants.items() if len(all_of) > 1} == several
+
+
+@pytest.mark.parametrize(
+    ("wait", "message"),
+    [
+        (lambda x: x[torch.tensor([1])], "index with a tensor of the CPU"),
+        (lambda x: x[[1, 2]], "_to_copy from cpu"),
+        (lambda x: torch.tensor([1], device=GPU), "_to_copy from cpu"),
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x.cpu(), "_to_copy from cuda"),
+        (lambda x: torch.empty(4, pin_memory=True).copy_(x[0]), "copy_ from cuda"),
+        (lambda x: torch.zeros(4).copy_(x[0], non_blocking=True), "copy_ from cuda"),
+        (lambda x: torch.zeros(4).to(GPU, non_blocking=True), "_to_copy from cpu"),
+    ],
+)
+def test_fake_device_finds_waits(wait: Any, message: str, device: FakeDevice) -> None:
+    wait(torch.zeros(3, 4, device=GPU))
+    assert [call.partition(": ")[2] for call in device.waits] == [message]
+
+
+def test_fake_device_refuses_mixed_devices(device: FakeDevice) -> None:
+    x = torch.zeros(3, 4, device=GPU)
+    with pytest.raises(RuntimeError, match="found at least two devices"):
+        x + torch.zeros(4)
+    with pytest.raises(AssertionError, match="the size of the result of nonzero"):
+        x.nonzero()
+    model = decoder(device)
+    with pytest.raises(AssertionError, match="weight of _rms_norm is on cpu"):
+        model.ops.rms_norm(x, torch.zeros(4), 1e-5)
