@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,25 +21,32 @@ from torch.utils._pytree import tree_leaves
 from baton_engine.batch import Batch, StaticBatch
 from baton_engine.kv.cache import KVCache
 from tests.engine.fake_model import FakeModel
-from tests.engine.fake_streams import FakeCuda
+from tests.engine.fake_streams import FakeCuda, FakeStream
 
 READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__")
 
 
 class FakeGraph:
-    """`torch.cuda.CUDAGraph`."""
+    """The calls of a captured graph, and how often they were replayed."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
         self.replays = 0
 
+
+class FakeHandle:
+    """`torch.cuda.CUDAGraph`."""
+
+    def __init__(self, graph: FakeGraph) -> None:
+        self.graph = graph
+
     def pool(self) -> tuple[int, int]:
         return (1, 1)
 
     def replay(self) -> None:
-        self.replays += 1
+        self.graph.replays += 1
         with torch.inference_mode(), torch._C.DisableTorchFunction():
-            for call in self.calls:
+            for call in self.graph.calls:
                 call()
 
 
@@ -48,17 +56,34 @@ class FakeGraphs(FakeCuda):
     def __init__(self) -> None:
         super().__init__()
         self.captured: list[FakeGraph] = []
+        self.alive: WeakSet[FakeHandle] = WeakSet()
+        """Graphs whose memory is not free."""
+        self.warm: WeakSet[FakeStream] = WeakSet()
+        """Streams on which something has run before a capture."""
         self.failure: Exception | None = None
         """Raised by a capture."""
 
-    def CUDAGraph(self) -> FakeGraph:
-        graph = FakeGraph()
-        self.captured.append(graph)
-        return graph
+    def CUDAGraph(self) -> FakeHandle:
+        self.captured.append(FakeGraph())
+        handle = FakeHandle(self.captured[-1])
+        self.alive.add(handle)
+        return handle
 
     @contextlib.contextmanager
-    def graph(self, graph: FakeGraph, pool: Any, capture_error_mode: str) -> Iterator[None]:
-        assert pool == (None if self.captured[0] is graph else (1, 1)), "graphs share their memory"
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.warm.add(stream)
+        with super().stream(stream):
+            yield
+
+    @contextlib.contextmanager
+    def graph(
+        self, handle: FakeHandle, pool: Any, stream: FakeStream, capture_error_mode: str
+    ) -> Iterator[None]:
+        graph, others = handle.graph, len(self.alive) - 1
+        assert stream in self.warm, "a library would keep its workspace in the memory of the graph"
+        if pool is not None and not others:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        assert pool == ((1, 1) if others else None), "graphs share their memory"
         if self.failure is not None:
             raise self.failure
         with _kernels(graph), _Refusing(), _Recording(graph):

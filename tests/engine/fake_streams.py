@@ -29,6 +29,10 @@ class FakeStream:
         self.ended = 0
         self._lock = threading.Lock()
 
+    def wait_stream(self, other: FakeStream) -> None:
+        position = len(other.queued)
+        self.queued.append(lambda: other.run_to(position))
+
     def run_to(self, position: int) -> None:
         with self._lock:
             while self.ended < position:

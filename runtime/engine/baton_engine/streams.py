@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -92,8 +93,10 @@ class DeviceStreams:
         self._device = device
         self._cuda = cuda
         self._aside: Any = None
-        self._graphs: Any = None
-        """Memory that all captured graphs share."""
+        self._capturing: Any = None
+        """The stream of captures."""
+        self._graphs: WeakSet[Any] = WeakSet()
+        """Captured graphs, which share their memory. torch refuses the memory of graphs that were freed."""
 
     def use(self) -> None:
         self._cuda.set_device(self._device)
@@ -116,10 +119,17 @@ class DeviceStreams:
         The graph uses the same memory in each replay. Its result lasts until the next replay of any graph.
         Launches of other threads are not recorded. Raises RuntimeError if `run` reads results on the host.
         """
-        graph = self._cuda.CUDAGraph()
-        with self._cuda.graph(graph, pool=self._graphs, capture_error_mode="thread_local"):
+        if self._capturing is None:
+            self._capturing = self._cuda.Stream(self._device)
+        stream = self._capturing
+        stream.wait_stream(self._cuda.current_stream(self._device))
+        # cuBLAS keeps a workspace for each stream. In the memory of a graph, it would outlive the graph.
+        with self._cuda.stream(stream):
+            run()
+        graph, pool = self._cuda.CUDAGraph(), next((graph.pool() for graph in self._graphs), None)
+        with self._cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = run()
-        self._graphs = graph.pool()
+        self._graphs.add(graph)
         return graph.replay, result
 
 
