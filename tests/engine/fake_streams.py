@@ -50,6 +50,7 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         self._cuda.counts["record"] += 1
+        self._cuda.users.add(threading.current_thread().name)
         self._stream, self._position = stream, len(stream.queued)
 
     def query(self) -> bool:
@@ -68,7 +69,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.users: set[str] = set()
-        """Threads that made the device current."""
+        """Threads with a context of the device."""
         self.broken = False
         """Whether the device has failed: every wait raises."""
         self.default = FakeStream()
@@ -77,7 +78,7 @@ class FakeCuda:
     def set_device(self, device: torch.device) -> None:
         if device.index is None:
             raise ValueError(f"Expected a torch.device with a specified index, but got {device}")
-        self.users.add(threading.current_thread().name)
+        # Like torch, this does nothing for the first device, which each thread has.
 
     def Event(self, blocking: bool) -> FakeEvent:
         return FakeEvent(self)

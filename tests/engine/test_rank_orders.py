@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 
 import pytest
 
+from baton_api.errors import SetupError
 from baton_engine.kv.cache import KVCache
 from baton_engine.parallel.messages import AnyReply, Order, OrderFailed, PullBlocks, SumBlocks, Summed
 from baton_engine.parallel.rank_orders import RankOrders
 from baton_engine.transfer.integrity import block_checksums
 from baton_engine.transfer.nixl_transfer import NixlTransfer
+from baton_engine.transfer.pool_reader import PoolReader
 from tests.decode.pair import TIMEOUT_S
 from tests.engine.fake_streams import FakeCuda, on_device
 from tests.engine.local_ranks import local_pools
@@ -81,4 +84,14 @@ def test_rank_reports_the_error_of_its_device(cuda: FakeCuda, late: KVCache) -> 
 
 def test_rank_uses_its_device_on_the_thread_of_orders(cuda: FakeCuda, late: KVCache) -> None:
     assert isinstance(reply_of(late, SumBlocks(9, [])), Summed)
-    assert len(cuda.users) == 1
+    assert any(name.startswith("rank-orders") for name in cuda.users)
+
+
+def test_agent_has_a_context_of_the_device_on_its_thread(cuda: FakeCuda, late: KVCache) -> None:
+    """The driver has contexts per thread. Without one, UCX takes the memory of a GPU for that of the host."""
+    pool = PoolReader(late, "worker")
+    with contextlib.suppress(SetupError):  # NIXL is not installed
+        pool.open().result(TIMEOUT_S)
+    assert cuda.users == {"transfer"}
+    pool.stop()
+    assert pool.join(TIMEOUT_S)

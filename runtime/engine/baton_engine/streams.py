@@ -7,6 +7,7 @@ announced to readers, and overwritten by a transfer, only after an event behind 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -92,6 +93,8 @@ class DeviceStreams:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
         self._cuda = cuda
+        self._users = threading.local()
+        """Whether the thread has a context of the device."""
         self._aside: Any = None
         self._capturing: Any = None
         """The stream of captures."""
@@ -100,6 +103,10 @@ class DeviceStreams:
 
     def use(self) -> None:
         self._cuda.set_device(self._device)
+        if not getattr(self._users, "have_context", False):
+            # torch does nothing for the first device, and libraries beside it find no context in the driver.
+            self.record()
+            self._users.have_context = True
 
     def record(self) -> Event:
         event = self._cuda.Event(blocking=True)  # the waiting thread sleeps, and leaves its core to others

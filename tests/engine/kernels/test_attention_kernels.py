@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_engine.batch import Batch, StaticBatch
+from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
@@ -192,3 +192,21 @@ def test_static_rows_without_a_token_store_nothing() -> None:
         AcceleratorOps(spec).rope_and_store(qkv, None, None, None, cache, 0, rows)
         caches_of.append(cache.kv)
     assert torch.equal(*caches_of)
+
+
+@pytest.mark.parametrize("count", [20, 1])
+def test_blocks_beyond_32_bits_are_stored_and_read(count: int) -> None:
+    """Pools of GPUs have more numbers than 2**31. Only the used pages of this one are in memory."""
+    spec = tiny_spec(layers=32, heads=8, kv_heads=8, head_dim=128)
+    cache, ops = KVCache(spec, 2050, FLOAT8_CACHE, DEVICE), AcceleratorOps(spec)
+    assert cache.kv.numel() > 2**31
+    qkv = torch.randn(count, 3 * 8 * 128, device=DEVICE)
+    results = []
+    for blocks in ([1, 2], [2048, 2049]):
+        batch = Batch([BatchRow([0] * count, 20 - count, blocks, 1)], cache.block_size, DEVICE)
+        ops.begin(batch)
+        q = ops.rope_and_store(qkv.clone(), None, None, None, cache, 31, batch)
+        results.append(ops.attention(q, cache, 31, batch, None))
+    assert torch.equal(*results)
+    assert torch.equal(cache.kv[[1, 2], 31], cache.kv[[2048, 2049], 31])
+    assert cache.kv[1:3, 31].any()

@@ -11,7 +11,13 @@ import pytest
 
 KIB = 1024
 
-SHARED = {"sm_80": 99 * KIB, "sm_90": 227 * KIB, "gfx942": 64 * KIB}
+SHARED = {
+    "sm_80": 99 * KIB,
+    "sm_90": 227 * KIB,
+    "sm_100": 227 * KIB,
+    "sm_120": 99 * KIB,
+    "gfx942": 64 * KIB,
+}
 """Bytes per program. Of the devices that run sm_80's code, those of consumers have the least."""
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
-from baton_engine.transfer.integrity import seal, unseal
+from baton_engine.transfer.integrity import block_checksums, seal, unseal
 from baton_engine.transfer.nixl import NixlAgent
-from baton_engine.transfer.parts import common_pieces, pool_layout
+from baton_engine.transfer.parts import VRAM, common_pieces, pool_layout
 from baton_engine.transfer.reader import BlockReader, Read
 from baton_engine.transfer.reads import Settlement, join_reads, slices
 
@@ -42,9 +42,13 @@ class PoolReader:
 
     def open(self) -> Future[bytes]:
         """Start UCX, register the pool, and return the sealed metadata of the agent. Raises SetupError."""
-        return self._reader.submit(
-            lambda: seal(self._agent.open(), self._agent.wire, self._agent.place)  # `open` sets both
-        )
+        return self._reader.submit(self._open)
+
+    def _open(self) -> bytes:
+        metadata = self._agent.open()
+        if self.pool.memory == VRAM:
+            block_checksums(self._cache, (0,), sums=True)  # Triton compiles its kernel now, not for a request
+        return seal(metadata, self._agent.wire, self._agent.place)
 
     def connect(
         self, sealed: Sequence[bytes], pools: tuple[PoolLayout, ...], epoch: str, peer: str = ""
