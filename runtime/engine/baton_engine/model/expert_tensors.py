@@ -23,7 +23,6 @@ from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.gguf import NO_EXPONENT
 from baton_engine.model.quantized import Format, Quantized, pack_float4
 from baton_engine.model.spec import ModelSpec
-from baton_engine.model.unpacked import EXPONENT_BIAS, FLOAT4_VALUES
 
 if TYPE_CHECKING:
     from baton_engine.model.safetensors import SafetensorsFolder
@@ -33,6 +32,11 @@ FUSED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|)")
 
 REGULAR = {".sinks": ".sinks.weight", ".e_score_correction_bias": ".e_score_correction.bias"}
 """Endings of names without `.weight` or `.bias`, and regular ones."""
+
+FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the numbers of float4 (e2m1)."""
+EXPONENT_BIAS = 127
+"""Of the exponents of MXFP4."""
 
 
 @dataclass(frozen=True, slots=True)

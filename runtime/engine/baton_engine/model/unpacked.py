@@ -18,10 +18,6 @@ MOST_GROUP = 128
 """Inputs of a group up to which equal groups are joined."""
 FLOAT8_FACTOR = 256
 """A float8 (e4m3) number, divided by the float16 number with the same bits of exponent and mantissa."""
-FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the numbers of float4 (e2m1)."""
-EXPONENT_BIAS = 127
-"""Of the exponents of MXFP4."""
 LEAST_POWER = 0x40
 """Bits of 2 ** -127 as bfloat16, which is not a normal number."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_engine.model.quantized import SUPERBLOCK, Quantized, QuantizedPart
-from baton_engine.model.unpacked import FLOAT4_VALUES, Unpacked, unpack
+from baton_engine.model.unpacked import Unpacked, unpack
 from baton_engine.ops.kernels import float8
 
 ROWS = 32
@@ -249,7 +249,8 @@ class Arranged:
         if self.constants["WIDTH"] < step:
             numbers = torch.cat((numbers & 15, numbers >> 4), dim=2)
         if kind == "float4":
-            numbers = torch.tensor(FLOAT4_VALUES, device=outputs.device)[numbers.long()]
+            bits = numbers.to(torch.int16)
+            numbers = ((bits & 8) << 12 | (bits & 7) << 9).view(torch.float16).to(torch.float32) * 2**14
         if kind == "float8":
             bits = numbers.to(torch.int16)
             numbers = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).view(torch.float16)
