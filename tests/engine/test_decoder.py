@@ -16,9 +16,9 @@ from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Linear
 from baton_engine.ops.plain import PlainOps
+from baton_engine.transfer.compatibility import WeightsSummary
 from tests.engine.greedy import CPU, by_baton, by_transformers
 from tests.engine.models import ARCHITECTURES, VOCAB, make_model
-from tests.engine.random_weights import random_weights, tiny_spec
 
 TOKENS = 64
 TOLERANCE = 1e-4
@@ -42,29 +42,28 @@ def oracle(folder: Path) -> Any:
 
 
 class CopyingOps(PlainOps):
-    """Operations with weights in a layout of their own, which count the layers that still exist."""
+    """Operations with weights in a layout of their own, which count the matrices that still exist."""
 
-    def __init__(self, spec: ModelSpec, layers: list[weakref.ref[Tensor]]) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
-        self._layers = layers
+        self._matrices: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
 
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
-        self.alive.append(sum(layer() is not None for layer in self._layers))
+        self._matrices.append(weakref.ref(floats(weight)))
+        self.alive.append(sum(matrix() is not None for matrix in self._matrices))
         return super().prepare(floats(weight).clone(), bias)
 
 
-def test_weights_handed_over_are_released_layer_by_layer() -> None:
+def test_lazy_weights_are_released_layer_by_layer(tmp_path: Path) -> None:
     """A model with its own layout never needs twice the memory of its weights."""
-    spec = tiny_spec(layers=6)
-    weights = random_weights(spec, torch.float32)
-    ops = CopyingOps(spec, [weakref.ref(floats(layer.qkv)) for layer in weights.layers])
-    weights = weights.handed_over()
-    Decoder(spec, weights, ops, CPU)
-    of_layers = ops.alive[1:]  # the head is first
-    assert of_layers[0] == 6
-    assert of_layers[-1] <= 2, "the last layer, and the one before it"
-    assert list(weights.layers) == []
+    checkpoint = Checkpoint(make_model(tmp_path / "model", num_hidden_layers=6), "model")
+    spec = load_spec(checkpoint)
+    summary = WeightsSummary(load_weights(checkpoint, spec, torch.float32, lazy=True))
+    ops = CopyingOps(spec)
+    Decoder(spec, summary.weights, ops, CPU)
+    assert len(ops.alive) == 1 + 6 * 4
+    assert max(ops.alive) <= 1 + 2 * 4, "the head, and two layers of four matrices"
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -35,16 +35,17 @@ def same(one: object, other: object) -> bool:
 def check(checkpoint: Checkpoint, dtype: torch.dtype, quantize: Quantize = "off") -> None:
     spec = load_spec(checkpoint)
     expected = load_weights(checkpoint, spec, dtype, quantize=quantize)
-    streamed = load_weights(checkpoint, spec, dtype, quantize=quantize, streamed=True)
-    summary = WeightsSummary(streamed)
-    count = 0
-    for ours, theirs in zip(summary.weights.layers, expected.layers, strict=True):
-        for field in fields(ours):
-            assert same(getattr(ours, field.name), getattr(theirs, field.name)), field.name
-        count += 1
-    assert count == spec.layers
-    assert same(streamed.embedding, expected.embedding) and same(streamed.head, expected.head)
-    assert summary.digest == weights_digest(expected) and summary.formats == expected.formats
+    for streamed in (True, False):
+        read = load_weights(checkpoint, spec, dtype, quantize=quantize, streamed=streamed, lazy=True)
+        summary = WeightsSummary(read)
+        count = 0
+        for ours, theirs in zip(summary.weights.layers, expected.layers, strict=True):
+            for field in fields(ours):
+                assert same(getattr(ours, field.name), getattr(theirs, field.name)), field.name
+            count += 1
+        assert count == spec.layers
+        assert same(read.embedding, expected.embedding) and same(read.head, expected.head)
+        assert summary.digest == weights_digest(expected) and summary.formats == expected.formats
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

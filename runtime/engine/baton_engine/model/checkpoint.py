@@ -72,12 +72,14 @@ def load_weights(
     formats: Collection[Format] | None = None,
     device: torch.device | None = None,
     streamed: bool = False,
+    lazy: bool = False,
 ) -> Weights:
     """
     Load all weights in `dtype`. Checks all names and shapes first. Raises SetupError.
 
-    `shard`, `sampled`, `device` and `streamed` as in `baton_engine.model.weights.build`. `formats` are those
-    that the model keeps, None: those of the native kernels. torch's operations need `quantize="off"`.
+    `shard`, `sampled`, `device`, `streamed` and `lazy` as in `baton_engine.model.weights.build`. `formats`
+    are those that the model keeps, None: those of the native kernels. torch's operations need
+    `quantize="off"`.
     """
     from baton_engine.model import weights
     from baton_engine.model.family_tensors import FamilyTensors
@@ -92,7 +94,9 @@ def load_weights(
         folder = source_of(checkpoint.path, read_json(checkpoint.path / "config.json"), spec)
         source = FamilyTensors(folder, spec)
     kept = NATIVE_FORMATS if formats is None else formats
-    return weights.build(source, spec, dtype, progress, quantize, shard, sampled, kept, device, streamed)
+    return weights.build(
+        source, spec, dtype, progress, quantize, shard, sampled, kept, device, streamed, lazy
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

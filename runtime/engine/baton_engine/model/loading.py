@@ -88,13 +88,20 @@ def load_model(
     source = "packed weights" if loaded else "checkpoint"
     if loaded is None:
         packs = _packs(spec, device, dtype)
-        weights = load_weights(
-            checkpoint, spec, dtype, progress, quantize, formats=formats, device=device, streamed=packs
+        summary = WeightsSummary(
+            load_weights(
+                checkpoint,
+                spec,
+                dtype,
+                progress,
+                quantize,
+                formats=formats,
+                device=device,
+                streamed=packs,
+                lazy=True,
+            )
         )
-        summary = WeightsSummary(weights)
-        del weights  # the model has its own copy, in the device's layout
-        passed = summary.weights if packs else summary.weights.handed_over()
-        model = create_model(spec, passed, device, dtype, seat=seat)
+        model = create_model(spec, summary.weights, device, dtype, seat=seat)
         sizes = summary.formats
         log.info("Weights: %s", show_formats(sizes))
         loaded = LoadedWeights(model, summary.digest, sizes.total(), file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -98,18 +98,11 @@ class Weights:
     embedding: Matrix
     """[V, N]"""
     layers: Iterable[LayerWeights]
+    """Those that `build` reads one by one can be iterated once."""
     final_norm: Tensor
     """[N]"""
     head: Matrix
     """[V, N]; the same tensor as `embedding` if they are tied."""
-
-    def handed_over(self) -> Weights:
-        """
-        Return the same weights, whose layers can be iterated once. Each is released before the next one.
-
-        A model that copies them then needs no memory for two. The caller drops the original.
-        """
-        return replace(self, layers=_released(deque(self.layers)))
 
     @property
     def bytes(self) -> int:
@@ -142,11 +135,6 @@ def bytes_by_format(matrices: Iterable[Matrix | None]) -> Counter[str]:
 def show_formats(sizes: Counter[str]) -> str:
     """Return the sizes of formats as text, the largest first: 4.1 GiB in FP8, 1.0 GiB in bfloat16."""
     return ", ".join(f"{show_size(size)} in {form}" for form, size in sizes.most_common())
-
-
-def _released(layers: deque[LayerWeights]) -> Iterator[LayerWeights]:
-    while layers:
-        yield layers.popleft()
 
 
 NAMED_AT_MOST = 5
@@ -225,18 +213,19 @@ def build(
     formats: Collection[Format] = NATIVE_FORMATS,
     device: torch.device | None = None,
     streamed: bool = False,
+    lazy: bool = False,
 ) -> Weights:
     """
     Build all weights in `dtype`, reading each tensor once. Raises SetupError.
 
-    `streamed`: each layer is read when the iteration reaches it, and is invalid from the next one on. It can
-    be iterated once.
+    `lazy`: each layer is read when the iteration reaches it. A model that copies it then needs memory for one
+    more layer. `streamed`: also to memory that the next layer uses again, so it is invalid from then on.
 
     Norms are fp32 in families that add an offset to them: bfloat16 would round the sum. `choice` applies to
     matrices: keep those of the checkpoint's formats that are in `formats`, or also convert the other ones to
     a quantized format. With `shard`, only that part is read. `sampled`: read only what the digest needs,
-    without `shard`.
-    With `device`, each tensor is stored there before the next one is read, except for quantized ones.
+    without `shard`. With `device`, each tensor is stored there before the next one is read, except for
+    quantized ones.
     """
     source = Prefixed(source) if spec.headless else source
     family = BY_ARCHITECTURE[spec.architecture]
@@ -252,18 +241,32 @@ def build(
         source, shapes, kept, progress, choice, formats, sampled, device, divided=shard is not None
     )
     embedding = reader.matrix([f"{names.embedding}.weight"])
-    layers = (_layer(spec, names, number, reader) for number in range(spec.layers))
+    layers: Iterable[LayerWeights]
+    if streamed:
+        layers = _streamed(spec, names, reader)
+    elif lazy:
+        layers = _one_by_one(spec, names, reader)
+    else:
+        layers = tuple(_layer(spec, names, number, reader) for number in range(spec.layers))
     weights = Weights(
         embedding=embedding,
-        layers=_streamed(spec, names, reader) if streamed else tuple(layers),
+        layers=layers,
         final_norm=reader.stacked([f"{names.final_norm}.weight"]),
         head=embedding if spec.tied_embeddings else reader.matrix([f"{names.head}.weight"]),
     )
-    if not streamed:
+    if not (streamed or lazy):
         progress.done()
-    if not streamed and not sampled:
-        reader.report()
+        if not sampled:
+            reader.report()
     return weights
+
+
+def _one_by_one(spec: ModelSpec, names: TensorNames, reader: TensorReader) -> Iterator[LayerWeights]:
+    """Read layer by layer."""
+    for number in range(spec.layers):
+        yield _layer(spec, names, number, reader)
+    reader.progress.done()
+    reader.report()
 
 
 def _streamed(spec: ModelSpec, names: TensorNames, reader: TensorReader) -> Iterator[LayerWeights]:

@@ -21,7 +21,7 @@ from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import Start
 from baton_engine.parallel.ranks import TIMEOUT_S, ParallelModel, Ranks
 from baton_engine.settings import WorkerSettings
-from baton_engine.transfer.compatibility import weights_digest
+from baton_engine.transfer.compatibility import WeightsSummary, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +88,15 @@ def load_parallel(
     ranks = Ranks(start, [_device(device, rank) for rank in range(size)])
     stack.callback(ranks.close)
     shard = Shard(0, size)
-    weights = load_weights(checkpoint, spec, dtype, progress, quantize, shard, formats=formats, device=device)
-    sizes = weights.formats
-    log.info("Weights of rank 0: %s", show_formats(sizes))
+    summary = WeightsSummary(
+        load_weights(
+            checkpoint, spec, dtype, progress, quantize, shard, formats=formats, device=device, lazy=True
+        )
+    )
     group = Group(shard, spec.vocab, torch.device(_device(device, 0)))
-    weights = weights.handed_over()
-    part = create_decoder(shard.spec(spec), weights, device, dtype, group)
-    del weights  # the model has its own copy, in the device's layout
+    part = create_decoder(shard.spec(spec), summary.weights, device, dtype, group)
+    sizes = summary.formats
+    log.info("Weights of rank 0: %s", show_formats(sizes))
     whole = load_weights(checkpoint, spec, dtype, SILENT, quantize, sampled=True, formats=formats)
     return ParallelModel(spec, part, group, ranks, ranks.load()), weights_digest(whole), sizes.total()
 

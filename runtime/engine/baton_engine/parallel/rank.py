@@ -42,6 +42,7 @@ from baton_engine.parallel.messages import (
     Start,
 )
 from baton_engine.parallel.rank_orders import RankOrders
+from baton_engine.transfer.compatibility import WeightsSummary
 
 log = logging.getLogger(__name__)
 
@@ -99,12 +100,14 @@ def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:
     checkpoint, shard = Checkpoint(Path(start.checkpoint), start.name), Shard(start.rank, start.size)
     spec, dtype = load_spec(checkpoint).served_to(start.context), getattr(torch, start.dtype)
     quantize, formats = kept_formats(start.quantize, spec, device, dtype, ranks=start.size)
-    weights = load_weights(
-        checkpoint, spec, dtype, quantize=quantize, shard=shard, formats=formats, device=device
+    summary = WeightsSummary(
+        load_weights(
+            checkpoint, spec, dtype, quantize=quantize, shard=shard, formats=formats, device=device, lazy=True
+        )
     )
-    group, size = Group(shard, spec.vocab, device), weights.bytes
-    weights = weights.handed_over()
-    return group, create_decoder(shard.spec(spec), weights, device, dtype, group), size
+    group = Group(shard, spec.vocab, device)
+    model = create_decoder(shard.spec(spec), summary.weights, device, dtype, group)
+    return group, model, summary.formats.total()
 
 
 def _compute(message: AnyMessage, model: Decoder, group: Group, cache: KVCache, device: torch.device) -> None:

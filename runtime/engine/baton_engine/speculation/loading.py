@@ -16,6 +16,7 @@ from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.model.weights import show_formats
 from baton_engine.ops.choice import kept_formats
 from baton_engine.settings import WorkerSettings
+from baton_engine.transfer.compatibility import WeightsSummary
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,10 @@ def load_draft(
         )
     choice: Quantize = "off" if settings.quantize == "off" else "keep"
     quantize, formats = kept_formats(choice, draft, device, dtype)
-    weights = load_weights(checkpoint, draft, dtype, progress, quantize, formats=formats, device=device)
-    sizes = weights.formats
-    weights = weights.handed_over()
+    summary = WeightsSummary(
+        load_weights(checkpoint, draft, dtype, progress, quantize, formats=formats, device=device, lazy=True)
+    )
+    model = create_model(draft, summary.weights, device, dtype, seat=seat)
+    sizes = summary.formats
     log.info("Draft model: %s, %s, %s", checkpoint.name, draft.architecture, show_formats(sizes))
-    return create_model(draft, weights, device, dtype, seat=seat), sizes.total()
+    return model, sizes.total()
