@@ -241,32 +241,23 @@ def build(
         source, shapes, kept, progress, choice, formats, sampled, device, divided=shard is not None
     )
     embedding = reader.matrix([f"{names.embedding}.weight"])
-    layers: Iterable[LayerWeights]
-    if streamed:
-        layers = _streamed(spec, names, reader)
-    elif lazy:
-        layers = _one_by_one(spec, names, reader)
-    else:
-        layers = tuple(_layer(spec, names, number, reader) for number in range(spec.layers))
+    layers = _streamed(spec, names, reader) if streamed else _one_by_one(spec, names, reader)
     weights = Weights(
         embedding=embedding,
         layers=layers,
         final_norm=reader.stacked([f"{names.final_norm}.weight"]),
         head=embedding if spec.tied_embeddings else reader.matrix([f"{names.head}.weight"]),
     )
-    if not (streamed or lazy):
-        progress.done()
-        if not sampled:
-            reader.report()
-    return weights
+    return weights if streamed or lazy else replace(weights, layers=tuple(layers))
 
 
 def _one_by_one(spec: ModelSpec, names: TensorNames, reader: TensorReader) -> Iterator[LayerWeights]:
-    """Read layer by layer."""
+    """Read layer by layer, after all other tensors."""
     for number in range(spec.layers):
         yield _layer(spec, names, number, reader)
     reader.progress.done()
-    reader.report()
+    if not reader.sampled:
+        reader.report()
 
 
 def _streamed(spec: ModelSpec, names: TensorNames, reader: TensorReader) -> Iterator[LayerWeights]:
