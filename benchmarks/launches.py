@@ -5,7 +5,8 @@ Launches of a decode step, counted: calls of torch that compute, and kernels und
 
 A step is the input of a pass, the pass, and the selection of tokens. Copies to the device and waits for it
 are counted apart. No device is needed: the same Python code makes the same calls there. A replayed graph is
-one launch.
+one launch. Of two ranks, rank 0 is counted. An operation of the group is a launch, and the gather of logits
+two. Numbers are in float32: a sum of bfloat16 over ranks has two launches more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +28,10 @@ from baton_engine.graphs import CaptureLimits, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.experts import ExpertSpec
+from baton_engine.model.shards import Shard
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Ops
+from baton_engine.parallel.group import Group
 from baton_engine.sampling.weights import GREEDY, TokenRule
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_graphs import FakeGraphs
@@ -71,7 +75,7 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if not func.is_view and not func.name().startswith("aten::empty"):
+        if not func.is_view and not func.name().startswith(("aten::empty", "aten::new_empty")):
             self._counts[func.name()] += 1
         return func(*args, **kwargs)
 
@@ -120,19 +124,46 @@ def rows_of(starts: Sequence[int]) -> list[BatchRow]:
     return [BatchRow([5], start, range(1 + 3 * row, 4 + 3 * row), 1) for row, start in enumerate(starts)]
 
 
-def pass_launches(ops: Ops, spec: ModelSpec) -> int:
+class _Backend:
+    """Operations of a group whose other ranks have the same values."""
+
+    def _allgather_base(self, output: Tensor, part: Tensor) -> _Backend:
+        torch.cat([part] * (len(output) // len(part)), out=output)
+        return self
+
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor]) -> _Backend:
+        for output in outputs[0]:
+            torch.cat(parts, out=output)
+        return self
+
+    def wait(self) -> None:
+        return
+
+
+def decoder(make_ops: Callable[[ModelSpec], Ops], spec: ModelSpec, ranks: int = 1) -> Decoder:
+    """Return a decoder with random weights, or rank 0's part of one."""
+    if ranks == 1:
+        return Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU)
+    shard = Shard(0, ranks)
+    part, group = shard.spec(spec), Group(shard, spec.vocab, CPU)
+    group.backend = _Backend()
+    weights = random_weights(replace(part, vocab=len(shard.part(spec.vocab))), torch.float32)
+    return Decoder(part, weights, make_ops(part), CPU, group)
+
+
+def pass_launches(model: Decoder) -> int:
     """Return the launches of a forward pass of `STARTS`."""
-    model = Decoder(spec, random_weights(spec, torch.float32), ops, CPU)
+    spec = model.spec
     batch, cache = Batch(rows_of(STARTS), BLOCK_SIZE, CPU), KVCache(spec, 16, torch.float32, CPU)
     with counted() as counts:
         model.forward(batch, cache)
     return counts.total()
 
 
-def per_layer(make_ops: Callable[[ModelSpec], Ops], **changes: Any) -> tuple[int, int]:
+def per_layer(make_ops: Callable[[ModelSpec], Ops], ranks: int = 1, **changes: Any) -> tuple[int, int]:
     """Return the launches of a decode pass per layer, and beside those of layers."""
     specs = [tiny_spec(**changes, layers=count) for count in (2, 3)]
-    two, three = (pass_launches(make_ops(spec), spec) for spec in specs)
+    two, three = (pass_launches(decoder(make_ops, spec, ranks)) for spec in specs)
     return three - two, two - 2 * (three - two)
 
 
@@ -164,11 +195,13 @@ def _selections(select: Select, vocab: int) -> tuple[int, int]:
     return totals[0], totals[1]
 
 
-def replayed(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, **changes: Any) -> Step:
+def replayed(
+    name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, ranks: int = 1, **changes: Any
+) -> Step:
     """Count the launches of a step whose pass is a captured graph."""
-    spec = tiny_spec(**changes)
-    model, cuda = Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU), FakeGraphs()
-    cache = on_device(KVCache(spec, 16, torch.float32, CPU), cuda)
+    spec, cuda = tiny_spec(**changes), FakeGraphs()
+    model = decoder(make_ops, spec, ranks)
+    cache = on_device(KVCache(model.spec, 16, torch.float32, CPU), cuda)
     limits = CaptureLimits(len(STARTS), memory=2**30, seconds=3600)
     graphs = with_graphs(model, cache, EngineLimits(max_model_len=64), limits, lambda: 2**30)
     batch = Batch(rows_of(STARTS), BLOCK_SIZE, CPU)
@@ -181,16 +214,18 @@ def replayed(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, **
     return Step(name, 0, replays, greedy, chance, moves["copy"], moves["wait"])
 
 
-def step(name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, **changes: Any) -> Step:
+def step(
+    name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, ranks: int = 1, **changes: Any
+) -> Step:
     """Count the launches of a step with these operations and this selection of tokens."""
     spec = tiny_spec(**changes)
     moves: Counter[str] = Counter()
-    model = Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU)
-    cache = KVCache(spec, 16, torch.float32, CPU)
+    model = decoder(make_ops, spec, ranks)
+    cache = KVCache(model.spec, 16, torch.float32, CPU)
     with _Moving(moves):
         logits = model.forward(Batch(rows_of(STARTS), BLOCK_SIZE, CPU), cache)
         select(logits, [GREEDY] * len(STARTS))
-    layer, beside = per_layer(make_ops, **changes)
+    layer, beside = per_layer(make_ops, ranks, **changes)
     greedy, chance = _selections(select, spec.vocab)
     return Step(name, layer, beside, greedy, chance, moves["copy"], moves["wait"])
 
@@ -202,7 +237,8 @@ def main() -> None:
     from baton_engine.sampling.sampler import select_on_host
 
     columns = "operations", "per layer", "beside layers", "greedy", "top-p", "copies", "waits"
-    for changes in ({}, {"experts": EXPERTS}):
+    models: tuple[dict[str, Any], ...] = ({}, {"experts": EXPERTS})
+    for changes in models:
         print(f"\na Llama{f' with {EXPERTS.count} experts, {EXPERTS.chosen} chosen' if changes else ''}:\n")
         print(f"| {' | '.join(columns)} | step of {LAYERS} layers |\n|{'---|' * (len(columns) + 1)}")
         with torch.inference_mode():
@@ -210,6 +246,8 @@ def main() -> None:
                 step("plain", PlainOps, select_on_host, **changes),
                 step("kernels", AcceleratorOps, select, **changes),
                 replayed("kernels in a graph", AcceleratorOps, select, **changes),
+                step("kernels, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
+                replayed("kernels in a graph, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
             ):
                 print(f"| {' | '.join(map(str, one))} | {one.whole} |")
 

@@ -8,6 +8,7 @@ a value from the host, or whose input was replaced instead of overwritten, gives
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -33,41 +34,59 @@ class FakeGraph:
         self.calls: list[Callable[[], None]] = []
         self.replays = 0
 
+    def run(self) -> None:
+        with torch.inference_mode(), torch._C.DisableTorchFunction():
+            for call in self.calls:
+                call()
+
 
 class FakeHandle:
     """`torch.cuda.CUDAGraph`."""
 
-    def __init__(self, graph: FakeGraph) -> None:
+    def __init__(self, graph: FakeGraph, launch: Callable[[Callable[[], None]], None]) -> None:
         self.graph = graph
+        self._launch = launch
 
     def pool(self) -> tuple[int, int]:
         return (1, 1)
 
     def replay(self) -> None:
         self.graph.replays += 1
-        with torch.inference_mode(), torch._C.DisableTorchFunction():
-            for call in self.graph.calls:
-                call()
+        self._launch(self.graph.run)
 
 
 class FakeGraphs(FakeCuda):
-    """`FakeCuda` with graphs. Its queue is not used: calls run at once."""
+    """`FakeCuda` with graphs. Calls run at once, replays too unless they are `late`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool = False) -> None:
+        """`late`: a replay runs when something waits for it."""
         super().__init__()
         self.captured: list[FakeGraph] = []
         self.alive: WeakSet[FakeHandle] = WeakSet()
         """Graphs whose memory is not free."""
         self.warm: WeakSet[FakeStream] = WeakSet()
         """Streams on which something has run before a capture."""
-        self.failure: Exception | None = None
+        self.capturing: FakeGraph | None = None
+        self.failure: BaseException | None = None
         """Raised by a capture."""
+        self.fails_after = 0
+        """Number of captures before the one that fails."""
+        self.on_replay: Callable[[], None] = lambda: None
+        """Called before a replay."""
+        self._late = late
 
     def CUDAGraph(self) -> FakeHandle:
         self.captured.append(FakeGraph())
-        handle = FakeHandle(self.captured[-1])
+        handle = FakeHandle(self.captured[-1], self._launch)
         self.alive.add(handle)
         return handle
+
+    def _launch(self, run: Callable[[], None]) -> None:
+        self.on_replay()
+        if self._late:
+            self.default.queued.append(run)
+        else:
+            run()
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
@@ -84,10 +103,14 @@ class FakeGraphs(FakeCuda):
         if pool is not None and not others:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         assert pool == ((1, 1) if others else None), "graphs share their memory"
-        if self.failure is not None:
-            raise self.failure
-        with _kernels(graph), _Refusing(), _Recording(graph):
-            yield
+        if self.failure is not None and len(self.captured) > self.fails_after:
+            raise type(self.failure)(*self.failure.args)  # a new one, because its traceback has the graph
+        self.capturing = graph
+        try:
+            with _kernels(graph), _Refusing(), _Recording(graph):
+                yield
+        finally:
+            self.capturing = None
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -117,15 +140,37 @@ class _Refusing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_kernel_lock = threading.Lock()
+_captures: dict[int, FakeGraph] = {}
+"""The graph under capture of each thread."""
+_run: list[Any] = []
+"""The interpreter's function, while a thread captures."""
+
+
 @contextlib.contextmanager
 def _kernels(graph: FakeGraph) -> Iterator[None]:
-    """Record launches of Triton's interpreter, if it is installed."""
+    """Record launches of Triton's interpreter by this thread, if it is installed."""
     try:
         from triton.runtime.interpreter import InterpretedFunction
     except ImportError:
         yield
         return
-    run, without_modes = InterpretedFunction.run, _disable_current_modes
+    with _kernel_lock:
+        if not _captures:
+            _run.append(InterpretedFunction.run)
+            InterpretedFunction.run = _recorded(InterpretedFunction.run)
+        _captures[threading.get_ident()] = graph
+    try:
+        yield
+    finally:
+        with _kernel_lock:
+            del _captures[threading.get_ident()]
+            if not _captures:
+                InterpretedFunction.run = _run.pop()
+
+
+def _recorded(run: Any) -> Callable[..., None]:
+    without_modes = _disable_current_modes
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         def call() -> None:
@@ -133,13 +178,10 @@ def _kernels(graph: FakeGraph) -> Iterator[None]:
                 run(kernel, *args, **kwargs)
 
         call()
-        graph.calls.append(call)
+        if (graph := _captures.get(threading.get_ident())) is not None:
+            graph.calls.append(call)
 
-    InterpretedFunction.run = launch
-    try:
-        yield
-    finally:
-        InterpretedFunction.run = run
+    return launch
 
 
 class TensorModel(FakeModel):

@@ -125,11 +125,16 @@ def test_graph_serves_decode_rows_only() -> None:
     assert model.replays == 0
 
 
+def load(static: StaticBatch, *rows: BatchRow) -> None:
+    batch = Batch(rows, static.block_size, CPU)
+    static.load(batch.values, batch.tables)
+
+
 def test_static_batch_forgets_earlier_rows() -> None:
     static = StaticBatch(3, 4, 100, 4, CPU)
-    static.load(Batch([BatchRow([7], 5, [1, 2], 1), BatchRow([8], 2, [3], 1)], 4, CPU))
+    load(static, BatchRow([7], 5, [1, 2], 1), BatchRow([8], 2, [3], 1))
     assert static.slots.tolist() == [9, 14, -1]
-    static.load(Batch([BatchRow([9], 6, [1, 2], 1)], 4, CPU))
+    load(static, BatchRow([9], 6, [1, 2], 1))
     assert (static.tokens.tolist(), static.positions.tolist()) == ([9, 0, 0], [6, 0, 0])
     assert static.slots.tolist() == [10, -1, -1]
     assert static.block_table[0, :2].tolist() == [1, 2]

@@ -145,6 +145,11 @@ class Batch:
         blocks = self.tables[owners, offsets].astype(np.int64)
         return blocks * self.block_size + self.token_positions % self.block_size
 
+    @property
+    def values(self) -> NDArray[np.int64]:
+        """[3, T] token ids, positions and slots on the host."""
+        return np.stack((self.token_ids, self.token_positions, self.token_slots))
+
     @cached_property
     def tables(self) -> NDArray[np.int32]:
         """`block_table` on the host."""
@@ -183,13 +188,13 @@ class StaticBatch(Batch):
             and sum(batch.contexts) <= self.most_context
         )
 
-    def load(self, batch: Batch) -> None:
-        """Copy the rows of `batch`, which `fits`."""
-        rows, (count, blocks) = self.size, batch.tables.shape
+    def load(self, values: NDArray[np.int64], tables: NDArray[np.int32], fed: Tensor | None = None) -> None:
+        """Copy `Batch.values`, `Batch.tables` and `Batch.fed` of a batch, which `fits`."""
+        rows, (count, blocks) = self.size, tables.shape
         inputs = np.zeros((3, rows), dtype=np.int64)
         inputs[2] = -1
-        inputs[:, :count] = batch.token_ids, batch.token_positions, batch.token_slots
+        inputs[:, :count] = values
         self._inputs.copy_(staged(inputs, self.device), non_blocking=True)
-        if batch.fed is not None:
-            self.tokens[:count].copy_(batch.fed)
-        self.block_table[:count, :blocks].copy_(staged(batch.tables, self.device), non_blocking=True)
+        if fed is not None:
+            self.tokens[:count].copy_(fed)
+        self.block_table[:count, :blocks].copy_(staged(tables, self.device), non_blocking=True)

@@ -11,27 +11,26 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
-from baton_engine.batch import Batch, StaticBatch
+from baton_engine.batch import Batch
+from baton_engine.captured_passes import CapturedPasses, Passes
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.lora import LoraWeights
+from baton_engine.parallel.parallel_passes import ParallelPasses
+from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.streams import DeviceStreams
 
 log = logging.getLogger(__name__)
-
-MOST_CONTEXT = 2**20
-"""Sum of the context lengths of a captured pass. Sums of attention take 17 KB per 256 tokens with 32 heads of
-128 dimensions, and all captured passes share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,51 +40,38 @@ class CaptureLimits:
     rows: int
     """Maximum rows of a pass. 0 disables captured passes."""
     memory: int
-    """Bytes."""
+    """Bytes of each device."""
     seconds: float
 
 
 def capture_limits(settings: WorkerSettings, model: Model) -> CaptureLimits:
     """Return the limits of captured passes of `model`, which are 0 if it cannot be captured."""
-    if not (isinstance(model, Decoder) and model.capturable and settings.graph_rows):
+    part = model.part if isinstance(model, ParallelModel) else model
+    if not (isinstance(part, Decoder) and part.capturable and settings.graph_rows):
         return CaptureLimits(rows=0, memory=0, seconds=0)
     return CaptureLimits(settings.graph_rows, settings.graph_memory, settings.graph_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedPass:
-    """One graph, its input and its result."""
-
-    batch: StaticBatch
-    logits: Tensor
-    """[rows, V] fp32, overwritten by each replay."""
-    replay: Callable[[], None]
 
 
 class GraphModel:
     """A `Model` that replays captured passes where a batch fits one, and calls another model otherwise."""
 
-    def __init__(self, model: Model, passes: list[CapturedPass]) -> None:
+    def __init__(self, model: Model, passes: Passes, rows: Iterable[int]) -> None:
+        """`rows`: those of the captured passes."""
         self.spec = model.spec
         self.exact_rows = model.exact_rows
         self._model = model
-        self._passes = sorted(passes, key=lambda one: one.batch.size)
-        self.rows = [one.batch.size for one in self._passes]
+        self._passes = passes
+        self.rows = sorted(rows)
         """Rows of the captured passes."""
         self.replays = 0
         """Number of batches that a graph computed."""
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         place = bisect_left(self.rows, batch.size)
-        if place == len(self._passes) or not self._passes[place].batch.fits(batch):
+        if place == len(self.rows) or not self._passes.fits(self.rows[place], batch):
             return self._model.forward(batch, cache)
-        captured = self._passes[place]
-        cache.streams.use()
-        captured.batch.load(batch)
-        captured.replay()
         self.replays += 1
-        return captured.logits[: batch.size]
+        return self._passes.replay(self.rows[place], batch)[: batch.size]
 
     def interrupt(self) -> None:
         self._model.interrupt()
@@ -98,6 +84,10 @@ class GraphModel:
 
     def prepare_adapter(self, weights: LoraWeights) -> Any:
         return self._model.prepare_adapter(weights)
+
+    def close(self) -> None:
+        """Free the graphs. NCCL's communicator cannot end before the graphs that contain its operations."""
+        self._passes.clear()
 
 
 def row_counts(most: int) -> list[int]:
@@ -127,54 +117,45 @@ def with_graphs(
     Capture decode passes of `model` over `cache`, the largest first, because it also serves smaller batches.
 
     `free` returns the free bytes of the device. Returns `model` itself if no pass was captured. A pass that
-    cannot be captured is logged, and computed plainly.
+    cannot be captured is logged, and computed plainly. Raises SetupError if a rank has ended.
     """
-    streams = cache.streams
-    if not isinstance(streams, DeviceStreams):
+    counts = row_counts(min(limits.rows, engine.max_running))
+    if not (counts and isinstance(cache.streams, DeviceStreams)):
         return model
-    began, before = clock(), free() or 0
-    passes: list[CapturedPass] = []
-    for rows in reversed(row_counts(min(limits.rows, engine.max_running))):
+    began = clock()
+    passes = _passes_of(model, cache, engine.max_model_len, free)
+    captured: list[int] = []
+    for rows in reversed(counts):
         fewer = f"Passes of {rows} rows and fewer are not captured"
         if clock() - began > limits.seconds:
             log.warning("%s: the others took longer than --graph-seconds %g.", fewer, limits.seconds)
             break
         try:
-            captured = _captured(model, cache, streams, rows, engine.max_model_len)
+            used = passes.capture(rows)
+        except SetupError:
+            raise
         except Exception as error:  # the engine works without graphs
             log.warning("%s: %s", fewer, error)
             break
-        if (used := before - (free() or 0)) <= limits.memory:
-            passes.append(captured)
+        if used <= limits.memory:
+            captured.append(rows)
         else:
+            passes.drop(rows)
             needed = show_size(used)
             log.warning("Passes of %d rows need %s, more than --graph-memory: not captured.", rows, needed)
-        del captured
-    if not passes:
+    if not captured:
         return model
     log.info(
         "Captured %d decode passes of up to %d rows as graphs in %.1f s, which take %s",
-        len(passes),
-        passes[0].batch.size,
+        len(captured),
+        captured[0],
         clock() - began,
-        show_size(max(0, before - (free() or 0))),
+        show_size(passes.used),
     )
-    return GraphModel(model, passes)
+    return GraphModel(model, passes, captured)
 
 
-@torch.inference_mode()
-def _captured(
-    model: Model, cache: KVCache, streams: DeviceStreams, rows: int, max_model_len: int
-) -> CapturedPass:
-    size = cache.block_size
-    batch = StaticBatch(
-        rows,
-        blocks=-(-max_model_len // size),
-        most_context=min(MOST_CONTEXT, rows * max_model_len),
-        block_size=size,
-        device=cache.kv.device,
-    )
-    # Compiles kernels and allocates libraries' memory. Without tokens, nothing is stored.
-    model.forward(batch, cache)
-    replay, logits = streams.capture(lambda: model.forward(batch, cache))
-    return CapturedPass(batch, logits, replay)
+def _passes_of(model: Model, cache: KVCache, max_model_len: int, free: Callable[[], int | None]) -> Passes:
+    if not isinstance(model, ParallelModel):
+        return CapturedPasses(model, cache, max_model_len, free)
+    return ParallelPasses(model.ranks, CapturedPasses(model.part, cache, max_model_len, free), cache)

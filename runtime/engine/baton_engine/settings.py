@@ -215,8 +215,8 @@ class WorkerSettings(BaseSettings):
     batches are computed without a graph. 0: none."""
 
     graph_memory: Bytes = Field(default=1024**3, ge=0)
-    """Maximum memory of all CUDA graphs. It is left free when the KV cache gets its size. Passes that need
-    more are computed without a graph."""
+    """Maximum memory of all CUDA graphs, on each GPU. It is left free when the KV cache gets its size. Passes
+    that need more are computed without a graph."""
 
     graph_seconds: float = Field(default=60.0, ge=0)
     """Time after which no further CUDA graph is captured at startup. The largest ones are captured first, and

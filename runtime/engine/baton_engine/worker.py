@@ -29,7 +29,7 @@ from baton_engine.client import AsyncEngine
 from baton_engine.devices import device_of, dtype_of, free_bytes, short
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
-from baton_engine.graphs import capture_limits, with_graphs
+from baton_engine.graphs import GraphModel, capture_limits, with_graphs
 from baton_engine.kv.cache import (
     BLOCK_SIZE,
     KVCache,
@@ -238,11 +238,11 @@ def _open_cache(
 ) -> KVCache:
     """Open the cache in the data type `kept`. That of a draft model has `dtype`."""
     gpu, model = device.type == "cuda", loaded.model
-    working = 0
+    working = capture_limits(settings, model).memory if gpu else 0
     if gpu and not isinstance(model, ParallelModel):
-        working = working_memory(model, limits, kept, device, DevicePeak(device))
-        log.info("The largest forward pass needs %s beside weights and KV cache", show_size(working))
-        working += capture_limits(settings, model).memory
+        largest = working_memory(model, limits, kept, device, DevicePeak(device))
+        log.info("The largest forward pass needs %s beside weights and KV cache", show_size(largest))
+        working += largest
     free = free_bytes(device)
     memory = MemoryBudget(
         at_start=at_start,
@@ -307,6 +307,8 @@ def _open_engine(
         draft = (loaded.draft, KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device))
     if isinstance(loaded.model, ParallelModel):
         loaded.model.ranks.watch(on_fatal)
+    if isinstance(model, GraphModel):
+        stack.callback(model.close)
     client = AsyncEngine(model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft)
     client.start()
     stack.push_async_callback(client.close)

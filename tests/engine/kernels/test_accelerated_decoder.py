@@ -103,14 +103,21 @@ def test_accelerated_decode_continues_in_copied_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "plain", "ours"),
     [
-        pytest.param({}, (41, 19), (10, 7), id="llama"),
-        pytest.param({"qk_norm": True}, (43, 19), (10, 7), id="qwen3"),
-        pytest.param({"experts": EXPERTS}, (101, 11), (19, 7), id="experts"),
+        pytest.param({}, (41, 16), (10, 7), id="llama"),
+        pytest.param({"qk_norm": True}, (43, 16), (10, 7), id="qwen3"),
+        pytest.param({"experts": EXPERTS}, (101, 8), (19, 7), id="experts"),
     ],
 )
 def test_decode_step_launches(changes: dict[str, Any], plain: tuple[int, int], ours: tuple[int, int]) -> None:
     """Launches per layer, and per step beside those, of plain operations and of the kernels."""
     assert [per_layer(ops, **changes) for ops in (PlainOps, AcceleratorOps)] == [plain, ours]
+
+
+def test_decode_step_launches_of_a_rank() -> None:
+    """A layer has two sums over ranks of two launches each."""
+    assert per_layer(AcceleratorOps, ranks=2) == (14, 20)
+    counted = replayed("graph", AcceleratorOps, select, ranks=2)
+    assert (counted.layer, counted.beside, counted.greedy, counted.copies, counted.waits) == (0, 1, 2, 3, 1)
 
 
 def test_decode_step_moves_each_input_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -15,8 +16,15 @@ from gguf import GGMLQuantizationType
 
 from baton_api.sampling import SamplingParams
 from baton_decode.main import decode
-from baton_engine.kv.cache import BLOCK_SIZE
+from baton_engine.client import AsyncEngine
+from baton_engine.graphs import GraphModel, capture_limits, with_graphs
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder, create_decoder
+from baton_engine.model.shards import Shard
+from baton_engine.parallel.group import Group
 from baton_engine.requests import RemotePrefill, Request
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker
 from baton_prefill.main import prefill
@@ -24,8 +32,10 @@ from tests.decode.pair import tokens
 from tests.decode.real_model import real_side
 from tests.decode.test_pair_equals_one import GREEDY, SAMPLED, text
 from tests.engine.gguf_files import write_gguf
+from tests.engine.greedy import CPU
 from tests.engine.kernels.cases import DEVICE
 from tests.engine.models import make_model
+from tests.engine.rank_threads import RankDevice, rank_threads
 from tests.engine.test_quantized_folder import SCHEMES, quantized_folder
 
 pytestmark = [
@@ -105,7 +115,11 @@ QUANTIZED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], set[str]]] = 
 
 
 async def tokens_of(worker: Worker, request: Request) -> list[int]:
-    return tokens([output async for output in worker.client.generate(request)])
+    return await answer(worker.client, request)
+
+
+async def answer(client: AsyncEngine, request: Request) -> list[int]:
+    return tokens([output async for output in client.generate(request)])
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -133,6 +147,39 @@ async def test_ranks_with_kept_weights_give_the_tokens_of_one(
         assert [await tokens_of(worker, request_of(way)) for way in range(len(WAYS))] == expected
     (line,) = [message for message in caplog.messages if message.startswith("Weights of rank 0: ")]
     assert set(re.findall(r" in (\w+)", line)) == formats
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+async def test_accelerated_ranks_replay_captured_passes(
+    folder: Path, expected: list[list[int]], degree: int
+) -> None:
+    """Ranks are threads here, each with a fake of CUDA's graphs."""
+    checkpoint = Checkpoint(folder, "tiny")
+    spec = load_spec(checkpoint)
+
+    def part(shard: Shard, group: Group) -> Decoder:
+        weights = load_weights(checkpoint, spec, torch.float32, shard=shard)
+        environment = {"TRITON_INTERPRET": "1"}
+        return create_decoder(shard.spec(spec), weights, CPU, torch.float32, group, environment)
+
+    devices = [RankDevice(late=rank == 0) for rank in range(degree)]
+    own = Shard(0, degree).spec(spec)
+    cache = KVCache(own, 20, torch.float32, CPU, ranks=degree)
+    limits = EngineLimits(max_model_len=64, chunk_tokens=BLOCK_SIZE, max_running=2)
+    parallel = rank_threads(devices, part, spec, cache, context=64)
+    with contextlib.closing(parallel.ranks):
+        captures = capture_limits(settings(folder, degree, graph_rows=2, graph_seconds=3600), parallel)
+        model = with_graphs(parallel, cache, limits, captures, devices[0].free)
+        assert isinstance(model, GraphModel) and model.rows == [1, 2]
+        client = AsyncEngine(model, cache, limits)
+        client.start()
+        answers = await asyncio.gather(*(answer(client, request_of(way)) for way in range(len(WAYS))))
+        await client.close()
+        model.close()
+    assert list(answers) == expected
+    replays = [[graph.replays for graph in cuda.captured] for cuda in devices]
+    assert replays == [replays[0]] * degree
+    assert all(replays[0])
 
 
 @pytest.mark.nixl

@@ -171,7 +171,7 @@ def test_attention_of_static_rows_has_the_same_bits(model: str, programs: int) -
     q = torch.randn(7, spec.heads, spec.head_dim, device=DEVICE)
     sinks = torch.randn(spec.heads, device=DEVICE) if spec.sinks else None
     static = StaticBatch(7, 40, 5 * SPLIT, batch.block_size, DEVICE)
-    static.load(batch)
+    static.load(batch.values, batch.tables)
     work = plan_on_device(static, spec, spec.sliding_window)._replace(programs=programs)
     result = launch(q, cache, 1, static, work, spec.sliding_window, sinks, spec)
     assert torch.equal(result[:5], attention(spec, q[:5], cache, batch, sinks))
@@ -183,7 +183,7 @@ def test_static_rows_without_a_token_store_nothing() -> None:
     batch = batch_of([(5, 1), (20, 1)], random.Random(10))
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     static = StaticBatch(4, 8, 100, batch.block_size, DEVICE)
-    static.load(batch)
+    static.load(batch.values, batch.tables)
     caches_of = []
     for rows in (batch, static):
         cache, _ = caches(spec, batch, torch.float32)

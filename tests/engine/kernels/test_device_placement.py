@@ -108,9 +108,9 @@ def test_captured_passes_do_not_wait(name: str, device: FakeDevice) -> None:
         static = StaticBatch(rows, 64, 4096, BLOCK_SIZE, GPU)
         model.forward(static, KVCache(model.spec, 32, FLOAT8_CACHE, GPU))
         batch = Batch(SINGLE[: min(rows, 2)], BLOCK_SIZE, GPU)
-        static.load(batch)
+        static.load(batch.values, batch.tables)
         batch.feed(torch.zeros(batch.size, dtype=torch.int64, device=GPU))
-        static.load(batch)
+        static.load(batch.values, batch.tables, batch.fed)
     assert device.waits == []
 
 

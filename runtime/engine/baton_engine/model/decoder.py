@@ -155,7 +155,7 @@ class Decoder:
     @property
     def capturable(self) -> bool:
         """Whether passes of a `StaticBatch` can be captured."""
-        return self.ops.capturable and self.group is None
+        return self.ops.capturable
 
     def interrupt(self) -> None:
         pass  # torch's queue of operations cannot be shortened

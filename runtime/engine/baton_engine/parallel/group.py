@@ -31,14 +31,15 @@ class Group:
         self.shard = shard
         self._device = device
         self._ranges = [Shard(rank, shard.size).part(vocab) for rank in range(shard.size)]
-        self._backend: Any = None
-        """A `ProcessGroupGloo` or `ProcessGroupNCCL`, whose stubs lack methods."""
+        self.backend: Any = None
+        """A `ProcessGroupGloo` or `ProcessGroupNCCL`, whose stubs lack methods. None: not connected."""
 
     def connect(self, path: Path, timeout_s: float) -> None:
         """
         Connect to the other ranks, which use the same file.
 
-        An operation raises RuntimeError if a rank ends, or does not take part within `timeout_s`.
+        An operation raises RuntimeError if a rank ends, or does not take part within `timeout_s`. One that a
+        graph repeats waits forever.
         """
         rank, size, timeout = self.shard.rank, self.shard.size, timedelta(seconds=timeout_s)
         store = FileStore(str(path), size)
@@ -47,13 +48,16 @@ class Group:
             torch.cuda.set_device(self._device)
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            self._backend = dist.ProcessGroupNCCL(store, rank, size, nccl)
+            self.backend = dist.ProcessGroupNCCL(store, rank, size, nccl)
+            # NCCL connects at the first operation of a kind, with memory that is not of a captured pass.
+            self.meet()
+            self.joined(torch.zeros((1, len(self._ranges[rank])), device=self._device))
             return
         kind: Any = dist.ProcessGroupGloo
         gloo = kind._Options()
         gloo._timeout = timeout
         gloo._devices = [kind.create_device(hostname=LOOPBACK)]
-        self._backend = kind(store, rank, size, gloo)
+        self.backend = kind(store, rank, size, gloo)
 
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts, the same bits in each rank, in their dtype."""
@@ -93,12 +97,16 @@ class Group:
         self.sum(torch.zeros(1, device=self._device))
 
     def abort(self) -> None:
-        """End operations in progress with an error. gloo does so itself if a rank ends."""
-        if self._backend is not None and self._device.type == "cuda":
-            self._backend.abort()
+        """
+        End NCCL's operations on the device, those of graphs included, with undefined results. No later
+        operation works. Returns when no graph of them is left. gloo does nothing: its operations end with a
+        timeout or with a rank's process.
+        """
+        if self.backend is not None:
+            self.backend.abort()
 
     @property
     def _connected(self) -> Any:
-        if self._backend is None:
+        if self.backend is None:
             raise RuntimeError("this rank is not connected to the others")
-        return self._backend
+        return self.backend

@@ -6,7 +6,10 @@ Messages between rank 0 and the other ranks of a worker, over a socket pair for 
       <------------------------- Loaded
       Allocate ---------------------->    allocate its part of the KV cache, connect to the group
       <---------------------- Allocated
-      Forward, Project, ... --------->    compute; results go through the group
+      CapturePass ------------------->    capture its part of a decode pass
+      <------------------- PassCaptured
+      DropPass ---------------------->    free it, because a rank has not captured it
+      Forward, ReplayPass, Project -->    compute; results go through the group
       an `Order` -------------------->    transfer blocks, behind the passes that were sent before
       <---------------------- a `OrderReply`   with the number of the order
 
@@ -21,6 +24,7 @@ import threading
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from baton_api.messages import PoolLayout
 from baton_engine.batch import Batch, BatchRow
@@ -96,6 +100,42 @@ def _row(row: BatchRow, block_size: int) -> PassRow:
     count = -(-row.context // block_size)
     table = np.asarray(row.blocks[:count] if row.table is None else row.table[:count], dtype=np.int32)
     return PassRow(tokens=list(row.tokens), start=row.start, blocks=table.tobytes(), wanted=row.wanted)
+
+
+class CapturePass(RankMessage, frozen=True):
+    """Capture a decode pass of this many rows. Answered by `PassCaptured`."""
+
+    rows: int
+
+
+class DropPass(RankMessage, frozen=True):
+    """Free the captured pass of this many rows, if the rank has it."""
+
+    rows: int
+
+
+class ReplayPass(RankMessage, frozen=True):
+    """Compute a batch with a captured pass. Arrays are in this machine's byte order."""
+
+    captured: int
+    """Rows of the captured pass."""
+    rows: int
+    """Rows of the batch, of one token each."""
+    values: bytes
+    """`Batch.values`, int64."""
+    tables: bytes
+    """`Batch.tables`, int32."""
+
+    @classmethod
+    def of(cls, captured: int, batch: Batch) -> ReplayPass:
+        values, tables = batch.values.tobytes(), batch.tables.tobytes()
+        return cls(captured=captured, rows=batch.size, values=values, tables=tables)
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return `Batch.values` and `Batch.tables`, which may be written."""
+        values = np.frombuffer(bytearray(self.values), dtype=np.int64)
+        tables = np.frombuffer(bytearray(self.tables), dtype=np.int32)
+        return values.reshape(3, self.rows), tables.reshape(self.rows, -1)
 
 
 class Project(RankMessage, frozen=True):
@@ -207,6 +247,14 @@ class Allocated(RankMessage, frozen=True):
     """The KV blocks exist."""
 
 
+class PassCaptured(RankMessage, frozen=True):
+    """The rank has captured a pass, or why it has not."""
+
+    used: int
+    """Bytes of its device that all captured passes take."""
+    reason: str = ""
+
+
 class RankError(RankMessage, frozen=True):
     """The rank ends, for this reason."""
 
@@ -215,10 +263,29 @@ class RankError(RankMessage, frozen=True):
 
 AnyOrder = OpenPool | ConnectPeer | DisconnectPeer | PullBlocks | SumBlocks | ServePeers | ClosePool
 AnyReply = OrderReply | OrderFailed | Opened | ReadEnded | Summed
-AnyMessage = Start | Allocate | Forward | Project | Loaded | Allocated | RankError | AnyOrder | AnyReply
+AnyPass = Forward | ReplayPass | Project
+AnyMessage = (
+    Start
+    | Loaded
+    | Allocate
+    | Allocated
+    | CapturePass
+    | PassCaptured
+    | DropPass
+    | AnyPass
+    | AnyOrder
+    | AnyReply
+    | RankError
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def frame(message: AnyMessage) -> bytes:
+    """Return the bytes of a message on the socket."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES) + body
 
 
 class Channel:
@@ -230,9 +297,12 @@ class Channel:
 
     def send(self, message: AnyMessage) -> None:
         """Raises OSError if the other end is closed, or does not read within the socket's timeout."""
-        body = _encoder.encode(message)
+        self.send_frame(frame(message))
+
+    def send_frame(self, encoded: bytes) -> None:
+        """Send a `frame`, which several channels may share."""
         with self._sending:
-            self._end.sendall(len(body).to_bytes(LENGTH_BYTES) + body)
+            self._end.sendall(encoded)
 
     def receive(self) -> AnyMessage:
         """Return the next message. Raises EOFError when the other end is closed."""

@@ -14,6 +14,8 @@ import queue
 import signal
 import socket
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +24,7 @@ import torch
 from baton_api import logs
 from baton_api.errors import BatonError
 from baton_engine.batch import Batch
+from baton_engine.captured_passes import CapturedPasses
 from baton_engine.devices import free_bytes
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
@@ -33,14 +36,18 @@ from baton_engine.parallel.messages import (
     Allocate,
     Allocated,
     AnyMessage,
+    CapturePass,
     Channel,
+    DropPass,
     Forward,
     Loaded,
     Order,
     Project,
     RankError,
+    ReplayPass,
     Start,
 )
+from baton_engine.parallel.parallel_passes import captured
 from baton_engine.parallel.rank_orders import RankOrders
 from baton_engine.transfer.compatibility import WeightsSummary
 
@@ -87,13 +94,10 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     cache = KVCache(model.spec, request.blocks, dtype, device, rank=start.rank, ranks=start.size)
     channel.send(Allocated())
     group.connect(Path(start.store), start.timeout_s)
-    orders = RankOrders(cache, channel.send)
+    passes = CapturedPasses(model, cache, start.context, partial(free_bytes, device))
+    rank = Rank(model, group, cache, passes, channel.send)
     while True:
-        message = inbox.get()
-        if isinstance(message, Order):
-            orders.begin(message)
-        else:
-            _compute(message, model, group, cache, device)
+        rank.obey(inbox.get())
 
 
 def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:
@@ -110,19 +114,49 @@ def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:
     return group, model, summary.formats.total()
 
 
-def _compute(message: AnyMessage, model: Decoder, group: Group, cache: KVCache, device: torch.device) -> None:
-    match message:
-        case Forward():
-            batch = Batch(message.batch_rows(), cache.block_size, device)
-            if message.hidden:
-                model.hidden_states(batch, cache)
-            else:
-                model.forward(batch, cache)
-        case Project():
-            size = message.states, model.spec.hidden
-            model.project(group.broadcast(torch.empty(size, dtype=torch.float32, device=device)))
-        case _:
-            raise ValueError(f"unexpected message {type(message).__name__}")
+class Rank:
+    """Carries out rank 0's messages, after the rank has loaded. One thread calls it."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        group: Group,
+        cache: KVCache,
+        passes: CapturedPasses,
+        send: Callable[[AnyMessage], None],
+    ) -> None:
+        """`model` and `cache` are the rank's part."""
+        self._model = model
+        self._group = group
+        self._cache = cache
+        self._passes = passes
+        self._send = send
+        self._orders = RankOrders(cache, send)
+
+    def obey(self, message: AnyMessage) -> None:
+        """Carry out one message. If it raises an error, the rank cannot continue."""
+        model, cache = self._model, self._cache
+        device = cache.kv.device
+        match message:
+            case ReplayPass():
+                self._passes.replay_values(message.captured, *message.arrays())
+            case Forward():
+                batch = Batch(message.batch_rows(), cache.block_size, device)
+                if message.hidden:
+                    model.hidden_states(batch, cache)
+                else:
+                    model.forward(batch, cache)
+            case Project():
+                size = message.states, model.spec.hidden
+                model.project(self._group.broadcast(torch.empty(size, dtype=torch.float32, device=device)))
+            case Order():
+                self._orders.begin(message)
+            case CapturePass():
+                self._send(captured(self._passes, message.rows))
+            case DropPass():
+                self._passes.drop(message.rows)
+            case _:
+                raise ValueError(f"unexpected message {type(message).__name__}")
 
 
 def _expect(inbox: queue.SimpleQueue[AnyMessage], kind: type[Expected]) -> Expected:

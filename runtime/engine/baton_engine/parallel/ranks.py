@@ -2,7 +2,7 @@
 Rank 0's side of tensor parallelism: starts the other ranks, sends them its passes, and notices failures.
 
 A rank that ends, fails or hangs ends the worker, because its part of the KV cache is lost. The other ranks
-are then killed, so that rank 0 does not wait for them in a collective operation.
+are then killed, and the operations of rank 0's device aborted, so that it does not wait for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -39,6 +39,7 @@ from baton_engine.parallel.messages import (
     Allocated,
     AnyMessage,
     AnyOrder,
+    AnyPass,
     AnyReply,
     Channel,
     Forward,
@@ -48,8 +49,11 @@ from baton_engine.parallel.messages import (
     Project,
     RankError,
     Start,
+    frame,
 )
+from baton_engine.parallel.pass_watch import PassWatch
 from baton_engine.parallel.rank_pools import RankPools
+from baton_engine.streams import Streams, streams_of
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +70,40 @@ class RankFailed(BatonError):
     """A rank ended or hangs. Only a new worker can compute again."""
 
 
+class RankProcess(Protocol):
+    """The part of `subprocess.Popen` that rank 0 uses."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None:
+        """End the process at once. It may have ended."""
+        ...
+
+    def wait(self) -> int:
+        """Wait until it has ended. Returns its exit code, or the negative number of a signal."""
+        ...
+
+
+def spawn(end: socket.socket) -> RankProcess:
+    """Start the process of a rank, which inherits its `end` of the socket pair."""
+    return subprocess.Popen([sys.executable, "-m", "baton_engine.parallel.rank"], stdin=end.fileno())
+
+
 class Ranks:
     """The ranks of one worker other than 0, as processes. `close` ends them."""
 
-    def __init__(self, start: Start, devices: list[str]) -> None:
-        """`start` is the message to rank 1; `devices` are those of all ranks."""
+    def __init__(
+        self,
+        start: Start,
+        devices: list[str],
+        spawn: Callable[[socket.socket], RankProcess] = spawn,
+    ) -> None:
+        """
+        Start the ranks. `start` is the message to rank 1; `devices` are those of all ranks.
+
+        `spawn` copies the socket that it gets.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._store = Path(self._folder.name) / "store"
         self._timeout_s = start.timeout_s
@@ -79,12 +112,14 @@ class Ranks:
         self._closing = False
         self._on_failure: Callable[[str], None] | None = None
         self._lock = threading.Lock()
+        self._group: Group | None = None
         self._others: list[_Process] = []
+        self._pass_watch = PassWatch(self._timeout_s, self._late)
         self._numbers = itertools.count(1)
         start = msgspec.structs.replace(start, store=str(self._store))
         try:
             for rank in range(1, start.size):
-                other = _Process(rank, self._timeout_s, self._fail)
+                other = _Process(rank, self._timeout_s, self._fail, spawn)
                 self._others.append(other)
                 other.start(msgspec.structs.replace(start, rank=rank, device=devices[rank]))
         except BaseException:
@@ -100,13 +135,18 @@ class Ranks:
         """Wait until all ranks have loaded their weights. Raises SetupError with a rank's reason."""
         return [self._receive(other, Loaded) for other in self._others]
 
+    def replies(self, kind: type[Expected]) -> list[Expected]:
+        """Wait for the replies of all other ranks to a `post`. Raises SetupError."""
+        return [self._receive(other, kind, self._timeout_s) for other in self._others]
+
     def allocate(self, blocks: int, dtype: torch.dtype, group: Group) -> None:
         """Allocate the KV blocks of all other ranks and connect `group` to them. Raises SetupError."""
         try:
-            self._post(Allocate(blocks=blocks, dtype=str(dtype).removeprefix("torch.")))
+            self.post(Allocate(blocks=blocks, dtype=str(dtype).removeprefix("torch.")))
             for other in self._others:
                 self._receive(other, Allocated)
             group.connect(self._store, self._timeout_s)
+            self._group = group
         except (OSError, RuntimeError) as error:
             raise SetupError(f"The ranks cannot connect to one another: {self._failure or error}") from error
 
@@ -115,7 +155,7 @@ class Ranks:
         order = msgspec.structs.replace(order, number=next(self._numbers))
         futures = [other.replies_to(order.number) for other in self._others]
         try:
-            self._post(order)
+            self.post(order)
         except OSError as error:
             self._fail(f"a rank does not read its orders: {error}")
         return futures
@@ -127,11 +167,20 @@ class Ranks:
         if self._failed.is_set():
             on_failure(self._failure)
 
-    def compute(self, message: AnyMessage, own: Callable[[], Tensor]) -> Tensor:
-        """Send `message` to all other ranks, and compute rank 0's part. Raises RankFailed."""
+    def compute(self, message: AnyPass, own: Callable[[], Tensor], streams: Streams) -> Tensor:
+        """
+        Send `message` to all other ranks, and compute rank 0's part on `streams`. Raises RankFailed.
+
+        Returns when the device has the result. Rank 0's last operation is with all ranks.
+        """
         try:
-            self._post(message)
-            return own()
+            self.post(message)
+            result, ended = own(), streams.record()
+            with self._pass_watch.limit():
+                ended.wait()
+            if self._failed.is_set():
+                raise RuntimeError("operations on the device were aborted")
+            return result
         except Exception as error:
             # After an error the ranks are at different operations, so no later pass could be computed.
             self._failed.wait(REASON_S)
@@ -141,22 +190,32 @@ class Ranks:
     def close(self) -> None:
         """End all ranks."""
         self._closing = True
+        self._pass_watch.close()
         for other in self._others:
             other.end()
         self._folder.cleanup()
 
-    def _post(self, message: AnyMessage) -> None:
+    def post(self, message: AnyMessage) -> None:
+        """Send `message` to all other ranks. Raises OSError if one has ended, or does not read."""
+        encoded = frame(message)
         for other in self._others:
-            other.channel.send(message)
+            other.channel.send_frame(encoded)
 
-    def _receive(self, other: _Process, kind: type[Expected]) -> Expected:
-        reply = other.replies.get()
+    def _receive(self, other: _Process, kind: type[Expected], timeout_s: float | None = None) -> Expected:
+        try:
+            reply = other.replies.get(timeout=timeout_s)
+        except queue.Empty:
+            self._fail(f"rank {other.rank} did not answer within {timeout_s:g} s")
+            reply = other.replies.get()  # it was killed
         if not isinstance(reply, kind):
             raise SetupError(f"Tensor parallelism cannot start: {self._failure or reply}")
         return reply
 
+    def _late(self) -> None:
+        self._fail(f"a rank did not answer within {self._timeout_s:g} s")
+
     def _fail(self, reason: str) -> None:
-        """Record the first reason and kill the ranks."""
+        """Record the first reason, kill the ranks, and end what rank 0's device waits for."""
         with self._lock:
             if self._closing or self._failed.is_set():
                 return
@@ -165,6 +224,9 @@ class Ranks:
         log.critical("Tensor parallelism failed: %s", reason)
         for other in self._others:
             other.kill()
+        if self._group is not None:
+            # It waits until the graphs are freed, so nothing waits for it.
+            threading.Thread(target=self._group.abort, name="rank-abort", daemon=True).start()
         if on_failure is not None:
             on_failure(reason)
 
@@ -172,7 +234,13 @@ class Ranks:
 class _Process:
     """The process of one rank, with a thread that reads its replies."""
 
-    def __init__(self, rank: int, timeout_s: float, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        timeout_s: float,
+        on_failure: Callable[[str], None],
+        spawn: Callable[[socket.socket], RankProcess],
+    ) -> None:
         self.rank = rank
         self.replies: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
         """The last one is `RankError`."""
@@ -187,8 +255,7 @@ class _Process:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s) or 1, 0))
         self.channel = Channel(own)
         with other:
-            command = [sys.executable, "-m", "baton_engine.parallel.rank"]
-            self._process = subprocess.Popen(command, stdin=other.fileno())
+            self._process = spawn(other)
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
 
     def start(self, message: Start) -> None:
@@ -267,17 +334,17 @@ class ParallelModel:
         self._loaded = loaded
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.ranks.compute(Forward.of(batch), lambda: self.part.forward(batch, cache))
+        return self.ranks.compute(Forward.of(batch), lambda: self.part.forward(batch, cache), cache.streams)
 
     def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
         message = Forward.of(batch, hidden=True)
-        return self.ranks.compute(message, lambda: self.part.hidden_states(batch, cache))
+        return self.ranks.compute(message, lambda: self.part.hidden_states(batch, cache), cache.streams)
 
     def project(self, states: Tensor) -> Tensor:
         def part() -> Tensor:
             return self.part.project(self._group.broadcast(states.contiguous()))
 
-        return self.ranks.compute(Project(states=len(states)), part)
+        return self.ranks.compute(Project(states=len(states)), part, streams_of(states.device))
 
     def interrupt(self) -> None:
         pass  # all ranks would have to end at the same place

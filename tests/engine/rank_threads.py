@@ -1,0 +1,230 @@
+"""
+Other ranks of a worker as threads, each with a fake device. Their operations run over gloo.
+
+As with NCCL, a capture records the operations of the group without running them. Its replay waits for the
+other ranks without a limit, also if one has ended, and ends without an error if it is aborted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from baton_engine.batch import Batch
+from baton_engine.captured_passes import CapturedPasses
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.shards import Shard
+from baton_engine.model.spec import ModelSpec
+from baton_engine.parallel.group import Group
+from baton_engine.parallel.messages import Allocate, Allocated, Channel, Loaded, Start
+from baton_engine.parallel.rank import Rank
+from baton_engine.parallel.ranks import ParallelModel, Ranks
+from tests.engine.fake_graphs import FakeGraphs, TensorModel
+from tests.engine.fake_streams import on_device
+
+CPU = torch.device("cpu")
+FOREVER_S = 300.0
+"""Timeout of gloo, which NCCL's operations in a graph do not have."""
+
+MakePart = Callable[[Shard, Group], Any]
+"""Returns the part of a model that a rank computes, a `PassModel` with `spec`."""
+
+
+class RankKilled(BaseException):
+    """Ends the thread of a rank, as a signal its process."""
+
+
+class RankDevice(FakeGraphs):
+    """The device of one rank."""
+
+    def __init__(self, *, late: bool = False, free: Callable[[], int] = lambda: 2**30) -> None:
+        super().__init__(late=late)
+        self.free = free
+        """Returns the free bytes."""
+        self.aborted = threading.Event()
+
+
+class DeviceGroup(Group):
+    """A group whose operations run on a fake device."""
+
+    def __init__(self, shard: Shard, vocab: int, cuda: RankDevice) -> None:
+        super().__init__(shard, vocab, CPU)
+        self._cuda = cuda
+
+    def connect(self, path: Path, timeout_s: float) -> None:
+        super().connect(path, FOREVER_S)
+        self.backend = DeviceBackend(self.backend, self._cuda)
+
+
+class DeviceBackend:
+    """`ProcessGroupNCCL`, over gloo."""
+
+    def __init__(self, gloo: Any, cuda: RankDevice) -> None:
+        self._gloo = gloo
+        self._cuda = cuda
+
+    def _allgather_base(self, output: Tensor, part: Tensor) -> Ended:
+        return self._launch([output], lambda: self._gloo._allgather_base(output, part))
+
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor]) -> Ended:
+        return self._launch(outputs[0] if outputs else [], lambda: self._gloo.gather(outputs, parts))
+
+    def broadcast(self, tensors: list[Tensor]) -> Ended:
+        return self._launch(tensors, lambda: self._gloo.broadcast(tensors))
+
+    def abort(self) -> None:
+        self._cuda.aborted.set()
+
+    def _launch(self, outputs: Sequence[Tensor], begin: Callable[[], Any]) -> Ended:
+        if (graph := self._cuda.capturing) is None:
+            self._run(begin)
+        else:
+            graph.calls.append(lambda: self._replay(begin))
+            with _disable_current_modes():
+                for output in outputs:
+                    output.zero_()  # any values are as right
+        return Ended()
+
+    def _run(self, begin: Callable[[], Any]) -> None:
+        aborted = self._cuda.aborted
+        if aborted.is_set():
+            return
+        work = begin()
+        while not work.is_completed():
+            if aborted.wait(0.0002):
+                return
+        work.wait()
+
+    def _replay(self, begin: Callable[[], Any]) -> None:
+        try:
+            self._run(begin)
+        except RuntimeError:  # a rank has ended, which a device does not notice
+            self._cuda.aborted.wait(FOREVER_S)
+
+
+class Ended:
+    """The work of an operation. Its end is in the order of the device."""
+
+    def wait(self) -> None:
+        return
+
+
+class RankThread:
+    """Implementation of `RankProcess`: what `baton_engine.parallel.rank` does, with a part of the test."""
+
+    pid = 0
+
+    def __init__(
+        self, end: socket.socket, make_part: MakePart, vocab: int, cuda: RankDevice, block_size: int
+    ) -> None:
+        self._channel_end = end.dup()
+        self._make_part = make_part
+        self._vocab = vocab
+        self._cuda = cuda
+        self._block_size = block_size
+        self._thread = threading.Thread(target=self._run, name="rank-thread", daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        self._cuda.aborted.set()
+        try:
+            self._channel_end.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended
+            return
+
+    def wait(self) -> int:
+        self._thread.join()
+        return -signal.SIGKILL
+
+    def _run(self) -> None:
+        channel = Channel(self._channel_end)
+        try:
+            with torch.inference_mode():
+                self._serve(channel)
+        except (EOFError, RankKilled):
+            pass
+        finally:
+            channel.close()
+
+    def _serve(self, channel: Channel) -> None:
+        start = channel.receive()
+        assert isinstance(start, Start)
+        shard, cuda = Shard(start.rank, start.size), self._cuda
+        group = DeviceGroup(shard, self._vocab, cuda)
+        part = self._make_part(shard, group)
+        channel.send(Loaded(weights=0, at_start=None, free=None))
+        allocate = channel.receive()
+        assert isinstance(allocate, Allocate)
+        size, ranks = self._block_size, start.size
+        cache = KVCache(part.spec, allocate.blocks, torch.float32, CPU, size, start.rank, ranks)
+        channel.send(Allocated())
+        group.connect(Path(start.store), start.timeout_s)
+        passes = CapturedPasses(part, on_device(cache, cuda), start.context, cuda.free)
+        rank = Rank(part, group, cache, passes, channel.send)
+        while True:
+            rank.obey(channel.receive())
+
+
+def rank_threads(
+    devices: Sequence[RankDevice],
+    make_part: MakePart,
+    spec: ModelSpec,
+    cache: KVCache,
+    *,
+    context: int,
+    timeout_s: float = FOREVER_S,
+) -> ParallelModel:
+    """Start the ranks of `devices` but the first one, which is that of `cache`. The caller closes `ranks`."""
+    size, own = len(devices), devices[0]
+    others = itertools.count(1)
+    start = Start(
+        rank=1,
+        size=size,
+        worker="worker",
+        checkpoint="",
+        name="",
+        context=context,
+        dtype="float32",
+        quantize="off",
+        device="cpu",
+        threads=1,
+        store="",
+        timeout_s=timeout_s,
+        log_format="",
+    )
+
+    def spawn(end: socket.socket) -> RankThread:
+        return RankThread(end, make_part, spec.vocab, devices[next(others)], cache.block_size)
+
+    ranks = Ranks(start, ["cpu"] * size, spawn)
+    try:
+        group = DeviceGroup(Shard(0, size), spec.vocab, own)
+        model = ParallelModel(spec, make_part(Shard(0, size), group), group, ranks, ranks.load())
+        ranks.allocate(cache.blocks, cache.kv.dtype, group)
+    except BaseException:
+        ranks.close()
+        raise
+    on_device(cache, own)
+    return model
+
+
+class PartModel(TensorModel):
+    """Each rank computes all logits, and adds an equal part of them."""
+
+    def __init__(self, shard: Shard, group: Group) -> None:
+        super().__init__()
+        self._shard = shard
+        self._group = group
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        logits = super().forward(batch, cache)
+        return self._group.sum(logits / self._shard.size) if len(logits) else logits

@@ -1,0 +1,220 @@
+"""Captured decode passes of several ranks, as threads with fakes of CUDA's graphs, joined by gloo."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton_api.errors import SetupError
+from baton_engine.batch import Batch, BatchRow
+from baton_engine.graphs import CaptureLimits, GraphModel, with_graphs
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.decoder import Model
+from baton_engine.parallel.messages import ReplayPass
+from baton_engine.parallel.pass_watch import PassWatch
+from baton_engine.requests import FinishReason
+from baton_engine.scheduling.limits import EngineLimits
+from tests.engine.fake_graphs import TensorModel
+from tests.engine.fake_model import SPEC
+from tests.engine.greedy import CPU
+from tests.engine.rank_threads import FOREVER_S, PartModel, RankDevice, RankKilled, rank_threads
+from tests.engine.serving import Serving, request_of
+
+ENGINE = EngineLimits(max_model_len=64, max_running=16)
+LIMITS = CaptureLimits(rows=8, memory=2**30, seconds=60)
+
+
+class ParallelServing(Serving):
+    """An engine whose decode passes are captured by two ranks."""
+
+    def __enter__(self) -> ParallelServing:
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(self.graphs, GraphModel):
+            self.graphs.close()
+        self.ranks.close()
+
+    def __init__(
+        self,
+        other: RankDevice | None = None,
+        limits: CaptureLimits = LIMITS,
+        timeout_s: float = FOREVER_S,
+        **how: Any,
+    ) -> None:
+        self.devices = [RankDevice(late=True), other or RankDevice()]
+
+        def wrap(_: Model, cache: KVCache) -> Model:
+            devices = self.devices
+            parallel = rank_threads(devices, PartModel, SPEC, cache, context=64, timeout_s=timeout_s)
+            self.ranks = parallel.ranks
+            try:
+                self.graphs = with_graphs(parallel, cache, ENGINE, limits, devices[0].free, clock=lambda: 0.0)
+            except BaseException:
+                self.ranks.close()
+                raise
+            return self.graphs
+
+        super().__init__(model=TensorModel(), wrap=wrap, **{"max_model_len": 64, **how})
+
+    @property
+    def replays(self) -> list[dict[int, int]]:
+        """Replays of each rank, by the place of the graph."""
+        return [
+            {place: graph.replays for place, graph in enumerate(cuda.captured) if graph.replays}
+            for cuda in self.devices
+        ]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_parallel_graphs_give_the_same_tokens(count: int) -> None:
+    """Requests of other lengths end at other steps, so batches of many sizes are replayed."""
+    with ParallelServing() as serving:
+        requests = [
+            request_of(f"r{number}", 3 + 2 * number, seed=number, max_tokens=4 + 3 * (number % 4))
+            for number in range(count)
+        ]
+        assert serving.run(*requests) == [serving.reference(request) for request in requests]
+        serving.at_rest()
+        assert isinstance(serving.graphs, GraphModel)
+        own, other = serving.replays
+        assert own == other
+        assert sum(own.values()) == serving.graphs.replays > 0
+
+
+def test_parallel_batches_that_do_not_fit_are_computed_plainly() -> None:
+    with ParallelServing(limits=CaptureLimits(rows=2, memory=2**30, seconds=60)) as serving:
+        requests = [request_of(f"r{number}", 5, seed=number, max_tokens=4 * number) for number in range(1, 6)]
+        assert serving.run(*requests) == [serving.reference(request) for request in requests]
+        assert isinstance(serving.graphs, GraphModel) and serving.graphs.rows == [1, 2]
+        assert serving.replays[0] == serving.replays[1] != {}
+
+
+def refusing(after: int) -> RankDevice:
+    """Return a device that captures `after` passes only."""
+    cuda = RankDevice()
+    cuda.failure, cuda.fails_after = RuntimeError("CUDA error: operation not permitted"), after
+    return cuda
+
+
+def filling(*free: int) -> RankDevice:
+    """Return a device with these free bytes at the beginning and after each capture."""
+    left = iter(free)
+    return RankDevice(free=lambda: next(left))
+
+
+@pytest.mark.parametrize(
+    ("other", "rows", "message"),
+    [
+        (refusing(0), [], "Passes of 8 rows and fewer are not captured: rank 1: RuntimeError: CUDA error"),
+        (refusing(2), [4, 8], "Passes of 2 rows and fewer are not captured: rank 1: RuntimeError"),
+        (filling(100, 30, 60, 55, 50), [1, 2, 4], "Passes of 8 rows need 70"),
+    ],
+    ids=["none", "two", "memory"],
+)
+def test_pass_that_one_rank_lacks_is_dropped_by_all(
+    other: RankDevice, rows: list[int], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = CaptureLimits(rows=8, memory=50, seconds=60)
+    with ParallelServing(other, limits) as serving:
+        requests = [request_of(f"r{number}", 5, seed=number, max_tokens=4 * number) for number in range(1, 9)]
+        assert serving.run(*requests) == [serving.reference(request) for request in requests]
+        assert (serving.graphs.rows if isinstance(serving.graphs, GraphModel) else []) == rows
+        own, replays = serving.replays
+        assert own == replays
+        assert bool(own) == bool(rows)
+        assert [len(cuda.alive) for cuda in serving.devices] == [len(rows)] * 2
+    assert message in caplog.text
+
+
+def test_rank_that_ends_at_a_capture_ends_the_start() -> None:
+    cuda = RankDevice()
+    cuda.failure = RankKilled()
+    with pytest.raises(SetupError, match=r"rank 1 \(process 0\) ended with signal 9"):
+        ParallelServing(cuda)
+
+
+def interrupted(cuda: RankDevice, how: Any) -> RankDevice:
+    """Call `how` before the fourth replay of a device."""
+    replays = itertools.count(1)
+    cuda.on_replay = lambda: how() if next(replays) == 4 else None
+    return cuda
+
+
+def die() -> None:
+    raise RankKilled
+
+
+@pytest.mark.parametrize(
+    ("ends", "timeout_s", "reason"),
+    [
+        (True, FOREVER_S, "rank 1 (process 0) ended with signal 9"),
+        (False, 3.0, "did not answer within 3 s"),
+    ],
+    ids=["ends", "hangs"],
+)
+def test_rank_lost_within_a_replay_ends_the_worker(ends: bool, timeout_s: float, reason: str) -> None:
+    cuda = RankDevice()
+    interrupted(cuda, die if ends else lambda: cuda.aborted.wait(FOREVER_S))
+    with ParallelServing(cuda, timeout_s=timeout_s) as serving:
+        request = request_of("r", 5, max_tokens=40)
+        serving.submit(request)
+        assert serving.ended("r").finish is FinishReason.ERROR
+        tokens = serving.so_far("r")
+        assert tokens == serving.reference(request)[: len(tokens)]  # none of the aborted pass
+        serving.wait(lambda: bool(serving.fatal))
+    assert reason in serving.fatal[0]
+
+
+# --- Parts ---
+
+
+def test_replay_message_has_the_arrays_of_the_batch() -> None:
+    generator = np.random.default_rng(5)
+    for rows in range(1, 9):
+        starts = generator.integers(0, 200, rows).tolist()
+        batch = Batch(
+            [BatchRow([row], start, list(range(1, 80)), 1) for row, start in enumerate(starts)], 4, CPU
+        )
+        values, tables = ReplayPass.of(8, batch).arrays()
+        assert np.array_equal(values, batch.values) and np.array_equal(tables, batch.tables)
+
+
+@pytest.fixture
+def late() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_watch_notices_a_wait_beyond_its_limit(late: threading.Event) -> None:
+    now = [0.0]
+    watch = PassWatch(0.04, late.set, clock=lambda: now[0])
+    with watch.limit():
+        now[0] += 1
+        assert late.wait(FOREVER_S)
+    watch.close()
+
+
+def test_watch_does_not_mind_a_pause_between_passes(late: threading.Event) -> None:
+    looks = threading.Semaphore(0)
+
+    def clock() -> float:
+        looks.release()
+        return 100.0
+
+    watch = PassWatch(0.004, late.set, clock)
+    with watch.limit():
+        assert looks.acquire(timeout=FOREVER_S) and looks.acquire(timeout=FOREVER_S)
+    watch.close()
+    assert not late.is_set()
