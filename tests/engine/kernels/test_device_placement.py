@@ -163,7 +163,9 @@ def test_quantized_experts_do_not_wait(form: Format, device: FakeDevice) -> None
 def test_latent_attention_does_not_wait(tmp_path: Path, device: FakeDevice) -> None:
     checkpoint = Checkpoint(make_model(tmp_path, "deepseek-v3"), "model")
     spec = load_spec(checkpoint)
-    model = Decoder(spec, load_weights(checkpoint, spec, BF16), AcceleratorOps(spec), GPU, dtype=BF16)
+    weights = load_weights(checkpoint, spec, BF16, device=GPU)
+    assert weights.final_norm.device == GPU
+    model = Decoder(spec, weights, AcceleratorOps(spec), GPU, dtype=BF16)
     device.waits.clear()
     for rows in BATCHES.values():
         compute(model, rows)
