@@ -100,9 +100,7 @@ class CapturedPasses:
             block_size=size,
             device=cache.kv.device,
         )
-        # Compiles kernels, allocates libraries' memory, and connects ranks: NCCL connects at the first
-        # operation of each kind, which cannot be captured. Without tokens, nothing is stored.
-        model.forward(batch, cache)
+        # Without tokens, nothing is stored.
         replay, logits = streams.capture(lambda: model.forward(batch, cache))
         self._passes[rows] = CapturedPass(batch, logits, replay)
         return self.used

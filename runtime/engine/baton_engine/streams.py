@@ -123,6 +123,7 @@ class DeviceStreams:
         """
         Record the launches of `run` as a graph. Returns a function that repeats them, and the result.
 
+        `run` is called twice, and recorded at the second time.
         The graph uses the same memory in each replay. Its result lasts until the next replay of any graph.
         Launches of other threads are not recorded. Raises RuntimeError if `run` reads results on the host.
         """
@@ -130,7 +131,9 @@ class DeviceStreams:
             self._capturing = self._cuda.Stream(self._device)
         stream = self._capturing
         stream.wait_stream(self._cuda.current_stream(self._device))
-        # cuBLAS keeps a workspace for each stream. In the memory of a graph, it would outlive the graph.
+        # The first run compiles kernels and connects ranks: NCCL connects at the first operation of each
+        # kind, which cannot be captured. It has the stream of the capture, because cuBLAS keeps a workspace
+        # for each stream, which would outlive the graph in the graph's memory.
         with self._cuda.stream(stream):
             run()
         graph, pool = self._cuda.CUDAGraph(), next((graph.pool() for graph in self._graphs), None)
