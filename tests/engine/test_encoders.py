@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,11 @@ async def test_encoder_law_a_row_does_not_depend_on_others(tmp_path: Path, varia
         single = [(await worker.embed(text))[0] for text in texts]
         together = await worker.embed(texts)
         several = await asyncio.gather(*(worker.embed(texts[start::4]) for start in range(4)))
+    # torch's products add in another order for another number of rows. 1.1e-5 was seen.
+    near = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5)
     for index, vector in enumerate(single):
-        np.testing.assert_allclose(together[index], vector, atol=1e-5)
-        np.testing.assert_allclose(several[index % 4][index // 4], vector, atol=1e-5)
+        near(together[index], vector)
+        near(several[index % 4][index // 4], vector)
 
 
 @pytest.mark.parametrize("variant", ["bert cross encoder", "xlm-roberta cross encoder"])
