@@ -1,7 +1,7 @@
 /*
  * Causal attention of query rows over the blocks of the cache, without gathering them (online softmax).
  *
- * Keys and values are processed in groups of 64, aligned to multiples of 64 from the start of the sequence, and
+ * Keys and values are processed in groups of KEYS, aligned to multiples of KEYS from the start of the sequence, and
  * packed into panels, so that `multiply` computes both scores and weighted sums. The softmax keeps a running maximum
  * of the scores. Masked keys have weight exactly 0 in every group. A row's result therefore depends on its own
  * position and context only, not on the other rows or on the chunks of the prompt.
@@ -9,11 +9,9 @@
 #ifndef BATON_ATTENTION_H
 #define BATON_ATTENTION_H
 
-#include "few_queries.h"
+#include "softmax.h"
 
 #define MOST_HEAD_DIM 256
-#define MOST_QUERIES 96       /* query rows of one call: tokens times query heads per key head */
-#define HIDDEN_SCORE -1e30f   /* below every score, but finite, so that differences are finite */
 
 /* Location of one row's keys and values, for one layer and head. */
 struct context {
@@ -24,14 +22,14 @@ struct context {
     size_t first, end; /* visible positions: from a multiple of KEYS */
 };
 
-/* Scratch memory of one thread: 240 KB, too large for a small thread's stack. */
+/* Scratch memory of one thread: 540 KB, too large for a small thread's stack. */
 struct scratch {
     _Alignas(64) uint32_t keys[KEYS / PANEL][MOST_HEAD_DIM * PANEL];
     uint32_t values[MOST_HEAD_DIM / PANEL][KEYS * PANEL];
     float scores[TILE_ROWS][KEYS];
     uint32_t weights[TILE_ROWS][KEYS];
     float sums[MOST_QUERIES * MOST_HEAD_DIM];
-    float best[MOST_QUERIES], total[MOST_QUERIES];
+    struct softmax softmax;
     struct places places[2]; /* of this group and, with few rows, of the next one */
 };
 
@@ -52,10 +50,10 @@ INLINE void fetch_ahead(const struct context *context, size_t first, size_t end)
     }
 }
 
-/* Returns the number of positions from `first` to `end`, at most 64, rounded up to a multiple of PANEL. */
+/* Returns the number of positions from `first` to `end`, at most KEYS, rounded up to a multiple of PANEL. */
 INLINE size_t filled_keys(size_t first, size_t end) { return first + KEYS < end ? KEYS : round_up(end - first, PANEL); }
 
-/* Locates the 64 positions from `first` on. Those after the last one are zero. */
+/* Locates the KEYS positions from `first` on. Those after the last one are zero. */
 INLINE void locate(struct places *places, const struct context *context, size_t first) {
     const size_t end = context->end;
     size_t block = first / context->block_size, slot = first % context->block_size;
@@ -72,7 +70,7 @@ INLINE void locate(struct places *places, const struct context *context, size_t 
 }
 
 /*
- * Packs the keys and values of the 64 positions from `first` on. Positions after the last one are zero up to a
+ * Packs the keys and values of the KEYS positions from `first` on. Positions after the last one are zero up to a
  * multiple of PANEL, and undefined after it; they are masked.
  */
 INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t dim, const int kind) {
@@ -112,46 +110,6 @@ INLINE void pack_keys(struct scratch *scratch, const struct context *context, si
 }
 
 /*
- * Converts one row of scores to weights 2 ** (scale * (score - best)), and rescales its running sums to the new
- * maximum `best`. Of the 64 keys, those from `seen_from` to `seen_to` are visible. With `cap_scale`, a score is first
- * replaced by tanh(cap_scale * score).
- */
-INLINE void soften(float *scores, uint32_t *weights, float scale, float cap_scale, int seen_from, int seen_to, float *best,
-                   float *total, float *sums, size_t sums_length, const int kind) {
-    floats score[KEYS / LANES], top;
-    for (int i = 0; i < KEYS / LANES; i++) score[i] = load(scores + i * LANES);
-    if (cap_scale != 0.0f)
-        for (int i = 0; i < KEYS / LANES; i++) score[i] = tanhs(score[i] * cap_scale);
-    if (seen_from > 0 || seen_to < KEYS) {
-        ints lane;
-        for (int i = 0; i < LANES; i++) lane[i] = i;
-        for (int i = 0; i < KEYS / LANES; i++) {
-            ints at = lane + i * LANES;
-            score[i] = choose((at >= seen_from) & (at < seen_to), score[i], splat(HIDDEN_SCORE * 4.0f));
-        }
-    }
-    top = score[0];
-    for (int i = 1; i < KEYS / LANES; i++) top = larger(top, score[i]);
-    float before = *best, now = largest(top);
-    if (now > before) {
-        /* A maximum of HIDDEN_SCORE means that no key was visible yet; the sums are then 0. */
-        float shrink = exp2s(splat((before - now) * scale))[0];
-        *best = now;
-        *total *= shrink;
-        for (size_t i = 0; i < sums_length; i += LANES) store(sums + i, load(sums + i) * shrink);
-    } else {
-        now = before;
-    }
-    floats added = splat(0.0f);
-    for (int i = 0; i < KEYS / LANES; i++) {
-        floats weight = exp2s((score[i] - now) * scale);
-        added += weight;
-        put(weights, (size_t)(i * LANES), weight, kind);
-    }
-    *total += sum(added);
-}
-
-/*
  * Query rows of `tokens` consecutive tokens from `position` on, with `group` rows per token, for one key head.
  * `queries` is [tokens * group][query_lanes].
  */
@@ -166,15 +124,18 @@ struct span {
     float cap;        /* a scaled score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
-/* Softens the scores of row `row` of `span`, which are at index `at`, for the keys from `first` on. */
-INLINE void soften_row(struct scratch *scratch, const struct span *span, size_t row, size_t at, size_t first, float scale,
-                       float cap_scale, const int kind) {
-    const size_t padded = round_up(span->dim, PANEL);
-    const long position = (long)(span->position + row / span->group);
-    const long to = position + 1 - (long)first, from = span->window ? to - (long)span->window : 0;
-    soften(scratch->scores[at], scratch->weights[at], scale, cap_scale, from < 0 ? 0 : from > KEYS ? KEYS : (int)from,
-           to < 0 ? 0 : to > KEYS ? KEYS : (int)to, scratch->best + row, scratch->total + row,
-           scratch->sums + row * padded, padded, kind);
+/* Converts the scores of `count` rows of `span` from `row` on to weights, for the keys from `first` on. */
+INLINE void soften(struct scratch *scratch, const struct span *span, size_t row, size_t count, size_t first, float scale,
+                   float cap_scale, const int kind) {
+    size_t member = row % span->group;
+    long to = (long)(span->position + row / span->group) + 1 - (long)first;
+    for (size_t i = 0; i < count; i++) {
+        const struct visible visible = {span->window ? to - (long)span->window : 0, to};
+        if (visible.from > 0 || to < KEYS || cap_scale != 0.0f) prepare_scores(scratch->scores[i], cap_scale, visible);
+        if (++member == span->group) member = 0, to++;
+    }
+    (kind == BFLOAT16 ? weigh_bfloat : weigh_float)(&scratch->softmax, row, count, (const float (*)[KEYS])scratch->scores,
+                                                    scratch->weights, scale);
 }
 
 /* The weighted sums of the values for a few rows. Requests the first keys and values of `next_context` from memory. */
@@ -188,8 +149,8 @@ INLINE void attend_few(struct scratch *scratch, const struct context *context, c
         const int is_last = first + KEYS >= context->end;
         locate(next, is_last ? next_context : context, is_last ? next_context->first : first + KEYS);
         FOR_FEW(scores, span->queries, span->query_lanes, places, next, keys, lanes, scratch->scores[0]);
-        for (size_t row = 0; row < count; row++) soften_row(scratch, span, row, row, first, scale, cap_scale, kind);
-        FOR_FEW(means, scratch->weights[0], places, next, units, span->dim, scratch->sums);
+        soften(scratch, span, 0, count, first, scale, cap_scale, kind);
+        FOR_FEW(means, scratch->weights[0], places, next, units, span->dim, scratch->softmax.factors, scratch->sums);
         struct places *read = places;
         places = next, next = read;
     }
@@ -202,34 +163,34 @@ INLINE void attend_few(struct scratch *scratch, const struct context *context, c
 INLINE void attend(struct scratch *scratch, const struct context *context, const struct context *next,
                    const struct span *span, const int kind) {
     const size_t rows = span->tokens * span->group, padded = round_up(span->dim, PANEL);
-    const float scale = LOG2_E * (span->cap != 0.0f ? span->cap : span->scale);
+    const float scale = exponent_unit(kind) * LOG2_E * (span->cap != 0.0f ? span->cap : span->scale);
     const float cap_scale = span->cap != 0.0f ? span->scale / span->cap : 0.0f;
     const size_t end = context->end;
     size_t first = context->first;
     memset(scratch->sums, 0, rows * padded * sizeof(float));
-    for (size_t row = 0; row < rows; row++) scratch->best[row] = HIDDEN_SCORE, scratch->total[row] = 0.0f;
+    for (size_t row = 0; row < rows; row++) scratch->softmax.best[row] = HIDDEN_SCORE, scratch->softmax.total[row] = splat(0.0f);
     if (are_few(rows, span->dim, kind)) {
         attend_few(scratch, context, next, span, scale, cap_scale, kind);
         first = end;
     }
     for (; first < end; first += KEYS) {
-        const size_t keys = filled_keys(first, end);
         pack_keys(scratch, context, first, span->dim, kind);
         for (size_t row = 0; row < rows; row += TILE_ROWS) {
-            size_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
-            size_t last_position = span->position + (row + count - 1) / span->group;
+            const size_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+            const size_t last_position = span->position + (row + count - 1) / span->group;
             if (last_position < first) continue;
-            for (size_t panel = 0; panel * PANEL < keys; panel++)
+            const size_t seen = filled_keys(first, last_position + 1); /* by some row of the tile */
+            for (size_t panel = 0; panel * PANEL < seen; panel++)
                 multiply(count, span->queries + row * span->query_lanes, span->query_lanes, scratch->keys[panel],
-                         units_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, 0, nothing_ahead, kind);
-            for (size_t i = 0; i < count; i++) soften_row(scratch, span, row + i, i, first, scale, cap_scale, kind);
+                         units_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, NULL, nothing_ahead, kind);
+            soften(scratch, span, row, count, first, scale, cap_scale, kind);
             for (size_t d = 0; d < padded; d += PANEL)
-                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], units_of(kind, keys),
-                         scratch->sums + row * padded + d, padded, 1, nothing_ahead, kind);
+                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], units_of(kind, seen),
+                         scratch->sums + row * padded + d, padded, scratch->softmax.factors, nothing_ahead, kind);
         }
     }
     for (size_t row = 0; row < rows; row++) {
-        float inverse = 1.0f / scratch->total[row];
+        float inverse = 1.0f / sum(scratch->softmax.total[row]);
         for (size_t i = 0; i < padded; i += LANES)
             store(scratch->sums + row * padded + i, load(scratch->sums + row * padded + i) * inverse);
     }

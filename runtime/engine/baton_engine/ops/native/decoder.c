@@ -15,6 +15,7 @@
 #define NORM_ROWS 4          /* rows per chunk of a norm, of a rotation and of the embedding */
 #define ROWS_AT_ONCE (256 / TILE_ROWS * TILE_ROWS) /* maximum rows per chunk of a linear */
 #define CHUNKS_PER_THREAD 6  /* enough that threads finish a phase at about the same time */
+#define LEAST_QUERIES 96     /* query rows of a chunk of attention, if there are too few chunks for the threads */
 #define RUNS_PER_THREAD 1    /* a run has 1 / (threads * RUNS_PER_THREAD) of the remaining panels */
 
 /*
@@ -385,7 +386,7 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
             size_t count = rows_end - row < TILE_ROWS ? rows_end - row : TILE_ROWS;
             const size_t nth = (row - first_row) / TILE_ROWS;
             multiply(count, (const uint32_t *)(product->rows + row * product->row_bytes), product->row_bytes / 4,
-                     panel_at(weight, panel), weight->units, tile, PANEL, 0,
+                     panel_at(weight, panel), weight->units, tile, PANEL, NULL,
                      part_ahead(panel_at(weight, panel), weight->units, nth, tiles), kind);
             finish_tile(product, tile, row, count, panel, kind);
         }
@@ -646,6 +647,21 @@ static int is_sound(const struct model *model, const struct pass *pass) {
     return 1;
 }
 
+/* Cuts the rows into chunks of attention: long ones, which pack keys seldom, if there are enough for the threads. */
+static void cut_rows(struct model *model) {
+    const struct pass *pass = model->pass;
+    const size_t group = (size_t)(model->spec.heads / model->spec.kv_heads), threads = (size_t)model->pool->threads;
+    model->query_chunks[0] = 0;
+    for (size_t queries = MOST_QUERIES;; queries /= 2) {
+        const int64_t most = group < queries ? (int64_t)(queries / group) : 1;
+        for (int64_t row = 0; row < pass->rows; row++)
+            model->query_chunks[row + 1] = model->query_chunks[row] + (pass->starts[row + 1] - pass->starts[row] + most - 1) / most;
+        model->query_tokens = (size_t)most;
+        const size_t chunks = (size_t)(model->query_chunks[pass->rows] * model->spec.kv_heads);
+        if (threads == 1 || chunks >= 2 * threads * CHUNKS_PER_THREAD || queries <= LEAST_QUERIES) return;
+    }
+}
+
 enum result { DONE, NO_MEMORY, OUT_OF_RANGE, INTERRUPTED };
 
 /* Runs one pass. Calls for the same model must not overlap. */
@@ -654,11 +670,7 @@ int baton_forward(struct model *model, const struct pass *pass) {
     if (!reserve_activations(model, (size_t)pass->tokens, (size_t)pass->wanted, (size_t)pass->rows)) return NO_MEMORY;
     if (!reserve_adapters(model, pass)) return NO_MEMORY;
     model->pass = pass;
-    model->query_chunks[0] = 0;
-    for (int64_t row = 0; row < pass->rows; row++) {
-        const int64_t tokens = pass->starts[row + 1] - pass->starts[row], most = (int64_t)model->query_tokens;
-        model->query_chunks[row + 1] = model->query_chunks[row] + (tokens + most - 1) / most;
-    }
+    cut_rows(model);
     struct job job = {
         .self = model,
         .phases = phase_count(model),
@@ -734,7 +746,9 @@ int baton_sound(void) {
     static _Alignas(64) bfloat16 rows[ROWS][NUMBERS], weights[PANEL][NUMBERS];
     static _Alignas(64) uint32_t panel[UNITS * PANEL];
     static _Alignas(64) float result[ROWS][PANEL];
+    float ones[TILE_ROWS];
     struct tile_shapes before;
+    for (int row = 0; row < TILE_ROWS; row++) ones[row] = 1.0f;
     for (int row = 0; row < ROWS; row++)
         for (int i = 0; i < NUMBERS; i++) rows[row][i] = small_number(row * 7 + i * 3);
     for (int output = 0; output < PANEL; output++) {
@@ -744,7 +758,7 @@ int baton_sound(void) {
     tiles_begin(&before);
     for (size_t count = 1; count <= TILE_ROWS; count++) {
         for (int add = 0; add < 2; add++)
-            multiply(count, (const uint32_t *)rows, UNITS, panel, UNITS, result[0], PANEL, add, nothing_ahead, BFLOAT16);
+            multiply(count, (const uint32_t *)rows, UNITS, panel, UNITS, result[0], PANEL, add ? ones : NULL, nothing_ahead, BFLOAT16);
         for (size_t row = 0; row < count; row++)
             for (int output = 0; output < PANEL; output++) {
                 float expected = 0.0f;

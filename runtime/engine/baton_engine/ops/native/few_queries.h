@@ -44,17 +44,17 @@ struct places {
         }                                                                                                      \
     }
 
-/* sums[row][dim] += weights . values for `units` of weights; `dim` is a multiple of PANEL. */
+/* sums[row][dim] = sums * factor of the row + weights . values for `units` of weights; `dim` is a multiple of PANEL. */
 #define DEFINE_MEANS(ROWS, KIND, NAME)                                                                         \
     static void NAME(const uint32_t *weights, const struct places *places, const struct places *next,         \
-                     size_t units, size_t dim, float *sums) {                                                  \
+                     size_t units, size_t dim, const float *factors, float *sums) {                            \
         const size_t per_unit = KIND == BFLOAT16 ? 2 : 1;                                                      \
         for (size_t d = 0; d < dim; d += PANEL) {                                                              \
             const size_t at = d * item_bytes(KIND);                                                            \
             floats total[ROWS][2];                                                                             \
             _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; row++) {                                    \
-                total[row][0] = load(sums + row * dim + d);                                                    \
-                total[row][1] = load(sums + row * dim + d + LANES);                                            \
+                total[row][0] = load(sums + row * dim + d) * factors[row];                                     \
+                total[row][1] = load(sums + row * dim + d + LANES) * factors[row];                             \
             }                                                                                                  \
             for (size_t unit = 0; unit < units; unit++) {                                                      \
                 const size_t key = unit * per_unit;                                                            \

@@ -43,6 +43,7 @@ SOURCES = (
     "lora.h",
     "model.h",
     "attention.h",
+    "softmax.h",
     "few_queries.h",
     "quantized.h",
     "linear.h",

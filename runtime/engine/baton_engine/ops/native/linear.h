@@ -45,14 +45,14 @@ INLINE struct ahead part_ahead(const uint32_t *panel, size_t units, size_t nth, 
     return (struct ahead){(const char *)(panel + units * PANEL) + nth * units * PANEL * 4 / parts, PANEL * 4 / parts};
 }
 
-/* result[row][PANEL] (+)= rows . panel, in lanes; `add` adds to the sums in `result`. */
+/* result[row][PANEL] = rows . panel, in lanes, plus result[row] * factors[row] if there are factors. */
 #define DEFINE_TILE(ROWS, KIND, NAME)                                                                      \
     static void NAME(const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,         \
-                     float *result, size_t result_stride, int add, struct ahead ahead) {                   \
+                     float *result, size_t result_stride, const float *factors, struct ahead ahead) {      \
         floats total[ROWS][2];                                                                             \
         _Pragma("GCC unroll 12") for (int row = 0; row < ROWS; row++) {                                    \
-            total[row][0] = add ? load(result + row * result_stride) : splat(0.0f);                        \
-            total[row][1] = add ? load(result + row * result_stride + LANES) : splat(0.0f);                \
+            total[row][0] = factors ? load(result + row * result_stride) * factors[row] : splat(0.0f);     \
+            total[row][1] = factors ? load(result + row * result_stride + LANES) * factors[row] : splat(0.0f); \
         }                                                                                                  \
         for (size_t unit = 0; unit < units; unit++) {                                                      \
             words left = load_words(panel + unit * PANEL), right = load_words(panel + unit * PANEL + LANES); \
@@ -89,8 +89,9 @@ DEFINE_TILES(12)
 #define TILE(ROWS)                                                                                   \
     do {                                                                                             \
         (kind == BFLOAT16 ? tile_bfloat_##ROWS : tile_float_##ROWS)(rows, row_stride, panel, units,  \
-                                                                    result, result_stride, add, ahead); \
+                                                                    result, result_stride, factors, ahead); \
         rows += ROWS * row_stride, result += ROWS * result_stride, count -= ROWS;                    \
+        if (factors) factors += ROWS;                                                                \
     } while (0)
 
 /*
@@ -98,10 +99,14 @@ DEFINE_TILES(12)
  * reads and writes all of them. Results beyond `count` are undefined.
  */
 INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,
-                     float *result, size_t result_stride, int add, struct ahead ahead, const int kind) {
+                     float *result, size_t result_stride, const float *factors, struct ahead ahead, const int kind) {
 #if TILES
     if (kind == BFLOAT16 && count >= LEAST_TILE_ROWS && tiles_allowed()) {
-        multiply_tiles(count > TILE_SIDE, rows, row_stride, panel, units, result, result_stride, add);
+        for (size_t row = 0; factors && row < count; row++) {
+            store(result + row * result_stride, load(result + row * result_stride) * factors[row]);
+            store(result + row * result_stride + LANES, load(result + row * result_stride + LANES) * factors[row]);
+        }
+        multiply_tiles(count > TILE_SIDE, rows, row_stride, panel, units, result, result_stride, factors != NULL);
         return;
     }
 #endif

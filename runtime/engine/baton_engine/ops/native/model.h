@@ -118,7 +118,7 @@ struct model {
     struct rounded *rounded;
     size_t rounded_stride; /* blocks per row; 0 if no weight is quantized */
     const struct pass *pass;
-    size_t query_tokens;  /* tokens per chunk of attention */
+    size_t query_tokens;  /* tokens per chunk of attention in this pass */
     int64_t *query_chunks; /* [rows + 1] number of attention chunks before row r, per key head */
     size_t row_capacity;
     /* Of the adapters of a pass: by token and by wanted token, and the rows' products with A. */
@@ -222,8 +222,6 @@ struct model *baton_create(const struct spec *spec) {
     model->query_lanes = stride_of(FLOAT32, lanes_of(kind, (size_t)spec->head_dim));
     model->attended_stride = stride_of(kind, (size_t)(spec->heads * spec->head_dim));
     model->gated_stride = stride_of(kind, (size_t)spec->intermediate);
-    size_t group = (size_t)(spec->heads / spec->kv_heads);
-    model->query_tokens = group < MOST_QUERIES ? MOST_QUERIES / group : 1;
     model->arena_bytes = round_up(weights_bytes(spec), HUGE_PAGE);
     reserve_arena(model);
     model->layers = calloc((size_t)spec->layers, sizeof(struct layer));

@@ -160,6 +160,119 @@ INLINE floats exp2s(floats x) {
 
 #define LOG2_E 1.4426950408889634f
 
+/* Returns a vector of copies of one lane; through memory it would take longer. */
+INLINE floats copies_of(floats value, size_t lane) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_permutexvar_ps(_mm512_set1_epi32((int)lane), (__m512)value);
+#elif defined(__AVX2__)
+    return (floats)_mm256_permutevar8x32_ps((__m256)value, _mm256_set1_epi32((int)lane));
+#else
+    return splat(value[lane]);
+#endif
+}
+
+/* Returns a * b - c, rounded once if the processor can. */
+INLINE floats multiply_subtract(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b - c;
+#endif
+}
+
+/* Returns the unit of the exponents of `put_powers`. */
+INLINE float exponent_unit(const int kind) {
+#if defined(__AVX512BF16__)
+    if (kind == BFLOAT16) return 8388608.0f; /* 2**23: as an integer, an exponent has its fraction in 23 bits */
+#endif
+    (void)kind;
+    return 1.0f;
+}
+
+#if defined(__AVX512BF16__)
+#define POWERS_AT_ONCE 8
+/*
+ * Stores bfloat16 powers of two for `count` vectors of exponents, at most POWERS_AT_ONCE. Returns `total` plus the
+ * rounded powers. Each step is done for all vectors, because the processor looks ahead only so far.
+ */
+INLINE __m512 put_bfloat_powers(bfloat16 *to, const floats *exponents, const int count, __m512 total) {
+    const __m512i fraction = _mm512_set1_epi32(0x7fffff), one = _mm512_set1_epi32(0x3f800000);
+    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23,
+                                           21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    __m512i bits[POWERS_AT_ONCE];
+    __m512 part[POWERS_AT_ONCE], value[POWERS_AT_ONCE];
+#define EACH_POWER _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
+    EACH_POWER bits[i] = _mm512_cvtps_epi32((__m512)exponents[i]);
+    /* A number in [1, 2): (bits & fraction) | one. The cubic has an error of 2**-13.7, and rounding one of 2**-9. */
+    EACH_POWER part[i] = (__m512)_mm512_ternarylogic_epi32(bits[i], fraction, one, 0xea);
+    EACH_POWER value[i] = _mm512_fmadd_ps(part[i], _mm512_set1_ps(0.07802452f), _mm512_set1_ps(-0.00800641f));
+    EACH_POWER bits[i] = _mm512_andnot_si512(fraction, bits[i]);
+    EACH_POWER value[i] = _mm512_fmadd_ps(part[i], value[i], _mm512_set1_ps(0.4777728f));
+    /* 2**-8 is half of a bfloat16's last bit: the lower half of the result is then cut off. */
+    EACH_POWER value[i] = _mm512_fmadd_ps(part[i], value[i], _mm512_set1_ps(0.45213431f + 0.00390625f));
+    EACH_POWER bits[i] = _mm512_add_epi32(bits[i], (__m512i)value[i]);
+#undef EACH_POWER
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i += 2) {
+        /* An exponent below -127 has become a sign: negative numbers are zeros. */
+        __m512i both = _mm512_max_epi16(_mm512_permutex2var_epi16(bits[i], upper, bits[i + 1]), _mm512_setzero_si512());
+        _mm512_storeu_si512(to + i * LANES, both);
+        total = _mm512_dpbf16_ps(total, (__m512bh)both, (__m512bh)_mm512_set1_epi32(0x3f803f80)); /* times ones */
+    }
+    return total;
+}
+#endif
+
+/*
+ * Stores 2 ** (exponent / exponent_unit) as numbers of `kind` for `count` vectors of exponents of at most 0. Returns
+ * `total` plus the numbers. That of -infinity is exactly 0.
+ */
+INLINE floats put_powers(void *to, const floats *exponents, const int count, floats total, const int kind) {
+#if defined(__AVX512BF16__)
+    if (kind == BFLOAT16) {
+        for (int i = 0; i < count; i += POWERS_AT_ONCE)
+            total = (floats)put_bfloat_powers((bfloat16 *)to + i * LANES, exponents + i,
+                                              count - i < POWERS_AT_ONCE ? count - i : POWERS_AT_ONCE, (__m512)total);
+        return total;
+    }
+#endif
+    for (int i = 0; i < count; i++) {
+        const floats power = exp2s(exponents[i]);
+        put(to, (size_t)(i * LANES), power, kind);
+        total += power;
+    }
+    return total;
+}
+
+/*
+ * Writes the largest lane of each of `count` vectors to `to`. Both arrays have whole groups of LANES items; results
+ * beyond `count` are -infinity.
+ */
+INLINE void largest_each(floats *from, size_t count, float *to) {
+    for (size_t i = count; i % LANES; i++) from[i] = splat(-__builtin_inff());
+#if defined(__AVX512F__)
+    for (size_t first = 0; first < count; first += LANES) {
+        const __m512 *row = (const __m512 *)from + first;
+        __m512 quarter[4], pair[2];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) { /* quarter q of quarter[i] is of row i + 4 * q */
+            __m512 a = row[i], b = row[i + 4], c = row[i + 8], d = row[i + 12];
+            __m512 ab = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+            __m512 cd = _mm512_max_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+            quarter[i] = _mm512_max_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+        }
+        for (int i = 0; i < 2; i++)
+            pair[i] = _mm512_max_ps(_mm512_unpacklo_ps(quarter[2 * i], quarter[2 * i + 1]),
+                                    _mm512_unpackhi_ps(quarter[2 * i], quarter[2 * i + 1]));
+        __m512d low = _mm512_unpacklo_pd((__m512d)pair[0], (__m512d)pair[1]);
+        __m512d high = _mm512_unpackhi_pd((__m512d)pair[0], (__m512d)pair[1]);
+        store(to + first, larger((floats)low, (floats)high));
+    }
+#else
+    for (size_t i = 0; i < round_up(count, LANES); i++) to[i] = largest(from[i]);
+#endif
+}
+
 /* x * sigmoid(x) */
 INLINE floats silu(floats x) {
     floats exponent = larger(splat(-126.0f), x * LOG2_E);
