@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from baton_engine.model.shards import Shard, check_degree
 from baton_engine.ops.cpu import CpuOps
 from baton_engine.parallel.group import Group
 from baton_engine.parallel.loading import load_parallel
+from baton_engine.parallel.messages import LENGTH_BYTES, Channel, RankError
 from baton_engine.parallel.rank_pools import RankPools
 from baton_engine.parallel.ranks import RankFailed
 from baton_engine.requests import FinishReason, RemotePrefill, Request
@@ -393,3 +396,21 @@ def test_stopped_rank_fails_the_pass_within_the_timeout(tiny: Path) -> None:
         with pytest.raises(RankFailed, match="did not answer within 10 s"):
             model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)
     assert not children()
+
+
+@pytest.mark.slow
+def test_rank_ends_at_an_invalid_message() -> None:
+    """Its thread for messages would end alone otherwise, and the process would wait forever."""
+    own, other = socket.socketpair()
+    with other:
+        process = subprocess.Popen([sys.executable, "-m", "baton_engine.parallel.rank"], stdin=other.fileno())
+    channel = Channel(own)
+    try:
+        own.sendall((1).to_bytes(LENGTH_BYTES) + b"\xc1")  # no value of msgpack begins with this byte
+        reply = channel.receive()
+        assert isinstance(reply, RankError) and "invalid message" in reply.reason
+        assert process.wait(TIMEOUT_S) == 1
+    finally:
+        channel.close()
+        process.kill()
+        process.wait()

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from baton_api import logs
@@ -75,10 +76,16 @@ def main() -> int:
 
 
 def _listen(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
-    with contextlib.suppress(EOFError):
+    try:
         while True:
             inbox.put(channel.receive())
-    os._exit(0)  # another thread may wait in a collective operation forever
+    except EOFError:
+        status = 0
+    except msgspec.DecodeError as error:
+        status = 1
+        with contextlib.suppress(OSError):
+            channel.send(RankError(reason=f"rank 0 sent an invalid message: {error}"))
+    os._exit(status)  # another thread may wait in a collective operation forever
 
 
 def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
