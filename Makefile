@@ -66,8 +66,8 @@ e2e: $(VENV)/dev ## run the stories on a real Kubernetes: the one of KUBECONFIG,
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" e2e/run $(STORIES)
 
 bench: $(VENV)/dev ## measure this machine's limits and MODEL (default smollm2) served alone and by a pair
-	$(PYTHON) benchmarks/limits.py
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) benchmarks/serving.py --model $(or $(MODEL),smollm2) \
+	$(PYTHON) -m benchmarks.limits
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) -m benchmarks.serving --model $(or $(MODEL),smollm2) \
 	  --server 'one worker=baton serve {model} --port {port}' --server 'a pair=baton up {model} --port {port}'
 
 images: ## build the images of operator, router and worker by BUILDER (docker), for REGISTRY, with TAG

@@ -50,3 +50,10 @@ def test_docs_examples_are_listed() -> None:
     ]
     assert examples
     assert not [path for path in examples if f"]({path.relative_to(ROOT / 'examples')})" not in listed]
+
+
+def test_commands_run_benchmarks_as_modules() -> None:
+    """As a file, a benchmark finds `benchmarks/operator.py` in place of Python's own module."""
+    texts = {path: (ROOT / path).read_text() for path in ("Makefile", "README.md", "CONTRIBUTING.md")}
+    texts |= {str(page): page.read_text() for page in (ROOT / "docs").rglob("*.md")}
+    assert [path for path, text in texts.items() if re.search(r"(python|PYTHON\))\s+benchmarks/", text)] == []
