@@ -42,8 +42,6 @@ check: $(VENV)/dev ## what a change must pass besides the tests
 	$(PYTHON) -m baton_operator.chart --check
 	$(PYTHON) -m baton_observing --check
 	$(PYTHON) -m baton_cli.reference --check
-	$(PYTHON) -m checks.prose
-	$(PYTHON) -m checks.size
 	$(MKDOCS) build --strict --quiet
 
 fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pages
@@ -53,8 +51,6 @@ fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pag
 	$(PYTHON) -m baton_operator.chart
 	$(PYTHON) -m baton_observing
 	$(PYTHON) -m baton_cli.reference
-	$(PYTHON) -m checks.prose --tighten
-	$(PYTHON) -m checks.size --tighten
 
 docs: $(VENV)/dev ## build the documentation site in build/site; dead links are errors
 	$(MKDOCS) build --strict
