@@ -18,6 +18,7 @@ from baton_api.messages import (
     Failed,
     Hello,
     Ping,
+    Pong,
     Prefill,
     Refuse,
     TokenChoice,
@@ -27,6 +28,7 @@ from baton_api.sampling import SamplingParams
 from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.requests import Request
 from baton_engine.transfer.control import ControlConnection, Pace
+from baton_engine.transfer.loopback import LoopbackTransfer
 from tests.decode.pair import PACE, TIMEOUT_S, Side, ask, eventually, fake_side, tokens
 from tests.engine.fake_model import FakeModel
 
@@ -101,6 +103,11 @@ async def greet(connection: ControlConnection, side: Side) -> Prefill:
     return requested
 
 
+async def vanish_after_welcome(connection: ControlConnection, side: Side) -> None:
+    assert isinstance(await connection.receive(), Hello)
+    connection.send(welcome(side))
+
+
 async def vanish_after_the_question(connection: ControlConnection, side: Side) -> None:
     await greet(connection, side)
 
@@ -155,6 +162,7 @@ BAD: dict[Script, str] = {
     welcome_another_version: "refused",
     welcome_another_digest: "refused",
     welcome_with_other_blocks: "refused",
+    vanish_after_welcome: "lost",
     vanish_after_the_question: "lost",
     fall_silent_after_the_question: "lost",
     say_what_only_decode_workers_say: "lost",
@@ -247,6 +255,44 @@ async def test_link_lost_before_any_message_is_reconnected_once() -> None:
     async with open_bad_worker(vanish_after_the_question) as (decode, prefills, address, calls):
         await decode.generate(request(prefills, address))
         assert len(calls) == 2
+
+
+@pytest.mark.parametrize("ends", ["connects then", "never connects", "fails then"])
+async def test_link_that_ends_while_transfer_connects_answers_at_once(ends: str) -> None:
+    """Nothing else would tell the requests that share the dial: they would wait for their deadline."""
+    async with open_bad_worker(vanish_after_welcome) as (decode, prefills, address, calls):
+        decode.faulty.connecting = asyncio.Event()
+        asking = [decode.generate(request(prefills, address, f"q{n}")) for n in range(3)]
+        for outputs in await asyncio.gather(*asking):
+            assert tokens(outputs) == EXPECTED
+        assert (len(calls), prefills.outcomes, prefills.loads) == (2, {"lost": 3}, {})
+        if ends == "fails then":
+            decode.faulty.refuse_next()
+        if ends != "never connects":
+            decode.faulty.connecting.set()
+            assert isinstance(decode.faulty.inner, LoopbackTransfer)
+            loopback = decode.faulty.inner
+            assert isinstance(loopback, LoopbackTransfer)
+            await eventually(lambda: not prefills._tasks)
+            assert not loopback._peers, "the dead one is forgotten"
+
+
+async def test_link_answers_pings_while_transfer_connects() -> None:
+    """The peer would give the connection up otherwise."""
+    answered = asyncio.Event()
+
+    async def ping(connection: ControlConnection, side: Side) -> None:
+        assert isinstance(await connection.receive(), Hello)
+        connection.send(welcome(side))
+        connection.send(Ping(number=7))
+        while await connection.receive() != Pong(number=7):
+            pass
+        answered.set()
+
+    async with open_bad_worker(ping) as (decode, prefills, address, _):
+        decode.faulty.connecting = asyncio.Event()
+        assert tokens(await decode.generate(request(prefills, address))) == EXPECTED
+        assert answered.is_set()
 
 
 async def vanish_in_mid_read(connection: ControlConnection, side: Side) -> None:

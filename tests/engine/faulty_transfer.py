@@ -14,6 +14,7 @@ hung and came back.
     transfer.flip_bit_next()        # the next one arrives with one bit flipped in its first block
     transfer.refuse_next()          # the next connect raises TransferFailed
     transfer.refuse_next(KeyError())  # ... or another error, as a defect would
+    transfer.connecting = Event()   # every connect from now on waits for this event
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class FaultyTransfer:
         self.requested: list[PullRequest] = []
         self.under_way = 0
         """Pulls that have not settled."""
+        self.connecting: asyncio.Event | None = None
         self._cache = cache
         self._faults: deque[_Failure | _Flip] = deque()
         self._refusals: deque[Exception] = deque()
@@ -108,6 +110,8 @@ class FaultyTransfer:
         return self.inner.pools
 
     async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
+        if self.connecting is not None:
+            await self.connecting.wait()
         if self._refusals:
             raise self._refusals.popleft()
         return await self.inner.connect(metadata, pools, epoch)

@@ -112,6 +112,9 @@ class FetchTask:
         Send the prompt over `link`. `tail` is the chain hash of the whole prompt; `ticket` is valid now.
         """
         self.epoch += 1
+        if link.ended:
+            self._retry_or_fail()
+            return
         spec = SessionSpec(
             fetch=self.request.fetch,
             session=self._name,
@@ -162,9 +165,16 @@ class FetchTask:
         assert self._session is not None
         if self.epoch == 1 and self._session.untouched and not self.answered:
             self._session = None  # the next attempt creates its own
-            self._on_change(self)
+            self._retry_or_fail()
         else:
             self._do(self._session.lost())
+
+    def _retry_or_fail(self) -> None:
+        """After the end of a link over which nothing was read."""
+        if self.retryable:
+            self._on_change(self)
+        else:
+            self.fail(Fallback.LOST)
 
     def cancel(self) -> None:
         """Cancel the fetch: the request was aborted."""

@@ -7,6 +7,7 @@ that restarts at the same address gets a new link.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 from collections.abc import Callable
@@ -35,14 +36,28 @@ class SessionListener(Protocol):
 class Link:
     """One prefill worker, from Welcome to the end of the connection."""
 
-    def __init__(self, connection: ControlConnection, welcome: Welcome, peer: Peer, address: str) -> None:
+    def __init__(
+        self, connection: ControlConnection, welcome: Welcome, peer: asyncio.Task[Peer], address: str
+    ) -> None:
+        """`peer` ends with the access to the peer's memory. Starts to read messages."""
         self.address = address
-        self.peer = peer
         self.worker = welcome.worker
         self.listeners: dict[str, SessionListener] = {}
         self.load: Pong | None = None
         """From the latest heartbeat."""
         self._connection = connection
+        self._peer = peer
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def peer(self) -> Peer:
+        """Of a link that is open and has not ended."""
+        return self._peer.result()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the connection has ended: a listener that is added now would hear nothing."""
+        return self._reading.done()
 
     @classmethod
     async def open(
@@ -55,7 +70,11 @@ class Link:
         pace: Pace,
         tls: ssl.SSLContext | None = None,
     ) -> Link:
-        """Raises TransferFailed if the address does not answer, IncompatiblePeer if the peer refuses."""
+        """
+        Return a link, which may have ended already. Call `run` on it.
+
+        Raises TransferFailed if the address does not answer, IncompatiblePeer if the peer refuses.
+        """
         connection = await control.dial(address, pace, tls=tls)
         try:
             hello = me.hello(request_id, ticket, len(transfer.pools))
@@ -66,19 +85,43 @@ class Link:
                     f"{welcome.worker} at {address} has KV blocks of {theirs} bytes, "
                     f"but {me.worker} has {ours}."
                 )
-            peer = await transfer.connect(welcome.agent, welcome.pools, welcome.epoch)
         except BaseException:
             await connection.close()
             raise
-        log.info("connected to prefill worker %s at %s", welcome.worker[:200], address)
-        return cls(connection, welcome, peer, address)
+        peer = asyncio.create_task(transfer.connect(welcome.agent, welcome.pools, welcome.epoch))
+        link = cls(connection, welcome, peer, address)
+        try:
+            # Only a reader notices that the peer ends meanwhile.
+            await asyncio.wait((peer, link._reading), return_when=asyncio.FIRST_COMPLETED)
+            if not link.ended:
+                peer.result()
+                log.info("connected to prefill worker %s at %s", welcome.worker[:200], address)
+        except BaseException:
+            peer.cancel()
+            link._reading.cancel()
+            await connection.close()
+            raise
+        return link
 
     def send(self, message: Prefill | Done | Abort) -> None:
         """Raises TransferFailed if the message is too large."""
         self._connection.send(message)
 
     async def run(self, transfer: Transfer, on_end: Callable[[], None]) -> None:
-        """Pass messages on until the connection ends; then call `on_end`, and `lost` of all listeners."""
+        """Wait until the connection ends; then call `on_end`, and `lost` of all listeners."""
+        try:
+            await self._reading
+        finally:
+            on_end()
+            for listener in list(self.listeners.values()):
+                listener.lost()
+            await self._connection.close()
+            await asyncio.wait((self._peer,))
+            if self._peer.exception() is None:
+                await transfer.disconnect(self.peer)
+
+    async def _read(self) -> None:
+        """Pass messages on until the connection ends."""
         try:
             async for message in self._connection.messages():
                 match message:
@@ -97,9 +140,3 @@ class Link:
                         )
         except TransferFailed as error:
             log.warning("lost prefill worker %s: %s", self.worker[:200], error)
-        finally:
-            on_end()
-            for listener in list(self.listeners.values()):
-                listener.lost()
-            await self._connection.close()
-            await transfer.disconnect(self.peer)

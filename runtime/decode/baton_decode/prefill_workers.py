@@ -89,7 +89,7 @@ class PrefillWorkers:
     @property
     def loads(self) -> dict[str, Pong]:
         """The last heartbeat of each connected prefill worker, by address."""
-        links = {address: task.result() for address, task in self._links.items() if _is_up(task)}
+        links = {address: task.result() for address, task in self._links.items() if _is_open(task)}
         return {address: link.load for address, link in links.items() if link.load is not None}
 
     @property
@@ -164,7 +164,7 @@ class PrefillWorkers:
     async def _link(self, request: FetchRequest) -> Link:
         address = request.address
         opening = self._links.get(address)
-        if opening is None:
+        if opening is None or _has_ended(opening):
             opening = asyncio.create_task(
                 Link.open(
                     address,
@@ -181,7 +181,7 @@ class PrefillWorkers:
         return await asyncio.shield(opening)
 
     def _opened(self, address: str, opening: asyncio.Task[Link]) -> None:
-        if _is_up(opening):
+        if _is_open(opening):
             self._spawn(self._keep(opening.result(), opening))
         elif not opening.cancelled() and isinstance(opening.exception(), TransferFailed):
             self._loop.call_later(self._pace.unreachable_s, self._forget, address, opening)
@@ -229,5 +229,9 @@ class _RemotePrefill:
         self.prefills.post(self.prefills.cancel, request_id)
 
 
-def _is_up(opening: asyncio.Task[Link]) -> bool:
+def _is_open(opening: asyncio.Task[Link]) -> bool:
     return opening.done() and not opening.cancelled() and opening.exception() is None
+
+
+def _has_ended(opening: asyncio.Task[Link]) -> bool:
+    return _is_open(opening) and opening.result().ended
