@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from baton_batches.controller import SWEEP_S, BatchController
+from baton_batches.controller import PARALLEL_BATCHES, SWEEP_S, BatchController
 from baton_batches.database import Database
 from baton_batches.files import NewFile
 from baton_batches.ledger import Ledger
@@ -211,11 +211,11 @@ async def test_expired_batch_without_its_input_ends(tmp_path: Path, urls: str) -
 
 
 async def test_controller_with_failing_batches_serves_other_owners(tmp_path: Path, urls: str) -> None:
-    """The input of two batches is lost. They wait longer each time, outside the slots."""
+    """Inputs of two owners' batches are lost. They wait longer each time, outside the slots."""
     time = Time()
     with kept(tmp_path, urls) as storage:
-        for _ in range(2):
-            storage.objects.delete(stored(storage, line("a"), time.now, "p").input_object)
+        for owner in ("p", "q") * PARALLEL_BATCHES:
+            storage.objects.delete(stored(storage, line("a"), time.now, owner).input_object)
         ids = [stored(storage, line("a"), time.now, owner).id for owner in ("p", "q", "r")]
         ledger = storage.ledger
         await keep_until(
