@@ -17,7 +17,10 @@ from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
     FORGETTING,
     LEAST_S,
+    MAX_BYTES_PER_TOKEN,
+    MIN_BYTES_PER_TOKEN,
     NEVER,
+    BytesPerToken,
     CostPrior,
     LeastSquares,
     StepCost,
@@ -260,3 +263,28 @@ def test_router_starts_with_its_configured_profiles(tmp_path: Path) -> None:
     assert states.transfer("a", "b").start_s == PROFILE.transfer.start_s
     with pytest.raises(SetupError, match="Cannot read the profile"):
         scheduler(tmp_path / "none.json")
+
+
+PROMPTS: dict[str, list[tuple[int, int]]] = {
+    "none": [],
+    "120 chats of two bytes, all else is the template": [(2, 31)] * 120,
+    "after long ones": [(8192, 2048)] * 20 + [(2, 31)] * 500,
+    "an empty one": [(0, 30)],
+    "a mixture": [(2, 31), (400, 130), (9000, 2250)] * 40,
+}
+
+
+@pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS.keys())
+def test_bytes_per_token_of_short_prompts_say_little_about_long_ones(prompts: list[tuple[int, int]]) -> None:
+    learned = BytesPerToken()
+    for size, tokens in prompts:
+        learned.learn(size, tokens)
+    assert 8440 / learned.value == pytest.approx(2110, rel=0.15)
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(10**6, 1), (0, 10**6), (10**6, 10**6)])
+def test_law_bytes_per_token_are_bounded(size: int, tokens: int) -> None:
+    learned = BytesPerToken()
+    for _ in range(1000):
+        learned.learn(size, tokens)
+        assert MIN_BYTES_PER_TOKEN <= learned.value <= MAX_BYTES_PER_TOKEN

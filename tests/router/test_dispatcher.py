@@ -320,3 +320,14 @@ def test_ended_request_keeps_the_size_of_its_prompt_only(ending: str) -> None:
         and not dispatch.matched
     )
     assert explain(dispatch)["prompt_bytes"] == prompt.bytes
+
+
+def test_long_prompt_after_many_greetings_is_not_taken_for_longer() -> None:
+    """Templates add tokens to each prompt, which are most of a short one's."""
+    cluster = Cluster()
+    for _ in range(120):
+        dispatch = cluster.send(text(0, 2))
+        report = cluster.report(dispatch, 0, 0.01, tokens=31)
+        cluster.dispatcher.began(dispatch, report, cluster.now)
+        cluster.dispatcher.release(dispatch, cluster.now, complete=True)
+    assert cluster.send(text(0, 8440)).tokens == pytest.approx(2110, rel=0.15)

@@ -15,7 +15,7 @@ from baton_api.errors import NotReady
 from baton_router.scheduling.direct_route import DirectRoute
 from baton_router.scheduling.fallback_policy import WorkerPair
 from baton_router.scheduling.pair_selection import LOCAL_PREFILL, PairOption, WorkerGroup
-from baton_router.workers.costs import RunningAverage, TransferCost
+from baton_router.workers.costs import BytesPerToken, TransferCost
 from baton_router.workers.worker import Worker, WorkerHealth, Workers, WorkerStatus, usable
 from baton_router.workers.worker_state import WorkerState, WorkerStates
 
@@ -56,7 +56,7 @@ class Candidates:
             number for number, worker in enumerate(decodes) if not worker.computes_prompts
         )
         """Decode workers that compute no prompts."""
-        self.bytes_per_token: RunningAverage = worker_states.bytes_per_token(decodes[0].model)
+        self.bytes_per_token: BytesPerToken = worker_states.bytes_per_token(decodes[0].model)
         self._pairs: dict[tuple[int, int], WorkerPair] = {}
         self.by_revision: dict[str, Candidates] = {}
         """The candidates of each revision, if there are several."""

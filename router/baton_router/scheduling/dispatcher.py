@@ -248,7 +248,7 @@ class Dispatcher:
     def _learn(self, dispatch: Dispatch, report: PromptReport, compute_s: float) -> None:
         """`compute_s` as reported or estimated; 0 if unknown."""
         if dispatch.prompt.bytes:
-            dispatch.candidates.bytes_per_token.learn(dispatch.prompt.bytes / report.tokens)
+            dispatch.candidates.bytes_per_token.learn(dispatch.prompt.bytes, report.tokens)
         if report.remote and dispatch.pair.prefill is None:
             return
         expected = dispatch.expected_cached * report.tokens / dispatch.tokens

@@ -30,6 +30,16 @@ SMOOTHING = 0.1
 """Weight of one measurement in a moving average."""
 
 
+BYTES_PER_TOKEN = 4.0
+"""Of prompts, before a worker has reported one: as in English text."""
+
+HALF_WEIGHT_BYTES = 2048
+"""Size of a prompt that changes `BytesPerToken` by half as much as the longest."""
+
+MIN_BYTES_PER_TOKEN, MAX_BYTES_PER_TOKEN = 1.0, 16.0
+"""No token of a text has less; more is a client's oddity that would make all other prompts look short."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostPrior:
     """Assumed costs of a model before the first measurement, in the units of the lines below."""
@@ -141,6 +151,22 @@ class RunningAverage:
 
     def learn(self, measured: float) -> None:
         self.value += SMOOTHING * (measured - self.value)
+
+
+@dataclass(slots=True)
+class BytesPerToken:
+    """
+    Bytes of a model's prompts for each token.
+
+    Short prompts hardly count: most of their tokens are the template's, which long ones have only once, too.
+    """
+
+    value: float = BYTES_PER_TOKEN
+
+    def learn(self, size: int, tokens: int) -> None:
+        """A prompt of `size` bytes has `tokens` with its template."""
+        measured = min(MAX_BYTES_PER_TOKEN, max(MIN_BYTES_PER_TOKEN, size / tokens))
+        self.value += SMOOTHING * size / (size + HALF_WEIGHT_BYTES) * (measured - self.value)
 
 
 @dataclass(slots=True)

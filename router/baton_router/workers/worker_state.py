@@ -25,7 +25,9 @@ from baton_router.cache.prefix_index import PrefixIndex
 from baton_router.cache.prompt_chunks import CHUNK_BYTES, PromptChunks
 from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
+    BYTES_PER_TOKEN,
     DEFAULT_PRIOR,
+    BytesPerToken,
     CostPrior,
     LeastSquares,
     PrefillCost,
@@ -67,9 +69,6 @@ class CacheAccuracy:
             self.broken = self.ratio < (ACCURATE_FROM if before else INACCURATE_BELOW)
         return self.broken is not before
 
-
-BYTES_PER_TOKEN = 4.0
-"""Before the first report."""
 
 CAPACITY_FACTOR = 1.5
 """Assumed capacity against the reported one: forgetting too soon costs more than assuming too much."""
@@ -160,7 +159,7 @@ class WorkerStates:
         self._kinds: dict[tuple[Role, str], WorkerKind] = {}
         """By role and model."""
         self._transfers: dict[tuple[str, str], TransferCost] = {}
-        self._bytes_per_token: dict[str, RunningAverage] = {}
+        self._bytes_per_token: dict[str, BytesPerToken] = {}
         self._answered: OrderedDict[int, int] = OrderedDict()
         """Last chunk of a prompt, with the workers that generated its answer, as bits."""
 
@@ -196,10 +195,10 @@ class WorkerStates:
             )
         return cost
 
-    def bytes_per_token(self, model: str) -> RunningAverage:
+    def bytes_per_token(self, model: str) -> BytesPerToken:
         average = self._bytes_per_token.get(model)
         if average is None:
-            average = self._bytes_per_token[model] = RunningAverage(BYTES_PER_TOKEN)
+            average = self._bytes_per_token[model] = BytesPerToken()
         return average
 
     def tokens(self, prompt: PromptChunks, model: str) -> int:
