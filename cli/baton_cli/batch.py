@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton_api.completion_windows import DAY
 from baton_api.errors import SetupError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ Window = Annotated[str, typer.Option(help="Completion window, 60s to 30d, such a
 Id = Annotated[str, typer.Argument(help="Id of the batch: batch_...", metavar="BATCH")]
 
 URL = "http://127.0.0.1:8080"
-DAY = "24h"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import httpx
 
 from baton_api import headers
+from baton_api.completion_windows import DAY, window_fields
 from baton_api.errors import NotReady, SetupError
 
 Shown = dict[str, Any]
@@ -68,9 +69,9 @@ class BatchService:
                     return _body(answer)
         raise AssertionError
 
-    def create(self, file: str, endpoint: str, metadata: dict[str, str], window: str = "24h") -> Shown:
+    def create(self, file: str, endpoint: str, metadata: dict[str, str], window: str = DAY) -> Shown:
         """Create the batch of an input file."""
-        body: Shown = {"input_file_id": file, "endpoint": endpoint, "completion_window": window}
+        body: Shown = {"input_file_id": file, "endpoint": endpoint, **window_fields(window)}
         if metadata:
             body["metadata"] = metadata
         for _ in self._attempts():

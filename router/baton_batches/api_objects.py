@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from baton_api import limits
+from baton_api.completion_windows import DAY, OWN
 from baton_api.errors import INVALID_TYPE, INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
 from baton_api.limits import Limit
 from baton_batches.files import PURPOSES
@@ -90,11 +91,16 @@ def parse_new_batch(body: bytes) -> NewBatch:
     if endpoint not in ENDPOINTS:
         raise _invalid_choice("endpoint", ENDPOINTS)
     window = _text(fields, "completion_window")
-    if window_seconds(window) is None:
+    if window != DAY:
         message = (
-            f"completion_window must be a time from 60s to 30d, such as 24h or 90m, not {window[:100]!r}."
+            f"completion_window must be {DAY}, not {window[:100]!r}. Set {OWN} for a time from 60s to 30d."
         )
         raise InvalidRequest(message, param="completion_window", code=INVALID_VALUE)
+    if fields.get(OWN) is not None:
+        window = _text(fields, OWN)
+        if window_seconds(window) is None:
+            message = f"{OWN} must be a time from 60s to 30d, such as 90m, not {window[:100]!r}."
+            raise InvalidRequest(message, param=OWN, code=INVALID_VALUE)
     return NewBatch(
         file,
         endpoint,
@@ -197,9 +203,6 @@ def _invalid_choice(name: str, values: tuple[str, ...]) -> InvalidRequest:
     message = f"{name} must be one of {', '.join(values)}."
     return InvalidRequest(message, param=name, code=INVALID_VALUE)
 
-
-DEFAULT_WINDOW = "24h"
-"""OpenAI's one value."""
 
 MIN_WINDOW_S, MAX_WINDOW_S = 60, 30 * 86_400
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, exists, func, insert, select, update
 
+from baton_api.completion_windows import DAY
 from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, StaleLease
 from baton_batches import api_objects
 from baton_batches.database import Database
@@ -88,7 +89,7 @@ class Ledger:
         file: StoredFile,
         now: int,
         *,
-        window: str = api_objects.DEFAULT_WINDOW,
+        window: str = DAY,
         metadata: Mapping[str, str] | None = None,
         output_seconds: int | None = None,
         models: Iterable[str] | None = None,

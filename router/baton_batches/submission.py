@@ -9,8 +9,9 @@ from urllib.parse import quote
 import msgspec
 
 from baton_api import batch_jobs
+from baton_api.completion_windows import DAY, window_fields
 from baton_api.errors import NotReady, WorkerLost
-from baton_batches import api_objects, retries
+from baton_batches import retries
 from baton_batches.runner_gateway import OK, REPLY_LIMIT, REQUEST_TIMEOUT_S, upstream_of
 from baton_http.http_client import fetch
 
@@ -45,7 +46,7 @@ class BatchSubmission:
         file: str,
         endpoint: str,
         job: str,
-        window: str = api_objects.DEFAULT_WINDOW,
+        window: str = DAY,
         rng: random.Random | None = None,
     ) -> None:
         """`job` is the BatchJob's name and uid, as `name/uid`. Raises SetupError for an invalid `url`."""
@@ -80,8 +81,8 @@ class BatchSubmission:
         body = {
             "input_file_id": self._file,
             "endpoint": self._endpoint,
-            "completion_window": self._window,
             "metadata": {batch_jobs.METADATA: self._job},
+            **window_fields(self._window),
         }
         return msgspec.json.decode(
             await self._request("POST", "", msgspec.json.encode(body)), type=_SubmittedBatch

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton_api import headers
+from baton_api.completion_windows import OWN, window_fields
 from baton_api.errors import (
     INTEGER_BELOW_MIN_VALUE,
     INVALID_TYPE,
@@ -170,8 +171,9 @@ J9: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "no file": ({"input_file_id": None}, 400, "input_file_id", MISSING_REQUIRED_PARAMETER),
     "a number for a file": ({"input_file_id": 7}, 400, "input_file_id", INVALID_TYPE),
     "a window that is none": ({"completion_window": "1 week"}, 400, "completion_window", INVALID_VALUE),
-    "a window of no time": ({"completion_window": "59s"}, 400, "completion_window", INVALID_VALUE),
-    "an endless window": ({"completion_window": "31d"}, 400, "completion_window", INVALID_VALUE),
+    "another window than OpenAI's": ({"completion_window": "1h"}, 400, "completion_window", INVALID_VALUE),
+    "a window of no time": ({OWN: "59s"}, 400, OWN, INVALID_VALUE),
+    "an endless window": ({OWN: "31d"}, 400, OWN, INVALID_VALUE),
     "no window": ({"completion_window": None}, 400, "completion_window", MISSING_REQUIRED_PARAMETER),
     "another endpoint": ({"endpoint": "/v1/foo"}, 400, "endpoint", INVALID_VALUE),
     "17 keys": ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata", INVALID_VALUE),
@@ -240,7 +242,7 @@ async def test_batches_are_listed_in_pages_newest_first() -> None:
 async def test_batch_has_its_completion_window() -> None:
     async with serving() as router:
         for window, seconds in (("24h", 86_400), ("90m", 5400), ("60s", 60), ("30d", 2_592_000)):
-            id = await created(router, line("a"), completion_window=window)
+            id = await created(router, line("a"), **window_fields(window))
             shown = await get(router, id)
             assert shown["completion_window"] == window
             assert shown["expires_at"] == shown["created_at"] + seconds

@@ -237,7 +237,7 @@ def test_J9_a_batch_that_cannot_be(served: Deployment) -> None:
     bad: list[tuple[dict[str, Any], int, str]] = [
         ({"input_file_id": "file-none"}, 404, "input_file_id"),
         ({"input_file_id": other}, 400, "input_file_id"),
-        ({"completion_window": "1 week"}, 400, "completion_window"),
+        ({"completion_window": "1h"}, 400, "completion_window"),
         ({"endpoint": "/v1/foo"}, 400, "endpoint"),
         ({"metadata": {str(number): "" for number in range(17)}}, 400, "metadata"),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton_api import limits
+from baton_api.completion_windows import DAY, OWN
 from baton_api.openapi.values import (
     BOOLEAN,
     COUNT,
@@ -78,9 +79,9 @@ def _batches() -> dict[str, Schema]:
             {
                 "input_file_id": TEXT,
                 "endpoint": one_of(*ENDPOINTS),
-                "completion_window": WINDOW,
+                "completion_window": exactly(DAY),
             }
-            | optional(metadata=metadata, output_expires_after=expiry),
+            | optional(metadata=metadata, output_expires_after=expiry, **{OWN: WINDOW}),
             ["input_file_id", "endpoint", "completion_window"],
         ),
         "Batch": whole({

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -125,3 +126,17 @@ async def test_chat_usage_has_predicted_tokens(api: Api, content: object) -> Non
     details = body["usage"]["completion_tokens_details"]
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (3, 3)
     assert body["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize("prediction", [None, {"type": "content", "content": ""}], ids=["none", "empty"])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_chat_usage_without_predicted_tokens_rejects_none(api: Api, prediction: object, n: int) -> None:
+    """Case B25: whole and streamed, in each chunk."""
+    details = "completion_tokens_details"
+    body = (await api.chat(prediction=prediction, n=n)).json()
+    assert body["usage"][details]["rejected_prediction_tokens"] == 0
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await api.chat(prediction=prediction, n=n, stream=True, stream_options=options)
+    events = [json.loads(line[6:]) for line in stream.text.split("\n") if line.startswith("data: {")]
+    assert events
+    assert {one["usage"][details]["rejected_prediction_tokens"] for one in events} == {0}
