@@ -141,6 +141,20 @@ class Upstream:
                 return connection
         return None
 
+    async def refuses(self) -> bool:
+        """Whether nothing listens any more: the process has ended. False if that is not known in time."""
+        try:
+            async with asyncio.timeout(self._connect_s):
+                transport, _ = await asyncio.get_running_loop().create_connection(
+                    asyncio.Protocol, self.host, self.port
+                )
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        transport.close()
+        return False
+
     async def _connect(self) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
         try:

@@ -69,7 +69,14 @@ class FakePicker:
         assert self.granted[grant.number] == grant
         self.heard.append(("began", report))
 
-    def failed(self, grant: Grant, *, crashed: bool = False, at_prefill: bool = False) -> None:
+    def failed(
+        self,
+        grant: Grant,
+        *,
+        crashed: bool = False,
+        at_prefill: bool = False,
+        prefill_crashed: bool = False,
+    ) -> None:
         assert self.granted[grant.number] == grant
         self.heard.append(("failed", crashed))
 

@@ -15,6 +15,7 @@ from baton_api import headers, metrics
 from baton_api.errors import PoisonRequest, WorkerLost
 from baton_api.headers import PATIENT_CLASS
 from baton_api.resuming import Beginning, begin_line, tokens_line
+from baton_api.workers import Role
 from baton_router.proxy.retries import (
     BATCH_LOSSES_LIMIT,
     LOSSES_LIMIT,
@@ -24,8 +25,13 @@ from baton_router.proxy.retries import (
     CrashHistory,
     Key,
 )
+from baton_router.workers.worker import usable
 from tests.router import fake_worker
-from tests.router.fake_worker import FakeWorker
+from tests.router.engines.fake_sglang import FakeSglang, Sessions
+from tests.router.engines.fake_vllm import FakeVllm
+from tests.router.engines.test_vllm import CHAT as CHAT_BODY
+from tests.router.engines.test_vllm import PAIRS_ALWAYS
+from tests.router.fake_worker import FakeWorker, WorkerRequest
 from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, until
 
 KEY = ("alice", 7)
@@ -181,6 +187,123 @@ async def test_requests_that_kill_workers_cannot_exceed_the_budget() -> None:
             answer = await router.post(anew(QUESTION))
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, WorkerLost.code)
         assert 1 <= sum(len(worker.requests) for worker in workers) <= 3
+
+
+async def test_prompt_that_kills_sglang_prefill_workers_costs_two() -> None:
+    """The decode workers of these pairs wait for a prompt that never comes, and live."""
+    sessions = Sessions()
+    async with AsyncExitStack() as stack:
+        prefills = [await stack.enter_async_context(FakeSglang(sessions, mode="prefill")) for _ in range(4)]
+        decodes = [await stack.enter_async_context(FakeSglang(sessions, mode="decode")) for _ in range(2)]
+        for one in prefills:
+            one.crashes = True
+        routing = running_router(decodes, prefills, health_interval_s=600)
+        router = await stack.enter_async_context(routing)
+        for _ in range(3):
+            answer = await router.post(CHAT_BODY)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, PoisonRequest.code)
+            assert answer.headers[headers.SHOULD_RETRY] == "false"
+        assert sum(len(one.bodies) for one in prefills) == LOSSES_LIMIT
+
+
+async def test_sglang_prefill_workers_that_fail_are_not_taken_for_killed() -> None:
+    sessions = Sessions()
+    async with (
+        FakeSglang(sessions, mode="prefill") as one,
+        FakeSglang(sessions, mode="prefill") as two,
+        FakeSglang(sessions, mode="decode") as decode,
+        running_router([decode], [one, two], health_interval_s=600, retries=1) as router,
+    ):
+        one.fail_with = two.fail_with = 500
+        answer = await router.post(CHAT_BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, WorkerLost.code)
+
+
+async def test_prompt_that_kills_a_vllm_pair_costs_two_workers() -> None:
+    """The decode worker computes the prompt when its prefill worker is lost, and dies of it, too."""
+    blocks: dict[str, list[int]] = {}
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(FakeVllm(blocks)) for _ in range(6)]
+        for one in workers:
+            one.crashes = True
+        routing = running_router(workers[:3], workers[3:], health_interval_s=600, **PAIRS_ALWAYS)
+        router = await stack.enter_async_context(routing)
+        for _ in range(3):
+            answer = await router.post(CHAT_BODY)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, PoisonRequest.code)
+        assert sum(len(one.bodies) for one in workers[:3]) == 1
+        assert sum(len(one.bodies) for one in workers[3:]) == 1
+
+
+async def test_prompt_that_kills_a_baton_pair_costs_two_workers() -> None:
+    """Its decode worker dies before it can report that the prefill worker had died."""
+    async with AsyncExitStack() as stack:
+        prefills: dict[str, FakeWorker] = {}
+
+        async def kill_both(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
+            await prefills[request.header(headers.PREFILL) or ""].die()
+            await fake_worker.crash(worker, request, writer)
+
+        for number in range(3):
+            one = FakeWorker(role=Role.PREFILL, control=f"127.0.0.1:{number + 1}")
+            prefills[one.load.control] = await stack.enter_async_context(one)
+        decodes = [await stack.enter_async_context(FakeWorker(kill_both)) for _ in range(3)]
+        routing = running_router(decodes, list(prefills.values()), health_interval_s=600, **PAIRS_ALWAYS)
+        router = await stack.enter_async_context(routing)
+        for _ in range(3):
+            answer = await router.post(QUESTION)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, PoisonRequest.code)
+        assert sum(len(one.requests) for one in decodes) == 1
+
+
+async def test_prefill_worker_and_stream_lost_reject_the_request() -> None:
+    """The decode worker reported the lost prefill worker, began to answer, and was lost, too."""
+    blocks: dict[str, list[int]] = {}
+    async with (
+        FakeVllm(blocks) as prefill,
+        FakeVllm(blocks) as decode,
+        running_router([decode], [prefill], health_interval_s=600, **PAIRS_ALWAYS) as router,
+    ):
+        prefill.crashes, decode.gate_after = True, 2
+        stream = {**CHAT_BODY, "stream": True}
+        asking = asyncio.create_task(router.post(stream))
+        await decode.at_gate.wait()
+        await decode.die()
+        with pytest.raises(httpx.RemoteProtocolError):
+            await asking
+        again = await router.post(stream)
+        assert (again.status_code, again.json()["error"]["code"]) == (500, PoisonRequest.code)
+
+
+async def test_prompt_that_kills_prefill_workers_only_costs_two() -> None:
+    """Each time the decode worker answers in its place."""
+    blocks: dict[str, list[int]] = {}
+    async with AsyncExitStack() as stack:
+        prefills = [await stack.enter_async_context(FakeVllm(blocks)) for _ in range(4)]
+        decode = await stack.enter_async_context(FakeVllm(blocks))
+        for one in prefills:
+            one.crashes = True
+        router = await stack.enter_async_context(running_router([decode], prefills, **PAIRS_ALWAYS))
+        for number in range(LOSSES_LIMIT):
+            assert (await router.post(CHAT_BODY)).status_code == 200
+            await until(lambda left=3 - number: len(usable(router.router.workers.prefill, 0.0)) == left)
+        for _ in range(2):
+            answer = await router.post(CHAT_BODY)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, PoisonRequest.code)
+        assert sum(len(one.bodies) for one in prefills) == LOSSES_LIMIT
+
+
+async def test_answer_after_a_lost_prefill_worker_clears_the_request() -> None:
+    blocks: dict[str, list[int]] = {}
+    async with (
+        FakeVllm(blocks) as prefill,
+        FakeVllm(blocks) as decode,
+        running_router([decode], [prefill], health_interval_s=600, **PAIRS_ALWAYS) as router,
+    ):
+        prefill.crashes = True
+        for _ in range(2 * LOSSES_LIMIT):
+            assert (await router.post(CHAT_BODY)).status_code == 200
+        assert len(prefill.bodies) == 1
 
 
 async def test_batch_line_that_kills_its_worker_is_not_retried() -> None:

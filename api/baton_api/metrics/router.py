@@ -20,7 +20,10 @@ CLASSES = ("critical", "interactive", "default", "batch")
 CLASS = Label("class", CLASSES)
 WORKER = Label("worker", bound="current workers")
 ROLE = Label("role", ("prefill", "decode"))
-LOSSES = ("connect", "reset", "hung", "malformed", "incomplete", "idle", "slow", "overdue")
+LOSSES = (
+    *("connect", "reset", "hung", "malformed", "incomplete", "idle", "slow", "overdue"),
+    *("aborted", "prefill", "prefill_crashed"),
+)
 """Causes by which a request loses its worker."""
 STALE = "stale"
 

@@ -21,11 +21,14 @@ from baton_api.workers import Load
 from baton_http.http_client import UpstreamPool
 from baton_http.sse import EventStream
 from baton_http.upstream import ExchangeHolder, Headers, UpstreamExchange
+from baton_router.proxy.retries import PREFILL_CRASHED
 from baton_router.proxy.routed_request import RoutedRequest
 from baton_router.scheduling.picker import Grant
 
 PREFILL_LOST = "prefill"
 """Cause of a loss for which the prefill worker of a pair is to blame."""
+
+PREFILL_CAUSES = frozenset({PREFILL_LOST, PREFILL_CRASHED})
 
 HeadOf = Callable[[str, int], bytes]
 """Worker's name and length of the body -> head of the request."""
@@ -75,8 +78,8 @@ class Call:
 
     beside: asyncio.Task[None] | None = None
     """The prefill worker's half, where both workers get the request at once."""
-    prefill_lost: bool = False
-    """Whether that half failed."""
+    prefill_lost: str = ""
+    """The cause for which that half failed; empty if it did not."""
 
     def close(self) -> None:
         """End what still runs beside the answer."""

@@ -26,6 +26,7 @@ from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
 from baton_router.engines.bodies import openai_error, with_members
 from baton_router.engines.contract import PREFILL_LOST, Call, ResumeState
 from baton_router.engines.openai import estimated_report, usage_of
+from baton_router.proxy.retries import CRASH_CAUSES, PREFILL_CRASHED
 
 SESSIONS = 2**63
 """Transfer sessions (`bootstrap_room`) are random numbers below this."""
@@ -100,13 +101,13 @@ async def _prefill(call: Call, body: bytes) -> None:
                 pass  # the client gets the decode worker's answer
         finally:
             exchange.close()
-        failed = exchange.status >= FAILED
-    except UpstreamLost:
-        failed = True
-    if failed:
-        call.prefill_lost = True
+        cause = PREFILL_LOST if exchange.status >= FAILED else ""
+    except UpstreamLost as lost:
+        cause = PREFILL_CRASHED if lost.cause in CRASH_CAUSES else PREFILL_LOST
+    if cause:
+        call.prefill_lost = cause
         if call.holder.exchange is not None:
-            call.holder.exchange.fail(PREFILL_LOST)
+            call.holder.exchange.fail(cause)
 
 
 class _Half:
@@ -135,7 +136,7 @@ class SglangEngine:
         head = call.head(grant.decode, len(body))
         exchange = await call.upstreams.get(grant.decode).request(head, body, call.holder)
         if call.prefill_lost:
-            exchange.fail(PREFILL_LOST)
+            exchange.fail(call.prefill_lost)
         return exchange
 
     def stream(self, call: Call) -> EventStream | None:

@@ -40,6 +40,7 @@ class WorkerFailed(LinkMessage, frozen=True):
     number: int
     crashed: bool = False
     at_prefill: bool = False
+    prefill_crashed: bool = False
 
 
 class WorkerFull(LinkMessage, frozen=True):

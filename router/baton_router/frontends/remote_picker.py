@@ -147,9 +147,16 @@ class RemotePicker:
         if grant.number in self._granted:
             self._send_message(AnswerBegan(grant.number, report))
 
-    def failed(self, grant: Grant, *, crashed: bool = False, at_prefill: bool = False) -> None:
+    def failed(
+        self,
+        grant: Grant,
+        *,
+        crashed: bool = False,
+        at_prefill: bool = False,
+        prefill_crashed: bool = False,
+    ) -> None:
         if grant.number in self._granted:
-            self._send_message(WorkerFailed(grant.number, crashed, at_prefill))
+            self._send_message(WorkerFailed(grant.number, crashed, at_prefill, prefill_crashed))
 
     def full(self, grant: Grant) -> None:
         if grant.number in self._granted:

@@ -144,7 +144,10 @@ class _FrontendConnection(LinkProtocol):
                 picker.began(self._granted[message.number], message.report)
             case WorkerFailed():
                 picker.failed(
-                    self._granted[message.number], crashed=message.crashed, at_prefill=message.at_prefill
+                    self._granted[message.number],
+                    crashed=message.crashed,
+                    at_prefill=message.at_prefill,
+                    prefill_crashed=message.prefill_crashed,
                 )
             case WorkerFull():
                 picker.full(self._granted[message.number])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton_api.reports import PromptReport
+from baton_api.reports import Fallback, PromptReport
 from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream, usage_tokens
 from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
@@ -48,6 +48,8 @@ class Attempt:
         """Whether the last piece returned is the end of the response."""
         self.report: PromptReport | None = None
         """The worker's report of the prompt, once the response has begun."""
+        self.prefill_refuses = False
+        """Whether the prefill worker was found to be gone after the decode worker was lost."""
         self._usage_tokens = 0
         self._closed = False
         self._sink: Sink | None = None
@@ -129,6 +131,13 @@ class Attempt:
     def taken(self) -> bool:
         """Whether the worker handled the request, be it to reject an invalid one."""
         return self.status < FAILED and self.status not in BUSY
+
+    @property
+    def prefill_crashed(self) -> bool:
+        """Whether the prefill worker died with the request, so that the decode worker computed the prompt."""
+        fallback = self._call.fallback if self._call is not None else None
+        reported = self.report is not None and self.report.fallback == Fallback.LOST
+        return self.prefill_refuses or reported or fallback is Fallback.LOST
 
     @property
     def tokens(self) -> int:

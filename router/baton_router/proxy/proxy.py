@@ -23,7 +23,7 @@ from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
 from baton_http.upstream import UpstreamLost
-from baton_router.engines.contract import PREFILL_LOST, Call, ResumeState
+from baton_router.engines.contract import PREFILL_CAUSES, Call, ResumeState
 from baton_router.engines.registry import all_engines
 from baton_router.metrics.registry import RouterMetrics
 from baton_router.metrics.tracing import Tracing, request_line
@@ -184,7 +184,11 @@ class Proxy:
         try:
             return await attempt.open(call)
         except UpstreamLost as lost:
-            self._lost(proxied, attempt.grant, lost)
+            grant = attempt.grant
+            if lost.cause in CRASH_CAUSES and grant.prefill and grant.engine is EngineKind.BATON:
+                # Baton's decode worker cannot say any more that it had lost the prefill worker before.
+                attempt.prefill_refuses = await self._upstreams.get(grant.prefill).refuses()
+            self._lost(proxied, attempt, lost)
             attempt.close()
             raise
         except BaseException:
@@ -240,7 +244,8 @@ class Proxy:
         elif lost.cause in CRASH_CAUSES:
             # A batch runner sends its lines again by its own rules, which find what kills workers.
             runs_in_batch = pick_request.kind == headers.PATIENT_CLASS
-            affordable = not runs_in_batch and self._budget.spend_after_crash(attempt.grant.decode)
+            failed = _failed_worker(attempt.grant, lost)
+            affordable = not runs_in_batch and self._budget.spend_after_crash(failed)
         else:
             affordable = True
         if not affordable:
@@ -275,7 +280,7 @@ class Proxy:
                 await self._copy(client, attempt, piece)
                 return
             except UpstreamLost as lost:
-                self._lost(proxied, attempt.grant, lost)
+                self._lost(proxied, attempt, lost)
                 attempt, piece = await self._resume(request, proxied, attempt, lost)
 
     async def _copy(self, client: ClientConnection, attempt: Attempt, piece: bytes) -> None:
@@ -347,11 +352,16 @@ class Proxy:
         self._metrics.resumes.labels("failed").inc()
         raise self._final(proxied, lost)
 
-    def _lost(self, proxied: ProxiedRequest, grant: Grant, lost: UpstreamLost) -> None:
-        """Record that a worker was lost while it had the request."""
+    def _lost(self, proxied: ProxiedRequest, attempt: Attempt, lost: UpstreamLost) -> None:
+        """Record that a worker was lost while it had the request, and perhaps its prefill worker before."""
         crashed = lost.cause in CRASH_CAUSES
-        proxied.crashes += crashed
-        self._picker.failed(grant, crashed=crashed, at_prefill=lost.cause == PREFILL_LOST)
+        proxied.crashes += crashed + attempt.prefill_crashed
+        self._picker.failed(
+            attempt.grant,
+            crashed=crashed,
+            at_prefill=lost.cause in PREFILL_CAUSES,
+            prefill_crashed=attempt.prefill_crashed,
+        )
 
     def _final(self, proxied: ProxiedRequest, lost: UpstreamLost) -> BatonError:
         """The error for the client when no other worker is tried."""
@@ -378,4 +388,4 @@ class Proxy:
 
 def _failed_worker(grant: Grant, lost: UpstreamLost | None) -> str:
     """The name of the worker that failed."""
-    return grant.prefill if lost is not None and lost.cause == PREFILL_LOST else grant.decode
+    return grant.prefill if lost is not None and lost.cause in PREFILL_CAUSES else grant.decode

@@ -6,10 +6,10 @@ themselves. A crash costs one retry, however many requests were lost in it. A re
 after another costs one each.
 
 A single lost worker proves nothing, so its requests go to other workers. A request that has lost two
-workers is rejected for as long as it is remembered. Clients retry under a new id, so a request is
-recognized by its tenant and a digest of the body. A complete answer clears it. Batch runners send a
-suspicious line alone before they give it up, and are rejected only where a runner would have given up.
-A broken stream may lose a third worker, because several workers may fail while it lasts.
+workers, whatever their roles, is rejected for as long as it is remembered. Clients retry under a new id, so a
+request is recognized by its tenant and a digest of the body. A complete answer clears it. Batch runners send
+a suspicious line alone before they give it up, and are rejected only where a runner would have given up. A
+broken stream may lose a third worker, because several workers may fail while it lasts.
 """
 
 from __future__ import annotations
@@ -80,8 +80,11 @@ REMEMBERED_S = 600.0
 REMEMBERED_LIMIT = 4096
 """Requests that are remembered. The one whose last loss is oldest is dropped first."""
 
-CRASH_CAUSES = frozenset({"reset", "hung"})
-"""Causes of `upstream.Lost` of which the request itself may be the reason: its worker died or stopped."""
+PREFILL_CRASHED = "prefill_crashed"
+"""Cause of a loss for which a prefill worker is to blame that died or stopped with the request."""
+
+CRASH_CAUSES = frozenset({"reset", "hung", PREFILL_CRASHED})
+"""Causes of `UpstreamLost` of which the request itself may be the reason: its worker died or stopped."""
 
 Key = tuple[str, int]
 """Tenant, and digest of the body."""

@@ -114,12 +114,20 @@ class Picker(Protocol):
         """The response has begun; `report` describes the prompt."""
         ...
 
-    def failed(self, grant: Grant, *, crashed: bool = False, at_prefill: bool = False) -> None:
+    def failed(
+        self,
+        grant: Grant,
+        *,
+        crashed: bool = False,
+        at_prefill: bool = False,
+        prefill_crashed: bool = False,
+    ) -> None:
         """
         The worker was lost: unreachable, broken off, or silent for too long.
 
         `crashed`: it died or hung while it had the request, which may be the reason. `at_prefill`: the
-        prefill worker is to blame, not the decode worker.
+        prefill worker is to blame, not the decode worker. `prefill_crashed`: the prefill worker died with the
+        request before the decode worker was lost.
         """
         ...
 

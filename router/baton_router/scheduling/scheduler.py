@@ -17,7 +17,7 @@ from baton_api import profiles
 from baton_api.background import BackgroundTasks
 from baton_api.errors import PoisonRequest
 from baton_api.metrics import BackgroundTask
-from baton_api.reports import PromptReport
+from baton_api.reports import Fallback, PromptReport
 from baton_http.http_client import UpstreamPool
 from baton_router.proxy.retries import CrashHistory
 from baton_router.proxy.timeouts import first_token_timeout_s
@@ -33,7 +33,7 @@ from baton_router.workers import health_checks
 from baton_router.workers.discovery.sources import FLAGS_SOURCE, WorkerSources
 from baton_router.workers.kv_subscriber import KvSubscribers
 from baton_router.workers.registration import WorkerRegistration
-from baton_router.workers.worker import Workers
+from baton_router.workers.worker import Worker, Workers
 
 DRAIN_CHECK_S = 0.5
 """Seconds from one look at the workers that leave to the next."""
@@ -139,22 +139,38 @@ class RequestScheduler:
     def began(self, grant: Grant, report: PromptReport | None) -> None:
         dispatch, now = self._granted[grant.number], self._clock()
         self.outcomes.answered(dispatch.number, dispatch.pair, report, now)
+        lost_prefill = report is not None and report.fallback == Fallback.LOST
+        if lost_prefill and dispatch.pair.prefill is not None:
+            self._crashed(dispatch, dispatch.pair.prefill, now)
         if dispatch.streams and dispatch.first_byte is None:
             self.outcomes.first_byte(dispatch.pair, now - dispatch.decided)
         self._computed(dispatch)
         self.dispatcher.began(dispatch, report, now)
         self.queue.changed()
 
-    def failed(self, grant: Grant, *, crashed: bool = False, at_prefill: bool = False) -> None:
+    def failed(
+        self,
+        grant: Grant,
+        *,
+        crashed: bool = False,
+        at_prefill: bool = False,
+        prefill_crashed: bool = False,
+    ) -> None:
         dispatch, now = self._granted[grant.number], self._clock()
-        if at_prefill and dispatch.pair.prefill is not None:
-            self.outcomes.prefill_failed(dispatch.number, dispatch.pair.prefill, now)
+        decode, prefill = dispatch.pair.decode, dispatch.pair.prefill
+        if prefill is not None and (prefill_crashed or (at_prefill and crashed)):
+            self._crashed(dispatch, prefill, now)
+        if prefill is not None and at_prefill:
+            self.outcomes.prefill_failed(dispatch.number, prefill, now)
             return
         self.outcomes.failed(dispatch.number, dispatch.pair, now)
         if crashed:
-            decode = dispatch.pair.decode
-            epoch = decode.health.load.epoch if decode.health.load else ""
-            self._crashes.lost((dispatch.tenant, dispatch.digest), decode.name, epoch, now)
+            self._crashed(dispatch, decode, now)
+
+    def _crashed(self, dispatch: Dispatch, worker: Worker, now: float) -> None:
+        """A worker died or stopped while it had the request."""
+        epoch = worker.health.load.epoch if worker.health.load else ""
+        self._crashes.lost((dispatch.tenant, dispatch.digest), worker.name, epoch, now)
 
     def full(self, grant: Grant) -> None:
         self.outcomes.full(self._granted[grant.number].pair, self._clock())
@@ -165,7 +181,7 @@ class RequestScheduler:
         dispatch = self._granted.pop(grant.number)
         self.outcomes.release(dispatch.number, dispatch.pair)
         dispatch.pair.decode.in_flight -= 1
-        if complete:
+        if complete and (dispatch.report is None or not dispatch.report.fallback):
             self._crashes.answered((dispatch.tenant, dispatch.digest))
         self._computed(dispatch)
         now = self._clock()

@@ -70,6 +70,9 @@ class FakeEngine:
         self.at_gate = asyncio.Event()
         self.fail_with: int = 0
         """A status with which generating requests fail."""
+        self.crashes = False
+        """With it, the process dies of a generating request."""
+        self._dying: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
         listening = bind("127.0.0.1", 0)
@@ -99,6 +102,13 @@ class FakeEngine:
 
     def routes(self) -> list[Route]:
         raise NotImplementedError
+
+    async def take(self, body: dict[str, Any]) -> None:
+        """Record the body of a generating request, and die of it if that is so."""
+        self.bodies.append(body)
+        if self.crashes:
+            self._dying = asyncio.ensure_future(self.die())
+            await asyncio.Event().wait()
 
     async def pause(self, sent: int) -> None:
         """Wait at the gate if `sent` tokens have passed."""

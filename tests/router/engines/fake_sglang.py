@@ -73,7 +73,7 @@ class FakeSglang(FakeEngine):
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
-        self.bodies.append(body)
+        await self.take(body)
         self.headers.append(dict(request.headers))
         if self.fail_with:
             return error(self.fail_with, "It failed.", "InternalServerError")

@@ -208,7 +208,7 @@ class FakeVllm(FakeEngine):
             return error(404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         if prompt == PROBE:
             return JSONResponse(self._whole(body, prompt, [9], kind, "probe"))
-        self.bodies.append(body)
+        await self.take(body)
         self.headers.append(dict(request.headers))
         if self.fail_with:
             return error(self.fail_with, "It failed.", "InternalServerError")
