@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 import httpx
 import pytest
@@ -284,9 +285,13 @@ async def test_prompt_that_kills_prefill_workers_only_costs_two() -> None:
         for one in prefills:
             one.crashes = True
         router = await stack.enter_async_context(running_router([decode], prefills, **PAIRS_ALWAYS))
+
+        def fewer(left: int) -> bool:
+            return len(usable(router.router.workers.prefill, 0.0)) == left
+
         for number in range(LOSSES_LIMIT):
             assert (await router.post(CHAT_BODY)).status_code == 200
-            await until(lambda left=3 - number: len(usable(router.router.workers.prefill, 0.0)) == left)
+            await until(partial(fewer, 3 - number))
         for _ in range(2):
             answer = await router.post(CHAT_BODY)
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, PoisonRequest.code)
