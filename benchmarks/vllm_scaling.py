@@ -30,6 +30,7 @@ import httpx
 from baton_operator.kinds.part import Duration
 from baton_operator.kinds.worker_role import ScaleDown, ScaleUp
 from baton_operator.scaling.decision import decide
+from baton_operator.scaling.engine_slots import DecodeSlots
 from baton_operator.scaling.prometheus import METRIC_LABEL, MetricsLost, MetricsQuery, PrometheusClient
 from baton_operator.scaling.sample import RoleMemory, ScalingPolicy
 from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
@@ -151,7 +152,9 @@ class Autoscaler:
         self._folder = folder
         self._memory = RoleMemory.new(time.monotonic(), startup_s=30.0)
         self._prometheus = PrometheusClient()
-        self._query = MetricsQuery("models", "chat", 95, window_s=16, decode_slots=SLOTS)
+        self._query = MetricsQuery(
+            "models", "chat", 95, window_s=16, decode_slots=DecodeSlots(SLOTS, exact=True)
+        )
         self._last = ""
 
     async def step(self, client: httpx.AsyncClient, phase: str, began: float) -> None:

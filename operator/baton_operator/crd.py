@@ -27,6 +27,9 @@ VERSION = "v1alpha1"
 NAME_LIMIT = 40
 """Maximum characters of a service's name: generated names add up to 23, and 63 is the limit."""
 
+SERVICE_NAME = "^[a-z][-a-z0-9]*$"
+"""Names that are valid for a Service, among those that are valid for other objects."""
+
 HEAD = "# Generated from baton_operator by `make fix`. Do not edit.\n"
 
 
@@ -113,7 +116,7 @@ class Resource:
                 "kind": {"type": "string", "description": "Kind of the object."},
                 "metadata": {"type": "object"},
                 "spec": structural(self.spec),
-                "status": structural(self.status, facts=False),
+                "status": structural(self.status, of_spec=False),
             },
             **({"x-kubernetes-validations": checked} if checked else {}),
         }
@@ -143,6 +146,10 @@ RESOURCES = (
             Rule(
                 f"size(self.metadata.name) <= {NAME_LIMIT}",
                 f"the name must have at most {NAME_LIMIT} characters: names of generated objects are longer",
+            ),
+            Rule(
+                f"self.metadata.name.matches('{SERVICE_NAME}')",
+                "the name must start with a letter and have no dots: the Service has this name",
             ),
         ),
     ),

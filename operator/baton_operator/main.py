@@ -186,6 +186,7 @@ def _reconcilers(
         issuer,
         settings.metrics_namespace,
         {"vLLM": settings.vllm_image, "SGLang": settings.sglang_image},
+        settings.lease_namespace,
     )
     reader = ClusterReader(cache, RouterHealthSource(rollout_health.read_text, time.monotonic))
     scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)

@@ -1,9 +1,11 @@
 """
 Structural schemas for the API server, generated from the types: no references, defaults written out.
 
-Three things differ from pydantic's own schema. References are resolved: the API server does not support them.
-Optional fields are absent instead of null. And the default of an object includes the defaults inside of it,
-because the API server evaluates rules on it before it fills those in.
+Four things differ from pydantic's own schema. References are resolved: the API server does not support them.
+Optional fields are absent instead of null. The default of an object includes the defaults inside of it,
+because the API server evaluates rules on it before it fills those in. And items of lists in a spec have no
+defaults: clients that compare whole lists, such as `kubectl apply` and Argo CD, would find a difference after
+each write. The types fill these defaults in when the operator reads an object.
 
 Descriptions get the default and the range of their field, which `kubectl explain` does not show otherwise.
 """
@@ -32,16 +34,17 @@ LIST_TYPE = "x-kubernetes-list-type"
 RULES = "x-kubernetes-validations"
 
 
-def structural(kind: type[Part], *, facts: bool = True) -> Schema:
+def structural(kind: type[Part], *, of_spec: bool = True) -> Schema:
     """
     Return the OpenAPI v3 schema of `kind`, as a CustomResourceDefinition holds it.
 
-    `facts`: whether descriptions end with default and range.
+    `of_spec`: users write it, so descriptions end with default and range, and items have no defaults.
     """
     whole = kind.model_json_schema(by_alias=True, mode="validation")
     schema = _object(whole, whole.get("$defs", {}))
-    if facts:
+    if of_spec:
         _add_facts(schema)
+        _drop_defaults_of_items(schema)
     _add_old_names(kind, schema)
     return schema
 
@@ -99,6 +102,15 @@ def _add_facts(schema: Schema) -> None:
             field["description"] += f" {facts}"
         _add_facts(field)
         _add_facts(field.get("items", {}))
+
+
+def _drop_defaults_of_items(schema: Schema, *, in_list: bool = False) -> None:
+    if in_list:
+        schema.pop("default", None)
+    for field in schema.get("properties", {}).values():
+        _drop_defaults_of_items(field, in_list=in_list)
+    if "items" in schema:
+        _drop_defaults_of_items(schema["items"], in_list=True)
 
 
 def _facts(field: Schema) -> str:

@@ -68,8 +68,9 @@ class OperatorSettings(BaseSettings):
     """Default image of workers with `spec.engine.type` SGLang. Empty: such services name their image."""
 
     worker_api_key_file: str = ""
-    """File with the API key that vLLM workers require, read for each request. The operator sends it to the
-    workers of every service with LoraAdapters, so set it only if their users may know it. Empty: no key."""
+    """File with the key that workers require to load adapters (their API key, or a Baton worker's
+    `--admin-api-key`), read for each request. The operator sends it to the workers of every service with
+    LoraAdapters, so set it only if their users may know it. Empty: no key."""
 
     mutual_tls_issuer: str = Field(default="", pattern=rf"^({ISSUER})?$")
     """Default issuer of mutual TLS certificates for the workers and routers of a service: cert-manager's
@@ -115,7 +116,8 @@ class OperatorSettings(BaseSettings):
     """Name of the Lease for leader election."""
 
     lease_namespace: str = Field(default_factory=_own_namespace, min_length=1)
-    """Namespace of the Lease. Default: the operator's own."""
+    """Namespace of the Lease and of the operator's pods, which NetworkPolicies of services admit. Default:
+    the operator's own."""
 
     identity: str = ""
     """Identity of this operator in the Lease, such as the name of its pod. An operator that restarts with

@@ -13,6 +13,7 @@ from baton_api.metrics.engines import MAPPINGS
 from baton_api.metrics.engines.mapping import EngineMapping
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.decision import decide
+from baton_operator.scaling.engine_slots import DecodeSlots
 from baton_operator.scaling.prometheus import METRIC_LABEL, MetricsQuery
 from baton_operator.scaling.sample import RoleMemory, RoleSample, ScalingDecision, ScalingPolicy
 from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
@@ -28,8 +29,11 @@ from tests.observing.engine_series import (
 IDLE_S, BUSY_S, AFTER_S = 20, 55, 175
 """Before, during and after the load of the recording."""
 
-SLOTS = 4
+SLOTS = DecodeSlots(4, exact=True)
 """`--max-num-seqs` of the decode workers, if the spec names it."""
+
+DEFAULT = DecodeSlots(64, exact=False)
+"""What the engine has at least, if the spec names nothing."""
 
 POLICIES: Mapping[RoleName, ScalingPolicy] = {
     "prefill": ScalingPolicy(least=1, most=8, objective_s=2.0, queue_s=2.0),
@@ -52,11 +56,24 @@ def all_series(recording: Recording) -> Series:
     return {**recording.scraped(), **router_series(recording)}
 
 
-def inputs(recording: Recording, series: Series, at_s: int, slots: int | None = None) -> ServiceMetrics:
+def inputs(
+    recording: Recording, series: Series, at_s: int, slots: DecodeSlots | None = None
+) -> ServiceMetrics:
     """Return the inputs of the autoscaler at a time, from its own query."""
     query = MetricsQuery(NAMESPACE, SERVICE, 95, window_s=40, decode_slots=slots)
     results = evaluated(recording.interval_s, series, {"all": query.text}, at_s)["all"]
     return ServiceMetrics({labels[METRIC_LABEL]: value for labels, value in results})
+
+
+def with_load(recording: Recording, running: float, queued: float) -> Series:
+    """Return all series, with other numbers of requests in the decode worker."""
+    changes = {"vllm:num_requests_running": running, "vllm:num_requests_waiting": queued}
+    return {
+        name: [changes[name.partition("{")[0]]] * len(values)
+        if name.partition("{")[0] in changes and 'role="decode"' in name
+        else values
+        for name, values in all_series(recording).items()
+    }
 
 
 def sample(role: RoleName, seen: ServiceMetrics, replicas: int = 1) -> RoleSample:
@@ -203,8 +220,38 @@ class TestAutoscalerInputs:
             not without.read("decode_slots").has_value and not without.read("decode_fullest_slots").has_value
         )
         seen = inputs(pair, series, BUSY_S, slots=SLOTS)
-        assert seen.read("decode_slots").value == SLOTS
-        assert seen.read("decode_fullest_slots").value == 3 / SLOTS
+        assert seen.read("decode_slots").value == SLOTS.count
+        assert seen.read("decode_fullest_slots").value == 3 / SLOTS.count
+
+    @pytest.mark.parametrize(
+        ("running", "queued", "fullest", "slots"),
+        [
+            (0, 0, 0.0, None),
+            (16, 0, 16 / 64, None),
+            (60, 0, 0.8, None),
+            (200, 0, 0.8, None),
+            (200, 10, 0.8, None),
+            (40, 20, 1.5, 40),
+            (5, 1, 6 / 64, 5),
+        ],
+        ids=["idle", "a quarter", "many", "more than the default", "short queue", "queue", "one waits"],
+    )
+    def test_slots_without_an_argument_show_in_the_queue(
+        self, pair: Recording, running: int, queued: int, fullest: float, slots: int | None
+    ) -> None:
+        seen = inputs(pair, with_load(pair, running, queued), BUSY_S, slots=DEFAULT)
+        assert seen.read("decode_fullest_slots").value == pytest.approx(fullest)
+        assert seen.read("decode_slots").value == slots
+
+    def test_slots_of_a_full_worker_are_not_hidden_by_an_idle_one(self, pair: Recording) -> None:
+        idle = {
+            name.replace("decode-0", "decode-1"): [0.0 for _ in values]
+            for name, values in with_load(pair, 0, 0).items()
+            if name.startswith("vllm:num_requests")
+        }
+        for running, queued, fullest in ((200, 0, 0.8), (40, 20, 1.5)):
+            series = {**with_load(pair, running, queued), **idle}
+            assert inputs(pair, series, BUSY_S, slots=DEFAULT).read("decode_fullest_slots").value == fullest
 
     def test_idle_pair_has_zeros(self, pair: Recording) -> None:
         seen = inputs(pair, all_series(pair), AFTER_S, slots=SLOTS)
@@ -236,7 +283,7 @@ class TestAutoscalerInputs:
 class TestDecisions:
     def test_load_scales_decode_up(self, pair: Recording) -> None:
         """Three of three slots are in use, and the rate of such a worker is its capacity."""
-        seen = inputs(pair, all_series(pair), BUSY_S, slots=3)
+        seen = inputs(pair, all_series(pair), BUSY_S, slots=DecodeSlots(3, exact=True))
         assert sample("decode", seen).utilisation.value == 1
         decision = decided("decode", sample("decode", seen))
         assert (decision.replicas, decision.reason) == (2, "Demand")
@@ -247,11 +294,26 @@ class TestDecisions:
         decision = decided("prefill", sample("prefill", seen))
         assert decision.replicas > 1 and decision.reason in ("Demand", "Saturated"), decision
 
+    def test_queue_in_decode_grows_decode_and_not_prefill(self, pair: Recording) -> None:
+        """No argument names the slots, and KV blocks are hardly used: only the queue says that it is full."""
+        series = dict(with_load(pair, 64, 60))
+        for name, value in ((metrics.ROUTER_QUEUE_DEPTH, 60.0), (metrics.ROUTER_QUEUED_TOKENS, 250_000.0)):
+            (queue,) = (one for one in series if one.startswith(name.name))
+            series[queue] = [value] * pair.samples
+        seen = inputs(pair, series, BUSY_S, slots=DEFAULT)
+        decode = sample("decode", seen)
+        assert decode.utilisation.value == pytest.approx((64 + 60) / 64 + 60 / 64)
+        assert decode.tightest == "BatchSlots"
+        assert decided("decode", decode).replicas > 1
+        calm = inputs(pair, all_series(pair), BUSY_S, slots=DEFAULT)
+        assert sample("prefill", seen).backlog.value == sample("prefill", calm).backlog.value
+
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    @pytest.mark.parametrize("slots", [SLOTS, DEFAULT], ids=["named", "by default"])
     @pytest.mark.parametrize("role", ["prefill", "decode"])
-    def test_idle_pair_scales_down(self, engine: str, role: RoleName) -> None:
+    def test_idle_pair_scales_down(self, engine: str, slots: DecodeSlots, role: RoleName) -> None:
         pair = Recording.read(f"{engine}_pair")
-        seen = inputs(pair, all_series(pair), AFTER_S, slots=SLOTS)
+        seen = inputs(pair, all_series(pair), AFTER_S, slots=slots)
         decision = decided(role, replace(sample(role, seen, replicas=2), silent=0), capacity=150.0)
         assert (decision.replicas, decision.reason) == (1, "Spare"), decision
 

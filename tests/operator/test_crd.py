@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from baton_operator.crd import RESOURCES, Resource, files
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.drift import amount, contains
 
 CRDS = Path(__file__).parents[2] / "crds"
 KINDS = pytest.mark.parametrize("kind", RESOURCES, ids=lambda one: one.kind)
@@ -62,6 +64,70 @@ def test_crd_lists_texts_and_numbers_are_bounded(kind: Resource) -> None:
 def test_crd_fields_have_a_type(kind: Resource) -> None:
     for path, field in fields(kind):
         assert "type" in field or field.get("x-kubernetes-int-or-string"), path
+
+
+@KINDS
+def test_crd_items_of_lists_have_no_defaults(kind: Resource) -> None:
+    """`kubectl apply` and Argo CD compare lists whole: a default inside would be a change for ever."""
+    assert not [
+        path
+        for path, field in fields(kind)
+        if path.startswith("spec") and "[]" in path and "default" in field
+    ]
+
+
+def test_crd_types_fill_in_defaults_of_items() -> None:
+    read = InferenceServiceSpec.model_validate(
+        {
+            "model": {"uri": "hf://a/b"},
+            "decode": {"placement": {"topologySpread": [{"topologyKey": "zone"}]}},
+            "rollout": {"canary": {"steps": [{"weight": 5}]}},
+        }
+    )
+    (spread,) = read.decode.placement.topology_spread
+    assert (spread.max_skew, spread.when_unsatisfiable) == (1, "ScheduleAnyway")
+    assert read.rollout.canary is not None and read.rollout.canary.steps[0].pause == "5m"
+
+
+QUANTITIES = (
+    "1", "+1", "1.", ".5", "0.5", "500m", "100n", "100u", "12k", "1.5Gi", "4G", "2E", "1Ei",
+    "1e9", "1E9", "1.5e+3", "5e-3",
+)  # fmt: skip
+NO_QUANTITIES = (
+    "",
+    "-1",
+    "Gi",
+    "1 Gi",
+    "1K",
+    "1ki",
+    "1GiB",
+    "1e",
+    "1e9Gi",
+    "0x10",
+    "1e999",
+    "inf",
+    "1,5",
+    ".",
+)
+
+
+@pytest.mark.parametrize("text", QUANTITIES)
+def test_quantity_of_kubernetes_is_read_and_compared(text: str) -> None:
+    read = InferenceServiceSpec.model_validate(
+        {"model": {"uri": "hf://a/b"}, "decode": {"resources": {"memory": text}}}
+    )
+    assert read.decode.resources.memory == text
+    assert contains({"memory": f"{amount(text):f}"}, {"memory": text})
+
+
+@pytest.mark.parametrize("text", NO_QUANTITIES)
+def test_quantity_that_kubernetes_rejects_is_invalid(text: str) -> None:
+    with pytest.raises(ValidationError):
+        InferenceServiceSpec.model_validate(
+            {"model": {"uri": "hf://a/b"}, "decode": {"resources": {"memory": text}}}
+        )
+    with pytest.raises(ValueError):
+        amount(text)
 
 
 def test_crd_defaults_read_by_rules_are_in_the_schema() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest_asyncio
 import yaml
 
 from baton_operator.crd import RESOURCES, Resource
+from baton_operator.kinds.inference_service import InferenceServiceSpec
 from tests.operator.bounds import Breach, breaches, broken
+from tests.operator.test_crd import NO_QUANTITIES, QUANTITIES
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -91,10 +93,49 @@ async def test_admission_invalid_spec_is_rejected_with_its_field(
     assert named in answer.json()["message"]
 
 
-async def test_admission_too_long_name_is_rejected(api: RealKubernetes) -> None:
-    answer = await create(api, service(MINIMAL, "a" * 41))
+NAMES = [
+    ("a" * 41, "at most 40 characters"),
+    ("llama-3.1-8b", "have no dots"),
+    ("7b", "must start with a letter"),
+]
+
+
+@pytest.mark.parametrize(("name", "named"), NAMES)
+async def test_admission_name_that_no_service_can_have_is_rejected(
+    api: RealKubernetes, name: str, named: str
+) -> None:
+    answer = await create(api, service(MINIMAL, name))
     assert answer.status_code == 422
-    assert "at most 40 characters" in answer.json()["message"]
+    assert named in answer.json()["message"]
+
+
+@pytest.mark.parametrize("name", ["a", "a" * 40, "llama-3-1-8b", "q2"])
+async def test_admission_admitted_name_is_one_of_a_service(api: RealKubernetes, name: str) -> None:
+    assert (await create(api, service(MINIMAL, name))).status_code == 201
+    headless = {"metadata": {"name": name}, "spec": {"clusterIP": "None"}}
+    answer = await api.admin.post("/api/v1/namespaces/default/services?dryRun=All", json=headless)
+    assert answer.status_code == 201, answer.text
+
+
+@pytest.mark.parametrize("quantity", [*QUANTITIES, 2, 1e9])
+async def test_admission_quantity_of_kubernetes_is_admitted(
+    api: RealKubernetes, quantity: str | float
+) -> None:
+    spec = {**MINIMAL, "decode": {"resources": {"memory": quantity, "sharedMemory": quantity}}}
+    answer = await create(api, service(spec))
+    assert answer.status_code == 201, answer.text
+    memory = InferenceServiceSpec.model_validate(answer.json()["spec"]).decode.resources.memory
+    container = {"name": "main", "image": "none", "resources": {"requests": {"memory": memory}}}
+    pod = {"metadata": {"name": "one"}, "spec": {"containers": [container]}}
+    answer = await api.admin.post("/api/v1/namespaces/default/pods?dryRun=All", json=pod)
+    assert answer.status_code == 201, answer.text
+
+
+@pytest.mark.parametrize("quantity", NO_QUANTITIES)
+async def test_admission_invalid_quantity_is_rejected(api: RealKubernetes, quantity: str) -> None:
+    answer = await create(api, service({**MINIMAL, "decode": {"resources": {"memory": quantity}}}))
+    assert answer.status_code == 422
+    assert "spec.decode.resources.memory" in answer.json()["message"]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +149,24 @@ async def test_admission_valid_spec_is_read_back_by_its_types(api: RealKubernete
     assert admitted == kind.spec.model_validate(spec), (
         "the API server fills in the same defaults as the types"
     )
+
+
+def lists(path: str, written: Any, stored: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The lists in what a user wrote, with what the API server stored in their place."""
+    if isinstance(written, list):
+        yield path, written, stored
+    elif isinstance(written, dict):
+        for name, below in written.items():
+            yield from lists(f"{path}.{name}", below, stored[name])
+
+
+@pytest.mark.parametrize(
+    "spec", [case["spec"] for case in ADMITTED], ids=[case["it has"] for case in ADMITTED]
+)
+async def test_admission_lists_are_stored_as_written(api: RealKubernetes, spec: Any) -> None:
+    """Clients compare lists whole, so a default in an item would make each `kubectl apply` a change."""
+    stored = (await create(api, service(spec))).json()["spec"]
+    assert not [one for one in lists("spec", spec, stored) if one[1] != one[2]]
 
 
 OTHERS: list[tuple[str, dict[str, Any], str, Any, str]] = [

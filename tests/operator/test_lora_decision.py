@@ -136,6 +136,29 @@ def status_of(
     return report(one, plan.placements[one.object], pods, errors or {}, taken, now)
 
 
+def test_deleted_adapter_waits_for_a_load_that_runs() -> None:
+    gone = adapter(deleted=NOW, **OURS)
+    assert not status_of(gone, [pod(busy=True)]).released
+    assert status_of(gone, [pod()]).released
+
+
+@pytest.mark.parametrize(
+    ("pods", "expected"),
+    [
+        ([], False),
+        ([pod()], False),
+        ([pod(models={"pirate": PATH})], True),
+        ([pod(), pod("decode-1", models={"pirate": PATH}, ready=False)], True),
+        ([pod(busy=True)], None),
+        ([replace(pod(), models=None)], None),
+        ([replace(pod(), models=None, ready=False)], False),
+        ([pod(busy=True, template=replace(TEMPLATE, adapters=False))], False),
+    ],
+)
+def test_held_is_known_only_from_pods_that_were_read(pods: list[AdapterPod], expected: bool | None) -> None:
+    assert reports.held(adapter(**OURS), pods) is expected
+
+
 PAIR = [pod("prefill-0", HAS), pod("decode-0", HAS)]
 VLLM = spec_of()
 BATON = spec_of(engine={"lora": {"maxAdapters": 2}})

@@ -128,6 +128,8 @@ ANY = 41_000
 """A port that UCX may choose."""
 
 OPERATOR = Peer("baton-system", {labels.ROLE: "operator"}, "10.2.0.1")
+FALSE_OPERATOR = Peer(STRANGERS, OPERATOR.labels, "10.2.0.2")
+FALSE_BESIDE = Peer(MODELS, OPERATOR.labels, "10.2.0.3")
 PROMETHEUS = Peer(MONITORING, {"app.kubernetes.io/name": "prometheus"}, "10.3.0.1")
 CONTROLLER = Peer(GATEWAY, {}, "10.4.0.1")
 IN_NAMESPACE = Peer(MODELS, {}, "10.0.9.1")
@@ -185,6 +187,9 @@ CONNECTIONS: list[tuple[str, Manifest, str | Peer, str | Peer, int, bool]] = [
     ("vLLM decode reads a side channel", VLLM, "decode", "prefill", 5600, True),
     ("SGLang decode asks a bootstrap server", SGLANG, "decode", "prefill", 8998, True),
     ("the operator loads an adapter", ADAPTERS, OPERATOR, "prefill", names.HTTP_PORT, True),
+    ("not from another namespace", ADAPTERS, FALSE_OPERATOR, "prefill", names.HTTP_PORT, False),
+    ("a false one reads no router", RESTRICTED, FALSE_OPERATOR, "router", names.ROUTER_PORT, False),
+    ("nor one beside the service", ADAPTERS, FALSE_BESIDE, "decode", names.HTTP_PORT, False),
     ("but not where there are none", VLLM, OPERATOR, "decode", names.HTTP_PORT, False),
     ("nor at another port", ADAPTERS, OPERATOR, "decode", 5557, False),
     ("and a client loads none", ADAPTERS, IN_NAMESPACE, "decode", names.HTTP_PORT, False),

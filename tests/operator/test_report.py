@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton_operator.reconcilers.report import rejected_status
+from baton_operator.scaling import role_scalers
 from tests.operator.fake_cluster import FakeCluster
 
 PAIR: dict[str, Any] = {
@@ -42,6 +43,37 @@ def test_evicted_pod_is_not_counted_and_named_until_replaced() -> None:
     decode = cluster.service["status"]["decode"]
     assert (decode["replicas"], decode["ready"], decode["message"]) == (3, 3, "")
     assert cluster.condition("Ready") == ("True", "Serving")
+
+
+@pytest.mark.parametrize(
+    ("requested", "limited", "recommended", "expected"),
+    [
+        (2, "", 2, ("False", "NotLimited")),
+        (9, "", 2, ("True", "AtMaximum")),
+        (2, "AtMaximum", 9, ("True", "AtMaximum")),
+        (2, "GpuBudget", 2, ("True", "GpuBudget")),
+    ],
+)
+def test_scaling_limited_at_the_maximum(
+    requested: int, limited: str, recommended: int, expected: tuple[str, str]
+) -> None:
+    """By the operator's advice, and by what an HPA or `kubectl scale` wrote."""
+    cluster = FakeCluster(
+        {
+            "model": {"uri": "builtin://smollm2"},
+            "decode": {"scaling": {"minReplicas": 1, "maxReplicas": 2}},
+            "autoscaling": {"mode": "External"},
+        }
+    )
+    cluster.settle()
+    scaler = cluster.objects[role_scalers.API, role_scalers.KIND, "chat-decode"]
+    scaler["spec"]["replicas"] = requested
+    scaler["status"] = {
+        "scaling": {"recommended": recommended, "limited": limited, "reason": "Demand", "source": "Measured"}
+    }
+    cluster.settle()
+    assert cluster.condition("ScalingLimited") == expected
+    assert cluster.service["status"]["decode"]["desired"] == 2
 
 
 def test_revision_with_only_evicted_pods_is_gone() -> None:

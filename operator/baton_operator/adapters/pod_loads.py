@@ -51,13 +51,21 @@ class PodLoads:
 
         return await asyncio.gather(*map(read, pods))
 
+    def due(self, pods: Sequence[AdapterPod], work: Mapping[str, PodWork]) -> dict[str, PodWork]:
+        """Return the work that may start now, by pod key."""
+        todo = {
+            pod.key: self._due(pod, work[pod.key])
+            for pod in pods
+            if pod.key in work and pod.key not in self._tasks
+        }
+        return {key: one for key, one in todo.items() if one.unload or one.load}
+
     def start(self, pods: Sequence[AdapterPod], work: Mapping[str, PodWork]) -> list[asyncio.Task[None]]:
         """Start the work that is due, and return its tasks."""
-        started = []
+        todo, started = self.due(pods, work), []
         for pod in pods:
-            todo = self._due(pod, work.get(pod.key, PodWork()))
-            if pod.key not in self._tasks and (todo.unload or todo.load):
-                task = asyncio.create_task(self._do(pod, todo))
+            if pod.key in todo:
+                task = asyncio.create_task(self._do(pod, todo[pod.key]))
                 self._tasks[pod.key] = task
                 task.add_done_callback(partial(self._ended, pod.key))
                 started.append(task)

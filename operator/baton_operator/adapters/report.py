@@ -74,11 +74,22 @@ def remaining_names(
     return tuple(ours[:NAMES_LIMIT])
 
 
+def held(adapter: Adapter, pods: Sequence[AdapterPod]) -> bool | None:
+    """Return whether a pod has the adapter under one of its names; None if that is not known yet."""
+    if any(name in (pod.models or ()) for pod in pods for name in adapter.names):
+        return True
+    return None if any(_may_have(pod, name) for pod in pods for name in adapter.names) else False
+
+
 def _may_have(pod: AdapterPod, name: str) -> bool:
-    """Whether the pod may have an adapter. One that is not ready and cannot be read is about to restart."""
+    """
+    Whether the pod may have an adapter, or get it from a load that runs.
+
+    One that is not ready and cannot be read is about to restart.
+    """
     if not pod.template.adapters:
         return False
-    return name in pod.models if pod.models is not None else pod.ready
+    return pod.busy or (name in pod.models if pod.models is not None else pod.ready)
 
 
 def _state(

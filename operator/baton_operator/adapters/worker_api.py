@@ -16,6 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from baton_operator import answers
+
 READ_S = 4.0
 """Time limit of a list in seconds."""
 
@@ -85,18 +87,11 @@ class AdapterApi:
         if self._session is None:
             # Each pod is asked rarely: connections would only go stale.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+            self._session = answers.session(connector=connector)
         headers = {}
         if self._key_file:
             headers["Authorization"] = f"Bearer {_key(self._key_file)}"
-        request = self._session.request(method, url, json=body, headers=headers, allow_redirects=False)
-        async with request as answer:
-            content = b""
-            async for chunk in answer.content.iter_any():
-                content += chunk
-                if len(content) > ANSWER_LIMIT:
-                    raise ValueError(f"the answer has more than {ANSWER_LIMIT} bytes")
-            return answer.status, content
+        return await answers.fetch(self._session, method, url, limit=ANSWER_LIMIT, json=body, headers=headers)
 
 
 def _key(file: str) -> str:

@@ -153,16 +153,20 @@ def between(least: str, most: str) -> Any:
     return Field(json_schema_extra={"x-kubernetes-validations": checked})
 
 
+QUANTITY = r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]{1,2})?"
+"""Number and unit or exponent of a quantity."""
+
 Quantity = Annotated[
     str,
     Field(
         max_length=32,
-        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$",
+        pattern=rf"^{QUANTITY}$",
         json_schema_extra={"x-kubernetes-int-or-string": True},
     ),
-    BeforeValidator(lambda given: str(given) if isinstance(given, int) else given),
+    # The API server admits numbers: 2, and 1e9 without quotes.
+    BeforeValidator(lambda given: str(given) if isinstance(given, int | float) else given),
 ]
-"""A quantity of Kubernetes: 500m, 16Gi, 2."""
+"""A quantity of Kubernetes: 500m, 16Gi, 1e9, 2. Not negative."""
 
 Anything = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
 """An object without a schema. The API server checks it when the operator uses it."""

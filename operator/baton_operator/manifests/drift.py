@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from baton_operator.kinds.part import QUANTITY
 from baton_operator.manifests.objects import Manifest
 
 ANNOTATION = "baton.dev/applied"
@@ -25,9 +26,9 @@ TEMPLATE = "baton.dev/template"
 TEMPLATE_FIELDS = ("selector", "template", "leaderWorkerTemplate")
 """Fields of Deployments and LeaderWorkerSets whose change replaces pods."""
 
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
+_QUANTITY = re.compile(QUANTITY)
 _UNITS = {
-    None: Decimal(1), "m": Decimal("0.001"),
+    "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"),
     "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
     "T": Decimal(10**12), "P": Decimal(10**15), "E": Decimal(10**18),
     "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30),
@@ -112,11 +113,14 @@ def amount(quantity: str) -> Decimal:
 
     >>> amount("1Gi") == 1024 * amount("1Mi"), amount("500m")
     (True, Decimal('0.500'))
+    >>> amount("1e3") == amount("1k")
+    True
     """
     match = _QUANTITY.fullmatch(quantity)
     if match is None:
         raise ValueError(f"Invalid quantity: {quantity!r}. Expected a number with a unit, such as 20Gi.")
-    return Decimal(match[1]) * _UNITS[match[2]]
+    number, unit = match[1], match[2] or ""
+    return Decimal(number) * _UNITS[unit] if unit in _UNITS else Decimal(number + unit)
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """
 NetworkPolicies: clients reach routers, routers reach workers, and workers reach those of their own revision.
 
-Workers do not check API keys, so these policies are their protection. RDMA traffic bypasses them: there, the
-partition of the fabric separates services.
+Workers check no API keys by default, so these policies are their protection. RDMA traffic bypasses them:
+there, the partition of the fabric separates services.
 """
 
 from __future__ import annotations
@@ -19,12 +19,6 @@ from baton_operator.manifests.ports import in_pod_network
 from baton_operator.manifests.revision import Revision
 from baton_operator.manifests.workers import files
 
-OPERATORS: Manifest = {
-    "namespaceSelector": {},
-    "podSelector": {"matchLabels": {labels.ROLE: names.OPERATOR}},
-}
-"""The operator's pods, which read the metrics of routers and load adapters in workers."""
-
 TRACING_FLAG, TRACING_VARIABLE = "--tracing-endpoint", "BATON_TRACING_ENDPOINT"
 """Flag and variable with which `args` and `env` set the address of a tracing collector."""
 
@@ -37,12 +31,17 @@ def _namespace(name: str) -> Manifest:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
+def _operators(namespace: str) -> Manifest:
+    """Select the operator's pods, which read the metrics of routers and load adapters in workers."""
+    return {**_namespace(namespace), "podSelector": {"matchLabels": {labels.ROLE: names.OPERATOR}}}
+
+
 DNS = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
 
 
-def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
+def routers(owner: Owner, spec: InferenceServiceSpec, operator_namespace: str) -> Manifest:
     """
-    Return the policy of routers.
+    Return the policy of routers. `operator_namespace`: namespace of the operator's pods.
 
     They accept connections from the namespaces in the spec (default: all), from batch runners, from the
     operator and from Prometheus.
@@ -57,7 +56,7 @@ def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
         port["from"] = [
             {"namespaceSelector": {"matchLabels": dict(allowed)}},
             runners,
-            OPERATORS,
+            _operators(operator_namespace),
             *([_namespace(reading)] if reading else []),
         ]
     body = {
@@ -86,13 +85,15 @@ def workers_policy(service: str, revision: str) -> str:
     return f"{service}-workers-{revision}"
 
 
-def workers(owner: Owner, revision: Revision, metrics_namespace: str = "") -> Manifest:
+def workers(
+    owner: Owner, revision: Revision, operator_namespace: str, metrics_namespace: str = ""
+) -> Manifest:
     """
     Return the policy of the workers of one revision.
 
     Ingress: routers at three ports, workers of the revision at all ports, and `metrics_namespace` at the port
-    with metrics. The operator reaches the port of the API if the workers load adapters. UCX and NCCL choose
-    their ports; side channels and bootstrap servers have fixed ones.
+    with metrics. The operator's pods in `operator_namespace` reach the port of the API if the workers load
+    adapters. UCX and NCCL choose their ports; side channels and bootstrap servers have fixed ones.
     Egress: workers of the revision, DNS, and the port of the tracing collector in `args` or `env`; any
     address if the pods download their model themselves.
     """
@@ -108,7 +109,8 @@ def workers(owner: Owner, revision: Revision, metrics_namespace: str = "") -> Ma
         probed = [{"from": [_namespace(metrics_namespace)], "ports": [http]}]
     loading = []
     if revision.blueprint.engine.lora is not None:
-        loading = [{"from": [OPERATORS], "ports": [{"protocol": "TCP", "port": listening.http}]}]
+        http = {"protocol": "TCP", "port": listening.http}
+        loading = [{"from": [_operators(operator_namespace)], "ports": [http]}]
     body = {
         "podSelector": {"matchLabels": of_revision},
         "policyTypes": ["Ingress", "Egress"],

@@ -3,14 +3,15 @@ The reconciler of LoraAdapters: it keeps the adapters of one service loaded in i
 
 Each pass reads what the pods list, decides (`baton_operator.adapters.decision`), starts loads, and writes
 status. A pass does not wait for a pod that hangs; a later one sees the result. The names under which pods may
-have an adapter are written before the first load, so that a new operator can unload them.
+have an adapter are written before the first load, so that a new operator can unload them. Only an object
+whose adapter a pod may have has a finalizer: all others can be deleted while no operator runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,16 +101,17 @@ class LoraAdapterReconciler:
         if not service.manifests:
             return None
         service = replace(service, pods=await self._loads.read(service.pods))
-        await self._prepare(service)
-        if started := self._loads.start(service.pods, service.plan.work):
+        due = self._loads.due(service.pods, service.plan.work)
+        await self._prepare(service, {name for work in due.values() for name, _ in work.load})
+        if started := self._loads.start(service.pods, due):
             await asyncio.wait(started, timeout=SETTLE_S)
             service = self._service(namespace, name)  # the status now has the names
             service = replace(service, pods=await self._loads.read(service.pods))
         await self._conclude(service)
         if self._loads.is_running(service.pods):
             return RUNNING_S
-        due = self._loads.next_s(service.pods)
-        return CHECK_S if due is None else min(CHECK_S, max(due, 1.0))
+        again_s = self._loads.next_s(service.pods)
+        return CHECK_S if again_s is None else min(CHECK_S, max(again_s, 1.0))
 
     def _service(self, namespace: str, name: str) -> AdapterService:
         existing = self._cache.get("InferenceService", namespace, name)
@@ -141,14 +143,12 @@ class LoraAdapterReconciler:
             pods.append(AdapterPod(pod.name, pod.role, pod.ready, template, key, pod.address))
         return pods
 
-    async def _prepare(self, service: AdapterService) -> None:
-        """Write the finalizer and the names before anything is loaded."""
+    async def _prepare(self, service: AdapterService, loading: Collection[str]) -> None:
+        """Write the finalizer and the names before the adapters with the names `loading` are loaded."""
         for manifest, adapter in zip(service.manifests, service.adapters, strict=True):
-            paths = service.plan.placements[adapter.object].paths
-            if not paths:
+            if not service.plan.placements[adapter.object].paths or adapter.name not in loading:
                 continue
-            if FINALIZER not in _finalizers(manifest):
-                await self._write_finalizers(manifest, [*_finalizers(manifest), FINALIZER])
+            await self._hold(manifest, held=True)
             if adapter.name not in adapter.names:
                 kept = [*adapter.names, adapter.name][-reports.NAMES_LIMIT :]
                 await self._api.write_status(manifest, {"names": kept})
@@ -173,16 +173,25 @@ class LoraAdapterReconciler:
                         adapter.object,
                         ", ".join(reported.names),
                     )
-                others = [one for one in _finalizers(manifest) if one != FINALIZER]
-                await self._write_finalizers(manifest, others)
+                await self._hold(manifest, held=False)
             else:
+                held = reports.held(adapter, service.pods)
+                if adapter.deleted is None and held is not None:
+                    await self._hold(manifest, held=held)
                 await self._write_status(manifest, adapter, reported)
 
-    async def _write_finalizers(self, manifest: Manifest, finalizers: Sequence[str]) -> None:
-        """Raises ApiException: 409 if another client changed the object meanwhile."""
+    async def _hold(self, manifest: Manifest, *, held: bool) -> None:
+        """Set or remove the finalizer. Raises ApiException: 409 if another client changed the object."""
         metadata = manifest["metadata"]
+        finalizers = metadata.get("finalizers", [])
+        if held == (FINALIZER in finalizers):
+            return
+        others = [one for one in finalizers if one != FINALIZER]
         # A merge patch replaces the list, so it must be for this version of the object.
-        body = {"resourceVersion": metadata["resourceVersion"], "finalizers": list(finalizers)}
+        body = {
+            "resourceVersion": metadata["resourceVersion"],
+            "finalizers": [*others, FINALIZER] if held else others,
+        }
         where = (manifest["apiVersion"], KIND, metadata["namespace"], metadata["name"])
         await self._api.merge(*where, {"metadata": body})
 
@@ -219,11 +228,7 @@ def _adapter(manifest: Manifest) -> Adapter:
     )
 
 
-def _finalizers(manifest: Manifest) -> list[str]:
-    finalizers: list[str] = manifest["metadata"].get("finalizers", [])
-    return finalizers
-
-
 def _is_gone(manifest: Manifest) -> bool:
     """Whether the object is deleted and does not wait for this operator."""
-    return "deletionTimestamp" in manifest["metadata"] and FINALIZER not in _finalizers(manifest)
+    metadata = manifest["metadata"]
+    return "deletionTimestamp" in metadata and FINALIZER not in metadata.get("finalizers", ())

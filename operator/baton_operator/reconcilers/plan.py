@@ -63,6 +63,8 @@ class OperatorDefaults:
     """Default of spec.security.metricsNamespace; empty: none."""
     engines: Mapping[EngineType, str] = field(default_factory=dict)
     """Default images of workers with other engines than Baton."""
+    namespace: str = "baton-system"
+    """Namespace of the operator's pods."""
 
     def worker_image(self, engine: EngineType) -> str:
         """Return the default image of workers with this engine; empty: none."""
@@ -115,7 +117,7 @@ def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) ->
     state, again_s = _plan_revisions(cluster, spec, images, now)
     wanted = (
         *_service_objects(cluster, state, images),
-        *_revision_objects(cluster, state),
+        *_revision_objects(cluster, state, images),
         *_grown_claim(cluster, state),
     )
     desired = [with_hash(one) for one in wanted]
@@ -259,7 +261,7 @@ def _service_objects(cluster: ClusterState, state: ServiceState, images: Operato
             label = "both" if name == "decode" and spec.prefill is None else name
             desired.append(pods.disruption_budget(owner, label, role.pod_disruption_budget.max_unavailable))
     if spec.security.network_policy:
-        desired.append(network.routers(owner, spec))
+        desired.append(network.routers(owner, spec, images.namespace))
         if spec.exposure.inference_pool is not None:
             desired.append(network.gateways(owner, spec))
     exposing = exposure.exposed(owner, spec.exposure, pool=_inference_pool(cluster, state))
@@ -284,7 +286,7 @@ def _mutual_tls(state: ServiceState) -> MutualTls | None:
     return next((one for one in (state.spec.security.mutual_tls, *old) if one is not None), None)
 
 
-def _revision_objects(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
+def _revision_objects(cluster: ClusterState, state: ServiceState, images: OperatorDefaults) -> list[Manifest]:
     """Return the objects of existing revisions, and the ConfigMaps of the others."""
     owner = cluster.owner
     existing = {one.revision: one.exists for one in state.seen}
@@ -297,7 +299,8 @@ def _revision_objects(cluster: ClusterState, state: ServiceState) -> list[Manife
         if not existing[name] and not any(revision_plan.replicas.values()):
             continue
         if state.spec.security.network_policy:
-            desired.append(network.workers(owner, revision, state.spec.security.metrics_namespace or ""))
+            monitoring = state.spec.security.metrics_namespace or ""
+            desired.append(network.workers(owner, revision, images.namespace, monitoring))
         for part, role in revision_history.role_names(revision).items():
             desired.append(workers.service(owner, revision, role))
             workload = workers.workload(owner, revision, role, revision_plan.replicas[part])

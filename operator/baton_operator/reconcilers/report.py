@@ -249,11 +249,23 @@ def _scaling(cluster: ClusterState, state: ServiceState) -> Fact:
 
 
 def _limit(cluster: ClusterState, state: ServiceState) -> Fact:
-    """Whether a limit keeps a role below the number of workers that it needs."""
+    """Whether a limit keeps a role below the number of workers that it needs, or that was requested."""
     for name, one in _scaling_decisions(cluster, state).items():
         if one and one.get("limited"):
             return Fact("ScalingLimited", True, one["limited"], f"{name}: {one.get('message', '')}")
+    for name, role in role_scalers.roles(state.spec).items():
+        scaler = _scaler(cluster, name)
+        if role.scaling is None or scaler is None or state.spec.autoscaling.mode != "External":
+            continue
+        requested, most = scaler["spec"]["replicas"], role.scaling.max_replicas
+        if requested > most:
+            message = f"{name}: {requested} workers are requested, and scaling.maxReplicas is {most}."
+            return Fact("ScalingLimited", True, "AtMaximum", message)
     return Fact("ScalingLimited", False, "NotLimited")
+
+
+def _scaler(cluster: ClusterState, name: RoleName) -> Manifest | None:
+    return cluster.find(role_scalers.API, role_scalers.KIND, names.role(cluster.owner.name, name))
 
 
 def _scaling_decisions(
@@ -265,7 +277,7 @@ def _scaling_decisions(
     decisions: dict[RoleName, Mapping[str, Any] | None] = {}
     for name, role in role_scalers.roles(state.spec).items():
         if role.scaling is not None:
-            scaler = cluster.find(role_scalers.API, role_scalers.KIND, names.role(cluster.owner.name, name))
+            scaler = _scaler(cluster, name)
             decisions[name] = scaler.get("status", {}).get("scaling") if scaler else None
     return decisions
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
-from baton_operator import names
+from baton_operator import answers, names
 from baton_operator.kinds.service_policies import Rollout
 
 FAILURES = 5
@@ -89,8 +88,11 @@ WINDOW_S = 120.0
 ANSWER_S = 3.0
 """Timeout of a request for the metrics of a router, in seconds."""
 
+COUNTERS_LIMIT = 512
+"""Maximum counters that are kept of one reading of a router."""
+
 FetchText = Callable[[str], Awaitable[str]]
-"""Returns the text at a URL. Raises OSError, TimeoutError or aiohttp.ClientError."""
+"""Returns the text at a URL. Raises OSError, TimeoutError, ValueError or aiohttp.ClientError."""
 
 CounterKey = tuple[str, str | float]
 """A revision, and either the result of requests (`passed` or `failed`) or a bucket of the time to first
@@ -151,13 +153,8 @@ class RouterHealthSource:
 
 async def read_text(url: str) -> str:
     """Fetch the text at a URL; see FetchText."""
-    limit = aiohttp.ClientTimeout(total=ANSWER_S)
-    async with (
-        aiohttp.ClientSession(timeout=limit, raise_for_status=True) as session,
-        session.get(url) as answer,
-    ):
-        text: str = await answer.text()
-        return text
+    async with answers.session(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
+        return await answers.pod_metrics(session, url)
 
 
 def parse_counters(text: str) -> Counter[CounterKey]:
@@ -171,12 +168,16 @@ def parse_counters(text: str) -> Counter[CounterKey]:
     requests = metrics.ROUTER_REVISION_REQUESTS.name
     streams = f"{metrics.ROUTER_REVISION_FIRST_TOKEN.name}_bucket"
     counters: Counter[CounterKey] = Counter()
-    for family in text_string_to_metric_families(text):
-        for one in family.samples:
-            if one.name == requests:
-                counters[one.labels["revision"], one.labels["result"]] += one.value  # type: ignore[assignment]
-            elif one.name == streams:
-                counters[one.labels["revision"], float(one.labels["le"])] += one.value  # type: ignore[assignment]
+    for one in answers.samples(text, requests, streams):
+        if not math.isfinite(one.value):
+            continue
+        revision = one.labels.get("revision", "")
+        if one.name == requests:
+            counters[revision, one.labels.get("result", "")] += one.value  # type: ignore[assignment]
+        elif one.name == streams:
+            counters[revision, float(one.labels.get("le", "inf"))] += one.value  # type: ignore[assignment]
+    if len(counters) > COUNTERS_LIMIT:
+        raise ValueError(f"the metrics have {len(counters)} counters; the limit is {COUNTERS_LIMIT}")
     return counters
 
 

@@ -1,29 +1,58 @@
-"""Batch slots of a decode worker by the arguments in the spec, for engines that do not report them."""
+"""Batch slots of a decode worker by the spec, for engines that do not report them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from baton_operator.kinds.engine import EngineType
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 
 FLAGS: Mapping[EngineType, str] = {"vLLM": "--max-num-seqs", "SGLang": "--max-running-requests"}
 
+VLLM_DEFAULT, VLLM_CPU_DEFAULT = 256, 128
+"""vLLM's smallest defaults (0.10 to 0.32). With 70 GiB of memory and more a GPU has 1024, except an A100."""
 
-def decode_slots(spec: InferenceServiceSpec) -> int | None:
+SGLANG_DEFAULT, SGLANG_SPECULATIVE_DEFAULT = 2048, 48
+"""SGLang's smallest default (0.5), and the one with speculative decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSlots:
+    """Batch slots of one worker."""
+
+    count: int
+    exact: bool
+    """Whether an argument names them. If not, a worker has at least so many by the engine's defaults."""
+
+
+def decode_slots(spec: InferenceServiceSpec) -> DecodeSlots | None:
     """
-    Return the slots; None if no argument names them.
+    Return the slots; None for engines that report them, or are not known.
 
     Arguments of the role override those of all workers.
     """
     flag = FLAGS.get(spec.engine.type)
     if flag is None:
         return None
+    arguments = [*spec.engine.args, *spec.decode.args]
     slots = None
-    for argument, next_argument in itertools.pairwise([*spec.engine.args, *spec.decode.args, ""]):
+    for argument, next_argument in itertools.pairwise([*arguments, ""]):
         name, separator, value = argument.partition("=")
         if name.replace("_", "-") == flag:
             value = value if separator else next_argument
             slots = int(value) if value.isdecimal() and int(value) else slots
-    return slots
+    return (
+        DecodeSlots(_default(spec, arguments), exact=False)
+        if slots is None
+        else DecodeSlots(slots, exact=True)
+    )
+
+
+def _default(spec: InferenceServiceSpec, arguments: list[str]) -> int:
+    if spec.engine.type == "SGLang":
+        speculative = any(one.replace("_", "-").startswith("--speculative") for one in arguments)
+        return SGLANG_SPECULATIVE_DEFAULT if speculative else SGLANG_DEFAULT
+    gpu = spec.decode.resources.gpu
+    return VLLM_DEFAULT if gpu is not None and gpu.count else VLLM_CPU_DEFAULT

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +22,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
 from baton_api.metrics import Metric
+from baton_operator import answers
+from baton_operator.scaling.decision import HIGH
+from baton_operator.scaling.engine_slots import DecodeSlots
 from baton_operator.scaling.sample import Measurement, unknown
 
+log = logging.getLogger(__name__)
+
 TIMEOUT_S = 5.0
-LARGEST = 4 * 1024 * 1024
-"""Maximum bytes of a response."""
 
 
 class MetricsLost(Exception):
@@ -72,20 +75,19 @@ class PrometheusClient:
 
     async def _post(self, url: str, form: Mapping[str, str]) -> tuple[int, bytes]:
         if self._session is None:
-            self._session = aiohttp.ClientSession(auto_decompress=True, trust_env=False)
+            self._session = answers.session()
         own = url == self._own_url
         headers = {}
         if own and self._token_file:
             headers["Authorization"] = f"Bearer {_token(self._token_file)}"
-        request = self._session.post(
+        return await answers.fetch(
+            self._session,
+            "POST",
             f"{url.rstrip('/')}/api/v1/query",
             data=form,
             headers=headers,
             ssl=self._tls if own and self._tls else True,
-            allow_redirects=False,
         )
-        async with request as answer:
-            return answer.status, await answer.content.read(LARGEST)
 
 
 def _token(file: str) -> str:
@@ -106,6 +108,10 @@ def _samples(url: str, status: int, body: bytes, label: str) -> dict[str, float]
 METRIC_LABEL = "figure"
 """Label with the name of a metric in the result."""
 
+QUEUE_LEAST, QUEUE_SHARE = 2, 0.1
+"""A worker has no slot left if it queues at least so many requests, and more than this share of those that it
+runs."""
+
 BUSY = 0.05
 """Minimum share of busy time of a worker for its speed to count."""
 
@@ -120,7 +126,7 @@ class MetricsQuery:
     """Percentile of the objectives."""
     window_s: int = 120
     """Window of rates in seconds: at least four scrape intervals."""
-    decode_slots: int | None = None
+    decode_slots: DecodeSlots | None = None
     """Batch slots of a decode worker by the spec, for engines that do not report them."""
 
     @property
@@ -207,18 +213,31 @@ class MetricsQuery:
         fetching = f"({self._series(metrics.WORKER_FETCHING, which)} or 0 * {running})"
         queued = self._series(metrics.WORKER_QUEUED, which)
         slots = self._series(metrics.WORKER_RUNNING_LIMIT, which)
-        if self.decode_slots is not None:
-            slots = f"({slots} or 0 * {running} + {self.decode_slots})"
+        known = self.decode_slots
+        if known is not None and known.exact:
+            slots = f"({slots} or 0 * {running} + {known.count})"
+        fullest_slots = f"max(({running} + {fetching} + {queued}) / ({slots} > 0))"
+        all_slots = f"sum({slots})"
+        if known is not None and not known.exact:
+            # A worker that queues has no slot left: it has as many as it uses. One that does not is at most
+            # HIGH, so that it counts as overloaded only when it queues.
+            inside = f"({running} + {fetching})"
+            queues = f"({queued} >= {QUEUE_LEAST} and {queued} > {QUEUE_SHARE} * {inside})"
+            fullest_slots = (
+                f"max(({inside} + {queued}) / ({inside} > 0) and {queues} "
+                f"or clamp_max(({inside} + {queued}) / {known.count}, {HIGH}))"
+            )
+            all_slots = f"sum({inside}) and sum({queued}) > {QUEUE_SHARE} * sum({inside})"
         return {
             "workers": f"count({self._up('decode')} == 1)",
             "queued": f"sum({queued})",
             "generated": generated,
             "answer": f"{generated} / ({ended} > 0)",
             "fullest": f"max({usage})",
-            "fullest_slots": f"max(({running} + {fetching} + {queued}) / ({slots} > 0))",
+            "fullest_slots": fullest_slots,
             "usage": f"avg({usage})",
             "running": f"sum({running} + {fetching})",
-            "slots": f"sum({slots})",
+            "slots": all_slots,
             # Averaged over the window of the rate.
             "mean_usage": f"avg(avg_over_time({usage}[{self.window_s}s]))",
             "mean_running": f"sum(avg_over_time({running}[{self.window_s}s]))",
@@ -254,20 +273,19 @@ ROUTER_TIMEOUT_S = 2.0
 async def held_requests(urls: Sequence[str]) -> Measurement:
     """Return the requests that these routers hold for a worker; unknown if none responds."""
     timeout = aiohttp.ClientTimeout(total=ROUTER_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
-        answers = await asyncio.gather(*(_held(session, url) for url in urls))
-    answered = [one for one in answers if one is not None]
+    async with answers.session(timeout=timeout) as session:
+        replies = await asyncio.gather(*(_held(session, url) for url in urls))
+    answered = [one for one in replies if one is not None]
     return Measurement.of(sum(answered)) if answered else unknown("no router reports its held requests")
 
 
 async def _held(session: aiohttp.ClientSession, url: str) -> float | None:
     try:
-        async with session.get(f"{url}/metrics") as answer:
-            text = await answer.text()
-        families = list(text_string_to_metric_families(text))
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        samples = answers.samples(
+            await answers.pod_metrics(session, f"{url}/metrics"), metrics.ROUTER_HELD.name
+        )
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        log.info("Cannot read the held requests of %s: %s: %s", url, type(error).__name__, error)
         return None
-    values = [
-        sample.value for one in families for sample in one.samples if one.name == metrics.ROUTER_HELD.name
-    ]
+    values = [sample.value for sample in samples if sample.name == metrics.ROUTER_HELD.name]
     return sum(values) if values else None

@@ -82,6 +82,7 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress,
     Raises SetupError if the worker cannot start, BatonError if it cannot continue.
     """
     keys = Keys(settings.api_key, settings.api_key_file)
+    admin_keys = Keys(settings.admin_api_key, settings.admin_api_key_file)
     gate, drain = StartupGate(), RequestDrain()
     tls = mutual_tls.server(settings.tls_folder, settings.tls_name)
     async with (
@@ -92,7 +93,7 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress,
         settings = settings.model_copy(update={"port": http.port})
         async with open_worker(settings, progress) as worker, role(worker) as services:
             with _signals() as (stop, force):
-                gate.app = create_app(served_of(worker, services, drain, keys, tls))
+                gate.app = create_app(served_of(worker, services, drain, keys, tls, admin_keys))
                 url = f"{http.scheme}://{http.address}/v1"
                 log.info("%s serves %s on %s", worker.name, worker.model_name, url)
                 log.info("The server is fired up and ready to roll!")
@@ -129,6 +130,7 @@ def served_of(
     drain: RequestDrain | None = None,
     keys: Keys | None = None,
     tls: ssl.SSLContext | None = None,
+    admin_keys: Keys | None = None,
 ) -> Served:
     """Assemble what the API of a worker serves."""
     services = services or RoleServices()
@@ -160,6 +162,7 @@ def served_of(
         tracing=worker.tracing,
         drain=drain or RequestDrain(),
         keys=keys or Keys(),
+        admin_keys=admin_keys or Keys(),
         defaults=_defaults(worker),
         embedder=worker.embedder,
         encoder=worker.encoder,

@@ -104,7 +104,7 @@ class WorkerSettings(BaseSettings):
 
     enable_lora: bool = False
     """Load LoRA adapters in PEFT's format, which requests use by their name as `model`. Clients can then load
-    folders of this machine as adapters by POST /v1/load_lora_adapter, so require an API key."""
+    folders of this machine as adapters by POST /v1/load_lora_adapter, so require --admin-api-key."""
 
     lora_modules: Names = ()
     """Adapters to load at startup, as NAME=PATH: a folder, a Hugging Face Hub id, or a URI that begins with
@@ -152,6 +152,14 @@ class WorkerSettings(BaseSettings):
     api_key_file: str = ""
     """File of API keys, one per line: `key`, `name:key`, `sha256:HEX` or `name:sha256:HEX`. Lines that begin
     with # are comments. The file is reloaded within one second after a change. Logs show the names."""
+
+    admin_api_key: KeyDigests = ()
+    """Key for requests that change what all clients get, in the same form: /v1/load_lora_adapter,
+    /v1/unload_lora_adapter and /flush_cache. These then accept no other key. Empty: they need a key of
+    --api-key, if there is one."""
+
+    admin_api_key_file: str = ""
+    """File of such keys, as --api-key-file."""
 
     # --- Device and memory ---
 

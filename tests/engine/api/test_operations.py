@@ -180,6 +180,37 @@ async def test_health_generate_pair_needs_the_prefill_workers_prompt(relay: Rela
         await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
 
 
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/flush_cache"])
+async def test_administration_needs_the_key_for_it(path: str) -> None:
+    """With a key for administration no other one will do; without it, that of the API."""
+    keys, admin = Keys((KeyDigest.of("client"),)), Keys((KeyDigest.of("admin"),))
+    both: dict[str, Any] = {"keys": keys, "admin_keys": admin}
+    for given, key, allowed in (
+        ({}, "", True),
+        ({"keys": keys}, "client", True),
+        ({"admin_keys": admin}, "", False),
+        ({"admin_keys": admin}, "admin", True),
+        (both, "client", False),
+        (both, "admin", True),
+    ):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with open_api(**given) as api:
+            answer = await api.http.post(path, json={}, headers=headers)
+            assert (answer.status_code != 401) == allowed, (given, key)
+
+
+async def test_key_for_administration_is_none_for_clients() -> None:
+    both: dict[str, Any] = {
+        "keys": Keys((KeyDigest.of("client"),)),
+        "admin_keys": Keys((KeyDigest.of("admin"),)),
+    }
+    async with open_api(**both) as api:
+        headers = {"authorization": "Bearer admin"}
+        assert (await api.http.get("/v1/models", headers=headers)).status_code == 401
+    async with open_api(admin_keys=Keys((KeyDigest.of("admin"),))) as api:
+        assert (await api.http.get("/v1/models")).status_code == 200
+
+
 async def test_operations_need_the_key_except_probes() -> None:
     async with open_api(keys=Keys((KeyDigest.of("k"),))) as api:
         for path in ("/server_info", "/model_info", "/health_generate", "/version", "/debug/requests"):

@@ -75,4 +75,4 @@ def create_app(served: Served) -> ASGIApp:
         redirect_slashes=False,
     )
     allowed = exposure.allowed_origins(served.settings.allowed_origins, served.keys.required)
-    return exposure.with_cors(Edge(router, served.keys), allowed)
+    return exposure.with_cors(Edge(router, served.keys, served.admin_keys), allowed)

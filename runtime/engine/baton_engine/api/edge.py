@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 CLIENT_GONE = 499
 """Logged status of a request whose client disconnected before the response."""
 
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/flush_cache"})
+"""Paths of requests that change what all clients get."""
+
 POLLED = ("/health", "/ready", "/load", "/metrics")
 """Paths that probes and routers poll. They are logged at debug level."""
 
@@ -43,9 +46,11 @@ POLLED = ("/health", "/ready", "/load", "/metrics")
 class Edge:
     """Wraps the routes of a worker."""
 
-    def __init__(self, app: ASGIApp, keys: Keys | None = None) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys | None = None, admin_keys: Keys | None = None) -> None:
+        """`admin_keys`: required for ADMIN_PATHS in place of `keys`, if there are any."""
         self._app = app
         self._keys = keys or Keys()
+        self._admin_keys = admin_keys if admin_keys is not None and admin_keys.required else self._keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,7 +72,8 @@ class Edge:
 
         try:
             _check_head(scope)
-            exchange.client = self._keys.check(exchange.path, given.get(b"authorization", b""))
+            valid = self._admin_keys if exchange.path in ADMIN_PATHS else self._keys
+            exchange.client = valid.check(exchange.path, given.get(b"authorization", b""))
             await self._app(scope, receive, reply)
         except ClientGone:
             exchange.status = exchange.status or CLIENT_GONE

@@ -230,7 +230,7 @@ async def frames(taken: KvSnapshot, epoch: str, block_size: int) -> AsyncIterato
         yield frame(await asyncio.to_thread(encoded, start))
 
 
-SECRETS = frozenset({"api_key", "api_key_file", "ticket_secret"})
+SECRETS = frozenset({"api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "ticket_secret"})
 """Settings that responses omit."""
 
 _SNAPSHOT_FIELDS = (

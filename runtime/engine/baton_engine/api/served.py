@@ -48,6 +48,8 @@ class Served:
     """Creates this worker's spans, if tracing is enabled."""
     keys: Keys = field(default_factory=Keys)
     """API keys."""
+    admin_keys: Keys = field(default_factory=Keys)
+    """Keys for administration."""
     defaults: Defaults = field(default_factory=Defaults)
     embedder: Embedder | Unable = field(default_factory=lambda: Unable("its pooling is unknown"))
     """Embedding configuration, or the reason why embeddings are not supported."""
