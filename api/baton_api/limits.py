@@ -140,7 +140,7 @@ THINKING_BUDGET = Limit(
     "thinking_token_budget", Kind.INTEGER, TOKENS, -1, paths="chat", note="-1 is any number"
 )
 MIN_TOKENS = Limit("min_tokens", Kind.INTEGER, TOKENS, note="not above the most tokens there can be")
-STOPS = Limit("stop", Kind.ITEMS, 4)
+STOPS = Limit("stop", Kind.ITEMS, 64, note="OpenAI's limit is 4; editors send more")
 STOP = Limit("stop[]", Kind.CHARACTERS, 256, 1)
 STOP_IDS = Limit("stop_token_ids", Kind.ITEMS, 256)
 ALLOWED_IDS = Limit("allowed_token_ids", Kind.ITEMS, 16384, 1)

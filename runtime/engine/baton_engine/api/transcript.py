@@ -8,6 +8,7 @@ pieces. Tokens after a stop string are ignored; the engine may have sampled some
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -177,8 +178,12 @@ class StopStrings:
 
     def _could_begin(self) -> int:
         """Return the maximum number of characters at the end that are a proper prefix of a stop string."""
-        held = self._held
-        return max(
-            next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if held.endswith(stop[:n])), 0)
-            for stop in self._stops
-        )
+        held, longest = self._held, max(map(len, self._stops)) - 1
+        beginnings = _beginnings(self._stops)
+        return next((n for n in range(min(longest, len(held)), 0, -1) if held[-n:] in beginnings), 0)
+
+
+@functools.lru_cache(maxsize=8)
+def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
+    """Return all proper prefixes of `stops`: a lookup in them costs the same for one stop and for many."""
+    return frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))

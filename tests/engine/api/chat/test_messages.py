@@ -36,6 +36,9 @@ TALKS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "arguments that are an object already": ([called({"a": 1})], [called({"a": 1})]),
     "no arguments": ([called("")], [called({})]),
     "arguments that are null": ([called(None)], [called({})]),
+    "arguments that max_tokens cut": ([called('{"a": ')], [called('{"a": ')]),
+    "arguments that are no object": ([called("[1]")], [called("[1]")]),
+    "arguments nested too deeply to be read": ([called("[" * 9999)], [called("[" * 9999)]),
     "words beside calls": (
         [assistant(content="So:", tool_calls=[call()])],
         [assistant(content="So:", tool_calls=[call("f", {"a": 1})])]),
@@ -52,6 +55,18 @@ TALKS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "a result of parts": (
         [{"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "7"}]}],
         [{"role": "tool", "tool_call_id": "x", "content": ["7"]}]),
+    "a result with an image": (
+        [{"role": "tool", "tool_call_id": "x", "content": [
+            {"type": "text", "text": "7"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}],
+        [{"role": "tool", "tool_call_id": "x",
+          "content": ["7", "['image_url' left out: this model reads text only]"]}]),
+    "a tool that returns nothing": (
+        [{"role": "tool", "tool_call_id": "x", "content": []},
+         {"role": "tool", "tool_call_id": "y", "content": None}],
+        [{"role": "tool", "tool_call_id": "x", "content": ""},
+         {"role": "tool", "tool_call_id": "y", "content": ""}]),
+    "calls beside an empty list": (
+        [assistant(content=[], tool_calls=[call()])], [called({"a": 1})]),
     "a deprecated call and its result": (
         [assistant(function_call=F), {"role": "function", "name": "f", "content": "7"}],
         [called({}, id="call_0"), {"role": "tool", "tool_call_id": "call_0", "content": "7", "name": "f"}]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def called(id: str) -> dict[str, Any]:
 
 
 CALL = called("call_1")
+BROKEN_CALL = CALL["tool_calls"][0] | {"function": {"name": "look_up", "arguments": '{"city": '}}
+BROKEN = CALL | {"tool_calls": [BROKEN_CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "-7 °C"}
 
 TALKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
@@ -154,6 +157,10 @@ SHORT = (
     "{{ c.id }}={{ c.function.name }}{{ c.function.arguments|tojson }}{% endfor %}"
     "{% if m.role == 'tool' %}{{ m.tool_call_id }}>{% endif %}{{ m.content }}{% endfor %}"
 )
+ARGUMENTS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments|tojson }}){% endfor %}{% endfor %}"
+)
 TWO = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
 DIALECTS: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "texts only": (TEXTS, TWO, "a\nb."),
@@ -167,6 +174,15 @@ DIALECTS: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "a developer that it knows": (
         "{% for m in messages %}{{ m.role if m.role == 'developer' else 'x' }}{% endfor %}",
         [{"role": "developer", "content": "a"}], "developer"),
+    "arguments of a broken call, as text": (ARGUMENTS, [BROKEN], 'look_up("{\\"city\\": ")'),
+    "arguments of a broken call, where only an object will do": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}{% endfor %}{% endfor %}",
+        [BROKEN], "look_up"),
+    "arguments of a broken call, where they are JSON": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}",
+        [BROKEN], 'look_up{"city": '),
     "thoughts, as others call them": (
         "{% for m in messages %}{{ m.thinking }}/{{ m.reasoning }}{% endfor %}",
         [THOUGHT], "It is winter./It is winter."),
@@ -190,6 +206,67 @@ def test_template_short_call_ids_match_their_results() -> None:
 
 def test_dialect_without_calls_is_the_default() -> None:
     assert dialect.learn(sandbox.read(CARELESS), ()) == Dialect()
+
+
+FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+)
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles alternate') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+)
+PLACES: dict[str, tuple[str, str, str]] = {
+    "one system message at the beginning": (FIRST, "s u a u s", "s:0;u:1;a:2;u:3\n\n4;"),
+    "several at the beginning": (FIRST, "s s u", "s:0\n\n1;u:2;"),
+    "one before the assistant": (FIRST, "s u s a u", "s:0;u:1\n\n2;a:3;u:4;"),
+    "one between a user and the next": (FIRST, "u s u", "u:0\n\n1;u:2;"),
+    "one after the assistant": (FIRST, "u a s u", "u:0;a:1;u:2\n\n3;"),
+    "no system message at all": (STRICT, "s u a s u", "u:0\n\n1;a:2;u:3\n\n4;"),
+    "users that alternate": (STRICT, "u u a u u", "u:0\n\n1;a:2;u:3\n\n4;"),
+    "assistants that alternate": (STRICT, "u a a u", "u:0;a:1\n\n2;u:3;"),
+    "anything anywhere": (CARELESS, "s u s s u u a", "0123456"),
+}
+ROLES = {"s": "system", "u": "user", "a": "assistant"}
+
+
+def talk_of(letters: str) -> list[dict[str, Any]]:
+    return [{"role": ROLES[letter], "content": str(place)} for place, letter in enumerate(letters.split())]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_template_gets_system_messages_where_it_takes_them(name: str) -> None:
+    source, letters, expected = PLACES[name]
+    assert render(source, conversation(talk_of(letters)), {}) == expected
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_template_strict_shows_every_message_in_order_and_keeps_the_prefix(seed: int) -> None:
+    rng = random.Random(seed)
+    messages = talk_of(" ".join(rng.choice("sua") for _ in range(rng.randint(1, 12))))
+    messages = [{"role": "user", "content": "start"}, *messages]
+    for source in (FIRST, STRICT):
+        prompt = render(source, conversation(messages), {})
+        places = [prompt.index(message["content"]) for message in messages]
+        assert places == sorted(places)
+        longer = render(source, conversation([*messages, ANSWER, USER]), {})
+        assert longer.startswith(prompt.removesuffix(";"))
+
+
+@pytest.mark.parametrize("name", WANTS)
+def test_template_real_model_takes_what_agents_send(name: str) -> None:
+    """Two system messages, two messages of a user, and a system message at the end."""
+    theirs = tokenizer(name)
+    rule, task, later = (
+        {"role": role, "content": text}
+        for role, text in (("system", "Be brief."), ("user", "My task."), ("system", "Use tabs."))
+    )
+    messages = [SYSTEM, rule, USER, task, ANSWER, USER, later]
+    prompt = render(theirs.chat_template, conversation(messages), theirs.special_tokens_map)
+    assert all(message["content"].strip() in prompt for message in messages)
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -9,10 +9,13 @@ import anthropic
 import pytest
 from anthropic.types import Message
 
-from baton_api import headers
+from baton_api import headers, limits
 from baton_api.errors import ModelNotFound
 from baton_api.keys import KeyDigest, Keys
+from baton_engine.api.fields import Fields
 from baton_engine.api.http import HttpServer
+from baton_engine.api.messages import conversation
+from baton_engine.api.parsing.tools.request import log_left_out
 from baton_engine.settings import WorkerSettings
 from tests.engine.api.api import CONTEXT, MODEL, Api, open_api
 from tests.plain_http import PLAIN
@@ -218,13 +221,11 @@ def user(*blocks: Any) -> Any:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an image": (user(IMAGE), "messages[0].content[0].type"),
     "a document": (user({"type": "text", "text": "Read."}, PDF), "messages[0].content[1].type"),
-    "an image as a result": (
-        user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}),
-        "messages[0].content[0].content[0].type",
-    ),
+    "nothing that the model can read": (user({"type": "web_search_tool_result"}), "messages"),
     "no messages": ({"messages": []}, "messages"),
     "an unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     "no text": (user({"type": "text"}), "messages[0].content[0].text"),
@@ -234,12 +235,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             {"type": "tool_use", "id": "a", "name": "weather", "input": {}}]}]},
         "messages[1].content",
     ),
-    "encrypted thoughts": (
-        {"messages": [*HI, {"role": "assistant", "content": [
-            {"type": "redacted_thinking", "data": "x"}]}, *HI]},
-        "messages[1].content[0].type",
+    "a block of no known type": (user({"type": "wizardry"}), "messages[0].content[0].type"),
+    "a tool that Anthropic defines": (
+        {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"
     ),
-    "a tool of Anthropic's": ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    "a call of a tool that runs at Anthropic": (
+        {"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice"
+    ),
+    "a wrong tool behind one that runs at Anthropic": (
+        {"tools": [SEARCH, {"name": "f g", "input_schema": {"type": "object"}}]}, "tools[1].name"
+    ),
     "a tool without a schema": ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     "a tool with a wrong schema": (
         {"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "f"
@@ -252,7 +257,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a budget above the limit": (
         {"thinking": {"type": "enabled", "budget_tokens": 200}}, "thinking.budget_tokens"
     ),
-    "too many stops": ({"stop_sequences": list("abcde")}, "stop_sequences"),
+    "too many stops": ({"stop_sequences": ["a"] * (limits.STOPS.most + 1)}, "stop_sequences"),
     "an empty stop": ({"stop_sequences": [""]}, "stop_sequences"),
     "heat": ({"temperature": 9}, "temperature"),
     "OpenAI's stop": ({"stop": "x"}, "stop"),
@@ -270,6 +275,117 @@ async def test_message_error_names_the_field(claude: anthropic.AsyncAnthropic, n
     assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
     assert f"'{field}'" in error["error"]["message"] or name == "a prompt beyond the context"
     assert error["request_id"] == caught.value.request_id
+
+
+def says(role: str, *blocks: Any) -> dict[str, Any]:
+    return {"role": role, "content": list(blocks)}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+CALLED = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+DOCUMENT = {"type": "text", "media_type": "text/plain", "data": "Rain."}
+FOUND = {"type": "search_result", "title": "News", "source": "a.org", "content": [text("Rain.")]}
+HISTORIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "encrypted thoughts": (
+        [*HI, says("assistant", {"type": "redacted_thinking", "data": "x"}, text("Ho")), *HI],
+        [*HI, {"role": "assistant", "content": "Ho"}, *HI]),
+    "a search that ran at Anthropic": (
+        [says("assistant", {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+              {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}, text("Ho"))],
+        [{"role": "assistant", "content": "Ho"}]),
+    "the summary of an earlier conversation": (
+        [says("assistant", {"type": "compaction", "content": "Ho"})],
+        [{"role": "assistant", "content": "Ho"}]),
+    "a document of text": (
+        [says("user", {"type": "document", "title": "Sky", "source": DOCUMENT})],
+        [{"role": "user", "content": "Sky\nRain."}]),
+    "a document of blocks": (
+        [says("user", {"type": "document", "source": {
+            "type": "content", "content": [text("Rain."), IMAGE]}})],
+        [{"role": "user", "content": "Rain.\n['image' left out: this model reads text only]"}]),
+    "a result of a search": ([says("user", FOUND)], [{"role": "user", "content": "News\na.org\nRain."}]),
+    "results of tools that the model cannot read": (
+        [says("assistant", CALLED), says("user", {"type": "tool_result", "tool_use_id": "a", "content": [
+            text("See:"), IMAGE, PDF, FOUND, {"type": "tool_reference", "tool_name": "weather"}]})],
+        [{"role": "assistant", "content": None, "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {}}}]},
+         {"role": "tool", "tool_call_id": "a", "content": [
+             text("See:"), text("['image' left out: this model reads text only]"),
+             text("['document' left out: this model reads text only]"), text("News\na.org\nRain."),
+             text("weather")]}]),
+    "a system message with changes of the tools": (
+        [*HI, says("system", {"type": "tool_addition", "tool": {}}, text("Be brief.")),
+         says("system", {"type": "tool_removal", "tool": {}})],
+        [*HI, {"role": "system", "content": "Be brief."}]),
+    "a block for Anthropic's accounting": (
+        [says("system", text("x-anthropic-billing-header: cch=1"), text("Be brief.")), *HI],
+        [{"role": "system", "content": "Be brief."}, *HI]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_message_history_of_agents_becomes_chat(name: str) -> None:
+    given, expected = HISTORIES[name]
+    read = conversation.read(Fields({"messages": given}))
+    assert conversation.finished(read.messages) == expected
+
+
+EDITS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+
+async def test_message_context_management_is_answered_without_edits(
+    api: Api, claude: anthropic.AsyncAnthropic
+) -> None:
+    api.model.script = "Good day."
+    body: Any = {"context_management": EDITS}
+    none: Any = {"applied_edits": []}
+    message: Any = await create(claude, extra_body=body)
+    assert texts(message) == [text("Good day.")] and message.context_management == none
+    plain: Any = await create(claude)
+    assert not hasattr(plain, "context_management")
+    async with claude.messages.stream(model=MODEL, messages=HI, max_tokens=9, extra_body=body) as stream:
+        deltas = [event async for event in stream if event.type == "message_delta"]
+    assert deltas[-1].context_management == none  # type: ignore[attr-defined]
+    count: Any = await claude.messages.count_tokens(model=MODEL, messages=HI, extra_body=body)
+    assert count.context_management == {"original_input_tokens": count.input_tokens}
+
+
+async def test_message_tools_that_run_at_anthropic_are_left_out(
+    api: Api, claude: anthropic.AsyncAnthropic, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_left_out.cache_clear()
+    api.model.script = CALL
+    with caplog.at_level("INFO"):
+        (call,) = (await create(claude, tools=[SEARCH, WEATHER], tool_choice={"type": "any"})).content
+    assert call.type == "tool_use" and call.name == "weather"
+    assert "'web_search_20250305' run at Anthropic" in caplog.text
+    api.model.script = "No."
+    assert texts(await create(claude, tools=[SEARCH])) == [text("No.")]
+    alone = await create(claude, tools=[SEARCH], tool_choice={"type": "auto"})
+    assert alone.usage == (await create(claude)).usage
+
+
+async def test_message_thinking_of_a_model_that_does_not_reason_is_ignored() -> None:
+    body = {"model": MODEL, "messages": HI, "max_tokens": 9}
+    async with open_api() as api:
+        api.model.script = "Yes."
+        for thinking in (
+            {"type": "enabled", "budget_tokens": 2048}, {"type": "adaptive", "display": "omitted"},
+            {"type": "between_tools"},
+        ):  # fmt: skip
+            answer = await api.http.post("/v1/messages", json=body | {"thinking": thinking})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["content"] == [text("Yes.")]
+
+
+async def test_message_ends_at_any_of_many_stops(api: Api, claude: anthropic.AsyncAnthropic) -> None:
+    api.model.script = "One. Two. Three."
+    stops = [f"<{number}>" for number in range(limits.STOPS.most - 1)]
+    message = await create(claude, stop_sequences=[*stops, "Three"])
+    assert (texts(message), message.stop_sequence) == ([text("One. Two. ")], "Three")
 
 
 async def test_message_statuses_raise_the_sdk_classes(api: Api, claude: anthropic.AsyncAnthropic) -> None:

@@ -113,6 +113,63 @@ STORIES: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
         [user("Hi"), call(0) | {"status": "incomplete", "arguments": '{"a'}],
         [user("Hi")],
     ),
+    "a call that was cut, and answered": (
+        [
+            call(0) | {"status": "incomplete", "arguments": '{"a'},
+            {"type": "function_call_output", "call_id": "c0", "output": "invalid"},
+        ],
+        [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [as_call(0) | {"function": {"name": "f", "arguments": '{"a'}}],
+            },
+            {"role": "tool", "tool_call_id": "c0", "content": "invalid"},
+        ],
+    ),
+    "what only OpenAI can read": (
+        [
+            user("Hi"),
+            {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+            {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": []},
+            {"type": "local_shell_call_output", "id": "l", "output": "x"},
+            {"type": "compaction", "encrypted_content": "x"},
+            {"type": "tool_search_output", "tools": []},
+            assistant("Hello"),
+        ],
+        [user("Hi"), {"role": "assistant", "content": [TEXT]}],
+    ),
+    "a call in a namespace": (
+        [call(0) | {"namespace": "mcp__docs"}],
+        [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [as_call(0) | {"function": {"name": "mcp__docs__f", "arguments": "{}"}}],
+            }
+        ],
+    ),
+    "an output with an image, and an empty one": (
+        [
+            {
+                "type": "function_call_output",
+                "call_id": "c0",
+                "output": [
+                    {"type": "input_text", "text": "Hello"},
+                    {"type": "input_image", "image_url": "x"},
+                ],
+            },
+            {"type": "function_call_output", "call_id": "c1", "output": []},
+        ],
+        [
+            {"role": "tool", "tool_call_id": "c0", "content": [TEXT, {"type": "input_image"}]},
+            {"role": "tool", "tool_call_id": "c1", "content": []},
+        ],
+    ),
+    "a thought under another name": (
+        [THOUGHT | {"content": [{"type": "text", "text": "long"}]}, assistant("Hello")],
+        [{"role": "assistant", "reasoning_content": "long", "content": [TEXT]}],
+    ),
     "a thought that is nothing": ([THOUGHT | {"content": [], "summary": []}, user("Hi")], [user("Hi")]),
 }
 
@@ -150,7 +207,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
         "input[1].content[0].text",
         MISSING_REQUIRED_PARAMETER,
     ),
-    "another item": ({"type": "web_search_call"}, "input[1].type", INVALID_VALUE),
+    "another item": ({"type": "wizardry"}, "input[1].type", INVALID_VALUE),
     "a reference": ({"type": "item_reference", "id": "msg_1"}, "input[1].type", INVALID_VALUE),
     "a call without a name": (
         {"type": "function_call", "call_id": "c", "arguments": "{}"},

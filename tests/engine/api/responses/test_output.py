@@ -11,6 +11,7 @@ import pytest
 
 from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Thought, ToolCall
 from baton_engine.api.responses.output import Events, ResponseItems
+from baton_engine.api.responses.request import OfferedTool
 from tests.engine.api.responses.typed import kinds, typed_events
 
 MESSAGE = [
@@ -31,12 +32,15 @@ CALL = [
 CUSTOM = [kind.replace("function_call_arguments", "custom_tool_call_input") for kind in CALL]
 
 
+SHELL = OfferedTool(definition={"type": "custom", "name": "shell"}, source="tools[0]")
+
+
 def written(
     parts: Sequence[Part], status: str = "completed"
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The items, and the events."""
     events = Events(wanted=True)
-    output = ResponseItems(events, frozenset({"shell"}), None)
+    output = ResponseItems(events, [SHELL], None)
     stream = b""
     for part in parts:
         output.push([part])
@@ -164,7 +168,7 @@ def test_items_have_ids_of_their_own_which_their_events_name() -> None:
 
 def test_response_items_not_streamed_writes_no_events() -> None:
     events = Events(wanted=False)
-    output = ResponseItems(events, frozenset(), None)
+    output = ResponseItems(events, [], None)
     output.push([AnswerText("Hello")])
     output.close("completed")
     assert summaries(output.items) == [("message", "Hello", "completed")]

@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 
+from baton_engine.api.parsing.tools.request import log_left_out
 from baton_engine.settings import WorkerSettings
 from tests.engine.api.api import MODEL, Api, open_api
 from tests.engine.api.responses.typed import kinds, typed_events
@@ -135,10 +136,79 @@ async def test_response_tools_choice_forces_the_call(choice: Any) -> None:
     assert answer.json()["tool_choice"] == choice
 
 
+SEARCH: Any = {"type": "web_search", "external_web_access": False}
+DOCS: Any = {"type": "namespace", "name": "mcp__docs", "description": "Docs.", "tools": [WEATHER, SHELL]}
+
+
+async def test_response_tools_that_run_at_openai_are_left_out(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_left_out.cache_clear()
+    api.model.script = CALL
+    body = {"model": MODEL, "input": "Weather?", "tools": [SEARCH, WEATHER], "tool_choice": "required"}
+    with caplog.at_level("INFO"):
+        answer = (await api.http.post("/v1/responses", json=body)).json()
+    assert [item["name"] for item in answer["output"]] == ["weather"]
+    assert answer["tools"] == [WEATHER | {"strict": None}]
+    assert "'web_search' run at OpenAI" in caplog.text
+    api.model.script = "No."
+    only = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    for choice in ("auto", "none", only):
+        body = {"model": MODEL, "input": "Hi", "tools": [SEARCH], "tool_choice": choice}
+        assert (await api.http.post("/v1/responses", json=body)).json()["output"][0]["type"] == "message"
+
+
+async def test_response_tools_of_a_namespace_are_called_by_it(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    api.model.script = CALL.replace("weather", "mcp__docs__weather")
+    offered: Any = [SEARCH, WEATHER, DOCS]
+    first = await sdk.responses.create(model=MODEL, input="Weather?", tools=offered)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert (call.name, call.namespace) == ("weather", "mcp__docs")
+    assert [tool.type for tool in first.tools] == ["function", "namespace"]
+    events = await stream_of(api, tools=offered)
+    done = next(event for event in events if event["type"] == "response.function_call_arguments.done")
+    assert done["name"] == "weather"
+    item = next(event["item"] for event in events if event["type"] == "response.output_item.added")
+    assert (item["name"], item["namespace"]) == ("weather", "mcp__docs")
+    api.model.script = "Sunny."
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    items: Any = [{"role": "user", "content": "Weather?"}, call.to_dict(), output]
+    assert (await sdk.responses.create(model=MODEL, input=items, tools=offered)).output_text == "Sunny."
+
+
+async def test_response_tools_choice_may_name_a_namespace() -> None:
+    async with open_api(settings=WorkerSettings(tool_call_parser="hermes")) as api:
+        api.model.script = "I would rather talk."
+        choice = {"type": "function", "name": "weather", "namespace": "mcp__docs"}
+        body = {"model": MODEL, "input": "Weather?", "tools": [WEATHER, DOCS], "tool_choice": choice}
+        answer = await api.http.post("/v1/responses", json=body | {"max_output_tokens": 70})
+    call = answer.json()["output"][0]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "weather", "mcp__docs")
+
+
+async def test_response_tools_of_items_can_be_called(api: Api) -> None:
+    api.model.script = CALL
+    added: Any = {"type": "additional_tools", "role": "developer", "tools": [WEATHER, SEARCH]}
+    items = [{"role": "user", "content": "Weather?"}, added, added]
+    body = {"model": MODEL, "input": items, "tools": [SHELL]}
+    answer = (await api.http.post("/v1/responses", json=body)).json()
+    assert [item.get("name") for item in answer["output"]] == ["weather"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        ({"tools": [{"type": "local_shell"}]}, "tools"),
+        ({"tools": [SEARCH, WEATHER | {"name": "no good"}]}, "tools[1].name"),
+        ({"tools": [SEARCH, DOCS | {"tools": [WEATHER | {"name": "no good"}]}]}, "tools[1].tools[0].name"),
+        (
+            {"tools": [DOCS | {"tools": [WEATHER | {"parameters": {"type": "x"}}]}]},
+            "tools[0].tools[0].parameters",
+        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
         ({"tools": [WEATHER | {"name": "no good"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),

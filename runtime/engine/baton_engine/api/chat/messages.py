@@ -2,8 +2,12 @@
 Validation of a conversation, and its normalized form for chat templates.
 
 A normalized message has `role` and `content` (text, a list of texts, or None), and optionally `name`,
-`reasoning_content`, `tool_call_id` and `tool_calls` with arguments as objects. Deprecated function calls are
-converted to tool calls. A template's `Dialect` adapts messages further.
+`reasoning_content`, `tool_call_id` and `tool_calls`, whose arguments are an object, or the text that a model
+wrote instead of one. Deprecated function calls are converted to tool calls. A template's `Dialect` adapts
+messages further.
+
+A tool's result may contain what the model cannot read, such as an image. A note stands for it, because the
+agent that sends the result cannot leave it out, and would fail at every later turn.
 """
 
 from __future__ import annotations
@@ -80,14 +84,13 @@ def _message(fields: Fields, called: Called) -> Message:
         case "tool":
             fields.require("tool_call_id")
             call = fields.text("tool_call_id") or ""
-            message = {"role": "tool", "content": read_content(fields), "tool_call_id": call}
+            message = {"role": "tool", "content": _result(fields), "tool_call_id": call}
             if name := called.name(call):
                 message["name"] = name
         case "function":
             fields.require("name")
-            content = "" if fields.get("content") is None else read_content(fields)
             call = called.latest(fields.text("name") or "")
-            message = {"role": "tool", "content": content, "tool_call_id": call}
+            message = {"role": "tool", "content": _result(fields), "tool_call_id": call}
         case _:
             message = {"role": role, "content": read_content(fields)}
     speaker = fields.text("name")
@@ -107,7 +110,7 @@ def _assistant(fields: Fields, called: Called) -> Message:
     if thoughts:
         message["reasoning_content"] = thoughts
     refusal = fields.text("refusal")
-    if fields.get("content") is not None:
+    if fields.get("content") not in (None, []):
         message["content"] = read_content(fields)
     elif refusal or thoughts:
         message["content"] = refusal or ""
@@ -141,8 +144,12 @@ def _called(call: Fields) -> Message:
     return {"name": function.text("name"), "arguments": _arguments(function)}
 
 
-def _arguments(function: Fields) -> dict[str, Any]:
-    """Read arguments: JSON text of an object. Some clients send an object, or omit empty arguments."""
+def _arguments(function: Fields) -> dict[str, Any] | str:
+    """
+    Read arguments: JSON text of an object. Some clients send an object, or omit empty arguments.
+
+    Returns other text unchanged: a model wrote it, for example until `max_tokens` ended it.
+    """
     given = function.get("arguments")
     if given is None or isinstance(given, dict):
         return given or {}
@@ -151,11 +158,9 @@ def _arguments(function: Fields) -> dict[str, Any]:
         return {}
     try:
         arguments = msgspec.json.decode(text)
-    except (ValueError, RecursionError) as error:
-        function.wrong_value("arguments", f"{shown(text)} is not JSON: {error}")
-    if not isinstance(arguments, dict):
-        function.wrong_value("arguments", f"{shown(text)} is not a JSON object")
-    return arguments
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text
 
 
 def _function_call(fields: Fields, called: Called) -> list[Message]:
@@ -170,8 +175,13 @@ def _function_call(fields: Fields, called: Called) -> list[Message]:
     return [{"id": called.fresh(), "type": "function", "function": call}]
 
 
-def read_content(fields: Fields) -> str | Sequence[str]:
-    """Read `content`: a text, or its parts."""
+def _result(fields: Fields) -> str | Sequence[str]:
+    """Read the content of a tool's result; some tools return nothing."""
+    return "" if fields.get("content") in (None, []) else read_content(fields, noted=True)
+
+
+def read_content(fields: Fields, *, noted: bool = False) -> str | Sequence[str]:
+    """Read `content`: a text, or its parts. With `noted`, a note stands for what the model cannot read."""
     content = fields.require("content")
     if isinstance(content, str):
         return content
@@ -183,20 +193,27 @@ def read_content(fields: Fields) -> str | Sequence[str]:
         raise InvalidRequest(
             f"Invalid '{path}': empty array. Expected at least 1 part.", param=path, code=EMPTY_ARRAY
         )
-    return [_part(part, f"{path}[{position}]") for position, part in enumerate(content)]
+    return [_part(part, f"{path}[{position}]", noted) for position, part in enumerate(content)]
 
 
-def _part(part: Any, path: str) -> str:
+def unreadable_note(kind: object) -> str:
+    """Return the text that stands for a part of a tool's result that the model cannot read."""
+    return f"[{shown(kind)} left out: this model reads text only]"
+
+
+def _part(part: Any, path: str, noted: bool) -> str:
     if not isinstance(part, dict):
         raise wrong_type(path, "an object", part)
     fields = Fields(part, path)
     kind = fields.require("type")
+    if kind in (*TEXT_PARTS, "refusal"):
+        name = "refusal" if kind == "refusal" else "text"
+        fields.require(name)
+        text = fields.text(name)
+        assert text is not None
+        return text
+    if noted:
+        return unreadable_note(kind)
     if kind in OTHER_PARTS:
         fields.wrong_value("type", f"the model supports text only, not {kind}")
-    if kind not in (*TEXT_PARTS, "refusal"):
-        fields.wrong_value("type", f"Expected 'text', but got {shown(kind)}")
-    name = "refusal" if kind == "refusal" else "text"
-    fields.require(name)
-    text = fields.text(name)
-    assert text is not None
-    return text
+    fields.wrong_value("type", f"Expected 'text', but got {shown(kind)}")

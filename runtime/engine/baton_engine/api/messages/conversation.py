@@ -4,6 +4,10 @@ Translation of Anthropic's messages to chat messages.
 A user's message may contain results of tools, which chat has as messages of their own. Consecutive messages
 of one role are joined, as in Anthropic's API. Each chat message records the path of its source, so that
 errors of chat refer to it.
+
+Agents send back everything that a service answered, and cannot leave parts of it out. Blocks that only their
+own service can read are therefore skipped. An image in a tool's result becomes a note, because the agent has
+not chosen it; an image of the user is rejected.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 
 from baton_api import limits
 from baton_api.errors import EMPTY_ARRAY, UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_engine.api.chat.messages import unreadable_note
 from baton_engine.api.fields import Fields, shown, wrong_type
 
 ROLES = ("user", "assistant", "system")
@@ -20,9 +25,17 @@ UNREADABLE = "the model supports text only"
 UNSUPPORTED_BLOCKS = {
     "image": UNREADABLE,
     "document": f"{UNREADABLE}. Send the document's text as a text block",
-    "redacted_thinking": "the encrypted reasoning of another service cannot be read. Remove the block",
 }
 """Types of blocks that cannot be served, with the reason."""
+SKIPPED_BLOCKS = ("redacted_thinking", "container_upload", "fallback", "mcp_tool_listing")
+"""Types of blocks without text for this model, besides those of `_skipped`."""
+SKIPPED_SUFFIXES = ("_tool_use", "_tool_result")
+"""Ends of the types of calls that ran at Anthropic, such as `server_tool_use`, and of their results."""
+SKIPPED_CHANGES = ("tool_addition", "tool_removal")
+"""Types of blocks that change the tools during a conversation. All tools of a request are offered anyway."""
+ATTRIBUTION = "x-anthropic-billing-header:"
+"""Start of a system block of Claude Code for Anthropic's accounting. It is no instruction, and differs from
+request to request, so that no prefix of the prompt would be cached."""
 
 ChatMessage = dict[str, Any]
 
@@ -54,7 +67,7 @@ def read(fields: Fields) -> TranslatedMessages:
     """Translate `system` and `messages`. Raises InvalidRequest."""
     conversation = TranslatedMessages()
     if fields.get("system") is not None:
-        conversation.add({"role": "system", "content": _texts(fields, "system")}, "system")
+        _add_system(conversation, fields, "system")
     fields.require("messages")
     items = fields.array("messages", limits.MESSAGES.most)
     if not items:
@@ -64,6 +77,8 @@ def read(fields: Fields) -> TranslatedMessages:
         if not isinstance(item, dict):
             raise wrong_type(path, "an object", item)
         _add(conversation, Fields(item, path))
+    if not any(message["role"] != "system" for message in conversation.messages):
+        fields.wrong_value("messages", "they contain nothing that this model can read")
     last = conversation.messages[-1]
     if last.get("tool_calls"):
         raise InvalidRequest(
@@ -79,7 +94,7 @@ def _add(conversation: TranslatedMessages, message: Fields) -> None:
     role = message.choice("role", ROLES)
     content = message.require("content")
     if role == "system":
-        conversation.add({"role": "system", "content": _texts(message, "content")}, message.param("content"))
+        _add_system(conversation, message, "content")
         return
     add = _add_assistant_block if role == "assistant" else _add_user_block
     if isinstance(content, str):
@@ -97,13 +112,26 @@ def _add(conversation: TranslatedMessages, message: Fields) -> None:
         add(conversation, Fields(block, path))
 
 
+def _add_system(conversation: TranslatedMessages, fields: Fields, name: str) -> None:
+    """Add a system message, unless all of its blocks are skipped."""
+    content = _texts(fields, name)
+    if isinstance(content, str):
+        kept: str | list[dict[str, str]] = "" if content.startswith(ATTRIBUTION) else content
+    else:
+        kept = [part for part in content if not part["text"].startswith(ATTRIBUTION)]
+    if kept or not fields.get(name):
+        conversation.add({"role": "system", "content": kept or ""}, fields.param(name))
+
+
 def _add_user_block(conversation: TranslatedMessages, block: Fields) -> None:
     """Add a block of a user's message."""
     kind, path = block.require("type"), block.path
-    if kind == "text":
+    if _skipped(kind):
+        return
+    if kind in TEXT_BLOCKS:
         conversation.of_role("user", path)["content"].append(_text_part(block))
     elif kind == "tool_result":
-        result = "" if block.get("content") is None else _texts(block, "content")
+        result = "" if block.get("content") is None else _texts(block, "content", noted=True)
         call = _text(block, "tool_use_id")
         block.boolean("is_error")
         conversation.add({"role": "tool", "tool_call_id": call, "content": result}, path)
@@ -114,7 +142,9 @@ def _add_user_block(conversation: TranslatedMessages, block: Fields) -> None:
 def _add_assistant_block(conversation: TranslatedMessages, block: Fields) -> None:
     """Add a block of the assistant's message."""
     kind, message = block.require("type"), conversation.of_role("assistant", block.path)
-    if kind == "text":
+    if _skipped(kind):
+        return
+    if kind in TEXT_BLOCKS or kind == "compaction":
         message["content"].append(_text_part(block))
     elif kind == "thinking":
         thought = _text(block, "thinking")
@@ -142,8 +172,8 @@ def _simplest(message: ChatMessage) -> Any:
     return content[0]["text"] if len(content) == 1 else content
 
 
-def _texts(fields: Fields, name: str) -> str | list[dict[str, str]]:
-    """Read a string, or an array of text blocks."""
+def _texts(fields: Fields, name: str, *, noted: bool = False) -> str | list[dict[str, str]]:
+    """Read a string, or an array of blocks. With `noted`, a note stands for what the model cannot read."""
     value = fields.require(name)
     if isinstance(value, str):
         return value
@@ -156,14 +186,58 @@ def _texts(fields: Fields, name: str) -> str | list[dict[str, str]]:
             raise wrong_type(path, "an object", block)
         inner = Fields(block, path)
         kind = inner.require("type")
-        if kind != "text":
+        if _skipped(kind):
+            continue
+        if noted and (kind not in TEXT_BLOCKS or (kind == "document" and not _readable(inner))):
+            parts.append({"type": "text", "text": unreadable_note(kind)})
+        elif kind in TEXT_BLOCKS:
+            parts.append(_text_part(inner))
+        else:
             raise _unsupported(inner, kind)
-        parts.append(_text_part(inner))
     return parts or ""
 
 
+TEXT_BLOCKS = ("text", "document", "search_result", "tool_reference")
+"""Types of blocks that have text, or whose source may be text."""
+
+
 def _text_part(block: Fields) -> dict[str, str]:
-    return {"type": "text", "text": _text(block, "text")}
+    match block.get("type"):
+        case "document":
+            if not _readable(block):
+                raise _unsupported(block, "document")
+            source = Fields(block.mapping("source") or {}, block.param("source"))
+            words = (
+                _texts(source, "content", noted=True)
+                if source.get("type") == "content"
+                else _text(source, "data")
+            )
+            lines = [block.text("title"), block.text("context"), *_lines(words)]
+        case "search_result":
+            lines = [block.text("title"), block.text("source"), *_lines(_texts(block, "content"))]
+        case "tool_reference":
+            lines = [_text(block, "tool_name")]
+        case "compaction":
+            lines = [block.text("content")]
+        case _:
+            return {"type": "text", "text": _text(block, "text")}
+    return {"type": "text", "text": "\n".join(filter(None, lines))}
+
+
+def _lines(content: str | list[dict[str, str]]) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _readable(document: Fields) -> bool:
+    """Return whether the source of a document is text."""
+    return (document.mapping("source") or {}).get("type") in ("text", "content")
+
+
+def _skipped(kind: object) -> bool:
+    """Return whether a block of this type is skipped, because it has nothing for this model."""
+    return isinstance(kind, str) and (
+        kind in SKIPPED_BLOCKS or kind in SKIPPED_CHANGES or kind.endswith(SKIPPED_SUFFIXES)
+    )
 
 
 def _text(fields: Fields, name: str) -> str:

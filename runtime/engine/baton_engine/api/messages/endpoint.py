@@ -26,13 +26,13 @@ def prepare(fields: Fields, served: Served) -> Work:
     """
     fields.require("max_tokens")
     wanted = fields.integer("max_tokens", *limits.MAX_TOKENS.range) or 1
-    given = request.read(fields)
+    given = _read(fields, served)
     budget = given.chat.get("thinking_token_budget")
     if budget is not None and budget >= wanted:
         Fields({}, "thinking").wrong_value(
             "budget_tokens", f"expected less than 'max_tokens', which is {wanted}, but got {budget}"
         )
-    chat, here = Fields(given.chat), partial(request.here, sources=given.conversation.sources)
+    chat, here = Fields(given.chat), partial(request.here, request=given)
     with renamed(here):
         work = named(endpoint.prepare(chat, served), chat)
         (prompt,) = work.prompts
@@ -41,7 +41,9 @@ def prepare(fields: Fields, served: Served) -> Work:
     return dataclasses.replace(
         work,
         prompts=(dataclasses.replace(prompt, max_tokens=limit),),
-        shape=MessageShape(model=served.answering(fields.text("model")), cut_by_context=limit < wanted),
+        shape=MessageShape(
+            model=served.answering(fields.text("model")), cut_by_context=limit < wanted, edits=given.edits
+        ),
         failure=anthropic.error_event,
         done=b"",
         constrained_by=work.constrained_by and here(work.constrained_by),
@@ -52,6 +54,12 @@ def count_tokens(fields: Fields, served: Served) -> dict[str, Any]:
     """Return the number of tokens of the prompt, even if it exceeds the context."""
     fields.require("model")
     check_model(fields, served)
-    given: MessagesRequest = request.read(fields)
-    with renamed(partial(request.here, sources=given.conversation.sources)):
-        return {"input_tokens": len(endpoint.prompt_tokens(Fields(given.chat), served))}
+    given = _read(fields, served)
+    with renamed(partial(request.here, request=given)):
+        count = len(endpoint.prompt_tokens(Fields(given.chat), served))
+    edited = {"context_management": {"original_input_tokens": count}} if given.edits else {}
+    return {"input_tokens": count} | edited
+
+
+def _read(fields: Fields, served: Served) -> MessagesRequest:
+    return request.read(fields, reasons=served.chat.reasoning is not None)

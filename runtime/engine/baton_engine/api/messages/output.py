@@ -132,6 +132,8 @@ class MessageShape:
     model: str
     cut_by_context: bool
     """Whether the context ends before `max_tokens`."""
+    edits: bool = False
+    """Whether to report the edits of the client's context: none."""
     id: str = field(default_factory=message_id)
     created: int = field(default_factory=lambda: int(time.time()))
     _blocks: Blocks = field(default_factory=Blocks)
@@ -147,7 +149,8 @@ class MessageShape:
         if piece.finish is not None:
             passing += self._blocks.close()
             delta = self._end(choice.transcript)
-            passing += anthropic.event("message_delta", {"delta": delta, "usage": _usage(usage())})
+            members = {"delta": delta, "usage": _usage(usage())} | self._edited()
+            passing += anthropic.event("message_delta", members)
         return passing
 
     def resume(self, answer: str, created: int) -> None:
@@ -165,7 +168,11 @@ class MessageShape:
     def _message(self, content: Sequence[Any], transcript: Transcript | None, usage: Usage) -> dict[str, Any]:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         end = {"stop_reason": None, "stop_sequence": None} if transcript is None else self._end(transcript)
-        return message | {"content": content} | end | {"usage": _usage(usage)}
+        edited = {} if transcript is None else self._edited()
+        return message | {"content": content} | end | {"usage": _usage(usage)} | edited
+
+    def _edited(self) -> dict[str, Any]:
+        return {"context_management": {"applied_edits": []}} if self.edits else {}
 
     def _end(self, transcript: Transcript) -> dict[str, Any]:
         stop = transcript.matched if isinstance(transcript.matched, str) else None

@@ -3,6 +3,9 @@ Translation of input items to chat messages.
 
 One turn of the model consists of several items (reasoning, text, calls) and becomes one message. Each message
 records the path of its first item, so that errors of chat refer to the item.
+
+Agents send back all items of a conversation, whoever wrote them. Items of tools that ran at another service
+are skipped: this model cannot read them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,17 @@ from baton_engine.api.fields import Fields, shown, wrong_type
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of text parts, and the member with the text."""
+SKIPPED = frozenset({
+    "additional_tools", "compaction", "compaction_summary", "compaction_trigger", "configuration_update",
+    "context_compaction", "ghost_snapshot", "image_generation_call", "mcp_approval_request",
+    "mcp_approval_response", "mcp_list_tools", "program", "program_output", "tool_search_output",
+})  # fmt: skip
+"""Types of items without text for this model, besides those with an end in `SKIPPED_SUFFIXES`."""
+SKIPPED_SUFFIXES = ("_call", "_call_output")
+"""Ends of the types of calls of OpenAI's own tools, such as `web_search_call`, and of their results."""
+RESULTS = ("function_call_output", "custom_tool_call_output")
+THOUGHT_PARTS = {"content": ("reasoning_text", "text"), "summary": ("summary_text",)}
+"""Types of the parts of a reasoning item."""
 
 
 @dataclass(slots=True)
@@ -45,15 +59,20 @@ def read(items: Sequence[object], earlier: int, instructions: str | None) -> Cha
     conversation = ChatMessages()
     if instructions is not None:
         conversation.add({"role": "system", "content": instructions}, "instructions")
+    answered = {
+        item.get("call_id") for item in items if isinstance(item, dict) and item.get("type") in RESULTS
+    }
     for position, item in enumerate(items):
         path = "previous_response_id" if position < earlier else f"input[{position - earlier}]"
         if not isinstance(item, dict):
             raise wrong_type(path, "an object", item)
-        _add(conversation, Fields(item, path), path)
+        truncated = item.get("status") == "incomplete" and item.get("call_id") not in answered
+        _add(conversation, Fields(item, path), path, truncated)
     return conversation
 
 
-def _add(conversation: ChatMessages, item: Fields, path: str) -> None:
+def _add(conversation: ChatMessages, item: Fields, path: str, truncated: bool) -> None:
+    """Add an item. `truncated` says that it is incomplete and nothing answers it."""
     kind = item.text("type") or "message"
     match kind:
         case "message":
@@ -62,21 +81,23 @@ def _add(conversation: ChatMessages, item: Fields, path: str) -> None:
             if thought := _thought(item):
                 message = conversation.assistant(path, "content", "tool_calls", "reasoning_content")
                 message["reasoning_content"] = thought
-        case "function_call" | "custom_tool_call" if item.get("status") == "incomplete":
-            pass  # a truncated call was never executed
+        case "function_call" | "custom_tool_call" if truncated:
+            pass  # it was never executed
         case "function_call":
-            call = {"name": _text(item, "name"), "arguments": _text(item, "arguments")}
+            call = {"name": _name(item), "arguments": _text(item, "arguments")}
             _add_call(conversation, {"type": "function", "function": call}, item, path)
         case "custom_tool_call":
-            call = {"name": _text(item, "name"), "input": _text(item, "input")}
+            call = {"name": _name(item), "input": _text(item, "input")}
             _add_call(conversation, {"type": "custom", "custom": call}, item, path)
         case "function_call_output" | "custom_tool_call_output":
             result = {
                 "role": "tool",
                 "tool_call_id": _text(item, "call_id"),
-                "content": _content_parts(item, "output"),
+                "content": _result(item),
             }
             conversation.add(result, path)
+        case _ if kind in SKIPPED or kind.endswith(SKIPPED_SUFFIXES):
+            pass
         case _:
             item.wrong_value("type", f"items of type {shown(kind)} are not supported")
 
@@ -98,17 +119,48 @@ def _add_call(conversation: ChatMessages, call: dict[str, Any], item: Fields, pa
 
 def _thought(item: Fields) -> str:
     """Return the text of a reasoning item, or its summary if the text is missing."""
-    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+    for name, kinds in THOUGHT_PARTS.items():
         texts = []
         for position, part in enumerate(item.array(name, limits.PARTS.most) or ()):
             if not isinstance(part, dict):
                 raise wrong_type(item.param(f"{name}[{position}]"), "an object", part)
             fields = Fields(part, item.param(f"{name}[{position}]"))
-            fields.choice("type", (kind,))
+            fields.choice("type", kinds)
             texts.append(_text(fields, "text"))
         if texts:
             return "\n".join(texts)
     return ""
+
+
+def _name(item: Fields) -> str:
+    return qualified(_text(item, "name"), item.text("namespace"))
+
+
+def qualified(name: str, namespace: str | None) -> str:
+    """
+    Return the name by which the model knows a tool.
+
+    >>> qualified("search", "mcp__docs"), qualified("search", None)
+    ('mcp__docs__search', 'search')
+    """
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def _result(item: Fields) -> str | list[dict[str, Any]]:
+    """Read the output of a call. Chat leaves a note in place of what the model cannot read."""
+    output = item.require("output")
+    if not isinstance(output, list):
+        return _content_parts(item, "output")
+    parts: list[dict[str, Any]] = []
+    for position, part in enumerate(output):
+        path = item.param(f"output[{position}]")
+        if not isinstance(part, dict):
+            raise wrong_type(path, "an object", part)
+        kind = Fields(part, path).require("type")
+        parts.append(_part(part, path) if kind in TEXTS else {"type": kind})
+    return parts
 
 
 def _content_parts(item: Fields, name: str) -> str | list[dict[str, Any]]:

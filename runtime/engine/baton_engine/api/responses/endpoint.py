@@ -94,15 +94,14 @@ def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
             "Invalid 'input': empty array. Expected at least 1 item.", param="input", code=EMPTY_ARRAY
         )
     response_request = request.read(fields, recalled.items, recalled.earlier)
-    with renamed(partial(request.here, sources=response_request.conversation.sources)):
+    here = partial(request.here, request=response_request)
+    with renamed(here):
         work = (
             _fitted(response_request, served)
             if response_request.truncate
             else _chat(response_request, served, 0)
         )
-    constrained_by = work.constrained_by and request.here(
-        work.constrained_by, response_request.conversation.sources
-    )
+    constrained_by = work.constrained_by and here(work.constrained_by)
     sampling = served.defaults.sampling
     drawn = {
         "temperature": fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range),
@@ -119,7 +118,7 @@ def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
         model=served.answering(fields.text("model")),
         echo=response_request.echo | drawn,
         events_of=events,
-        output=ResponseItems(events, response_request.custom, logprobs),
+        output=ResponseItems(events, response_request.tools, logprobs),
         logprobs=logprobs,
         keep=recalled.keep if response_request.echo["store"] else forget,
     )

@@ -25,6 +25,7 @@ from baton_api.response_items import new_id
 from baton_engine.api.answer_shape import Choice
 from baton_engine.api.logprobs import chat_logprobs
 from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Thought, ToolCall, merged
+from baton_engine.api.responses.request import OfferedTool
 from baton_engine.api.streaming import Usage
 from baton_engine.api.transcript import Piece
 from baton_engine.model.tokenizer import Tokenizer
@@ -56,6 +57,8 @@ class Growing:
     index: int
     id: str
     call: ToolCall | None = None
+    tool: OfferedTool | None = None
+    """The called tool."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     place: dict[str, Any] = field(init=False)
@@ -66,6 +69,17 @@ class Growing:
         if self.kind.content:
             self.place["content_index"] = 0
 
+    @property
+    def name(self) -> str:
+        """The called tool's name, as the client knows it."""
+        if self.tool is not None:
+            return self.tool.name
+        return "" if self.call is None else self.call.name
+
+    @property
+    def _space(self) -> dict[str, Any]:
+        return {} if self.tool is None or self.tool.space is None else {"namespace": self.tool.space}
+
     def part(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self.kind.content, "text": text}
         return part | {"annotations": [], "logprobs": logprobs} if self.kind is MESSAGE else part
@@ -75,7 +89,7 @@ class Growing:
         text = "" if status == "in_progress" else "".join(self.texts)
         item: dict[str, Any] = {"id": self.id, "type": self.kind.type, "status": status}
         if self.call is not None:
-            return item | {"call_id": self.call.id, "name": self.call.name, self.kind.name: text}
+            return item | {"call_id": self.call.id, "name": self.name, self.kind.name: text} | self._space
         before: dict[str, Any] = {"role": "assistant"} if self.kind is MESSAGE else {"summary": []}
         return (
             item | before | {"content": [] if status == "in_progress" else [self.part(text, self.logprobs)]}
@@ -85,12 +99,14 @@ class Growing:
 class ResponseItems:
     """The items of one response."""
 
-    def __init__(self, events: Events, custom: frozenset[str], logprobs: MessageLogprobs | None) -> None:
-        """`custom` contains the names of the custom tools."""
+    def __init__(
+        self, events: Events, tools: Sequence[OfferedTool], logprobs: MessageLogprobs | None
+    ) -> None:
+        """`tools` are those that the model may call."""
         self.items: list[dict[str, Any]] = []
         """The completed items."""
         self._events = events
-        self._custom = custom
+        self._tools = {tool.qualified: tool for tool in tools}
         self._logprobs = logprobs
         self._open: Growing | None = None
         self._blank = ""
@@ -106,7 +122,9 @@ class ResponseItems:
                         self._logprobs.skip(text)
                     self._grow(self._of(REASONING), text)
                 case ToolCall(name=name):
-                    self._begin(CUSTOM_CALL if name in self._custom else FUNCTION_CALL, part)
+                    tool = self._tools.get(name)
+                    custom = tool is not None and tool.custom
+                    self._begin(CUSTOM_CALL if custom else FUNCTION_CALL, part, tool)
                 case Arguments(text=text):
                     assert self._open is not None and self._open.call is not None
                     self._grow(self._open, text)
@@ -132,10 +150,12 @@ class ResponseItems:
             return self._open
         return self._begin(kind)
 
-    def _begin(self, kind: ItemKind, call: ToolCall | None = None) -> Growing:
+    def _begin(
+        self, kind: ItemKind, call: ToolCall | None = None, tool: OfferedTool | None = None
+    ) -> Growing:
         self._end("completed")
         self._blank = ""
-        self._open = item = Growing(kind, len(self.items), new_id(kind.type), call)
+        self._open = item = Growing(kind, len(self.items), new_id(kind.type), call, tool)
         self._events.add(
             "response.output_item.added", {"output_index": item.index, "item": item.item("in_progress")}
         )
@@ -162,7 +182,7 @@ class ResponseItems:
         if item.kind is MESSAGE:
             done["logprobs"] = item.logprobs
         elif item.call is not None:
-            done["name"] = item.call.name
+            done["name"] = item.name
         self._events.add(f"{item.kind.event}.done", done)
         if item.kind.content:
             self._events.add(

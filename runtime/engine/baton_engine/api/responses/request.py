@@ -3,22 +3,26 @@ Translation of a responses request to a chat request.
 
 Members with the same name and meaning pass unchanged, including extensions; others are renamed. Members of
 chat that responses lack are rejected with the name to use instead. Errors of chat are reported under the
-member names of the request. Tools are flat in responses and nested in chat.
+member names of the request. Tools are flat in responses and nested in chat. Tools of a namespace get its name
+before their own. Tools that run at OpenAI are left out, because agents offer them unasked, and what only
+shortens the client's context is ignored.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton_api import limits
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.api.fields import Fields, shown, wrong_type
 from baton_engine.api.parameters import unsupported
+from baton_engine.api.parsing.tools.request import log_left_out, only_hosted
 from baton_engine.api.responses import conversation
-from baton_engine.api.responses.conversation import ChatMessages
+from baton_engine.api.responses.conversation import ChatMessages, qualified
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -28,7 +32,7 @@ INCLUDABLE = (
 )  # fmt: skip
 """Valid values of `include`. All but the first refer to unsupported features and have no effect."""
 
-UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
+UNSUPPORTED = ("background", "conversation", "prompt", "moderation")
 MOVED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -43,14 +47,44 @@ MOVED = {
 """Fields of chat, and the corresponding fields of responses."""
 
 OWN = frozenset({
-    *UNSUPPORTED, *MOVED, "input", "instructions", "previous_response_id", "max_output_tokens", "text",
-    "reasoning", "include", "tools", "tool_choice", "truncation", "max_tool_calls", "store", "top_logprobs",
-    "n",
+    *UNSUPPORTED, *MOVED, "context_management", "input", "instructions", "previous_response_id",
+    "max_output_tokens", "text", "reasoning", "include", "tools", "tool_choice", "truncation",
+    "max_tool_calls", "store", "top_logprobs", "n",
 })  # fmt: skip
 """Fields that are not passed to chat unchanged."""
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 SUMMARIES = ("auto", "concise", "detailed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedTool:
+    """A function or a custom tool."""
+
+    definition: dict[str, Any]
+    """The tool in the format of responses."""
+    source: str
+    """Its path in the request."""
+    namespace: dict[str, Any] | None = None
+    """Its namespace, without tools."""
+
+    @property
+    def name(self) -> str:
+        """The name that the client knows."""
+        return str(self.definition["name"])
+
+    @property
+    def space(self) -> str | None:
+        return None if self.namespace is None else str(self.namespace["name"])
+
+    @property
+    def qualified(self) -> str:
+        """The name that the model knows."""
+        return qualified(self.name, self.space)
+
+    @property
+    def custom(self) -> bool:
+        return bool(self.definition["type"] == "custom")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +96,8 @@ class ResponseRequest:
     """Fields of the chat request, except for the messages."""
     echo: dict[str, Any]
     """Members that the response repeats."""
-    custom: frozenset[str]
-    """Names of the custom tools."""
+    tools: Sequence[OfferedTool]
+    """The tools that the model may call, in the order of the chat request."""
     logprobs: bool
     truncate: bool
 
@@ -79,8 +113,8 @@ def read(fields: Fields, items: Sequence[object], earlier: int) -> ResponseReque
     text = Fields(fields.mapping("text") or {}, "text")
     reasoning = Fields(fields.mapping("reasoning") or {}, "reasoning")
     reasoning.choice("summary", SUMMARIES)
-    choice = read_choice(fields)
-    offered = read_tools(fields)
+    offered = read_tools(fields, items, earlier)
+    choice = read_choice(fields, any_left=bool(offered))
     options = {name: fields.get(name) for name in fields if name not in OWN} | {
         "max_completion_tokens": fields.get("max_output_tokens"),
         "verbosity": text.get("verbosity"),
@@ -97,11 +131,11 @@ def read(fields: Fields, items: Sequence[object], earlier: int) -> ResponseReque
         echo={
             "instructions": instructions,
             "tool_choice": choice,
-            "tools": offered,
+            "tools": echoed(offered),
             "top_logprobs": top_logprobs or 0,
             **_echo(fields, text, reasoning),
         },
-        custom=frozenset(tool["name"] for tool in offered if tool["type"] == "custom"),
+        tools=offered,
         logprobs=LOGPROBS in include,
         truncate=fields.get("truncation") == "auto",
     )
@@ -173,18 +207,22 @@ _NAMES = (
     (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
     (re.compile(r"^verbosity$"), "text.verbosity"),
     (re.compile(r"^logprobs$"), "include"),
-    (re.compile(r"^(tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
     (re.compile(r"^tool_choice\.(?:function|custom|allowed_tools)\b"), "tool_choice"),
     (re.compile(r"^(tool_choice\.tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
     (re.compile(r"^messages$"), "input"),
 )
 _MESSAGE = re.compile(r"^messages\[(\d+)\]")
+_TOOL = re.compile(r"^tools\[(\d+)\]")
 
 
-def here(param: str, sources: Sequence[str]) -> str:
-    """Return the field that corresponds to chat's `param`. `sources[i]` is the path of message i."""
+def here(param: str, request: ResponseRequest) -> str:
+    """Return the field of `request` that corresponds to chat's `param`."""
+    sources = request.conversation.sources
     if (message := _MESSAGE.match(param)) and int(message[1]) < len(sources):
         return sources[int(message[1])]
+    if (tool := _TOOL.match(param)) and int(tool[1]) < len(request.tools):
+        rest = re.sub(r"^\.(?:function|custom)\b", "", param[tool.end() :])
+        return request.tools[int(tool[1])].source + rest
     for pattern, name in _NAMES:
         param = pattern.sub(name, param)
     return param
@@ -195,64 +233,127 @@ OF_FUNCTION = ("name", "description", "parameters", "strict")
 OF_CUSTOM = ("name", "description", "format")
 
 
-def read_tools(fields: Fields) -> list[dict[str, Any]]:
-    """Return the tools in the format of responses. Raises InvalidRequest for built-in tools of OpenAI."""
-    return [
-        _tool(tool, f"tools[{position}]")
-        for position, tool in enumerate(fields.array("tools", limits.TOOLS.most) or ())
-    ]
+HOSTED = (
+    "web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search",
+    "programmatic_tool_calling",
+)  # fmt: skip
+"""Starts of the types of tools that run at OpenAI."""
+SERVICE = "OpenAI"
+TOOL_ITEMS = ("additional_tools", "tool_search_output")
+"""Types of items with further tools."""
 
 
-def _tool(tool: object, path: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise wrong_type(path, "an object", tool)
-    fields = Fields(tool, path)
-    fields.require("type")
-    kind = fields.text("type")
-    if kind not in ("function", "custom"):
-        raise InvalidRequest(
-            f"Tools of type {shown(kind)} are not supported. Supported types: 'function' and 'custom'.",
-            param="tools",
-            code=UNSUPPORTED_PARAMETER,
-        )
-    fields.require("name")
-    fields.text("name")
+def read_tools(fields: Fields, items: Sequence[object], earlier: int) -> list[OfferedTool]:
+    """
+    Return the tools without those that run at OpenAI. Items of the conversation may add further tools.
+
+    Raises InvalidRequest for tools of other types.
+    """
+    tools = _tools(fields)
+    names = {tool.qualified for tool in tools}
+    for position, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type") in TOOL_ITEMS:
+            path = "previous_response_id" if position < earlier else f"input[{position - earlier}]"
+            added = [tool for tool in _tools(Fields(item, path)) if tool.qualified not in names]
+            names.update(tool.qualified for tool in added)
+            tools += added
+    return tools
+
+
+def _tools(fields: Fields, kinds: Sequence[str] = ("function", "custom", "namespace")) -> list[OfferedTool]:
+    tools: list[OfferedTool] = []
+    for position, tool in enumerate(fields.array("tools", limits.TOOLS.most) or ()):
+        path = fields.param(f"tools[{position}]")
+        if not isinstance(tool, dict):
+            raise wrong_type(path, "an object", tool)
+        inner = Fields(tool, path)
+        inner.require("type")
+        kind = inner.text("type") or ""
+        if kind.startswith(HOSTED):
+            log_left_out(kind, SERVICE)
+        elif kind not in kinds:
+            raise InvalidRequest(
+                f"Tools of type {shown(kind)} are not supported. Supported types: "
+                f"{', '.join(map(repr, kinds))}.",
+                param="tools",
+                code=UNSUPPORTED_PARAMETER,
+            )
+        else:
+            inner.require("name")
+            inner.text("name")
+            tools += _tools_of(inner, kind)
+    return tools
+
+
+def _tools_of(tool: Fields, kind: str) -> list[OfferedTool]:
+    """Return a tool with all of its members, or the tools of a namespace."""
+    if kind == "namespace":
+        space = {"type": kind, "name": tool.get("name"), "description": tool.text("description") or ""}
+        return [replace(inner, namespace=space) for inner in _tools(tool, ("function", "custom"))]
+    definition = {"type": kind} | {name: tool.get(name) for name in OF_FUNCTION}
     if kind == "custom":
-        return {"type": kind, "name": tool["name"]} | {
+        definition = {"type": kind, "name": tool.get("name")} | {
             "description": tool.get("description") or "",
-            "format": fields.mapping("format") or {"type": "text"},
+            "format": tool.mapping("format") or {"type": "text"},
         }
-    return {"type": kind} | {name: tool.get(name) for name in OF_FUNCTION}
+    return [OfferedTool(definition=definition, source=tool.path)]
 
 
-def for_chat(tool: dict[str, Any]) -> dict[str, Any]:
-    kind = tool["type"]
+def echoed(tools: Sequence[OfferedTool]) -> list[dict[str, Any]]:
+    """Return the tools in the format of responses, those of a namespace within it."""
+    bodies: list[dict[str, Any]] = []
+    for namespace, group in itertools.groupby(tools, key=lambda tool: tool.namespace):
+        inner = [tool.definition for tool in group]
+        bodies += inner if namespace is None else [namespace | {"tools": inner}]
+    return bodies
+
+
+def for_chat(tool: OfferedTool) -> dict[str, Any]:
+    kind = tool.definition["type"]
     names = OF_CUSTOM if kind == "custom" else OF_FUNCTION
-    inner = {name: tool[name] for name in names if tool[name] is not None}
+    given = {name: tool.definition[name] for name in names if tool.definition[name] is not None}
+    inner = given | {"name": tool.qualified}
     if kind == "custom" and inner["format"].get("type") == "grammar":
         grammar = {key: value for key, value in inner["format"].items() if key != "type"}
         inner["format"] = {"type": "grammar", "grammar": grammar}
     return {"type": kind, kind: inner}
 
 
-def read_choice(fields: Fields) -> str | dict[str, Any]:
-    """Return `tool_choice` in the format of responses."""
+def read_choice(fields: Fields, *, any_left: bool) -> str | dict[str, Any]:
+    """
+    Return `tool_choice` in the format of responses.
+
+    Raises InvalidRequest if it requires a tool that runs at OpenAI. `any_left` says whether there are others.
+    """
     value = fields.get("tool_choice")
     if value is None:
         return "auto"
+    hosted = fields.given("tools") and not any_left
     if not isinstance(value, dict):
+        if value == "required" and hosted:
+            raise only_hosted(SERVICE)
         return fields.choice("tool_choice", CHOICES) or "auto"
     inner = Fields(value, "tool_choice")
     inner.require("type")
-    if inner.choice("type", ("function", "custom", "allowed_tools")) == "allowed_tools":
-        inner.choice("mode", ("auto", "required"))
-        for position, tool in enumerate(inner.array("tools", limits.TOOLS.most) or ()):
-            if not isinstance(tool, dict):
-                raise wrong_type(f"tool_choice.tools[{position}]", "an object", tool)
-    else:
+    if (inner.text("type") or "").startswith(HOSTED):
+        raise only_hosted(SERVICE)
+    if inner.choice("type", ("function", "custom", "allowed_tools")) != "allowed_tools":
+        if hosted:
+            raise only_hosted(SERVICE)
         inner.require("name")
         inner.text("name")
-    return value
+        return value
+    inner.choice("mode", ("auto", "required"))
+    items = inner.array("tools", limits.TOOLS.most) or ()
+    for position, tool in enumerate(items):
+        if not isinstance(tool, dict):
+            raise wrong_type(f"tool_choice.tools[{position}]", "an object", tool)
+    kept = [tool for tool in items if not str(tool.get("type")).startswith(HOSTED)]
+    if items and not kept:
+        if value.get("mode") == "required":
+            raise only_hosted(SERVICE)
+        return "none"
+    return value | {"tools": kept}
 
 
 def choice_for_chat(choice: str | dict[str, Any]) -> str | dict[str, Any] | None:
@@ -260,9 +361,13 @@ def choice_for_chat(choice: str | dict[str, Any]) -> str | dict[str, Any] | None
         return None if choice == "auto" else choice
     kind = choice["type"]
     if kind != "allowed_tools":
-        return {"type": kind, kind: {"name": choice["name"]}}
-    allowed = [
-        {"type": tool.get("type"), str(tool.get("type")): {"name": tool.get("name")}}
-        for tool in choice.get("tools") or ()
-    ]
+        return _reference(choice)
+    allowed = [_reference(tool) for tool in choice.get("tools") or ()]
     return {"type": kind, kind: {"mode": choice.get("mode") or "auto", "tools": allowed}}
+
+
+def _reference(tool: dict[str, Any]) -> dict[str, Any]:
+    kind, name, namespace = tool.get("type"), tool.get("name"), tool.get("namespace")
+    if isinstance(name, str) and isinstance(namespace, str):
+        name = qualified(name, namespace)
+    return {"type": kind, str(kind): {"name": name}}

@@ -1,9 +1,10 @@
 """
 The message format that a chat template expects, determined by test renderings.
 
-Templates differ in the format of content (text or a list of parts) and of arguments (an object or JSON text).
-They also differ in the content of messages with calls only, and in the length of call ids. For each point,
-the template renders a short conversation, and the result shows whether it supports the format.
+Templates differ in the format of content (text or a list of parts) and of arguments (an object or JSON text),
+in the content of messages with calls only, and in the length of call ids. Some want one system message at
+the beginning or none, or that users and assistants alternate, while agents send several of each. For each
+point, the template renders a short conversation, and the result shows whether it supports the format.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton_engine.api.chat.template.sandbox import Exhausted, Program, TemplateError
@@ -21,6 +22,11 @@ Message = Mapping[str, Any]
 
 CONTENT_TEXT = "a short text"
 USER = {"role": "user", "content": CONTENT_TEXT}
+SYSTEM = {"role": "system", "content": "a rule"}
+LATER = {"role": "system", "content": "one more rule"}
+ANSWER = {"role": "assistant", "content": "an answer"}
+FURTHER = {"role": "user", "content": "something else"}
+BROKEN_ARGUMENTS = "no object"
 CALL_ID = "call_0123456789abcdef"
 SHORT_ID = 9
 """Characters of a call's id in templates that require short ids."""
@@ -41,9 +47,21 @@ class Dialect:
     silence: str | None = ""
     """Content of a message with calls only."""
     short_ids: bool = False
+    broken: bool = False
+    """Whether arguments may be text where they are an object; otherwise text becomes an empty object."""
+    opening: bool = True
+    """Whether the first message may be the system's."""
+    later: bool = True
+    """Whether further messages may be the system's."""
+    repeated: bool = True
+    """Whether a user's message may follow another one."""
 
     def adapt(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Convert the messages of `baton_engine.api.chat.messages` to the template's format."""
+        if not (self.opening and self.later):
+            messages = _in_users_turns(messages, self.opening)
+        if not self.repeated:
+            messages = _alternating(messages)
         return [self._message(message) for message in messages]
 
     def _message(self, message: Message) -> dict[str, Any]:
@@ -69,7 +87,9 @@ class Dialect:
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
         arguments = function["arguments"]
-        if not self.objects:
+        if isinstance(arguments, str):
+            arguments = arguments if self.broken or not self.objects else {}
+        elif not self.objects:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {
             "id": self._id(call["id"]),
@@ -81,6 +101,62 @@ class Dialect:
         if not self.short_ids or (len(given) == SHORT_ID and given.isalnum() and given.isascii()):
             return given
         return hashlib.blake2b(given.encode(errors="replace"), digest_size=8).hexdigest()[:SHORT_ID]
+
+
+SYSTEM_ROLES = ("system", "developer")
+
+
+def _in_users_turns(messages: Sequence[Message], opening: bool) -> list[Message]:
+    """
+    Move system messages into the user's turns: into the one before, or else the one after.
+
+    With `opening`, those at the beginning become one system message instead. A message never moves away from
+    its place when the conversation grows, so that the prompt's prefix stays in the cache.
+    """
+    placed: list[Message] = []
+    for message in messages:
+        if message["role"] in SYSTEM_ROLES:
+            if opening and all(before["role"] in SYSTEM_ROLES for before in placed):
+                placed = [_joined(*placed, message)]
+                continue
+            message = {"role": "user", "content": message["content"], "moved": True}
+        last = placed[-1] if placed else {}
+        if message["role"] == last.get("role") == "user" and (message.get("moved") or last.get("moved")):
+            moved = {"moved": True} if last.get("moved") and message.get("moved") else {}
+            placed[-1] = _joined(last, message) | moved
+        else:
+            placed.append(message)
+    return [{name: value for name, value in message.items() if name != "moved"} for message in placed]
+
+
+def _alternating(messages: Sequence[Message]) -> list[Message]:
+    """Join consecutive messages of the user, and of the assistant if they have nothing but text."""
+    joined: list[Message] = []
+    for message in messages:
+        pair = (joined[-1], message) if joined else ()
+        plain = all(one["role"] in ("user", "assistant") and one.keys() <= _PLAIN for one in pair)
+        if pair and plain and pair[0]["role"] == message["role"]:
+            joined[-1] = _joined(*pair)
+        else:
+            joined.append(message)
+    return joined
+
+
+_PLAIN = {"role", "content", "name"}
+
+
+def _joined(first: Message, *others: Message) -> dict[str, Any]:
+    """Join the contents of messages: a text, or a list of texts if one of them has a list."""
+    content = first["content"]
+    for other in others:
+        more = other["content"]
+        if isinstance(content, str) and isinstance(more, str):
+            content = f"{content}\n\n{more}"
+        else:
+            content = [
+                text for part in (content, more) for text in ([part] if isinstance(part, str) else part)
+            ]
+    return {**first, "content": content}
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,7 +173,7 @@ def learn(program: Program, specials: tuple[tuple[str, str], ...]) -> Dialect:
         parts=takes_parts,
         developer="developer" in program.source,
     )
-    return _learn_calls(dialect, shows)
+    return _learn_roles(_learn_calls(dialect, shows), shows)
 
 
 def _learn_calls(dialect: Dialect, shows: Callable[..., bool]) -> Dialect:
@@ -105,30 +181,41 @@ def _learn_calls(dialect: Dialect, shows: Callable[..., bool]) -> Dialect:
     for short_ids in (False, True):
         for objects in (True, False):
             for silence in ("", None):
-                way = Dialect(
-                    texts=dialect.texts,
-                    parts=dialect.parts,
-                    developer=dialect.developer,
-                    objects=objects,
-                    silence=silence,
-                    short_ids=short_ids,
-                )
+                way = replace(dialect, objects=objects, silence=silence, short_ids=short_ids)
                 if shows(way.adapt(_CALLED), "look_up", "first_key"):
-                    return way
+                    lax = replace(way, broken=True)
+                    return lax if shows(lax.adapt(_BROKEN), "look_up", BROKEN_ARGUMENTS) else way
     return dialect
 
 
-_CALLED: Sequence[Message] = (
-    USER,
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": CALL_ID, "function": {"name": "look_up", "arguments": {"first_key": "a value"}}},
-        ],
-    },
-    {"role": "tool", "tool_call_id": CALL_ID, "name": "look_up", "content": "a result"},
-)
+def _learn_roles(dialect: Dialect, shows: Callable[..., bool]) -> Dialect:
+    """Determine where the template takes system messages, and whether it takes two messages of a user."""
+
+    def takes(*messages: Message) -> bool:
+        return shows(dialect.adapt(messages), *(message["content"] for message in messages))
+
+    if not takes(USER):
+        return dialect
+    opening = takes(SYSTEM, USER)
+    return replace(
+        dialect,
+        opening=opening,
+        later=opening and takes(SYSTEM, USER, ANSWER, LATER) and takes(SYSTEM, LATER, USER),
+        repeated=takes(USER, ANSWER, USER, FURTHER),
+    )
+
+
+def _called(arguments: dict[str, str] | str) -> Sequence[Message]:
+    call = {"id": CALL_ID, "function": {"name": "look_up", "arguments": arguments}}
+    return (
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": CALL_ID, "name": "look_up", "content": "a result"},
+    )
+
+
+_CALLED = _called({"first_key": "a value"})
+_BROKEN = _called(BROKEN_ARGUMENTS)
 
 
 def _rendered(program: Program, messages: Sequence[Message], specials: tuple[tuple[str, str], ...]) -> str:

@@ -7,17 +7,27 @@ tool. The compilation of the grammar determines whether a schema can be enforced
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import EMPTY_ARRAY, INVALID_FUNCTION_PARAMETERS, INVALID_VALUE, InvalidRequest
+from baton_api.errors import (
+    EMPTY_ARRAY,
+    INVALID_FUNCTION_PARAMETERS,
+    INVALID_VALUE,
+    UNSUPPORTED_PARAMETER,
+    InvalidRequest,
+)
 from baton_engine.api.fields import Fields, shown, wrong_type
 from baton_engine.api.parsing.tools import schemas
 from baton_engine.api.parsing.tools.toolbox import NO_PARAMETERS, TextGrammar, Tool, Toolbox
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 CHOICES = ("none", "auto", "required")
@@ -50,6 +60,24 @@ def reject_forced_call(toolbox: Toolbox | None, param: str) -> None:
             f"'{param}' cannot be combined with a '{choice}' that requires a call. Remove one of them.",
             param=choice,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def log_left_out(kind: str, service: str) -> None:
+    """Log that tools of this type are left out. Once for each type, because agents offer them every time."""
+    logger.info(
+        "Tools of type %.60r run at %s. Requests that offer them are served without them.", kind, service
+    )
+
+
+def only_hosted(service: str) -> InvalidRequest:
+    """Return the error for a required call when no tool is left to call."""
+    return InvalidRequest(
+        f"'tool_choice' requires a call, but the tools that it allows run at {service}, and not here. "
+        "Set 'tool_choice' to 'auto', or define a tool that the client runs.",
+        param="tool_choice",
+        code=UNSUPPORTED_PARAMETER,
+    )
 
 
 def _without_tools(fields: Fields) -> None:
