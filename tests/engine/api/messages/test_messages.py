@@ -347,8 +347,8 @@ async def test_message_context_management_is_answered_without_edits(
     plain: Any = await create(claude)
     assert not hasattr(plain, "context_management")
     async with claude.messages.stream(model=MODEL, messages=HI, max_tokens=9, extra_body=body) as stream:
-        deltas = [event async for event in stream if event.type == "message_delta"]
-    assert deltas[-1].context_management == none  # type: ignore[attr-defined]
+        deltas: list[Any] = [event async for event in stream if event.type == "message_delta"]
+    assert deltas[-1].context_management == none
     count: Any = await claude.messages.count_tokens(model=MODEL, messages=HI, extra_body=body)
     assert count.context_management == {"original_input_tokens": count.input_tokens}
 

@@ -152,7 +152,7 @@ async def test_response_tools_that_run_at_openai_are_left_out(
     assert answer["tools"] == [WEATHER | {"strict": None}]
     assert "'web_search' run at OpenAI" in caplog.text
     api.model.script = "No."
-    only = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    only: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
     for choice in ("auto", "none", only):
         body = {"model": MODEL, "input": "Hi", "tools": [SEARCH], "tool_choice": choice}
         assert (await api.http.post("/v1/responses", json=body)).json()["output"][0]["type"] == "message"
