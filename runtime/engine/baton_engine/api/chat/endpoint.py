@@ -185,5 +185,5 @@ def _check_metadata(fields: Fields) -> None:
         if len(key) > limits.METADATA_KEY.most:
             most = limits.METADATA_KEY.most
             fields.wrong_value("metadata", f"Expected keys of at most {most} characters, but got {len(key)}")
-        inner.require(key)
-        inner.text(key, limits.METADATA_VALUE.most)
+        if isinstance(metadata[key], str):  # OpenHands and LiteLLM send lists of tags, too
+            inner.text(key, limits.METADATA_VALUE.most)
