@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from baton_engine.api.chat.template.templates import templates_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.models import BOS, EOS, SPECIAL, VOCAB, make_model
+from tests.tokenizers import npm_tokenizer
 
 CHAT = [{"role": "user", "content": "Hand over."}]
 
@@ -195,3 +200,60 @@ def test_tokenizer_offsets_of_added_tokens_are_at_the_ends(folder: Path) -> None
     assert framed.offsets("") == [0, 0]
     assert framed.encode(SPECIAL[EOS]) == [BOS, EOS, EOS]
     assert framed.offsets(SPECIAL[EOS]) == [0, 0, len(SPECIAL[EOS])]
+
+
+CALLS: dict[str, Callable[[Tokenizer, str], object]] = {
+    "encode": Tokenizer.encode,
+    "encode_pair": lambda tokenizer, text: tokenizer.encode_pair(text, "a"),
+    "offsets": Tokenizer.offsets,
+    "decode": lambda tokenizer, text: tokenizer.decode([3] * len(text)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_tokenizer_lets_other_threads_run(tokenizer: Tokenizer, call: str) -> None:
+    """With the GIL held, a text of 4 MB would stop all of a worker's requests for seconds."""
+    turns = 0
+    ends = threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not ends.wait(0.0005):
+            turns += 1
+
+    other = threading.Thread(target=take_turns)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # the other thread gets the GIL only where this one releases it
+    other.start()
+    try:
+        before = turns
+        CALLS[call](tokenizer, "a1" * 50_000)
+        after = turns
+    finally:
+        sys.setswitchinterval(interval)
+        ends.set()
+        other.join()
+    assert after > before
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_least_tokens_is_a_lower_bound(tokenizer: Tokenizer, sentencepiece: Tokenizer, seed: int) -> None:
+    chance = random.Random(seed)
+    words = ["a", "b", " ", "  \n", "日本", "🎉", "0123", SPECIAL[EOS], "e\u0301"]
+    for _ in range(40):
+        text = "".join(chance.choices(chance.sample(words, 3), k=30))
+        for one in (tokenizer, sentencepiece):
+            assert len(one.encode(text, False)) >= one.least_tokens(len(text))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama3_1", "qwen3"])
+@pytest.mark.slow
+def test_least_tokens_is_near_for_the_longest_token(name: str, folder: Path) -> None:
+    """Long runs of one token are the texts that come nearest to the bound."""
+    backend = Backend.from_file(str(npm_tokenizer(name) / "tokenizer.json"))
+    spec = dataclasses.replace(load_spec(Checkpoint(folder, "tiny")), vocab=backend.get_vocab_size())
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), spec)
+    longest = max(range(spec.vocab), key=lambda token: len(tokenizer.token_text(token)))
+    text = tokenizer.token_text(longest) * 50
+    assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text, False))
+    assert tokenizer.least_tokens(len(text)) >= 25

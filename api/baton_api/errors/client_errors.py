@@ -36,8 +36,10 @@ class ContextTooLong(InvalidRequest):
 
     code = CONTEXT_LENGTH_EXCEEDED
 
-    def __init__(self, prompt: int, wanted: int, limit: int, *, param: str) -> None:
-        requested = f"{prompt} prompt tokens" + (f" and {wanted} to generate" if wanted else "")
+    def __init__(self, prompt: int, wanted: int, limit: int, *, param: str, least: bool = False) -> None:
+        """`least`: the prompt was not tokenized, and has `prompt` tokens or more."""
+        requested = f"{'at least ' if least else ''}{prompt} prompt tokens"
+        requested += f" and {wanted} to generate" if wanted else ""
         super().__init__(
             f"This model's maximum context length is {limit} tokens, but the request has {requested}. "
             "Shorten the prompt or lower max_tokens.",

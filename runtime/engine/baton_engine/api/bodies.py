@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -14,8 +16,20 @@ from baton_api import limits
 from baton_api.errors import BodyTooLarge, InvalidRequest
 from baton_engine.api.fields import Fields
 from baton_engine.api.served import Served
+from baton_engine.machine import usable_cores
+
+Result = TypeVar("Result")
 
 BODY_DEADLINE_S = 60.0
+
+LONG, VERY_LONG = 256 * 1024, 1024 * 1024
+"""Bytes of a body that may take a second, or many seconds, to tokenize."""
+
+_threads = {
+    size: ThreadPoolExecutor(max(1, usable_cores() // 4), thread_name_prefix=f"bodies-of-{size}")
+    for size in (VERY_LONG, LONG)
+}
+"""By the least size of a body."""
 
 _decoder = msgspec.json.Decoder()
 
@@ -48,6 +62,13 @@ async def read(scope: Scope, receive: Receive, limit: int = limits.BODY.most) ->
     except TimeoutError as error:
         raise InvalidRequest(f"The body did not arrive within {BODY_DEADLINE_S:.0f} s.") from error
     return bytes(body)
+
+
+async def on_thread(work: Callable[..., Result], body: bytes, *arguments: object) -> Result:
+    """Return `work(body, *arguments)`, from a thread. A body never waits for others that are much longer."""
+    executor = next((threads for size, threads in _threads.items() if len(body) >= size), None)
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(executor, context.run, work, body, *arguments)
 
 
 def parse(body: bytes) -> Fields:
@@ -92,7 +113,7 @@ class JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read(scope, receive)
         async with until_disconnect(receive):
-            encoded = await asyncio.to_thread(self._answer, body)
+            encoded = await on_thread(self._answer, body)
         await send_json(encoded, send)
 
     def _answer(self, body: bytes) -> bytes:

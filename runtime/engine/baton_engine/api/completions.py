@@ -68,7 +68,7 @@ DEFAULT_MAX_TOKENS = 16
 
 def prepare(fields: Fields, served: Served) -> Work:
     """Validate and tokenize a request. Blocks for long prompts, so do not call it on the event loop."""
-    prompts = read_prompts(fields, "prompt", served.tokenizer)
+    prompts = read_prompts(fields, "prompt", served)
     alternatives = fields.integer("logprobs", *limits.LOGPROBS.range)
     common = parameters.parse(fields, alternatives, served.vocabulary, served.defaults)
     parameters.reject_unsupported(fields, ("suffix", *parameters.CHAT_ONLY))

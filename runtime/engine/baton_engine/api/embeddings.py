@@ -27,7 +27,7 @@ def prepare(fields: Fields, served: Served) -> PooledInputs:
     """Validate and tokenize a request. Blocks for long inputs, so do not call it on the event loop."""
     embedder, model = able(served), served.answering(fields.text("model"))
     shape = read_format(fields, embedder, served.hidden)
-    inputs = read_prompts(fields, "input", served.tokenizer, limits.INPUTS.most)
+    inputs = read_prompts(fields, "input", served, limits.INPUTS.most)
     for position, given in enumerate(inputs):
         param = f"input[{position}]" if len(inputs) > 1 else "input"
         if given.text == "":

@@ -129,7 +129,7 @@ class Generate:
         with self._served.drain.request():
             body, salt = await bodies.read(scope, receive), salt_of(scope)
             async with until_disconnect(receive):
-                work, names, salt = await asyncio.to_thread(self._read, body, salt)
+                work, names, salt = await bodies.on_thread(self._read, body, salt)
                 work = await guided(work, self._served.grammars)
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted

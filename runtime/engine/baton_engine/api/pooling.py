@@ -78,7 +78,7 @@ class PoolingEndpoint:
         with self._served.drain.request():
             body, salt = await bodies.read(scope, receive), salt_of(scope)
             async with until_disconnect(receive):
-                pooled, names, keys = await asyncio.to_thread(self._read, body, salt)
+                pooled, names, keys = await bodies.on_thread(self._read, body, salt)
             exchange.answer_id = f"{pooled.kind}-{uuid.uuid4().hex}"
             exchange.prompt_tokens = pooled.tokens
             if self._served.tracing is not None:

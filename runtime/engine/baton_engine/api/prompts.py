@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from baton_api import limits
-from baton_api.errors import EMPTY_ARRAY, InvalidRequest
+from baton_api.errors import EMPTY_ARRAY, ContextTooLong, InvalidRequest
 from baton_engine.api.fields import Fields, integer, wrong_type
+from baton_engine.api.served import Served
 from baton_engine.model.tokenizer import Tokenizer
 
 
@@ -19,14 +20,13 @@ class Given(NamedTuple):
     """The text, if the prompt was given as text."""
 
 
-def read_prompts(
-    fields: Fields, name: str, tokenizer: Tokenizer, most: int = limits.PROMPTS.most
-) -> list[Given]:
+def read_prompts(fields: Fields, name: str, served: Served, most: int = limits.PROMPTS.most) -> list[Given]:
     """Read the field `name`: a string, an array of strings, token ids, or an array of arrays of token ids."""
     value = fields.require(name)
     param = fields.param(name)
+    tokenizer = served.tokenizer
     if isinstance(value, str):
-        return [_from_text(value, tokenizer, param)]
+        return [_from_text(value, served, param)]
     if not isinstance(value, list):
         raise wrong_type(param, "a string, an array of strings, or token ids", value)
     if not value:
@@ -40,14 +40,22 @@ def read_prompts(
         if type(item) is not type(value[0]):
             raise wrong_type(where, "the same type as the first prompt", item)
         if isinstance(item, str):
-            prompts.append(_from_text(item, tokenizer, where))
+            prompts.append(_from_text(item, served, where))
         else:
             prompts.append(_from_ids(item, tokenizer, where))
     return prompts
 
 
-def _from_text(text: str, tokenizer: Tokenizer, param: str) -> Given:
-    tokens = tuple(tokenizer.encode(text))
+def check_text(served: Served, param: str, *texts: str) -> None:
+    """Raise ContextTooLong if `texts` together are too long for the context, however they are tokenized."""
+    least = served.tokenizer.least_tokens(sum(map(len, texts)))
+    if least > served.max_model_len and not served.settings.allow_auto_truncate:
+        raise ContextTooLong(least, 0, served.max_model_len, param=param, least=True)
+
+
+def _from_text(text: str, served: Served, param: str) -> Given:
+    check_text(served, param, text)
+    tokens = tuple(served.tokenizer.encode(text))
     if not tokens:
         raise _empty(param)
     return Given(tokens, text)

@@ -23,6 +23,7 @@ from baton_engine.api import parameters
 from baton_engine.api.embeddings import check_length
 from baton_engine.api.fields import Fields, wrong_type
 from baton_engine.api.pooling import PooledInputs
+from baton_engine.api.prompts import check_text
 from baton_engine.api.served import Served
 from baton_engine.model.embedder import Embedder
 from baton_engine.model.encoder import EncoderSpec
@@ -111,6 +112,7 @@ def _inputs(kind: str, pairs: Pairs, served: Served, body: Body) -> PooledInputs
 def _read_together(kind: str, pairs: Pairs, served: Served, encoder: EncoderSpec, body: Body) -> PooledInputs:
     inputs = []
     for first, second in pairs:
+        check_text(served, second.path, first.text, second.text)
         tokens, types = served.tokenizer.encode_pair(first.text, second.text)
         check_length(tokens, served, second.path)
         inputs.append(encoder.with_types(tokens, types))
@@ -129,6 +131,7 @@ def _embedded(kind: str, pairs: Pairs, served: Served, embedder: Embedder, body:
     for one in (one for pair in pairs for one in pair):
         if one.text not in indexes:
             indexes[one.text] = len(inputs)
+            check_text(served, one.path, one.text)
             inputs.append(tuple(served.tokenizer.encode(one.text)))
             check_length(inputs[-1], served, one.path)
 

@@ -43,7 +43,7 @@ UNSUPPORTED = (
 def prepare(fields: Fields, served: Served) -> Work:
     """Validate and tokenize a request. Blocks for long prompts, so do not call it on the event loop."""
     source = _source(fields)
-    given = read_prompts(fields, source, served.tokenizer)
+    given = read_prompts(fields, source, served)
     parameters.reject_unsupported(fields, UNSUPPORTED)
     alternatives = _alternatives(fields)
     start = _start_of_logprobs(fields) if alternatives is not None else None

@@ -25,8 +25,13 @@ from baton_engine.model.config import token_ids
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer_cache import Definition
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""Texts come one at a time, so threads of the library would only make forks unsafe."""
+
 SPACE_MARK = "\u2581"
 """SentencePiece's visible space."""
+COLLAPSED = 8
+"""A token stands for at most so many times the characters of the longest one, if white space collapses."""
 HELD_LIMIT = 64
 """Maximum buffered tokens that do not form a character. Each step decodes the whole buffer, so it is bounded;
 at the limit, incomplete characters are emitted."""
@@ -88,6 +93,10 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._byte_level = "ByteLevel" in _kinds(self._backend.decoder)
+        whole = self._byte_level or getattr(self._backend.model, "byte_fallback", False)
+        longest = max(map(len, self._backend.get_vocab()), default=1)
+        self._characters = longest if whole else COLLAPSED * longest
+        """Most characters of a text that one token stands for."""
         added = self._backend.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self._special = frozenset(number for number, token in added.items() if token.special)
@@ -106,12 +115,23 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Recognizes special tokens in it."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # `encode` would hold the GIL: a text of 4 MB takes seconds.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Return the token ids of two texts with the special tokens of a pair, and the tokens' types."""
-        encoding = self._backend.encode(first, second)
-        return list(encoding.ids), list(encoding.type_ids)
+        (encoding,) = self._backend.encode_batch_fast([(first, second)])
+        return encoding.ids, encoding.type_ids
+
+    def least_tokens(self, characters: int) -> int:
+        """
+        Return how many tokens a text of so many characters has at least.
+
+        A lower bound, except for tokenizers that collapse white space or unknown words: see `COLLAPSED`.
+        """
+        return -(-characters // self._characters)
 
     def offsets(self, text: str) -> list[int]:
         """
@@ -120,7 +140,7 @@ class Tokenizer:
         A token that begins within a character has the offset of that character. A token that was added before
         the text has 0; one that was added after it has the length of the text.
         """
-        encoding = self._backend.encode(text)
+        (encoding,) = self._backend.encode_batch([text])
         starts: list[int] = []
         edge = 0
         for (start, _), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
@@ -129,7 +149,9 @@ class Tokenizer:
         return starts
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        # Unlike `decode`, it releases the GIL.
+        (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def stream(
         self, skip_special_tokens: bool = True, but: frozenset[str] | None = frozenset()

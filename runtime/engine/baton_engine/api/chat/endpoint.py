@@ -26,6 +26,7 @@ from baton_engine.api.parsing.parts import Reader
 from baton_engine.api.parsing.reasoning.formats import Opening
 from baton_engine.api.parsing.reasoning.visibility import ReasoningOptions, Showing, read_options
 from baton_engine.api.parsing.tools.request import reject_forced_call
+from baton_engine.api.prompts import check_text
 from baton_engine.api.served import Served
 from baton_engine.api.work import Work, fit, read_max_tokens
 
@@ -86,7 +87,7 @@ def prepare(fields: Fields, served: Served) -> Work:
 
 def prompt_tokens(fields: Fields, served: Served) -> tuple[int, ...]:
     """Return the prompt of a conversation for /tokenize, even if it exceeds the context."""
-    return read_prompt(fields, served).tokens
+    return read_prompt(fields, served, any_length=True).tokens
 
 
 def _constrained(
@@ -172,7 +173,9 @@ def _prediction(fields: Fields, served: Served) -> tuple[int, ...]:
     inner = Fields(prediction, "prediction")
     inner.require("type")
     inner.choice("type", ("content",))
-    return tuple(served.tokenizer.encode("".join(read_content(inner)), add_special_tokens=False))
+    text = "".join(read_content(inner))
+    check_text(served, "prediction.content", text)
+    return tuple(served.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _check_metadata(fields: Fields) -> None:

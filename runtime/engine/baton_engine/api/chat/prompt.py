@@ -15,7 +15,7 @@ from baton_engine.api.fields import Fields, wrong_type
 from baton_engine.api.parsing.tools.hermes import END, START
 from baton_engine.api.parsing.tools.request import read_tools
 from baton_engine.api.parsing.tools.toolbox import Toolbox
-from baton_engine.api.prompts import read_ids
+from baton_engine.api.prompts import check_text, read_ids
 from baton_engine.api.served import Served
 
 IDS = ("input_ids", "prompt_token_ids")
@@ -39,8 +39,12 @@ class ChatPrompt:
     """The field with the prompt, for errors."""
 
 
-def read_prompt(fields: Fields, served: Served) -> ChatPrompt:
-    """Validate and render. Blocks for long conversations, so do not call it on the event loop."""
+def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> ChatPrompt:
+    """
+    Validate, render and tokenize. Blocks for long conversations, so do not call it on the event loop.
+
+    Raises ContextTooLong, without `any_length`, for a text that cannot fit the context.
+    """
     toolbox = read_tools(fields)
     name = next((name for name in IDS if fields.get(name) is not None), None)
     if name is not None:
@@ -64,6 +68,8 @@ def read_prompt(fields: Fields, served: Served) -> ChatPrompt:
         variables=read_variables(fields, settings.default_chat_template_kwargs, templates.specials),
     )
     text = templates.render(conversation, brought)
+    if not any_length:
+        check_text(served, "messages", text)
     return ChatPrompt(
         tokens=tuple(served.tokenizer.encode(text, add_special_tokens=False)),
         text=text,
