@@ -11,6 +11,7 @@ lines count as lines but are not requests.
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ METHOD = "POST"
 
 class LineTooLong(Exception):
     """A line has no end within what a line may have; its number is the argument."""
+
+
+class TooManyBlankLines(Exception):
+    """More lines are blank than may be; the number of the first one too many is the argument."""
 
 
 class RequestLineBody(msgspec.Struct):
@@ -47,16 +52,18 @@ class RequestLine(msgspec.Struct):
 _line = msgspec.json.Decoder(RequestLine)
 
 
-def split_lines(pieces: Iterable[bytes], limit: int) -> Iterator[tuple[int, bytes]]:
+def split_lines(
+    pieces: Iterable[bytes], limit: int, blank_limit: float = math.inf
+) -> Iterator[tuple[int, bytes]]:
     """
     Numbers from 1 and the lines that are not blank, without their ends; a BOM before the first is let be.
 
-    Raises TooLong for a line of more than `limit` bytes.
+    Raises LineTooLong for a line of more than `limit` bytes, TooManyBlankLines beyond `blank_limit`.
 
     >>> list(split_lines([b'{"a"', b':1}\\r\\n\\n{}'], 99))
     [(1, b'{"a":1}'), (3, b'{}')]
     """
-    number = 0
+    number = blank = 0
     rest = bytearray()
     for piece in pieces:
         rest += piece
@@ -69,6 +76,10 @@ def split_lines(pieces: Iterable[bytes], limit: int) -> Iterator[tuple[int, byte
             number += 1
             if bare := _stripped(line, number, limit):
                 yield number, bare
+            else:
+                blank += 1
+                if blank > blank_limit:
+                    raise TooManyBlankLines(number)
     if bare := _stripped(rest, number + 1, limit):
         yield number + 1, bare
 

@@ -6,7 +6,6 @@ Each key sees its own files and batches; another's are as if they were not there
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -40,12 +39,10 @@ def routes(
     controller: BatchController,
     owner_of: Callable[[Scope], bytes],
     models_of: Callable[[Scope], frozenset[str] | None],
-    body_s: float,
     clock: Callable[[], float] = time.time,
 ) -> APIRouter:
-    """`body_s` is the maximum time in seconds without a byte of the body."""
     api = APIRouter()
-    context = _Context(storage, owner_of, clock, body_s)
+    context = _Context(storage, owner_of, clock)
     _add_files(api, context)
     _add_batches(api, context, controller, models_of)
     return api
@@ -56,7 +53,6 @@ class _Context:
     storage: Storage
     owner_of: Callable[[Scope], bytes]
     clock: Callable[[], float]
-    body_s: float
 
     def owner(self, request: Request) -> str:
         return self.owner_of(request.scope).hex()
@@ -71,7 +67,7 @@ def _add_files(api: APIRouter, context: _Context) -> None:
     @api.post(FILES)
     async def new_file(request: Request) -> Response:
         try:
-            stored = await upload.receive(storage, request, owner(request), now(), context.body_s)
+            stored = await upload.receive(storage, request, owner(request), now())
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(api_objects.render_file(stored))
@@ -117,7 +113,7 @@ def _add_batches(
 
     @api.post(BATCHES)
     async def new_batch(request: Request) -> Response:
-        query = api_objects.parse_new_batch(await _body(request, context.body_s))
+        query = api_objects.parse_new_batch(await _body(request))
         models = models_of(request.scope)
         record = await storage.run(partial(_create, storage, owner(request), query, now(), models))
         controller.wake()
@@ -164,20 +160,16 @@ def _create(
     )
 
 
-async def _body(request: Request, seconds: float) -> bytes:
-    """Read the body. Raises BodyTooLarge, and InvalidRequest if it is slow or its type is not JSON."""
+async def _body(request: Request) -> bytes:
+    """Read the body. Raises BodyTooLarge, and InvalidRequest if its type is not JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise InvalidRequest("The body must be JSON, with `Content-Type: application/json`.")
     body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for data in request.stream():
-                body += data
-                if len(body) > BODY_LIMIT:
-                    raise BodyTooLarge(BODY_LIMIT)
-    except TimeoutError as error:
-        raise InvalidRequest(f"The request's body did not arrive within {seconds:g} seconds.") from error
+    async for data in request.stream():
+        body += data
+        if len(body) > BODY_LIMIT:
+            raise BodyTooLarge(BODY_LIMIT)
     return bytes(body)
 
 

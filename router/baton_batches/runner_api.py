@@ -36,6 +36,7 @@ from baton_batches.storage import Storage
 from baton_batches.values import BatchRecord, BatchStatus, LineResult
 from baton_batches.wire import InputLine, InputSlice, LeaseRenewal, ResultReceipt, RunnerLease, RunnerOrder
 from baton_http.client_connection import ClientConnection, ClientDisconnected
+from baton_http.protocol import count_for
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ log = logging.getLogger(__name__)
 BODY_LIMIT = 512 * 1024 * 1024
 """Bytes of a group of results; it is larger than a megabyte only if one answer is."""
 
-BODY_S = 60.0
+RUNNERS = "batch runners"
+"""Whose share of the memory of connections results take."""
 
 GRACE_S = 60.0
 """Seconds for which a token outlives its lease: a lease that has run out still counts unless it was taken."""
@@ -104,7 +106,8 @@ class RunnerApi:
                 raise MethodNotAllowed(scope["method"], scope["path"], method)
             if (token.epoch == runner_tokens.START) != (call == "lease"):
                 raise Unauthorized
-            body = await client.body(BODY_LIMIT, BODY_S)
+            count_for(scope, RUNNERS)
+            body = await client.body(BODY_LIMIT)
             if call == "lines":
                 answer: object = await self._lines(token, scope["query_string"])
             else:

@@ -1,5 +1,5 @@
 """
-File uploads: multipart/form-data parsed as it arrives, hashed, and written to the object store in a thread.
+File uploads: multipart/form-data parsed as it arrives, hashed, and written to the object store, in threads.
 
 The file is never held in memory as a whole. It exists once its database row is written, which is the last
 step; a failed upload leaves nothing visible.
@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import threading
 import unicodedata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -33,10 +33,12 @@ from baton_batches.files import FileQuota, NewFile
 from baton_batches.object_store import ObjectWriter, new_key
 from baton_batches.storage import Storage
 from baton_batches.values import StoredFile
+from baton_http.protocol import keep_received
 
 FIELD_LIMIT = 1024
 """Maximum bytes of a field other than the file."""
-FIELDS_LIMIT = 32
+PARTS_LIMIT = 33
+"""Parts of a form: its fields and the file."""
 NAME_LIMIT = 255
 """Characters of a file's name."""
 DEFAULT_NAME = "upload"
@@ -56,10 +58,11 @@ class UploadForm:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         """None as long as no file has begun."""
-        self.pieces: list[bytes] = []
-        """Of the file, not yet taken."""
+        self.pieces = bytearray()
+        """Bytes of the file, not yet taken."""
         self.size = 0
-        """Of the file, as far as it came."""
+        """Bytes of the file so far."""
+        self._parts = 0
         self.complete = False
         self._file_limit = file_limit
         self._header = bytearray()
@@ -96,13 +99,15 @@ class UploadForm:
 
     def take(self) -> bytes:
         """Return the bytes of the file that arrived since the last call."""
-        taken = b"".join(self.pieces)
-        self.pieces.clear()
-        return taken
+        taken, self.pieces = self.pieces, bytearray()
+        return bytes(taken)
 
     # --- What the parser calls ---
 
     def _part_begins(self) -> None:
+        self._parts += 1
+        if self._parts > PARTS_LIMIT:
+            raise InvalidRequest(f"The form has more than {PARTS_LIMIT} parts.")
         self._headers = {}
         self._text.clear()
 
@@ -123,8 +128,6 @@ class UploadForm:
         given = options.get(b"filename")
         self._is_file = self._name == "file" and given is not None
         if not self._is_file:
-            if len(self.fields) >= FIELDS_LIMIT:
-                raise InvalidRequest(f"The form has more than {FIELDS_LIMIT} fields.")
             return
         if self.filename is not None:
             raise InvalidRequest("The form has more than one file; send each by itself.", param="file")
@@ -135,7 +138,7 @@ class UploadForm:
             self.size += end - start
             if self.size > self._file_limit:
                 raise BodyTooLarge(self._file_limit)
-            self.pieces.append(data[start:end])
+            self.pieces += data[start:end]
             return
         self._text += data[start:end]
         if len(self._text) > FIELD_LIMIT:
@@ -165,35 +168,27 @@ def sanitized(name: str) -> str:
     return DEFAULT_NAME if seen in ("", ".", "..") else seen[:NAME_LIMIT]
 
 
-WRITE_BYTES = 1024 * 1024
-"""Bytes that wait to be written; a client that is faster than the store waits for it."""
+WRITE_BYTES = 256 * 1024
+"""Bytes that wait to be parsed and written; a client that is faster than the store waits for it."""
 
 FORM_OVERHEAD = 64 * 1024
 """Bytes that a form has besides its file."""
 
-DRAIN_LIMIT = 64 * 1024 * 1024
-"""Bytes of a refused body that are still read: who is cut off while sending does not read why."""
 
-
-async def receive(storage: Storage, request: Request, owner: str, now: int, idle_s: float) -> StoredFile:
+async def receive(storage: Storage, request: Request, owner: str, now: int) -> StoredFile:
     """
-    The file that a request brings. `idle_s` is how long the client may send nothing.
+    The file that a request brings.
 
     Raises InvalidRequest, BodyTooLarge, QuotaExceeded, StorageFull and StorageUnavailable.
     """
     settings = storage.settings
     quota = FileQuota(settings.files_per_key, settings.file_bytes_per_key)
-    body = _body(request, idle_s)
-    try:
-        form = UploadForm(request.headers.get("content-type", ""), settings.file_limit)
-        if int(request.headers.get("content-length", "0")) > settings.file_limit + FORM_OVERHEAD:
-            raise BodyTooLarge(settings.file_limit)
-        await storage.run(partial(_check, storage, owner, now, quota))
-        return await _FileUpload(storage, owner, now, quota).run(form, body)
-    except BatonError:
-        with suppress(BatonError):
-            await _drain(body)
-        raise
+    body = _body(request, settings.file_limit)
+    form = UploadForm(request.headers.get("content-type", ""), settings.file_limit)
+    if int(request.headers.get("content-length", "0")) > settings.file_limit + FORM_OVERHEAD:
+        raise BodyTooLarge(settings.file_limit)
+    await storage.run(partial(_check, storage, owner, now, quota))
+    return await _FileUpload(storage, owner, now, quota).run(form, body, keep_received(request.scope))
 
 
 class _FileUpload:
@@ -209,19 +204,24 @@ class _FileUpload:
         self._undone = False
         self._writer: ObjectWriter | None = None
 
-    async def run(self, form: UploadForm, body: AsyncIterator[bytes]) -> StoredFile:
+    async def run(
+        self, form: UploadForm, body: AsyncIterator[bytes], free: Callable[[int], None]
+    ) -> StoredFile:
+        """`free` is told how many bytes of the body are not in memory any more."""
         run, transfer = self._storage.run, self._storage.transfer
         try:
             await run(partial(self._storage.files.promise, self._key, self._now))
             await transfer(self._begin)
-            waiting = 0
+            waiting: list[bytes] = []
+            size = 0
             async for data in body:
-                form.feed(data)
-                waiting += len(data)
-                if waiting >= WRITE_BYTES:
-                    await transfer(partial(self._write, form.take()))
-                    waiting = 0
-            await transfer(partial(self._write, form.take()))
+                waiting.append(data)
+                size += len(data)
+                if size >= WRITE_BYTES:
+                    await transfer(partial(self._write, form, waiting))
+                    free(size)
+                    waiting, size = [], 0
+            await transfer(partial(self._write, form, waiting))
             file = self._described(form)
             await transfer(self._commit)
         except BaseException:
@@ -258,9 +258,12 @@ class _FileUpload:
             if not self._undone:
                 self._writer = self._storage.objects.writer(self._key)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, form: UploadForm, parts: list[bytes]) -> None:
         with self._writer_lock:
             if self._writer is not None and not self._undone:
+                for part in parts:
+                    form.feed(part)
+                data = form.take()
                 self._hash.update(data)
                 self._writer.write(data)
 
@@ -298,22 +301,12 @@ def _check(storage: Storage, owner: str, now: int, quota: FileQuota) -> None:
         raise QuotaExceeded("bytes of files", size, quota.bytes)
 
 
-async def _body(request: Request, idle_s: float) -> AsyncIterator[bytes]:
-    stream = request.stream()
-    while True:
-        try:
-            async with asyncio.timeout(idle_s):
-                data = await anext(stream, b"")
-        except TimeoutError as error:
-            raise InvalidRequest(f"No byte of the request body arrived for {idle_s:g} seconds.") from error
-        if not data:
-            return
-        yield data
-
-
-async def _drain(body: AsyncIterator[bytes]) -> None:
+async def _body(request: Request, file_limit: int) -> AsyncIterator[bytes]:
+    """The parts of the body. Raises BodyTooLarge, however little of it is a file."""
     size = 0
-    async for data in body:
+    async for data in request.stream():
         size += len(data)
-        if size > DRAIN_LIMIT:
-            return
+        if size > file_limit + FORM_OVERHEAD:
+            raise BodyTooLarge(file_limit)
+        if data:
+            yield data

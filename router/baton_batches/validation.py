@@ -85,7 +85,10 @@ def validate(
         return ValidationResult(0, None, (LineError("file_too_large", message),))
     validation = _Validation(endpoint, bounds, keep)
     try:
-        validation.run(input_file.split_lines(read(), bounds.line))
+        validation.run(input_file.split_lines(read(), bounds.line, bounds.lines))
+    except input_file.TooManyBlankLines as fault:
+        message = f"The file has more than {bounds.lines} blank lines. Later lines were not read."
+        validation.errors.append(LineError("too_many_lines", message, None, fault.args[0]))
     except input_file.LineTooLong as fault:
         message = f"The line is over the limit of {bounds.line} bytes. Later lines were not read."
         validation.errors.append(LineError("line_too_long", message, None, fault.args[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-from baton_api.errors import BodyTooLarge, InvalidRequest
+from baton_api.errors import BodyTooLarge
 from baton_http.protocol import EXTENSION, WITHOUT_BODY, RequestCycle
 from baton_http.replies import Receive, Scope, Send
 from baton_http.upstream import Headers
@@ -64,31 +64,33 @@ class ClientConnection:
         self._finished = False
         self._gone = False
 
-    async def body(self, limit: int, seconds: float) -> bytes:
-        """The body of the request. Raises BodyTooLarge, InvalidRequest if it is slow, ClientDisconnected."""
-        if self._heard and (here := self._cycle.taken()) is not None:
+    async def body(self, limit: int) -> bytes:
+        """
+        The body of the request. Its memory counts for the tenant until the request ends.
+
+        Raises BodyTooLarge, Overloaded and ClientDisconnected.
+        """
+        cycle = self._cycle
+        cycle.keeps = True
+        if self._heard and (here := cycle.taken()) is not None:
             self.read = True
             return self._within(here, limit)
-        message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            self.read = True
-            return self._within(message["body"], limit)
         body = bytearray()
         size = 0
-        try:
-            async with asyncio.timeout(seconds):
-                while True:
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnected
-                    size += len(message["body"])
-                    if size <= limit:
-                        body += message["body"]
-                    self.read = not message.get("more_body")
-                    if self.read or size > OVERSIZE_FACTOR * limit:
-                        break
-                    message = await self._receive()
-        except TimeoutError as error:
-            raise InvalidRequest(f"The request's body did not arrive within {seconds:g} seconds.") from error
+        while not self.read and size <= OVERSIZE_FACTOR * limit:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            size += len(message["body"])
+            self.read = not message.get("more_body")
+            if self.read and size == len(message["body"]):
+                return self._within(message["body"], limit)
+            if size <= limit:
+                body += message["body"]
+            elif cycle.keeps:
+                cycle.keeps = False
+                body.clear()
+                cycle.hold(0)
         if size > limit:
             raise BodyTooLarge(limit)
         return bytes(body)
@@ -167,8 +169,9 @@ class ClientConnection:
             self._gone = True
             self._task.cancel()
 
-    @staticmethod
-    def _within(body: bytes, limit: int) -> bytes:
+    def _within(self, body: bytes, limit: int) -> bytes:
         if len(body) > limit:
             raise BodyTooLarge(limit)
+        if len(body) > self._cycle.held:  # a middleware has made it longer
+            self._cycle.hold(len(body))
         return body

@@ -3,7 +3,12 @@ Client connections: uvicorn's httptools protocol with limits on heads, and a sho
 
 httptools accepts a head of any size over any time. This protocol counts the bytes that it received without
 any progress, which bounds request line, headers, chunk extensions and trailers, and gives each head a
-deadline. One timer per connection covers all of its deadlines.
+deadline. A client that sends its body, or reads its response, slower than `Pace` allows is cut off. One timer
+per connection covers all of its deadlines.
+
+`ConnectionLimits.memory` counts what all connections hold: bodies that have arrived, until they are consumed
+or their request ends, and responses that clients have not read. A body beyond a tenant's share is refused,
+and a response beyond it is cut off.
 
 ASGI passes dictionaries and checks the spelling of every header. The proxy forwards what a parser has
 checked already, so it finds the `RequestCycle` in the scope and calls it: `start`, `write`, `on_gone`. Both
@@ -18,8 +23,8 @@ import logging
 import math
 import socket
 from collections.abc import Callable
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote
 
 import httptools
@@ -28,11 +33,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from baton_api.errors import BatonError, HeadTooLarge, InvalidRequest
+from baton_api.capacity import SharedCapacity
+from baton_api.errors import BatonError, BodyTooSlow, HeadTooLarge, InvalidRequest, Overloaded
+from baton_http.pace import Pace
 from baton_http.upstream import no_delay
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -48,18 +52,44 @@ LINGER_S = 5.0
 Clients drop connections that are unused for as long, so that no request meets a closing one."""
 
 DEADLINE_CHECKS = 4
-"""Checks of the deadline in the time that a head may take."""
+"""Checks of the deadlines in the shortest of them."""
 
-REJECTION = (
-    b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-)
+REFUSED_S = 2.0
+"""Seconds for which a refused connection is read on: a client that is cut off while it sends does not read
+why."""
+
+DISCARDED_LIMIT = 64 * 1024 * 1024
+"""Bytes of a body that are read on after its request was answered, for the same reason."""
+
+PIPELINE_LIMIT = 64
+"""Requests of one connection that wait behind the one that is being answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What client connections may use. Connections with the same limits share `memory`."""
+
+    max_header: int = 16 * 1024
+    """Bytes of a request head."""
+    header_s: float = 10.0
+    """Seconds for a request head."""
+    body_s: float = 60.0
+    """Seconds for which a client may send nothing of a body; see `Pace`."""
+    idle_s: float = 30.0
+    """Seconds for which a client may read nothing of a response; see `Pace`."""
+    memory: SharedCapacity = field(default_factory=lambda: SharedCapacity(64 * 1024 * 1024))
+    """Bytes of bodies and responses."""
+
+    @property
+    def check_s(self) -> float:
+        """Seconds between two checks of a connection's deadlines."""
+        return min(self.header_s, self.body_s, self.idle_s) / DEADLINE_CHECKS
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One client connection. Subclasses made by `http_protocol` set the limits."""
 
-    max_header = 16 * 1024
-    header_s = 10.0
+    limits = ConnectionLimits()
     leaving = False
     """Whether clients should send their next request elsewhere: the process will stop."""
 
@@ -78,40 +108,90 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._answered: RequestCycle | None = None
         """The request that is being answered; others may have come behind it."""
+        self._receiving: Pace | None = None
+        """Of the body that is arriving."""
+        self._sending: Pace | None = None
+        """Of the response, while the client reads it slower than it is written."""
+        self._unsent = 0
+        """Bytes that the client had not read when `_sending` was last checked."""
+        self._held = 0
+        """Bytes of `limits.memory` for them."""
+        self._holder = ""
+        """The tenant for whom they count."""
+        self._discarded = 0
+        """Bytes of the body that arrived after its request was answered."""
+        self._refused = False
+        """Whether everything that still arrives is ignored."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         no_delay(transport)
-        self._deadline = self.loop.time() + self.header_s
+        self._deadline = self.loop.time() + self.limits.header_s
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
-        if self._answered is not None:
-            self._answered.leave()
+        self._hold_unsent(0)
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        """No request of this connection gets an answer any more."""
+        cycles = self._answered, self.cycle, *(cycle for cycle, _ in self.pipeline)
+        for cycle in dict.fromkeys(cycles):
+            if isinstance(cycle, RequestCycle):
+                cycle.leave()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         self._unread += len(data)
         super().data_received(data)
-        if self._unread > self.max_header:
+        if self._unread > self.limits.max_header:
             self._refuse_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unsent = self.transport.get_write_buffer_size()
+        self._sending = Pace(self.loop.time(), self.limits.idle_s)
+        self._hold_unsent(self._unsent)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._sending = None
+        self._hold_unsent(0)
+
+    def _hold_unsent(self, size: int) -> None:
+        """Count `size` bytes of responses that the client has not read; cut it off if they are too many."""
+        memory = self.limits.memory
+        memory.add(self._holder, -self._held)
+        self._held, self._holder = 0, self._answered.tenant if self._answered else ""
+        if memory.fits(self._holder, size):
+            memory.add(self._holder, size)
+            self._held = size
+        elif size:
+            self.loop.call_soon(self.transport.abort)  # not while the transport is writing
 
     def on_message_begin(self) -> None:
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
-        self._deadline = min(self._deadline, self.loop.time() + self.header_s)
+        self._deadline = min(self._deadline, self.loop.time() + self.limits.header_s)
 
     def on_headers_complete(self) -> None:
         self._deadline = math.inf
-        if self._unread > self.max_header:
+        if self._unread > self.limits.max_header:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-            if size > self.max_header:
+            if size > self.limits.max_header:
                 self._refuse_head()
                 raise httptools.HttpParserError("head too large")  # stops the parser
+        if len(self.pipeline) >= PIPELINE_LIMIT:
+            self._refuse(InvalidRequest(f"More than {PIPELINE_LIMIT} requests wait on this connection."))
+            raise httptools.HttpParserError("too many requests")
         self._unread = 0
+        self._discarded = 0
+        self._receiving = Pace(self.loop.time(), self.limits.body_s)
         parser = self.parser
         version = parser.get_http_version()
         raw_path, _, query = self.url.partition(b"?")
@@ -150,9 +230,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
-        cycle = self.cycle
+        cycle: RequestCycle = self.cycle  # type: ignore[assignment]  # it was made above
+        if self._receiving is not None:
+            self._receiving.moved(len(body), self.loop.time())
         if cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > DISCARDED_LIMIT:
+                self.transport.abort()
             return
+        try:
+            cycle.hold(cycle.held + len(body))
+        except Overloaded as error:
+            self._refuse(error)
+            raise httptools.HttpParserError("no memory for the body") from error
         cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
@@ -160,11 +250,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unread = 0
+        self._receiving = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if self._answered is not None:
+            self._answered.release()
             # The request refers to itself, and only the garbage collector would free it.
             self._answered.scope["extensions"].pop(EXTENSION, None)
         if self.transport.is_closing():
@@ -178,10 +270,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._deadline = self.loop.time() + self.timeout_keep_alive
 
     def _look(self) -> None:
-        if self.loop.time() < self._deadline:
-            self._timer = self.loop.call_later(self.header_s / DEADLINE_CHECKS, self._look)
-        elif not self.transport.is_closing():
-            self.transport.close()
+        """Check all deadlines, until the connection is lost."""
+        now, transport = self.loop.time(), self.transport
+        self._timer = self.loop.call_later(self.limits.check_s, self._look)
+        if self._receiving is not None and self.flow.read_paused:
+            self._receiving.wait(self.limits.check_s)
+        if transport.is_closing() and self._sending is None:
+            self._sending = Pace(now, self.limits.idle_s)  # the last bytes
+        if self._sending is not None:
+            unsent = transport.get_write_buffer_size()
+            self._sending.moved(max(0, self._unsent - unsent), now)
+            self._unsent = unsent
+            if self._sending.late(now):
+                transport.abort()
+                return
+        if transport.is_closing():
+            return
+        if now >= self._deadline:
+            transport.close()
+        elif self._receiving is not None and self._receiving.late(now) and not self._refused:
+            self._refuse(BodyTooSlow(self.limits.body_s))
 
     def shutdown(self) -> None:
         if self.leaving and (self.cycle is None or self.cycle.response_complete):
@@ -193,19 +301,38 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(InvalidRequest(msg))
 
     def _refuse_head(self) -> None:
-        self._refuse(HeadTooLarge(self.max_header))
+        self._refuse(HeadTooLarge(self.limits.max_header))
 
     def _refuse(self, error: BatonError) -> None:
-        if not self.transport.is_closing():
-            body = json.dumps(error.body()).encode()
-            reason = HTTPStatus(error.status).phrase.encode()
-            self.transport.write(REJECTION % (error.status, reason, len(body), body))
-            self.transport.close()
+        """Answer with `error`, if no answer has begun, and end the connection."""
+        transport = self.transport
+        if self._refused or transport.is_closing():
+            return
+        self._refused = True
+        answered = self._answered
+        begun = answered is not None and answered.response_started and not answered.response_complete
+        self._forget_requests()
+        if begun:  # what is written now would be read as a part of it
+            transport.abort()
+            return
+        body = json.dumps(error.body()).encode()
+        fields = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **error.headers,
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
+        transport.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], head, body))
+        if transport.can_write_eof():
+            transport.write_eof()
+        self.flow.resume_reading()
+        self._deadline = self.loop.time() + REFUSED_S
 
 
-def http_protocol(max_header: int, header_s: float) -> type[BoundedHttpProtocol]:
-    """The protocol class with these limits, in bytes and seconds."""
-    return type("BoundedListener", (BoundedHttpProtocol,), {"max_header": max_header, "header_s": header_s})
+def http_protocol(limits: ConnectionLimits) -> type[BoundedHttpProtocol]:
+    """The protocol class with these limits."""
+    return type("BoundedListener", (BoundedHttpProtocol,), {"limits": limits})
 
 
 class Acceptor:
@@ -295,6 +422,39 @@ class RequestCycle(RequestResponseCycle):
         """Called when the client disconnects before the response is complete."""
         self._head = b""
         """Head of a response that has started, until its first piece of body is sent."""
+        self.tenant = ""
+        """Whose share of `memory` it uses."""
+        self.held = 0
+        """Bytes of `memory` that it uses."""
+        self.keeps = False
+        """Whether the application keeps what it receives, until it says so by `hold` or the request ends."""
+        self._memory = listener.limits.memory
+
+    def hold(self, size: int) -> None:
+        """Use `size` bytes of memory instead of `held`. Raises Overloaded beyond the tenant's share."""
+        more = size - self.held
+        if more > 0 and not self._memory.fits(self.tenant, more):
+            raise Overloaded(self._memory.held(self.tenant), self._memory.allowed(self.tenant), what="bytes")
+        self._memory.add(self.tenant, more)
+        self.held = size
+
+    def belongs_to(self, tenant: str) -> None:
+        """What it uses, and will use, counts for this tenant. Raises Overloaded beyond its share."""
+        held = self.held
+        self.hold(0)
+        self.tenant = tenant
+        self.hold(held)
+
+    def release(self) -> None:
+        """The request has ended: its body is not used any more."""
+        self.hold(0)
+        self.body = bytearray()
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        if not self.keeps and (size := len(message.get("body", b""))):  # type: ignore[arg-type]
+            self.hold(max(0, self.held - size))
+        return message
 
     def taken(self) -> bytes | None:
         """The body of the request if it has arrived completely."""
@@ -358,9 +518,32 @@ class RequestCycle(RequestResponseCycle):
 
     def leave(self) -> None:
         """The connection is lost."""
+        self.release()
         if self.response_complete:
             return
         self.disconnected = True
         self.message_event.set()
-        if self.on_gone is not None:
-            self.on_gone()
+        on_gone, self.on_gone = self.on_gone, None
+        if on_gone is not None:
+            on_gone()
+
+
+def count_for(scope: Any, tenant: str) -> None:
+    """Count the memory of a request for its tenant. Raises Overloaded beyond the tenant's share."""
+    if (cycle := _cycle(scope)) is not None:
+        cycle.belongs_to(tenant)
+
+
+def keep_received(scope: Any) -> Callable[[int], None]:
+    """The application keeps what it receives of a body. Returns a function that frees so many bytes."""
+    cycle = _cycle(scope)
+    if cycle is None:
+        return lambda size: None
+    cycle.keeps = True
+    return lambda size: cycle.hold(max(0, cycle.held - size))
+
+
+def _cycle(scope: Any) -> RequestCycle | None:
+    """The request; None if it has not come over a connection of this module, or was answered."""
+    extension = scope.get("extensions", {}).get(EXTENSION)
+    return None if extension is None else extension["cycle"]

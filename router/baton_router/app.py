@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 
 from baton_api import anthropic, mutual_tls, openapi, response_store
+from baton_api.capacity import SharedCapacity
 from baton_api.errors import (
     BatonError,
     InternalError,
@@ -41,6 +42,7 @@ from baton_batches.runner_credentials import RunnerSecret
 from baton_batches.storage import Storage
 from baton_batches.wire import PATH as RUNNERS
 from baton_http.http_client import UpstreamPool
+from baton_http.protocol import count_for
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 from baton_router import service_info
 from baton_router.dashboard.endpoints import DATA_PATHS, LiveDashboard
@@ -87,6 +89,7 @@ class RouterApp:
         self.frontend_metrics: Callable[[], dict[str, list[MetricFamily]]] | None = None
         """Returns the metrics of the frontend processes; None if this process serves clients itself."""
         self.access = Authenticator(settings)
+        self.memory = SharedCapacity(settings.connection_bytes)
         self.tracing = open_tracing(settings)
         self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.metrics, self.tracing)
         self._keyed = self.access.required or WorkerCredentials.of(settings).passes_keys
@@ -133,6 +136,7 @@ class RouterApp:
             WorkerCredentials.of(self.settings),
             OwnAnswers(self),
             self.settings.max_body,
+            self.memory,
         )
         return EndpointPicker(services, self.refusal)
 
@@ -173,6 +177,7 @@ class RouterApp:
             return
         try:
             await self.access.enter(scope)
+            count_for(scope, tenant_of(scope).id)
         except BatonError as error:
             if path in FORWARDED:
                 self.metrics.counters.refused(path, error.status)
@@ -268,7 +273,6 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
             router.batch_controller,
             owner_of=router.owner_of,
             models_of=lambda scope: tenant_of(scope).models,
-            body_s=router.settings.body_s,
         )
     )
     _add_error_handlers(app)

@@ -20,8 +20,9 @@ from typing import Protocol
 import uvicorn
 
 from baton_api import exposure
+from baton_api.capacity import SharedCapacity
 from baton_api.errors import SetupError
-from baton_http.protocol import Acceptor, http_protocol
+from baton_http.protocol import Acceptor, ConnectionLimits, http_protocol
 from baton_http.replies import Receive, Scope, Send
 from baton_router.app import create_app
 from baton_router.settings import RouterSettings
@@ -41,6 +42,8 @@ class ServedApp(Protocol):
 
     draining: bool
     access: Authenticator
+    memory: SharedCapacity
+    """Of client connections."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -77,7 +80,10 @@ class RouterServer(uvicorn.Server):
     """uvicorn's server with an end in two steps: first say that it is coming, then stop listening."""
 
     def __init__(self, router: ServedApp, settings: RouterSettings) -> None:
-        self._connections = http_protocol(settings.max_header, settings.header_s)
+        limits = ConnectionLimits(
+            settings.max_header, settings.header_s, settings.body_s, settings.idle_s, router.memory
+        )
+        self._connections = http_protocol(limits)
         super().__init__(
             uvicorn.Config(
                 exposure.with_cors(

@@ -18,6 +18,7 @@ from pydantic_settings import SettingsConfigDict
 from baton_api import limits
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
+from baton_api.process_memory import memory_limit
 from baton_api.setting_types import Bytes, Names, Origins
 from baton_router.gateway.settings import GatewaySettings
 from baton_router.scheduling import revision_weights
@@ -73,6 +74,13 @@ Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
 ]  # fmt: skip
 """Asymmetric algorithms only: a shared secret does not prove who issued a token."""
+
+
+CONNECTION_SHARE = 0.2
+"""Default share of the process's memory for bodies and responses."""
+
+CONTAINER_BYTES = 512 * 1024**2
+"""Memory of a router's container by default, for systems that do not say what there is."""
 
 
 class RouterSettings(GatewaySettings):
@@ -140,7 +148,13 @@ class RouterSettings(GatewaySettings):
     """Maximum time for a client to send the request head."""
 
     body_s: float = Field(default=60.0, gt=0)
-    """Maximum time for a client to send the request body."""
+    """Maximum time for which a client may stop sending the request body. On average it must send 4 KiB per
+    second."""
+
+    connection_memory: Bytes | None = Field(default=None, ge=1)
+    """Maximum memory of request bodies that arrive, wait or are in progress, and of responses that clients
+    have not read. One tenant may use up to 80% of what others leave; bodies beyond that are rejected
+    with 503. Empty: a fifth of the memory that the process may use."""
 
     drain_notice_s: float = Field(default=0.0, ge=0)
     """Delay between SIGTERM, when /ready begins to return 503, and the end of listening. Load balancers need
@@ -304,8 +318,8 @@ class RouterSettings(GatewaySettings):
     idle_s: float = Field(default=30.0, gt=0)
     """Maximum time between two tokens of a stream, or 50 steps of the worker if that is longer; then another
     worker continues the stream. A stream that cannot be resumed is cut after the same time without a
-    sign of life, or after --answer-s without a token. Also the maximum time that a client may stop
-    reading."""
+    sign of life, or after --answer-s without a token. Also the maximum time for which a client may stop
+    reading; on average it must read 4 KiB per second of what waits for it."""
 
     answer_s: float = Field(default=600.0, gt=0)
     """Maximum time to the first byte of a response, in total. OpenAI's clients have the same limit."""
@@ -366,7 +380,7 @@ class RouterSettings(GatewaySettings):
     previous_response_id. The oldest are dropped first. Routers do not share responses: with several
     replicas a client must reach the same one, or send the whole conversation."""
 
-    responses_memory: Bytes = Field(default=256 * 1024**2, ge=0)
+    responses_memory: Bytes = Field(default=128 * 1024**2, ge=0)
     """Maximum memory of stored responses. 0: store none."""
 
     responses_ttl_s: float = Field(default=86_400, ge=0)
@@ -388,6 +402,15 @@ class RouterSettings(GatewaySettings):
 
     tracing_ratio: float = Field(default=1.0, ge=0, le=1)
     """Fraction (0-1) of requests to trace, among those whose `traceparent` does not decide."""
+
+    @property
+    def connection_bytes(self) -> int:
+        """Bytes of memory for bodies and responses in each process; at least one body fits."""
+        limit = self.connection_memory
+        if limit is None:
+            limit = int(CONNECTION_SHARE * (memory_limit() or CONTAINER_BYTES))
+        processes = self.processes + 1 if self.processes > 1 else 1  # the scheduler's is one more
+        return max(limit // processes, 2 * self.max_body)
 
     @property
     def has_workers(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import hashlib
+import itertools
 import os
 import random
 import time
@@ -309,9 +310,40 @@ async def test_stalled_upload_is_rejected(tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
         writer.write(head + b"content-length: 9000000\r\n\r\n--b\r\n")
-        assert b"400" in await asyncio.wait_for(reader.readline(), 60)
+        assert b"408" in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
         await until(lambda: nothing_in(tmp_path / "files"))
+
+
+ENDLESS = {
+    "parts": (b"", b'--b\r\nContent-Disposition: form-data; name="p"\r\n\r\nb\r\n' * 1000, 400),
+    "bytes behind the form": (b"--b--\r\n", b"x" * 100_000, 413),
+    "bytes of a field": (b'--b\r\nContent-Disposition: form-data; name="p"\r\n\r\n', b"x" * 10_000, 400),
+    "headers of a part": (b"--b\r\n", b"a: b\r\n" * 1000, 400),
+}
+
+
+@pytest.mark.parametrize(("start", "part", "status"), ENDLESS.values(), ids=ENDLESS.keys())
+async def test_endless_upload_is_rejected(tmp_path: Path, start: bytes, part: bytes, status: int) -> None:
+    async with serving(state=str(tmp_path), file_limit=1_000_000) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
+
+        async def flood() -> None:
+            for piece in itertools.chain([start], itertools.repeat(part)):
+                if piece:
+                    writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                await writer.drain()
+
+        flooding = asyncio.create_task(flood())
+        line = await asyncio.wait_for(reader.readline(), 60)
+        flooding.cancel()
+        writer.transport.abort()
+        await asyncio.gather(flooding, return_exceptions=True)
+        assert str(status).encode() in line
+        await until(lambda: nothing_in(tmp_path / "files"))
+        await until(lambda: not router.router.memory.used)
 
 
 async def test_large_upload_and_download_use_little_memory() -> None:

@@ -73,7 +73,7 @@ async def test_upload_cancelled_while_it_writes_leaves_nothing(tmp_path: Path, s
         return {"type": "http.request", "body": body + b"--b--\r\n", "more_body": False}
 
     request = Request({"type": "http", "method": "POST", "headers": headers}, received)
-    uploading = asyncio.create_task(receive(kept, request, "o", int(time.time()), 30.0))
+    uploading = asyncio.create_task(receive(kept, request, "o", int(time.time())))
     await until(lambda: writers and writers[0].waiting.is_set())
     uploading.cancel()
     await asyncio.gather(uploading, return_exceptions=True)

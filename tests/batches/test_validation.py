@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import tracemalloc
@@ -182,3 +183,13 @@ def test_large_file_is_never_held_in_memory() -> None:
     tracemalloc.stop()
     assert result == ValidationResult(200_000, "tiny")
     assert peak < 8_000_000, "for 60 MB; eight bytes of it are kept for each line"
+
+
+@pytest.mark.parametrize("blank", [b"\n", b" \n", b"\r\n"])
+def test_blank_lines_are_bounded_and_may_separate_lines(blank: bytes) -> None:
+    bounds = FileLimits(bytes=10_000_000, lines=100, line=1000)
+    separated = b"".join(text(line(str(number))) + blank for number in range(100))
+    assert not examined(separated, bounds)[0].errors
+    pieces = itertools.chain([text(line("a"))], itertools.repeat(blank * 1000))  # has no end
+    (error,) = validate(lambda: pieces, 1_000_000, CHAT, bounds, lambda results: None).errors
+    assert (error.code, error.line) == ("too_many_lines", 102)

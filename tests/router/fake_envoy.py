@@ -73,8 +73,7 @@ class EnvoyStream:
     ) -> RoutedHead | Rejected:
         """Send the head and the body in `pieces`, as the mode demands, and read the replies. 0: no body."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self._headers = {":method": method, ":path": path, ":authority": "gateway", **(headers or {})}
-        await self.head(end=not raw, subset=subset)
+        await self.begin(path, method=method, headers=headers, end=not raw, subset=subset)
         if not raw or not pieces:
             return await self._routed(b"")
         if self._mode == MODES.BUFFERED:
@@ -100,6 +99,19 @@ class EnvoyStream:
                 ended = streamed.end_of_stream or reply.HasField("request_trailers")
             assert reply.HasField("request_trailers") == trailers
         return routed
+
+    async def begin(
+        self,
+        path: str = CHAT,
+        *,
+        method: str = "POST",
+        headers: Mapping[str, str] | None = None,
+        end: bool = False,
+        subset: object = None,
+    ) -> None:
+        """Send the head of a request."""
+        self._headers = {":method": method, ":path": path, ":authority": "gateway", **(headers or {})}
+        await self.head(end=end, subset=subset)
 
     async def head(self, *, end: bool = False, subset: object = None) -> None:
         message = ext_proc.ProcessingRequest(request_headers=_http_headers(self._headers, end=end))

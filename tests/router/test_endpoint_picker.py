@@ -293,6 +293,24 @@ async def test_full_queue_gets_429() -> None:
         assert routed(await queued).destination == decode.name
 
 
+async def test_unfinished_bodies_have_a_limit() -> None:
+    """They share the memory of client connections."""
+    part = b"x" * 90_000
+    async with (
+        FakeWorker() as decode,
+        picker([decode], max_body=100_000, connection_memory=200_000) as (running, gateway),
+    ):
+        memory, unfinished = running.router.memory, gateway.stream()
+        await unfinished.begin()
+        await unfinished.body(part, end=False)
+        await until(lambda: memory.used == len(part))
+        refused = rejected(await gateway.stream().request(part, pieces=1))
+        assert refused.status == 429 and refused.error["code"] == Overloaded.code
+        unfinished.cut()
+        await until(lambda: not memory.used)
+        routed(await gateway.stream().request({**QUESTION, "pad": "x" * len(part)}))
+
+
 async def test_cut_while_queued_leaves_nothing() -> None:
     async with FakeWorker() as decode, picker([decode], prefill_tokens=1) as (running, gateway):
         first, waiting = gateway.stream(), gateway.stream()

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import cast
 
 import pytest
 
+from baton_api.capacity import SHARE
+from baton_api.errors import Overloaded
 from baton_http import protocol
 from baton_http.protocol import ACCEPTED_AT_ONCE, Acceptor
 from baton_router.server import BACKLOG, bind, new_event_loop
+from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
-from tests.router.running import RunningRouter, no_more_files, running_router, until
+from tests.router.running import (
+    CHAT,
+    QUESTION,
+    STREAM,
+    RunningRouter,
+    anew,
+    no_more_files,
+    running_router,
+    until,
+)
 
 START = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 LIMIT = 4096
@@ -33,6 +47,16 @@ async def answer_to(router: RunningRouter, *parts: bytes) -> bytes:
             return await reader.read()
     finally:
         writer.close()
+
+
+def tenants(folder: Path) -> str:
+    """A file of the tenants alice and bob, whose keys are their names."""
+    listed = [
+        {"name": name, "keys": [f"sha256:{hashlib.sha256(name.encode()).hexdigest()}"]}
+        for name in ("alice", "bob")
+    ]
+    (folder / "tenants.yaml").write_text(json.dumps({"tenants": listed}))
+    return str(folder / "tenants.yaml")
 
 
 def endless(part: bytes) -> list[bytes]:
@@ -101,8 +125,140 @@ async def test_slow_head_ends_the_connection() -> None:
 async def test_slow_body_is_an_error() -> None:
     async with FakeWorker() as worker, running_router([worker], body_s=0.2) as router:
         answer = await answer_to(router, START + b"content-length: 10\r\n\r\n{")
-        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"0.2 seconds" in answer
+
+
+SLOW = {
+    "chat": (CHUNKED, b"1\r\n{\r\n"),
+    "upload": (
+        b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        b"content-length: 99999\r\n\r\n--b\r\n"
+        b'content-disposition: form-data; name="file"; filename="f"\r\n\r\n',
+        b"x",
+    ),
+    "batch": (
+        b"POST /v1/batches HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: 999\r\n\r\n",
+        b"{",
+    ),
+    "behind its answer": (
+        b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"1\r\na\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("start", "part"), SLOW.values(), ids=SLOW.keys())
+async def test_body_that_goes_on_byte_by_byte_ends(start: bytes, part: bytes, tmp_path: Path) -> None:
+    async with running_router(body_s=0.2, state=str(tmp_path)) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(start)
+
+        async def drip() -> None:
+            while True:
+                writer.write(part)
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        dripping.cancel()
+        writer.close()
+        assert b"408 Request Timeout" in answer
+
+
+async def unfinished(router: RunningRouter, size: int, tenant: str) -> asyncio.StreamWriter:
+    """A client that has sent `size` bytes of a body, and not the rest, or was refused."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    memory = router.router.memory
+    before = memory.held(f"tenant:{tenant}")
+    writer.write(START + f"authorization: Bearer {tenant}\r\ncontent-length: {size + 1}\r\n\r\n".encode())
+    writer.write(b"x" * size)
+    refused = asyncio.ensure_future(reader.readline())
+    await until(lambda: refused.done() or memory.held(f"tenant:{tenant}") == before + size)
+    return writer
+
+
+async def test_unfinished_bodies_have_one_limit_that_tenants_share(tmp_path: Path) -> None:
+    size, limit = 100_000, 2_000_000
+    async with (
+        FakeWorker() as worker,
+        running_router(
+            [worker], tenants_file=tenants(tmp_path), max_body=size, connection_memory=limit
+        ) as router,
+    ):
+        memory = router.router.memory
+        flood = [await unfinished(router, size - 1, "alice") for _ in range(40)]
+        assert memory.held("tenant:alice") == int(SHARE * limit) // (size - 1) * (size - 1)
+        body = {**QUESTION, "pad": "x" * (size // 2)}
+        answer = await router.client.post(CHAT, json=body, headers={"authorization": "Bearer bob"})
+        assert answer.status_code == 200
+        refused = await router.client.post(CHAT, json=body, headers={"authorization": "Bearer alice"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, Overloaded.code)
+        assert int(refused.headers["retry-after"]) >= 1
+        for writer in flood:
+            writer.transport.abort()
+        await until(lambda: not memory.used)
+        answer = await router.client.post(CHAT, json=body, headers={"authorization": "Bearer alice"})
+        assert answer.status_code == 200
+        await until(lambda: not memory.used)
+
+
+async def test_body_counts_until_its_request_ends() -> None:
+    size = 200_000
+    async with FakeWorker(fake_worker.gated) as worker, running_router([worker]) as router:
+        asking = [asyncio.create_task(router.post(anew({**STREAM, "pad": "x" * size}))) for _ in range(3)]
+        await until(lambda: len(worker.requests) == 3)
+        assert 3 * size < router.router.memory.used < 4 * size
+        worker.release.set()
+        assert {(await one).status_code for one in asking} == {200}
+        await until(lambda: not router.router.memory.used)
+
+
+async def test_downloads_that_nobody_reads_are_cut_off_and_have_the_same_limit(tmp_path: Path) -> None:
+    limit = 1_000_000
+    async with running_router(
+        state=str(tmp_path), idle_s=1.0, max_body=1000, connection_memory=limit
+    ) as router:
+        files = {"file": ("f", b"x" * 16_000_000)}
+        id = (await router.client.post("/v1/files", files=files, data={"purpose": "user_data"})).json()["id"]
+        memory, most, clients = router.router.memory, 0, []
+        for _ in range(30):
+            _, writer = await asyncio.open_connection("127.0.0.1", router.port, limit=1024)
+            writer.write(f"GET /v1/files/{id}/content HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            clients.append(writer)
+        await until(lambda: memory.used > 0)
+        while memory.used:
+            most = max(most, memory.used)
+            await asyncio.sleep(0.01)
+        assert most <= limit
+        await until(lambda: len(router.server.server_state.connections) <= 1)  # that of `router.client`
+        for writer in clients:
+            writer.transport.abort()
+        assert len((await router.client.get(f"/v1/files/{id}/content")).content) == 16_000_000
+
+
+async def test_pipelined_requests_are_bounded() -> None:
+    async with running_router() as router:
+        request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        answer = await answer_to(router, 2000 * request)
+        assert b"More than 64 requests wait on this connection" in answer
+        assert answer.count(b"HTTP/1.1 200 ") <= 65
+
+
+async def test_endless_body_behind_its_answer_ends_the_connection() -> None:
+    async with running_router() as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(b"POST /v1/nowhere HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        sent, chunk = 0, b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
+        with pytest.raises(ConnectionError):
+            while sent < 4 * protocol.DISCARDED_LIMIT:
+                writer.write(chunk)
+                await writer.drain()
+                sent += len(chunk)
+        writer.close()
+        assert reader.exception() or b" 404 " in await reader.readline()
 
 
 async def test_endless_body_is_rejected_and_not_read_on() -> None:

@@ -17,6 +17,7 @@ Every error that a client or an operator of Baton can meet.
   + MethodNotAllowed            405
   + BatchEnded                  409
   + StaleLease                  409
+  + BodyTooSlow                 408
   + BodyTooLarge                413
   + RangeNotSatisfiable         416
   + HeadTooLarge                431

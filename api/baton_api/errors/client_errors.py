@@ -273,6 +273,21 @@ class StaleLease(BatonError):
         return {**super().headers, SHOULD_RETRY: "false"}
 
 
+class BodyTooSlow(BatonError):
+    """
+    The body of the request arrived too slowly.
+
+    Send the request again. If it persists, the connection is too slow for the size of the body.
+    """
+
+    status = 408
+    type = "invalid_request_error"
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` is the longest time without a byte."""
+        super().__init__(f"The request's body stopped for {seconds:g} seconds, or arrived too slowly.")
+
+
 class BodyTooLarge(BatonError):
     """
     The body of the request exceeds the limit.

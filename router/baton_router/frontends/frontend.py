@@ -15,11 +15,13 @@ from typing import Any
 
 from baton_api import metrics, mutual_tls
 from baton_api.background import BackgroundTasks
+from baton_api.capacity import SharedCapacity
 from baton_api.errors import BatonError
 from baton_api.keys import OPEN_PATHS
 from baton_api.metrics import BackgroundTask
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
+from baton_http.protocol import count_for
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
 from baton_router.frontends.control_proxy import ControlProxy
 from baton_router.frontends.remote_picker import RemotePicker
@@ -30,7 +32,7 @@ from baton_router.proxy.forwarding import FORWARDED
 from baton_router.proxy.proxy import Proxy
 from baton_router.scheduling.admission import QueueCapacity
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import Authenticator
+from baton_router.tenants.access import Authenticator, tenant_of
 
 METRICS_S = 1.0
 """Seconds between two reports of this frontend's metrics."""
@@ -48,6 +50,7 @@ class Frontend:
         self.draining = False
         """Set when the process will stop: /ready reports it; requests are still served."""
         self.access = Authenticator(settings)
+        self.memory = SharedCapacity(settings.connection_bytes)
         tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
         self.upstreams = UpstreamPool(settings.connect_s, tls)
         self.metrics = RouterMetrics()
@@ -76,6 +79,7 @@ class Frontend:
         if path in FORWARDED and scope["method"] == "POST":
             try:
                 await self.access.enter(scope)
+                count_for(scope, tenant_of(scope).id)
             except BatonError as error:
                 self.metrics.counters.refused(path, error.status)
                 await send_error(send, error, request_id(scope["headers"]), path=path)
@@ -90,7 +94,7 @@ class Frontend:
         """Serve a request that needs no stored response; the scheduler's process has the store."""
         settings, client = self.settings, ClientConnection(scope, receive, send)
         try:
-            body = await client.body(settings.max_body, settings.body_s)
+            body = await client.body(settings.max_body)
         except ClientDisconnected:
             return
         except BatonError as error:

@@ -13,12 +13,14 @@ import time
 from dataclasses import dataclass
 
 from baton_api import logs
+from baton_api.capacity import SharedCapacity
 from baton_api.errors import (
     BatonError,
     BodyTooLarge,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
+    Overloaded,
     RouteNotFound,
 )
 from baton_http.replies import Scope, request_id
@@ -61,6 +63,8 @@ class GatewayServices:
     credentials: WorkerCredentials
     own: OwnAnswers
     max_body: int
+    memory: SharedCapacity
+    """Of request bodies."""
 
 
 class GatewayExchange:
@@ -74,7 +78,7 @@ class GatewayExchange:
         self._mode = messages.FULL_DUPLEX
         self._response_mode = messages.FULL_DUPLEX
         self._chunks: list[bytes] = []
-        self._size = 0
+        self._size = self._held = 0
         self._request: RoutedRequest | None = None
         self._arrived = self._granted = self._opened = 0.0
         self._rejected = 0
@@ -154,6 +158,7 @@ class GatewayExchange:
         self._size += len(body.body)
         if self._size > self._services.max_body:
             raise BodyTooLarge(self._services.max_body)
+        self._hold(len(body.body))
         self._chunks.append(body.body)
         if not body.end_of_stream:
             return []
@@ -234,10 +239,19 @@ class GatewayExchange:
         if self._closed:
             return
         self._closed = True
+        self._services.memory.add(tenant_of(self._scope).id, -self._held)
         if self.response is not None:
             self.response.release()
         if self._scope.get("path") in FORWARDED:
             self._count(self._scope["path"])
+
+    def _hold(self, size: int) -> None:
+        """Count `size` more bytes of the body until the stream ends. Raises Overloaded."""
+        memory, tenant = self._services.memory, tenant_of(self._scope).id
+        if not memory.fits(tenant, size):
+            raise Overloaded(memory.held(tenant), memory.allowed(tenant), what="bytes")
+        memory.add(tenant, size)
+        self._held += size
 
     def _count(self, path: str) -> None:
         counters, request, response = self._services.metrics.counters, self._request, self.response

@@ -63,7 +63,7 @@ class AdminOperations:
         name = request_id(scope["headers"])
         client = ClientConnection(scope, receive, send)
         try:
-            body = await client.body(self._settings.max_body, self._settings.body_s)
+            body = await client.body(self._settings.max_body)
             with client:
                 if scope["path"] == PROBE:
                     status, answer = await self._probe(scope["headers"], name)

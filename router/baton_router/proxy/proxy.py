@@ -118,7 +118,7 @@ class Proxy:
     async def _serve(self, scope: Scope, proxied: ProxiedRequest) -> None:
         settings = self._settings
         client = proxied.client
-        body = await client.body(settings.max_body, settings.body_s)
+        body = await client.body(settings.max_body)
         arrived = proxied.arrived = time.perf_counter()
         proxied.request = request = RoutedRequest(scope, body, tenant_of(scope))
         request.explain = proxied.trace is not None and proxied.trace.recorded

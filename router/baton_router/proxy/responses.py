@@ -100,9 +100,7 @@ class ResponsesProxy:
         async def receiving() -> MutableMapping[str, Any]:
             if exchange.read:
                 return await receive()
-            body = await ClientConnection(scope, receive, send).body(
-                self._settings.max_body, self._settings.body_s
-            )
+            body = await ClientConnection(scope, receive, send).body(self._settings.max_body)
             body = exchange.request(body)
             inner["headers"] = [*given, (STATE, b"%d" % exchange.earlier)]
             return {"type": "http.request", "body": body, "more_body": False}

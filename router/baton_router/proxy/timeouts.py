@@ -125,16 +125,14 @@ class IdleTimeout:
 
     def _look(self) -> None:
         client, now = self._client, self._loop.time()
-        alive = client.moved if client.sending else max(client.moved, self._exchange.progress)
-        if client.sending:
-            self._token = now  # until the client has what there is, no token is due
+        alive = max(client.moved, self._exchange.progress)
+        if client.sending:  # until the client has what there is, nothing is due: its pace is `baton_http`'s
+            alive = self._token = now
         elif self._events is None or not self._events.idles:
             self._token = alive
         left = min(alive + self._silent_s, self._token + self._tokens_s) - now
         if left > 0:
             self._timer = self._loop.call_later(min(left, self._silent_s / CHECKS), self._look)
-        elif client.sending:
-            client.abort()
         else:
             self._exchange.fail("idle")
 

@@ -6,17 +6,16 @@ requests are rejected immediately with a time for the retry, critical ones wait 
 without limit. A correction factor compares predictions with what came, because a worker computes several
 short prompts at a time.
 
-Capacity counts requests and bytes. One tenant may fill a share of what it and absent tenants
-have together, so that a tenant that arrives after a flood still finds capacity.
+Capacity counts requests and bytes, which tenants share.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton_api.capacity import SharedCapacity
 from baton_api.errors import Overloaded
 
 TOLERANCE = 1.5
@@ -111,10 +110,6 @@ class WaitCorrection:
             self.ratio += SMOOTHING * (seen - self.ratio)
 
 
-TENANT_SHARE = 0.8
-"""Share of the capacity that one tenant may fill, of what it and absent tenants have together."""
-
-
 class HasSize(Protocol):
     """A request that takes queue capacity."""
 
@@ -132,38 +127,24 @@ class QueueCapacity:
 
     def __init__(self, requests: int, size: int) -> None:
         """Capacity for `requests` of together `size` bytes."""
-        self._requests = requests
-        self._size = size
-        self._count_total = 0
-        self._bytes = 0
-        self._counts_by_tenant: Counter[str] = Counter()
-        """How many wait, by tenant."""
-        self._bytes_by_tenant: Counter[str] = Counter()
-        """Bytes of those who wait, by tenant."""
+        self._requests = SharedCapacity(requests)
+        self._bytes = SharedCapacity(size)
 
     def __len__(self) -> int:
-        return self._count_total
+        return self._requests.used
 
     def refuse(self, entry: HasSize) -> None:
         """Raise Overloaded if the tenant has no capacity left."""
-        count, held = self._counts_by_tenant[entry.tenant], self._bytes_by_tenant[entry.tenant]
-        requests_left = self._requests - self._count_total + count
-        bytes_left = self._size - self._bytes + held
-        if count + 1 > TENANT_SHARE * requests_left:
-            raise Overloaded(count, int(TENANT_SHARE * requests_left))
-        if held + entry.size > TENANT_SHARE * bytes_left:
-            raise Overloaded(held, int(TENANT_SHARE * bytes_left), what="bytes")
+        tenant = entry.tenant
+        if not self._requests.fits(tenant, 1):
+            raise Overloaded(self._requests.held(tenant), self._requests.allowed(tenant))
+        if not self._bytes.fits(tenant, entry.size):
+            raise Overloaded(self._bytes.held(tenant), self._bytes.allowed(tenant), what="bytes")
 
     def take(self, entry: HasSize) -> None:
-        self._count(entry, 1)
+        self._requests.add(entry.tenant, 1)
+        self._bytes.add(entry.tenant, entry.size)
 
     def leave(self, entry: HasSize) -> None:
-        self._count(entry, -1)
-
-    def _count(self, entry: HasSize, by: int) -> None:
-        self._count_total += by
-        self._bytes += by * entry.size
-        self._counts_by_tenant[entry.tenant] += by
-        self._bytes_by_tenant[entry.tenant] += by * entry.size
-        if not self._counts_by_tenant[entry.tenant]:
-            del self._counts_by_tenant[entry.tenant], self._bytes_by_tenant[entry.tenant]
+        self._requests.add(entry.tenant, -1)
+        self._bytes.add(entry.tenant, -entry.size)

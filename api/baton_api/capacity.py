@@ -1,0 +1,42 @@
+"""
+A capacity that tenants share: each may fill a part of what it and absent tenants have together.
+
+A tenant that comes after a flood of another one still finds some.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+SHARE = 0.8
+"""Part of the capacity that one tenant may fill, of what other tenants have left."""
+
+
+class SharedCapacity:
+    """Units of one kind, such as bytes, and who has how many of them."""
+
+    __slots__ = ("_by_tenant", "limit", "used")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        """Units that all tenants have."""
+        self._by_tenant: Counter[str] = Counter()
+
+    def held(self, tenant: str) -> int:
+        return self._by_tenant.get(tenant, 0)
+
+    def allowed(self, tenant: str) -> int:
+        """Units that the tenant may have at present, with those that it has."""
+        return int(SHARE * (self.limit - self.used + self.held(tenant)))
+
+    def fits(self, tenant: str, units: int) -> bool:
+        """Whether the tenant may have `units` more."""
+        return self.held(tenant) + units <= self.allowed(tenant)
+
+    def add(self, tenant: str, units: int) -> None:
+        """Give `units` more to the tenant, without a check; take them back if negative."""
+        self.used += units
+        self._by_tenant[tenant] += units
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
