@@ -22,6 +22,7 @@ from baton_http.kubernetes import KubernetesAccess
 from baton_operator import rbac
 from baton_operator.cluster.api_resources import API, path
 from baton_operator.manifests.inference_pool import POOL_API, POOL_KIND
+from baton_operator.reconcilers.lora_adapters import FINALIZER
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
 from baton_router.workers.discovery.listed import ListedWorker
 from tests.operator.api_address import api_address
@@ -188,11 +189,15 @@ async def _loads_an_adapter(cluster: RealCluster) -> None:
     # There is no garbage collection here, and the test checks later that no policy is left.
     await cluster.put({**spec, "security": {"networkPolicy": False}}, "tuned")
     adapter = {"serviceName": "tuned", "uri": "file:///pirate"}
+    where = path(API, "LoraAdapter", "models", "pirate")
     await cluster.put(adapter, "pirate", kind="LoraAdapter")
+    # As an operator left it that has loaded it; nothing has it any more.
+    await cluster.api.patch(where, {"metadata": {"finalizers": [FINALIZER]}})
 
     async def is_loading() -> bool:
         await cluster.ready_pods("tuned")
-        return await cluster.condition("Active", "pirate", "LoraAdapter") == "False Loading"
+        free = "finalizers" not in (await cluster.admin.get(where)).json()["metadata"]
+        return free and await cluster.condition("Active", "pirate", "LoraAdapter") == "False Loading"
 
     await cluster.until(is_loading)
     await cluster.api.delete(path(API, "InferenceService", "models", "tuned"))
