@@ -8,9 +8,11 @@ answers them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from baton_operator.cluster.leadership import Leadership
@@ -22,6 +24,17 @@ silent watch long before, and the response to that counts as data."""
 
 SILENT_S = 30.0
 """Seconds without a response about the Lease after which a waiting operator is not ready."""
+
+
+_log = logging.getLogger(__name__)
+
+
+def _is_fault_of_server(record: logging.LogRecord) -> bool:
+    """Whether it is not about a request that cannot be read: anyone can send those, in any number."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_log.addFilter(_is_fault_of_server)
 
 
 class HealthServer:
@@ -52,7 +65,7 @@ class HealthServer:
                 web.get("/metrics", self._text),
             ]
         )
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, logger=_log)
         await runner.setup()
         await web.TCPSite(runner, host, port).start()
         self.port = int(runner.addresses[0][1])

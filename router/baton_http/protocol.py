@@ -10,6 +10,10 @@ per connection covers all of its deadlines.
 or their request ends, and responses that clients have not read. A body beyond a tenant's share is refused,
 and a response beyond it is cut off.
 
+No request is an upgrade. Clients offer HTTP/2 or a websocket in a request that is complete without it, and
+httptools ends such a request at its head. Its body is then read by a parser of its own. What cannot be
+understood is answered once, in its turn, and nothing that follows is read (`baton_http.request_heads`).
+
 ASGI passes dictionaries and checks the spelling of every header. The proxy forwards what a parser has
 checked already, so it finds the `RequestCycle` in the scope and calls it: `start`, `write`, `on_gone`. Both
 interfaces keep the same state: an answer may begin on one and end on the other.
@@ -36,6 +40,7 @@ from uvicorn.server import ServerState
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import BatonError, BodyTooSlow, HeadTooLarge, InvalidRequest, Overloaded
 from baton_http.pace import Pace
+from baton_http.request_heads import body_framing, check_head
 from baton_http.upstream import no_delay
 
 log = logging.getLogger(__name__)
@@ -120,8 +125,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The tenant for whom they count."""
         self._discarded = 0
         """Bytes of the body that arrived after its request was answered."""
-        self._refused = False
-        """Whether everything that still arrives is ignored."""
+        self._refusal = b""
+        """The last answer of this connection. Everything that still arrives is ignored."""
+        self._segment = 0
+        """Bytes that are being parsed."""
+        self._framing: bytes | None = None
+        """Where the body of a request ends that offers an upgrade, until the parser stops at its head."""
+        self._resumes = False
+        """Whether the next head is the one with which another parser reads such a body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -144,12 +155,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 cycle.leave()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refusal:
             return
-        self._unread += len(data)
-        super().data_received(data)
+        self._segment = len(data)
+        self._unread += self._segment
+        rest: bytes | memoryview = data
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(rest)
+                    break
+                except httptools.HttpParserUpgrade as offer:
+                    rest = memoryview(rest)[offer.args[0] :]
+                    self._ignore_offer()
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # of a callback
+            if not isinstance(cause, BatonError):
+                reason = cause if isinstance(cause, httptools.HttpParserError) else error
+                cause = InvalidRequest(f"Invalid HTTP request: {reason}.")
+            self._refuse(cause)
         if self._unread > self.limits.max_header:
-            self._refuse_head()
+            self._refuse(HeadTooLarge(self.limits.max_header))
+
+    def _ignore_offer(self) -> None:
+        """Continue after the head of a request that offers an upgrade."""
+        framing, self._framing = self._framing, None
+        self.parser = httptools.HttpRequestParser(self)
+        if framing:
+            self._resumes = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -181,19 +215,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._deadline = math.inf
-        if self._unread > self.limits.max_header:
+        if self._resumes:
+            self._resumes = False
+            return
+        if self._unread > self.limits.max_header or self._segment > self.limits.max_header:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self.limits.max_header:
-                self._refuse_head()
-                raise httptools.HttpParserError("head too large")  # stops the parser
+                raise HeadTooLarge(self.limits.max_header)
         if len(self.pipeline) >= PIPELINE_LIMIT:
-            self._refuse(InvalidRequest(f"More than {PIPELINE_LIMIT} requests wait on this connection."))
-            raise httptools.HttpParserError("too many requests")
+            raise InvalidRequest(f"More than {PIPELINE_LIMIT} requests wait on this connection.")
         self._unread = 0
-        self._discarded = 0
-        self._receiving = Pace(self.loop.time(), self.limits.body_s)
         parser = self.parser
         version = parser.get_http_version()
+        method = parser.get_method().decode("ascii")
+        check_head(version, method, self.headers)
+        before = self.cycle
+        if before is not None and not before.keep_alive:
+            raise InvalidRequest("The request before this one closes the connection.")
+        if parser.should_upgrade():
+            self._framing = body_framing(self.headers)
+        self._discarded = 0
+        self._receiving = Pace(self.loop.time(), self.limits.body_s)
         raw_path, _, query = self.url.partition(b"?")
         if raw_path[:1] != b"/" or b"#" in self.url:
             parsed = httptools.parse_url(self.url)
@@ -207,7 +249,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             "server": self.server,
             "client": self.client,
             "scheme": self.scheme,  # type: ignore[typeddict-item]
-            "method": parser.get_method().decode("ascii"),
+            "method": method,
             "root_path": "",
             "path": unquote(path) if "%" in path else path,
             "raw_path": raw_path,
@@ -219,7 +261,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         stays = version != "1.0" and parser.should_keep_alive() and not self.leaving
         cycle = RequestCycle(self, self.scope, stays)
         extensions[EXTENSION] = {"cycle": cycle}
-        before = self.cycle
+        self.headers = []  # for the trailers, which are no headers: a proxy in front has not checked them
         self.cycle = cycle
         if before is None or before.response_complete:
             self._answered = cycle
@@ -238,11 +280,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._discarded > DISCARDED_LIMIT:
                 self.transport.abort()
             return
-        try:
-            cycle.hold(cycle.held + len(body))
-        except Overloaded as error:
-            self._refuse(error)
-            raise httptools.HttpParserError("no memory for the body") from error
+        cycle.hold(cycle.held + len(body))
         cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
@@ -250,8 +288,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unread = 0
+        if self._framing:
+            return  # only the head is complete
         self._receiving = None
-        super().on_message_complete()
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -266,6 +307,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle, app = self.pipeline.pop()
             self._answered = cycle  # type: ignore[assignment]  # it was made above
             self._start_asgi_task(cycle, app)
+        elif self._refusal:
+            self._end(self._refusal)
         else:
             self._deadline = self.loop.time() + self.timeout_keep_alive
 
@@ -288,7 +331,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if now >= self._deadline:
             transport.close()
-        elif self._receiving is not None and self._receiving.late(now) and not self._refused:
+        elif self._receiving is not None and self._receiving.late(now):
             self._refuse(BodyTooSlow(self.limits.body_s))
 
     def shutdown(self) -> None:
@@ -297,24 +340,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             super().shutdown()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidRequest(msg))
-
-    def _refuse_head(self) -> None:
-        self._refuse(HeadTooLarge(self.limits.max_header))
-
     def _refuse(self, error: BatonError) -> None:
-        """Answer with `error`, if no answer has begun, and end the connection."""
-        transport = self.transport
-        if self._refused or transport.is_closing():
+        """Answer what came last by `error`, once the requests before it are answered, and close."""
+        if self._refusal or self.transport.is_closing():
             return
-        self._refused = True
-        answered = self._answered
-        begun = answered is not None and answered.response_started and not answered.response_complete
-        self._forget_requests()
-        if begun:  # what is written now would be read as a part of it
-            transport.abort()
-            return
+        log.debug("A request cannot be read: %s", error.message)
         body = json.dumps(error.body()).encode()
         fields = {
             "content-type": "application/json",
@@ -323,9 +353,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             **error.headers,
         }
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
-        transport.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], head, body))
-        if transport.can_write_eof():
-            transport.write_eof()
+        self._refusal = b"%b%b\r\n%b" % (STATUS_LINE[error.status], head, body)
+        self._deadline = math.inf
+        self._receiving = None
+        last: RequestCycle | None = self.cycle  # type: ignore[assignment]
+        if last is not None and last.more_body:  # the body of this request is what is wrong
+            if self.pipeline:
+                self.pipeline.popleft()
+                last.leave()
+                return
+            last.leave()
+            if last.response_complete:
+                self._end(b"")  # it has its answer
+                return
+            if last.response_started:  # what is written now would be read as a part of it
+                self.transport.abort()
+                return
+        elif last is not None and not last.response_complete:
+            return
+        self._end(self._refusal)
+
+    def _end(self, answer: bytes) -> None:
+        self.transport.write(answer)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.flow.resume_reading()
         self._deadline = self.loop.time() + REFUSED_S
 
@@ -413,7 +464,7 @@ class RequestCycle(RequestResponseCycle):
             access_log=listener.access_log,
             default_headers=listener.server_state.default_headers,
             message_event=asyncio.Event(),
-            expect_100_continue=listener.expect_100_continue,
+            expect_100_continue=listener.expect_100_continue and scope["http_version"] != "1.0",
             keep_alive=keep_alive,
             on_response=listener.on_response_complete,
         )
@@ -422,6 +473,8 @@ class RequestCycle(RequestResponseCycle):
         """Called when the client disconnects before the response is complete."""
         self._head = b""
         """Head of a response that has started, until its first piece of body is sent."""
+        self._ends_by_close = False
+        """Whether the response has no length and HTTP/1.0, which has no chunks."""
         self.tenant = ""
         """Whose share of `memory` it uses."""
         self.held = 0
@@ -483,6 +536,8 @@ class RequestCycle(RequestResponseCycle):
                 self.expected_content_length = int(header[1])
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
+        if self.chunked_encoding and self.scope["http_version"] == "1.0":
+            self.chunked_encoding, self._ends_by_close = False, True
         lines.append(b"transfer-encoding: chunked\r\n\r\n" if self.chunked_encoding else b"\r\n")
         self._head = b"".join(lines)
 
@@ -491,7 +546,9 @@ class RequestCycle(RequestResponseCycle):
         if self.disconnected:
             return
         head, self._head = self._head, b""
-        if not self.chunked_encoding:
+        if self._ends_by_close:
+            sent = head + piece
+        elif not self.chunked_encoding:
             self.expected_content_length -= len(piece)
             if self.expected_content_length < 0 or (self.expected_content_length and not more):
                 raise RuntimeError("The answer is not as long as its head says.")
@@ -514,10 +571,17 @@ class RequestCycle(RequestResponseCycle):
     async def send(self, message: Any) -> None:
         if self._head:
             self.write(b"", more=True)
+        if not self.response_started and self.scope["http_version"] == "1.0":
+            given = message.get("headers", ())
+            self._ends_by_close = not any(name.lower() == b"content-length" for name, _ in given)
+            if self._ends_by_close:
+                self.chunked_encoding = False  # uvicorn decides it only where it is None
+        elif self._ends_by_close:
+            self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
 
     def leave(self) -> None:
-        """The connection is lost."""
+        """The client is gone, or the request cannot be read."""
         self.release()
         if self.response_complete:
             return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -179,6 +181,46 @@ async def test_disconnected_client_disconnects_from_the_scheduler_too() -> None:
         async with client.stream("GET", "/endless") as answer:
             await anext(answer.aiter_bytes())
         await asyncio.wait_for(left.wait(), 60)
+
+
+async def test_answer_that_does_not_wait_for_the_body_reaches_the_client() -> None:
+    """The scheduler's process closes its socket while the frontend process still sends."""
+
+    def reject(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # until it is shut down
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 403 X\r\ncontent-length: 2\r\nconnection: close\r\n\r\nno")
+
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        path = str(Path(folder) / "control")
+        listening.bind(path)
+        listening.listen()
+        rejecting = asyncio.create_task(asyncio.to_thread(reject, listening))
+        async with Served(ControlProxy(path), None) as frontend, httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{frontend.port}", timeout=20, trust_env=False, verify=PLAIN
+        ) as client:  # fmt: skip
+            answers = [await client.post("/v1/files", content=b"a" * 60_000) for _ in range(200)]
+        listening.shutdown(socket.SHUT_RDWR)
+        await rejecting
+    assert {(answer.status_code, answer.text) for answer in answers} == {(403, "no")}
+
+
+async def test_scheduler_process_that_ends_before_it_answers_is_reported() -> None:
+    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "control")
+        server = await asyncio.start_unix_server(end, path)
+        async with server, Served(ControlProxy(path), None) as frontend, httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{frontend.port}", timeout=20, trust_env=False, verify=PLAIN
+        ) as client:  # fmt: skip
+            answer = await client.post("/v1/files", content=b"a" * 60_000)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
 
 
 async def test_missing_scheduler_process_is_reported() -> None:

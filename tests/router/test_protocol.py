@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -13,14 +14,17 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import uvicorn
 
 from baton_api.capacity import SHARE
 from baton_api.errors import Overloaded
+from baton_api.headers import REQUEST_ID
 from baton_http import protocol
-from baton_http.protocol import ACCEPTED_AT_ONCE, Acceptor
+from baton_http.protocol import ACCEPTED_AT_ONCE, Acceptor, ConnectionLimits, http_protocol
+from baton_http.replies import Receive, Scope, Send
 from baton_router.server import BACKLOG, bind, new_event_loop
 from tests.router import fake_worker
-from tests.router.fake_worker import FakeWorker
+from tests.router.fake_worker import FakeWorker, gated, whole_stream
 from tests.router.running import (
     CHAT,
     QUESTION,
@@ -165,7 +169,7 @@ async def test_body_that_goes_on_byte_by_byte_ends(start: bytes, part: bytes, tm
             answer = await reader.read()
         dripping.cancel()
         writer.close()
-        assert b"408 Request Timeout" in answer
+        assert statuses(answer) == [200 if start.startswith(b"GET /health ") else 408]
 
 
 async def unfinished(router: RunningRouter, size: int, tenant: str) -> asyncio.StreamWriter:
@@ -272,6 +276,198 @@ async def test_endless_body_is_rejected_and_not_read_on() -> None:
                     writer.write(b"x" * 100_000)
                     await writer.drain()
         writer.close()
+
+
+BODY = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}).encode()
+HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer another's\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+H2C = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+WEBSOCKET = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+CLOSE = b"connection: close\r\n"
+NOT_JSON = 400
+
+LENGTH = b"content-length: %d\r\n\r\n"
+IN_CHUNKS = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
+LAST = HEALTH + CLOSE + b"\r\n"
+
+OFFERS: dict[str, tuple[list[bytes], list[int], list[bytes]]] = {
+    "a length": ([START + H2C + LENGTH % len(BODY) + BODY, LAST], [200, 200], [BODY]),
+    "chunks": ([START + H2C + IN_CHUNKS % (len(BODY), BODY), LAST], [200, 200], [BODY]),
+    "a later body": ([START + H2C + LENGTH % len(BODY), BODY, LAST], [200, 200], [BODY]),
+    "a body like a request": ([START + H2C + LENGTH % len(HIDDEN), HIDDEN, LAST], [NOT_JSON, 200], []),
+    "one at once": ([START + H2C + LENGTH % len(HIDDEN) + HIDDEN + LAST], [NOT_JSON, 200], []),
+    "one in chunks": ([START + H2C + IN_CHUNKS % (len(HIDDEN), HIDDEN) + LAST], [NOT_JSON, 200], []),
+    "a protocol of one's own": (
+        [START + b"connection: upgrade\r\nupgrade: x\r\n" + LENGTH % len(HIDDEN), HIDDEN + LAST],
+        [NOT_JSON, 200],
+        [],
+    ),
+    "an Ingress's lines": (
+        [START + b"upgrade: websocket\r\nconnection: upgrade\r\n" + LENGTH % len(BODY), BODY + LAST],
+        [200, 200],
+        [BODY],
+    ),
+    "no body": ([HEALTH + H2C + b"\r\n" + LAST], [200, 200], []),
+    "a websocket": ([HEALTH + WEBSOCKET + b"\r\n", LAST], [200, 200], []),
+    "an empty body": ([HEALTH + H2C + LENGTH % 0 + LAST], [200, 200], []),
+    "offer after offer": (
+        [(START + H2C + LENGTH % len(BODY) + BODY) * 3 + HEALTH + H2C + b"\r\n" + LAST],
+        [200] * 5,
+        [BODY] * 3,
+    ),
+    "a tunnel": ([b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", HIDDEN], [400], []),
+}
+"""What is sent, the status of each answer, and the bodies that reach a worker."""
+
+
+def statuses(answer: bytes) -> list[int]:
+    """The status of each of the answers in these bytes, which are nothing but answers."""
+    found: list[int] = []
+    while answer:
+        head, _, answer = answer.partition(b"\r\n\r\n")
+        line, *lines = head.split(b"\r\n")
+        version, status, _ = line.split(b" ", 2)
+        assert version == b"HTTP/1.1"
+        found.append(int(status))
+        length = [int(value) for name, _, value in (each.partition(b": ") for each in lines)
+                  if name.lower() == b"content-length"]  # fmt: skip
+        answer = answer[length[0] :]
+    return found
+
+
+@pytest.mark.parametrize(("parts", "expected", "bodies"), OFFERS.values(), ids=OFFERS.keys())
+async def test_offered_upgrade_is_ignored_and_its_body_is_read(
+    parts: list[bytes], expected: list[int], bodies: list[bytes]
+) -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        assert statuses(await answer_to(router, *parts)) == expected
+        assert [request.body for request in worker.requests] == bodies
+
+
+async def test_offered_upgrade_has_one_answer_wherever_its_segments_are_cut() -> None:
+    whole = START + H2C + LENGTH % len(HIDDEN) + HIDDEN + LAST
+    async with running_router() as router:
+        for cut in range(1, len(whole)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+            writer.write(whole[:cut])
+            await asyncio.sleep(0)  # the router runs in this event loop
+            writer.write(whole[cut:])
+            async with asyncio.timeout(60):
+                answer = await reader.read()
+            writer.close()
+            assert statuses(answer) == [NOT_JSON, 200], whole[:cut]
+
+
+async def test_trailers_are_no_headers() -> None:
+    trailer = b"0\r\nauthorization: Bearer another's\r\nx-request-id: from-a-trailer\r\n\r\n"
+    sent = START + CLOSE + (IN_CHUNKS % (len(BODY), BODY)).replace(b"0\r\n\r\n", trailer)
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        assert statuses(await answer_to(router, sent)) == [200]
+        [request] = worker.requests
+    assert request.header("authorization") is None
+    assert request.header(REQUEST_ID) != "from-a-trailer"
+
+
+BROKEN_CHUNK = b"transfer-encoding: chunked\r\n\r\nzz\r\n"
+ASKED = START + LENGTH % len(BODY) + BODY
+OUT_OF_PLACE = {
+    "what is no request": (ASKED + b"NONSENSE\r\n\r\n" + HIDDEN, [200, 400]),
+    "a head over the limit": (ASKED + HEALTH + b"a: b\r\n" * LIMIT + b"\r\n" + HIDDEN, [200, 431]),
+    "a broken body": (START + BROKEN_CHUNK + HIDDEN, [400]),
+    "a broken body of the second": (ASKED + START + BROKEN_CHUNK + HIDDEN, [200, 400]),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n" + HIDDEN, [400]),
+    "a doubtful body": (START + b"transfer-encoding: gzip, chunked\r\n\r\n" + HIDDEN, [400]),
+    "what follows the last": (HEALTH + CLOSE + b"\r\n" + HIDDEN, [200]),
+    "HTTP/1.0 and more": (b"GET /health HTTP/1.0\r\n\r\n" + HIDDEN, [200]),
+}
+
+
+@pytest.mark.parametrize(("sent", "expected"), OUT_OF_PLACE.values(), ids=OUT_OF_PLACE.keys())
+async def test_rejection_comes_in_its_turn_and_is_the_last_answer(sent: bytes, expected: list[int]) -> None:
+    async with FakeWorker() as worker, running_router([worker], max_header=LIMIT) as router:
+        assert statuses(await answer_to(router, sent)) == expected
+
+
+async def test_rejection_waits_for_a_stream_that_runs() -> None:
+    async with FakeWorker(gated) as worker, running_router([worker]) as router:
+        body = json.dumps({**json.loads(BODY), "stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(START + LENGTH % len(body) + body + b"NONSENSE\r\n\r\n")
+        await worker.arrived.wait()
+        worker.release.set()
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        writer.close()
+    stream, rejection, rest = answer.partition(b"HTTP/1.1 400 ")
+    assert stream.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert rejection
+    assert rest.count(b"HTTP/1.1 ") == 0
+
+
+async def test_client_that_sends_on_reads_its_rejection() -> None:
+    async with running_router() as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        for _ in range(50):
+            writer.write(b"NONSENSE" * 1000)
+            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            assert statuses(await reader.read()) == [400]
+        writer.close()
+
+
+async def test_requests_that_cannot_be_read_are_not_logged_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with running_router() as router:
+        caplog.clear()
+        for line in (b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", HEALTH + WEBSOCKET + CLOSE + b"\r\n"):
+            await answer_to(router, line)
+        assert not caplog.records
+
+
+STREAMED = json.dumps({"model": "tiny", "messages": [], "stream": True}).encode()
+HTTP_1_0 = b"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b"
+
+
+async def test_http_1_0_stream_has_no_chunks_and_ends_with_the_connection() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        head, _, body = (await answer_to(router, HTTP_1_0 % (len(STREAMED), STREAMED))).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    assert body == whole_stream()
+
+
+@pytest.mark.parametrize("given", ["", "content-length: 11\r\n"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_http_1_0_answers_of_applications_have_no_chunks(method: str, given: str) -> None:
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        name, _, value = given.strip().encode().partition(b": ")
+        headers = [(name, value)] if name else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"hello ", "more_body": True})
+        await send({"type": "http.response.body", "body": b"world"})
+
+    config = uvicorn.Config(
+        application,
+        http=http_protocol(ConnectionLimits()),
+        port=0,
+        lifespan="off",
+        log_config=None,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server._serve())
+    await until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{method} / HTTP/1.0\r\nexpect: 100-continue\r\n\r\n".encode())
+    async with asyncio.timeout(60):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    server.should_exit = True
+    await serving
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert (given.strip().encode() in head) and body == (b"hello world" if method == "GET" else b"")
 
 
 @pytest.mark.parametrize("line", [b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"])

@@ -7,6 +7,8 @@ One connection a request, read and written as streams: an upload of any size pas
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from collections.abc import Iterable
 
 import httptools
@@ -15,6 +17,8 @@ from baton_api.errors import NotReady
 from baton_http.http_client import request_head
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
 from baton_router.proxy.forwarding import CONNECTION_HEADERS
+
+log = logging.getLogger(__name__)
 
 READ_BYTES = 64 * 1024
 
@@ -27,47 +31,58 @@ class ControlProxy:
         self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = request_id(scope["headers"])
-        try:
-            reader, writer = await asyncio.open_unix_connection(self._path)
-        except OSError:
-            away = NotReady("This part of the router is starting again; try again in a moment.")
-            await send_error(send, away, name)
-            return
-        upload = asyncio.ensure_future(self._upload(scope, receive, writer))
-        try:
-            await self._answer(reader, send, bodiless=scope["method"] == "HEAD")
-        finally:
-            upload.cancel()
-            writer.transport.abort()
-            await asyncio.gather(upload, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            try:
+                await loop.sock_connect(connection, self._path)
+            except OSError:
+                await _send_away(scope, send)
+                return
+            upload = asyncio.ensure_future(self._upload(scope, receive, connection))
+            try:
+                await self._answer(scope, connection, send)
+            finally:
+                upload.cancel()
+                await asyncio.gather(upload, return_exceptions=True)
 
-    async def _upload(self, scope: Scope, receive: Receive, writer: asyncio.StreamWriter) -> None:
+    async def _upload(self, scope: Scope, receive: Receive, connection: socket.socket) -> None:
+        """
+        Send the request until its end, or until the other side stops reading.
+
+        That side may have answered already: an error does not wait for the body. So the answer is read
+        whatever happens here. A stream of asyncio would drop it with the connection.
+        """
+        loop = asyncio.get_running_loop()
         chunked = not any(name == b"content-length" for name, _ in scope["headers"])
         chunked = chunked and any(name == b"transfer-encoding" for name, _ in scope["headers"])
-        writer.write(_head(scope, chunked))
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            piece, more = message.get("body", b""), message.get("more_body", False)
-            writer.write(_chunk(piece, more) if chunked else piece)
-            await writer.drain()
-        else:
-            while (await receive())["type"] != "http.disconnect":
+        try:
+            await loop.sock_sendall(connection, _head(scope, chunked))
+            more = True
+            while more and (message := await receive())["type"] != "http.disconnect":
+                piece, more = message.get("body", b""), message.get("more_body", False)
+                await loop.sock_sendall(connection, _chunk(piece, more) if chunked else piece)
+            while not more and (await receive())["type"] != "http.disconnect":
                 pass
-        writer.transport.abort()  # the client has left
+            connection.shutdown(socket.SHUT_RDWR)  # the client has left
+        except OSError as error:
+            log.debug("%s was not read to its end: %s", scope["path"], error)
 
-    async def _answer(self, reader: asyncio.StreamReader, send: Send, *, bodiless: bool) -> None:
+    async def _answer(self, scope: Scope, connection: socket.socket, send: Send) -> None:
         """Read the answer and give it on. An answer that breaks off stays broken off."""
+        loop = asyncio.get_running_loop()
         answer = _ParsedResponse()
         while not answer.complete:
-            data = await reader.read(READ_BYTES)
+            try:
+                data = await loop.sock_recv(connection, READ_BYTES)
+            except ConnectionError:
+                data = b""
             if not data:
+                if not answer.started:
+                    await _send_away(scope, send)
                 return  # to return without the end makes the server cut
             answer.feed(data)
-            answer.complete |= bodiless and answer.status > 0
+            answer.complete |= scope["method"] == "HEAD" and answer.status > 0
             if answer.status and not answer.started:
                 answer.started = True
                 headers = [one for one in answer.headers if one[0] not in CONNECTION_HEADERS]
@@ -104,6 +119,11 @@ class _ParsedResponse:
 
     def on_message_complete(self) -> None:
         self.complete = True
+
+
+async def _send_away(scope: Scope, send: Send) -> None:
+    away = NotReady("This part of the router is starting again; try again in a moment.")
+    await send_error(send, away, request_id(scope["headers"]))
 
 
 def _chunk(piece: bytes, more: bool) -> bytes:

@@ -1,9 +1,9 @@
 """
 An HTTP server for the app, with start, drain and stop.
 
-uvicorn parses requests with h11, which limits headers. The socket is bound before uvicorn starts, so that a
-port in use causes a clear error, and the port chosen for `--port 0` is known. The server does not handle
-signals. Draining rejects new requests and waits for the running ones.
+Requests are parsed as the router parses them (`baton_http.protocol`). The socket is bound before uvicorn
+starts, so that a port in use causes a clear error, and the port chosen for `--port 0` is known. The server
+does not handle signals. Draining rejects new requests and waits for the running ones.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from baton_api import limits
+from baton_api.capacity import SharedCapacity
 from baton_api.errors import NotReady, SetupError
+from baton_http.protocol import ConnectionLimits, http_protocol
 
 BACKLOG = 2048
+CONNECTION_LIMITS = ConnectionLimits(
+    max_header=2 * limits.HEAD.most,  # `Edge` logs and rejects smaller ones
+    idle_s=300.0,  # a router stops reading while its client does; it has a limit of its own
+    memory=SharedCapacity(1024**3),
+)
 KEEP_ALIVE_S = 75
 """Longer than the idle timeout of clients and routers, so that they close connections first."""
 
@@ -39,8 +46,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http="h11",
-            h11_max_incomplete_event_size=2 * limits.HEAD.most,  # `Edge` rejects smaller ones with an error
+            http=http_protocol(CONNECTION_LIMITS),
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
