@@ -185,8 +185,8 @@ TEMPLATE_KWARGS = Limit("chat_template_kwargs", Kind.PAIRS, 32, paths="chat, tok
 
 TOOLS = Limit("tools", Kind.ITEMS, 1024, paths="chat")
 FUNCTIONS = Limit("functions", Kind.ITEMS, 128, 1, paths="chat")
-TOOL_NAME = Limit("tools[].function.name, functions[].name", Kind.CHARACTERS, 64, 1, paths="chat",
-                  note="letters, digits, `_` and `-`")  # fmt: skip
+TOOL_NAME = Limit("tools[].function.name, functions[].name", Kind.CHARACTERS, 128, 1, paths="chat",
+                  note="letters, digits, `_` and `-`; as long as in Anthropic's API and MCP")  # fmt: skip
 TOOL_DESCRIPTION = Limit("tools[].function.description, functions[].description", Kind.CHARACTERS, 65_536,
                          paths="chat")  # fmt: skip
 TOOL_SCHEMA = Limit("tools[].function.parameters, functions[].parameters", Kind.CHARACTERS, 131_072,

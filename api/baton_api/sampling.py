@@ -19,7 +19,7 @@ class Constraint:
     """The grammar of an answer's text; the answer may end wherever the grammar may."""
 
     kind: str
-    """json_schema, regex, ebnf, lark (as llguidance writes it), or structural_tag."""
+    """json_schema, regex, ebnf, lark (llguidance's), structural_tag, or tools (a grammar with schemas)."""
     source: str
     """The regular expression, the grammar, or the structural tag or schema as JSON text."""
 

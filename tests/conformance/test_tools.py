@@ -117,7 +117,7 @@ def test_D4_a_choice_that_cannot_be_is_named(thinker: Deployment, fields: dict[s
         {"type": "function"},
         {"type": "function", "function": {}},
         function("two words", TIME),
-        function("n" * 65, TIME),
+        function("n" * 129, TIME),
         function("", TIME),
         {"type": "function", "function": {"name": "f", "parameters": "no schema"}},
         {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}},

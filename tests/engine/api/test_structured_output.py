@@ -22,7 +22,8 @@ from baton_api.errors import (
     STRING_ABOVE_MAX_LENGTH,
 )
 from baton_engine.grammar.grammars import Grammars
-from tests.engine.api.api import TOKENIZER, Api, events, eventually, open_api
+from baton_engine.settings import WorkerSettings
+from tests.engine.api.api import MODEL, TOKENIZER, USER, Api, events, eventually, open_api
 from tests.engine.api.test_validation import assert_error
 
 MISSING, TYPE, VALUE = MISSING_REQUIRED_PARAMETER, INVALID_TYPE, INVALID_VALUE
@@ -174,6 +175,124 @@ async def test_structured_output_not_strict_drops_unenforceable_keys(api: Api) -
     assert_error(await api.chat(**named(schema)), 400, VALUE, "response_format")
     response = await api.chat(**named(schema, strict=False), max_tokens=50)
     assert re.fullmatch(r"\[(1|2|,|\s)*\]", response.json()["choices"][0]["message"]["content"])
+
+
+HARD: dict[str, Any] = {
+    "properties": {
+        "page": {"$ref": "#/$defs/Page[Item]"},
+        "price": {"anyOf": [{"type": "integer", "maximum": 9}, {"$ref": "#/$defs/Decimal"}]},
+        "size": {"oneOf": [{"type": "boolean"}, {"$ref": "#/$defs/Size"}]},
+        "id": {"type": "integer", "minimum": -(2**63), "maximum": 5},
+    },
+    "required": ["page", "price", "size", "id"],
+    "type": "object",
+    "$defs": {
+        "Page[Item]": {"type": "object", "properties": {"n": {"enum": [1, 2]}}},
+        "Decimal": {"type": "string", "maxLength": 2, "pattern": "^(?![-+.]*$)[+-]?[0-9]*$"},
+        "Size": {"enum": ["s", "m"]},
+    },
+}
+"""What pydantic and zod write, and no grammar could express."""
+WITHOUT_PATTERN: dict[str, Any] = json.loads(
+    json.dumps(HARD).replace(', "pattern": "^(?![-+.]*$)', ', "pattern": "^')
+)
+INVENTED = '{"page": {"n": 1, "more": "x"}, "price": 7, "size": true, "id": 5, "more": ["x", {"y": "z"}]}'
+
+
+def tool(strict: bool | None, **beside: Any) -> dict[str, Any]:
+    return {"name": "save", "strict": strict} | beside
+
+
+def asked(schema: dict[str, Any], strict: bool | None) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Each field with a schema, by the name of the API and of the field: the path and the body."""
+    form = {"name": "x", "schema": schema, "strict": strict}
+    user = {"model": MODEL, "messages": USER, "max_tokens": 300}
+    given = {"model": MODEL, "input": "Hi", "max_output_tokens": 300}
+    chat, messages, responses = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+    function = {"type": "function", "function": tool(strict, parameters=schema)}
+    fields = {
+        "chat response_format": (
+            chat, user | {"response_format": {"type": "json_schema", "json_schema": form}}
+        ),
+        "chat tools": (
+            chat, user | {"tools": [function], "tool_choice": "required", "parallel_tool_calls": False}
+        ),
+        "messages tools": (
+            messages,
+            user | {
+                "tools": [tool(strict, input_schema=schema)],
+                "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            },
+        ),
+        "responses format": (responses, given | {"text": {"format": {"type": "json_schema", **form}}}),
+        "responses tools": (
+            responses,
+            given | {
+                "tools": [{"type": "function"} | tool(strict, parameters=schema)],
+                "tool_choice": "required", "parallel_tool_calls": False,
+            },
+        ),
+    }  # fmt: skip
+    if strict:
+        return fields
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    others: dict[str, dict[str, Any]] = {
+        "guided_json": {"guided_json": schema},
+        "json_schema": {"json_schema": json.dumps(schema)},
+        "structured_outputs": {"structured_outputs": {"json": schema}},
+        "structured_outputs closed": {
+            "structured_outputs": {"json": schema, "disable_additional_properties": True}
+        },
+        "structural_tag": {"response_format": tag},
+    }
+    fields |= {f"chat {name}": (chat, user | more) for name, more in others.items()}
+    output = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    return fields | {"messages format": (messages, user | output)}
+
+
+def written(path: str, body: dict[str, Any]) -> str:
+    """Return the text of an answer, or the arguments of its only call."""
+    if path.endswith("messages"):
+        (block,) = body["content"]
+        return json.dumps(block["input"]) if block["type"] == "tool_use" else str(block["text"])
+    if path.endswith("responses"):
+        (item,) = body["output"]
+        return str(item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+    (choice,) = body["choices"]
+    calls = choice["message"].get("tool_calls")
+    return str(calls[0]["function"]["arguments"] if calls else choice["message"]["content"])
+
+
+@pytest.mark.parametrize("strict", [None, False])
+@pytest.mark.parametrize("field", asked({}, None))
+async def test_structured_output_not_strict_is_closed_and_enforced_as_far_as_possible(
+    field: str, strict: bool | None
+) -> None:
+    async with open_api(settings=WorkerSettings(tool_call_parser="hermes")) as api:
+        path, body = asked(HARD, strict)[field]
+        call = f'<tool_call>\n{{"name": "save", "arguments": {INVENTED}}}\n</tool_call>'
+        api.model.script = call if "tools" in field else INVENTED
+        response = await api.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    value = json.loads(written(path, response.json()))
+    jsonschema.validate(value, WITHOUT_PATTERN)
+    assert value.keys() == HARD["properties"].keys() and value["page"].keys() <= {"n"}
+
+
+@pytest.mark.parametrize("field", asked({}, True))
+async def test_structured_output_strict_names_the_place_that_cannot_be_enforced(field: str) -> None:
+    async with open_api(settings=WorkerSettings(tool_call_parser="hermes")) as api:
+        path, body = asked(HARD, True)[field]
+        response = await api.http.post(path, json=body)
+        assert response.status_code == 400, response.text
+        message = response.json()["error"]["message"]
+        assert "at /$defs/Decimal/pattern: look-around" in message
+        assert ("function 'save'" in message) == ("tools" in field)
+        assert "'strict'" in message and len(message) < 300 and "%json" not in message
+        path, body = asked(WITHOUT_PATTERN, True)[field]
+        response = await api.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        jsonschema.validate(json.loads(written(path, response.json())), WITHOUT_PATTERN)
 
 
 SCHEMAS = "response_format.json_schema"

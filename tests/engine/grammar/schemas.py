@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Schema = dict[str, Any]
@@ -23,6 +23,10 @@ CONSTANTS = ("x", 'with "quotes"', "", 0, -7, 2.5, True, False, None, [1, "a"], 
 
 class Maker:
     """One schema for each seed; `depth` bounds how deep it goes."""
+
+    names = NAMES
+    prefix = "d"
+    """The beginning of the names of definitions."""
 
     def __init__(self, seed: int, depth: int = 3) -> None:
         self._chance = random.Random(seed)
@@ -55,7 +59,7 @@ class Maker:
         return self._chance.choice(choices)(level)
 
     def _object(self, level: int) -> Schema:
-        names = self._chance.sample(NAMES, self._chance.randint(0, 4))
+        names = self._chance.sample(self.names, self._chance.randint(0, 4))
         required = [name for name in names if self._chance.random() < 0.6]
         schema: Schema = {"type": "object", "properties": {name: self._any(level + 1) for name in names}}
         if required:
@@ -96,14 +100,14 @@ class Maker:
         return {"anyOf": ways}
 
     def _reference(self, level: int) -> Schema:
-        name = f"d{len(self._definitions)}"
+        name = f"{self.prefix}{len(self._definitions)}"
         self._definitions[name] = {}
         self._definitions[name] = self._any(level + 1)
         return {"$ref": f"#/$defs/{name}"}
 
     def _tree(self, level: int) -> Schema:
         """A definition that refers to itself."""
-        name = f"d{len(self._definitions)}"
+        name = f"{self.prefix}{len(self._definitions)}"
         self._definitions[name] = {}
         self._definitions[name] = {
             "type": "object",
@@ -165,3 +169,108 @@ class Maker:
 
     def _nullable(self, level: int) -> Schema:
         return {"type": [self._chance.choice(["string", "integer", "boolean"]), "null"]}
+
+
+class OpenMaker(Maker):
+    """As libraries write schemas: objects without `additionalProperties`, composed in each way there is."""
+
+    prefix = "Page[Item~/ %]"
+
+    def make(self) -> Schema:
+        kinds = (
+            self._record,
+            self._all_of,
+            self._extended,
+            self._one_of,
+            self._alternatives,
+            self._names_map,
+        )
+        schema = self._chance.choice(kinds)(0)
+        return {**schema, "$defs": self._definitions} if self._definitions else schema
+
+    def _any(self, level: int) -> Schema:
+        kinds = (
+            self._record,
+            self._all_of,
+            self._extended,
+            self._one_of,
+            self._alternatives,
+            self._names_map,
+        )
+        if level < self._depth and self._chance.random() < 0.5:
+            return self._chance.choice(kinds)(level)
+        return super()._any(level)
+
+    def _object(self, level: int) -> Schema:
+        return self._record(level)
+
+    def _reference(self, level: int) -> Schema:
+        schema = super()._reference(level)
+        return {"$ref": schema["$ref"].replace("~", "~0").replace("m~0/", "m~0~1")}
+
+    def _tree(self, level: int) -> Schema:
+        schema = super()._tree(level)
+        name = schema["$ref"].removeprefix("#/$defs/")
+        reference = {"$ref": "#/$defs/" + name.replace("~", "~0").replace("/", "~1")}
+        self._definitions[name]["properties"]["next"]["anyOf"][1] = reference
+        del self._definitions[name]["additionalProperties"]
+        return reference
+
+    def _record(self, level: int, names: Sequence[str] = NAMES) -> Schema:
+        """An open object; some of its required properties are not listed."""
+        chosen = self._chance.sample(names, self._chance.randint(1, min(3, len(names))))
+        schema: Schema = {"properties": {name: self._any(level + 1) for name in chosen}}
+        required = [name for name in chosen if self._chance.random() < 0.5]
+        if required:
+            schema["required"] = required
+        if self._chance.random() < 0.7:
+            schema["type"] = "object"
+        return schema
+
+    def _parts(self, level: int, count: int) -> list[Schema]:
+        """Objects with properties of their own."""
+        names = self._chance.sample(NAMES, len(NAMES))
+        size = len(names) // count
+        return [self._record(level, names[at * size : (at + 1) * size]) for at in range(count)]
+
+    def _defined(self, schema: Schema) -> Schema:
+        if self._chance.random() < 0.5:
+            return schema
+        name = f"Type_{len(self._definitions)}"
+        self._definitions[name] = schema
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _all_of(self, level: int) -> Schema:
+        return {"allOf": [self._defined(part) for part in self._parts(level, self._chance.randint(2, 3))]}
+
+    def _extended(self, level: int) -> Schema:
+        """Properties beside a base."""
+        base, own = self._parts(level, 2)
+        base = self._defined(base)
+        return base | own if "$ref" in base else {**own, "allOf": [base]}
+
+    def _one_of(self, level: int) -> Schema:
+        """Alternatives that a property tells apart."""
+        ways = []
+        for number, part in enumerate(self._parts(level, 2)):
+            part["properties"] = {"kind": {"const": f"kind {number}"}, **part["properties"]}
+            part["required"] = ["kind", *part.get("required", ())]
+            ways.append(self._defined(part | {"type": "object"}))
+        return {"oneOf": ways}
+
+    def _alternatives(self, level: int) -> Schema:
+        """Alternatives beside properties that all of them have."""
+        common, *ways = self._parts(level, 3)
+        return {**common, "type": "object", "anyOf": [self._defined(way) for way in ways]}
+
+    def _names_map(self, level: int) -> Schema:
+        """A map whose names have a schema."""
+        names: Schema = self._chance.choice(
+            [
+                {"enum": ["x", "y", "z"]},
+                {"pattern": "^k[0-9]$"},
+                {"minLength": 1, "maxLength": 3},
+                {"const": "c"},
+            ]
+        )
+        return {"type": "object", "propertyNames": names, "additionalProperties": self._any(level + 2)}

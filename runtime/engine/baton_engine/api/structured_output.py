@@ -5,7 +5,8 @@ OpenAI uses `response_format`; SGLang `regex`, `ebnf`, `json_schema` and `struct
 `structured_outputs`, and `guided_*` in older versions. A request may have at most one constraint.
 
 JSON schemas are enforced with and without `strict`. Keywords that a grammar cannot enforce are ignored
-without `strict`, as OpenAI allows, and cause an error otherwise.
+without `strict`, as OpenAI allows, and cause an error otherwise: `grammar.schemas` decides. Only
+`response_format` has `strict`.
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ def _structured_outputs(fields: Fields) -> Iterator[NamedConstraint]:
     blank = _white_space(inner, "whitespace_pattern")
     if inner.boolean("disable_any_whitespace"):
         blank = ""
-    if inner.boolean("disable_additional_properties"):
-        inner.wrong_value("disable_additional_properties", "write 'additionalProperties' into the schema")
+    inner.boolean("disable_additional_properties")  # no schema allows those that it does not mention
     inner.boolean("disable_fallback")
     constraints = [
         *_schema(inner, "json", blank),
@@ -131,7 +131,7 @@ def _schema(fields: Fields, name: str, white_space: str | None = None) -> Iterat
             ) from error
     if not isinstance(value, dict | bool):
         raise wrong_type(param, "an object, or a string that contains one", value)
-    yield param, _of_schema(value, param, white_space=white_space)
+    yield param, _of_schema(value, param, lenient=True, white_space=white_space)
 
 
 def _regex(fields: Fields, name: str) -> Iterator[NamedConstraint]:
@@ -203,9 +203,7 @@ def _any_object() -> Constraint:
     return Constraint("json_schema", texts.schema({"type": "object"}))
 
 
-def _of_schema(
-    schema: Any, param: str, *, lenient: bool = False, white_space: str | None = None
-) -> Constraint:
+def _of_schema(schema: Any, param: str, *, lenient: bool, white_space: str | None = None) -> Constraint:
     if _deeper(schema, limits.DEPTH.most):
         raise InvalidRequest(
             f"Invalid '{param}': nested too deeply. Expected at most {limits.DEPTH.most} levels of objects "

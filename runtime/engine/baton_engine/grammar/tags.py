@@ -14,7 +14,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from baton_engine.grammar import ebnf
+from baton_engine.grammar import ebnf, schemas
 
 DEPTH_LIMIT = 32
 """Maximum nesting of formats."""
@@ -26,11 +26,11 @@ class TagError(ValueError):
     """A structural tag is invalid or of an unsupported type."""
 
 
-def to_lark(source: str, special: Mapping[str, int], schema: Mapping[str, Any]) -> str:
+def to_lark(source: str, special: Mapping[str, int], options: Mapping[str, Any]) -> str:
     """
     Translate a structural tag. Raises TagError.
 
-    `special` maps the text of special tokens to ids. `schema` contains the options of JSON schemas.
+    `special` maps the text of special tokens to ids. `options` are those of JSON schemas.
     """
     try:
         tag = json.loads(source)
@@ -38,16 +38,16 @@ def to_lark(source: str, special: Mapping[str, int], schema: Mapping[str, Any]) 
         raise TagError(f"the structural tag is not JSON: {error}") from error
     if not isinstance(tag, dict):
         raise TagError("the structural tag is not a JSON object")
-    writer = _Writer(special, schema)
+    writer = _Writer(special, options)
     start = writer.format(tag["format"]) if "format" in tag else writer.legacy(tag)
     return "\n".join([f"start: {start}", *writer.lines]) + "\n"
 
 
 class _Writer:
-    def __init__(self, special: Mapping[str, int], schema: Mapping[str, Any]) -> None:
+    def __init__(self, special: Mapping[str, int], options: Mapping[str, Any]) -> None:
         self.lines: list[str] = []
         self._special = special
-        self._schema = schema
+        self._options = options
         texts = sorted(special, key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._names = 0
@@ -176,7 +176,7 @@ class _Writer:
             raise TagError("the schema of a tag is not a JSON object")
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        return f"%json {json.dumps(schema | {'x-guidance': dict(self._schema)})}"
+        return f"%json {json.dumps(schemas.enforced(schema | {schemas.OPTIONS: self._options}))}"
 
     def _grammar(self, text: str) -> str:
         try:

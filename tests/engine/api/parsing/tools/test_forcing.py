@@ -17,10 +17,11 @@ import pytest
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
+from baton_api import limits
 from baton_api.errors import InvalidRequest
 from baton_api.sampling import Constraint
 from baton_engine.api.parsing.tools.families import FAMILIES, family
-from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
+from baton_engine.api.parsing.tools.toolbox import TextGrammar, Tool, Toolbox
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import GrammarMatcher
@@ -260,3 +261,70 @@ def test_bounds_of_strings_between_tags_hold(schema: dict[str, Any]) -> None:
     for text in forced_text("qwen3_coder", toolbox):
         [(_, arguments)] = calls_of(read("qwen3_coder", [text], toolbox))
         jsonschema.validate(json.loads(arguments), parameters)
+
+
+HARD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "page": {"$ref": "#/$defs/Page[Item]"},
+        "price": {"type": "string", "maxLength": 3, "pattern": "^(?!-x)[0-9.-]*$"},
+        "size": {"oneOf": [{"type": "boolean"}, {"$ref": "#/$defs/Size"}]},
+        "id": {"type": "integer", "minimum": -(2**63), "maximum": 5},
+        "more": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"n": {"enum": [1]}}}]},
+    },
+    "required": ["page", "price", "size", "id", "more"],
+    "$defs": {
+        "Page[Item]": {"type": "object", "properties": {"n": {"enum": [1, 2]}}},
+        "Size": {"enum": ["s", "m"]},
+    },
+}
+EASY: dict[str, Any] = json.loads(
+    json.dumps(HARD)
+    .replace('"pattern"', '"title"')
+    .replace('"type": "object"', '"type": "object", "additionalProperties": false')
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forced_call_of_a_tool_that_is_not_strict_is_closed_and_drops_what_no_grammar_expresses(
+    name: str,
+) -> None:
+    toolbox = Toolbox(tools=(Tool(name="f", parameters=HARD),), choice="required", parallel=False)
+    ended = forced_text(name, toolbox)
+    assert ended
+    for text in ended:
+        [(_, arguments)] = calls_of(read(name, [text], toolbox))
+        jsonschema.validate(json.loads(arguments), EASY)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forced_call_of_a_strict_tool_is_refused_with_the_tool_and_the_place(name: str) -> None:
+    tools = (Tool(name="fine"), Tool(name="f", parameters=HARD, strict=True))
+    constraint = family(name).constraint(Toolbox(tools=tools), TOKENIZER.added_tokens)
+    with pytest.raises(InvalidRequest, match="function 'f', at /properties/price") as error:
+        GRAMMARS.check(constraint)
+    assert "look-around" in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [(TextGrammar("lark", "start: nobody"), "nobody"), (TextGrammar("regex", "(?=a)b"), "look-around")],
+    ids=["lark", "regex"],
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_grammar_of_a_custom_tool_is_refused_with_the_tool(
+    name: str, grammar: TextGrammar, reason: str
+) -> None:
+    tools = (Tool(name="fine"), Tool(name="sql", custom=True, grammar=grammar))
+    constraint = family(name).constraint(Toolbox(tools=tools), TOKENIZER.added_tokens)
+    with pytest.raises(InvalidRequest, match="'sql'") as error:
+        GRAMMARS.check(constraint)
+    assert reason in str(error.value) and len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forced_call_of_a_tool_with_the_longest_name_is_read_back(name: str) -> None:
+    longest = "mcp__" + "n" * (limits.TOOL_NAME.most - 5)
+    toolbox = Toolbox(tools=(Tool(name=longest),), choice="required", parallel=False)
+    for text in forced_text(name, toolbox):
+        assert calls_of(read(name, [text], toolbox)) == [(longest, "{}")]

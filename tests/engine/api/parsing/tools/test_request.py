@@ -130,7 +130,7 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [function("")]}, "tools[0].function.name", INVALID_VALUE),
     ({"tools": [function("a b")]}, "tools[0].function.name", INVALID_VALUE),
     ({"tools": [function("a\n")]}, "tools[0].function.name", INVALID_VALUE),
-    ({"tools": [function("a" * 65)]}, "tools[0].function.name", STRING_ABOVE_MAX_LENGTH),
+    ({"tools": [function("a" * 129)]}, "tools[0].function.name", STRING_ABOVE_MAX_LENGTH),
     ({"tools": [F, F]}, "tools[1].function.name", INVALID_VALUE),
     ({"tools": [function(description=1)]}, "tools[0].function.description", INVALID_TYPE),
     ({"tools": [function(strict="yes")]}, "tools[0].function.strict", INVALID_TYPE),

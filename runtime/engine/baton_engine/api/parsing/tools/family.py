@@ -52,4 +52,4 @@ class ToolFamily:
         if answer is None and not toolbox.constrained:
             return None
         schema = None if answer is None else answer.source
-        return Constraint("lark", grammar.grammar(self.layout, toolbox, tokens, schema))
+        return Constraint("tools", grammar.grammar(self.layout, toolbox, tokens, schema))

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton_engine.api.parsing.tools.arguments import RAW_END, RAW_START
-from baton_engine.api.parsing.tools.schemas import closed
 from baton_engine.api.parsing.tools.toolbox import TextGrammar, Tool, Toolbox
+from baton_engine.grammar.schemas import LENIENT, OPTIONS, PATH, PLACE
 
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-LENIENT = {"lenient": True, "coerce_one_of": True}
-"""Options for schemas that are not strict: llguidance ignores keywords that it cannot enforce."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 ANY_TEXT = "(?s:.*)"
@@ -92,24 +90,23 @@ class Lark:
     def terminal(self, body: str) -> str:
         return self._named("T", body)
 
-    def json(self, schema: Mapping[str, Any], *, strict: bool = False) -> str:
-        """Return a rule for JSON values of `schema`."""
-        options = JSON_OPTIONS if strict else JSON_OPTIONS | LENIENT
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+    def json(self, schema: Mapping[str, Any], tool: Tool, path: str = "") -> str:
+        """Return a rule for JSON values of `schema`, which is at `path` in the schema of `tool`."""
+        options = {**JSON_OPTIONS, LENIENT: not tool.exact, PLACE: place_of(tool), PATH: path}
+        return self.rule(f"%json {json.dumps({**schema, OPTIONS: options})}")
 
     def arguments(self, tool: Tool, checked: bool) -> str:
         """Return an expression for all arguments as one JSON value."""
         if tool.grammar is not None and tool.grammar.syntax == "lark":
-            return joined(self.literal(RAW_START), self.input(tool.grammar), self.literal(RAW_END))
-        if tool.custom or tool.strict:
-            return self.json(tool.schema, strict=tool.exact)
-        return self.json(closed(tool.schema) if checked else ANY_OBJECT)
+            return joined(self.literal(RAW_START), self.input(tool, tool.grammar), self.literal(RAW_END))
+        return self.json(tool.schema if checked or tool.custom else ANY_OBJECT, tool)
 
-    def input(self, grammar: TextGrammar) -> str:
+    def input(self, tool: Tool, grammar: TextGrammar) -> str:
         """Return an expression for the text of a custom tool."""
+        place = f"in the grammar of tool '{tool.name}': "
         if grammar.syntax == "regex":
-            return self.terminal(regex(grammar.definition))
-        return self.rule(f"%lark {{\n{grammar.definition}\n}}")
+            return self.terminal(first([regex(grammar.definition)], place))
+        return self.rule(first([f"%lark {{\n{grammar.definition}\n}}"], place))
 
     def free(self, without: tuple[str, ...], beginning: str = "") -> str:
         """Return a terminal for text without any of `without` and with no first character in `beginning`."""
@@ -134,6 +131,15 @@ class Lark:
 
 def _checked(toolbox: Toolbox, tool: Tool) -> bool:
     return toolbox.forced or tool.exact
+
+
+def first(bodies: Sequence[str], place: str) -> str:
+    """Return the first of `bodies` that can be enforced. If none can, the error begins with `place`."""
+    return f"%first {json.dumps({'bodies': bodies, PLACE: place})}"
+
+
+def place_of(tool: Tool) -> str:
+    return f"in the schema of function '{tool.name}', "
 
 
 def joined(*parts: str) -> str:

@@ -132,7 +132,7 @@ def _call(lark: Lark, tool: Tool, checked: bool) -> str:
         return f"{head} {lark.arguments(tool, checked)} {lark.literal(')')}"
 
     def keyword(name: str, schema: Mapping[str, Any]) -> str:
-        return f"{lark.literal(f'{name}=')} {lark.json(schema, strict=tool.exact)}"
+        return f"{lark.literal(f'{name}=')} {lark.json(schema, tool, f'/properties/{name}')}"
 
     return f"{head} {members(lark, tool, checked, keyword, ', ')} {lark.literal(')')}"
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from baton_engine.api.parsing.tools import tagged_arguments
 from baton_engine.api.parsing.tools.family import ToolFamily
-from baton_engine.api.parsing.tools.grammar import ANY_TEXT, Lark, Layout, escaped, regex
+from baton_engine.api.parsing.tools.grammar import ANY_TEXT, Lark, Layout, escaped, first, place_of, regex
 from baton_engine.api.parsing.tools.source import OpenCall, Reading, TextSource, Wait
 from baton_engine.api.parsing.tools.tagged_arguments import definitions, members, not_enforced, root_of
 from baton_engine.api.parsing.tools.toolbox import INPUT, Tool
@@ -128,43 +128,48 @@ def _call(lark: Lark, tool: Tool, checked: bool) -> str:
     def one(name: str, schema: Mapping[str, Any]) -> str:
         head, end = lark.literal(f"{PARAMETER}{name}>\n"), lark.literal("\n")
         if tool.grammar is not None:
-            return f"{head} {lark.input(tool.grammar)} {lark.literal(VALUE_END)} {end}"
-        return f"{head} {_value(lark, tool, schema, schema)} {end}"
+            return f"{head} {lark.input(tool, tool.grammar)} {lark.literal(VALUE_END)} {end}"
+        return f"{head} {_value(lark, tool, schema, schema, f'/properties/{name}')} {end}"
 
     head = lark.literal(f"{FUNCTION}{tool.name}>\n")
     return f"{head} {members(lark, tool, checked, one)} {lark.literal(FUNCTION_END)}"
 
 
-def _value(lark: Lark, tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Return the grammar of a value and its end tag."""
+def _value(lark: Lark, tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], path: str) -> str:
+    """Return the grammar of a value and its end tag. `path` leads to the schema in that of `tool`."""
     end = lark.literal(VALUE_END)
     if isinstance(target := tagged_arguments.resolved(schema.get("$ref"), root), Mapping):
-        return _value(lark, tool, target, root)
+        return _value(lark, tool, target, root, schema["$ref"].partition("#")[2])
     if "enum" in schema or "const" in schema:
         ways = schema.get("enum", [schema.get("const")])
         texts = [way if isinstance(way, str) else tagged_arguments.dumped(way) for way in ways]
         return f"({' | '.join(map(lark.literal, texts))}) {end}"
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return "(" + " | ".join(_value(lark, tool, part, root) for part in schema[key]) + ")"
+            parts = enumerate(schema[key])
+            ways = [_value(lark, tool, part, root, f"{path}/{key}/{number}") for number, part in parts]
+            return f"({' | '.join(ways)})"
     types = tagged_arguments.types_of(schema, root)
     if types and "string" not in types:
-        return f"{lark.json(definitions(root) | dict(schema), strict=tool.strict)} {end}"
-    return lark.lazy(f"{lark.terminal(_text(tool, schema))} {json.dumps(VALUE_END)}")
+        return f"{lark.json(definitions(root) | dict(schema), tool, path)} {end}"
+    return lark.lazy(f"{lark.terminal(_text(tool, schema, path))} {json.dumps(VALUE_END)}")
 
 
-def _text(tool: Tool, schema: Mapping[str, Any]) -> str:
+def _text(tool: Tool, schema: Mapping[str, Any], path: str) -> str:
     """Return the terminal of a string, with those bounds that a terminal can express."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    body = rf"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY_TEXT}/"
-    pattern = ANCHORED.fullmatch(schema.get("pattern", ""))
+    last = f"~/{ANY_TEXT}{escaped(VALUE_END)}{ANY_TEXT}/"
+    bodies = [f"/{ANY_TEXT}/ & {last}"]
+    if least or most != "":
+        bodies.insert(0, rf"/(?s:.{{{least},{most}}})/ & {last}")
+    pattern = ANCHORED.fullmatch(str(schema.get("pattern", "")))
     if pattern is not None:
-        body += f" & {regex(pattern[1])}"
+        bodies.insert(0, f"{regex(pattern[1])} & {bodies[0]}")
     elif tool.strict and "pattern" in schema:
-        raise not_enforced(tool, "a 'pattern' does not begin with '^' and end with '$'")
+        raise not_enforced(tool, f"at {path}/pattern: it does not begin with '^' and end with '$'")
     if tool.strict and "format" in schema:
-        raise not_enforced(tool, "a string has a 'format'")
-    return f"{body} & ~/{ANY_TEXT}{escaped(VALUE_END)}{ANY_TEXT}/"
+        raise not_enforced(tool, f"at {path}/format: a string has a format")
+    return first(bodies[:1] if tool.strict else bodies, f"{place_of(tool)}at {path}: ")
 
 
 QWEN3_CODER = ToolFamily(

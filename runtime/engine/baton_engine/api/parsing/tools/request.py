@@ -24,8 +24,8 @@ from baton_api.errors import (
     InvalidRequest,
 )
 from baton_engine.api.fields import Fields, shown, wrong_type
-from baton_engine.api.parsing.tools import schemas
 from baton_engine.api.parsing.tools.toolbox import NO_PARAMETERS, TextGrammar, Tool, Toolbox
+from baton_engine.grammar import schemas
 
 logger = logging.getLogger(__name__)
 

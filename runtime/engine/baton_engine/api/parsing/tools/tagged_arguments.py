@@ -14,7 +14,6 @@ from typing import Any
 
 from baton_api.errors import INVALID_FUNCTION_PARAMETERS, InvalidRequest
 from baton_engine.api.parsing.tools.grammar import Lark, joined
-from baton_engine.api.parsing.tools.schemas import closed
 from baton_engine.api.parsing.tools.toolbox import Tool
 
 DEFINITIONS = ("$defs", "definitions")
@@ -61,7 +60,7 @@ def root_of(tool: Tool) -> Mapping[str, Any]:
     target = resolved(schema["$ref"], schema) if "$ref" in schema else None
     if isinstance(target, Mapping):
         schema = definitions(schema) | dict(target)
-    return schema if tool.strict or tool.custom else closed(schema)
+    return schema
 
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
