@@ -13,6 +13,7 @@ import msgspec
 
 from baton_api import headers
 from baton_api.errors import BatonError
+from baton_api.json_lines import on_one_line
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -72,4 +73,5 @@ def error_event(error: BatonError) -> bytes:
 
 def event(kind: str, body: dict[str, Any]) -> bytes:
     """Encode one typed event of a stream; `kind` is the value of its `type`."""
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind} | body))
+    data = on_one_line(msgspec.json.encode({"type": kind} | body))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

@@ -22,6 +22,7 @@ from typing import Literal, TextIO, get_args
 import msgspec
 
 from baton_api.errors import BatonError, SetupError
+from baton_api.json_lines import on_one_line
 
 Format = Literal["auto", "text", "json"]
 
@@ -129,7 +130,7 @@ class Json(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             line["exception"] = _shown(record.exc_info[1], bool(fields_of(record)))
         try:
-            return _ENCODER.encode(line).decode()
+            return on_one_line(_ENCODER.encode(line)).decode()
         except UnicodeEncodeError:  # a lone surrogate of a file name or of a client
             return json.dumps(line)
 

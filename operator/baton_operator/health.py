@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from prometheus_client import CONTENT_TYPE_LATEST
 
+from baton_api.metrics import CONTENT_TYPE
 from baton_operator.cluster.leadership import Leadership
 from baton_operator.cluster.reflector import Reflectors
 
@@ -89,7 +89,7 @@ class HealthServer:
         return _answer(503, "the API server does not answer")
 
     async def _text(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _answer(status: int, text: str) -> web.Response:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import BatonError
+from baton_api.json_lines import on_one_line
 from baton_batches.files import OUTPUT, NewFile
 from baton_batches.object_store import ObjectWriter, new_key
 from baton_batches.storage import Storage
@@ -137,7 +138,7 @@ def _row(batch: str, result: LineResult, custom_id: str) -> bytes:
         error = _one_line(result.body)
     id = f"batch_req_{batch.removeprefix('batch_')}_{result.line}".encode()
     name = _json.encode(custom_id)
-    return b'{"id":"%b","custom_id":%b,"response":%b,"error":%b}\n' % (id, name, answer, error)
+    return on_one_line(b'{"id":"%b","custom_id":%b,"response":%b,"error":%b}\n' % (id, name, answer, error))
 
 
 def _one_line(body: bytes) -> bytes:

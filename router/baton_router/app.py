@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 
@@ -32,7 +31,7 @@ from baton_api.errors import (
     RouteNotFound,
     SetupError,
 )
-from baton_api.metrics import BackgroundTask
+from baton_api.metrics import CONTENT_TYPE, BackgroundTask
 from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_batches.controller import BatchController
 from baton_batches.execution import BatchExecution
@@ -293,7 +292,7 @@ def _add_operations(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(router.measured(), media_type=CONTENT_TYPE_LATEST)
+        return Response(router.measured(), media_type=CONTENT_TYPE)
 
     @app.get("/debug/decisions")
     async def decisions() -> JSONResponse:

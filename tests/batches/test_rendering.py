@@ -44,6 +44,13 @@ def test_body_is_kept_byte_for_byte_without_line_ends() -> None:
     assert json.loads(other)["response"]["body"] == {"a": "\n"}
 
 
+def test_row_is_one_line_for_readers_that_split_at_unicode_separators() -> None:
+    body = '{"a": "1\u20282\u20293\x854"}'
+    ((_, row),) = rows("batch_7", NUMBERED[:1], iter([LineResult(1, 200, body.encode())]), False)
+    assert len(row.decode().splitlines()) == 1
+    assert json.loads(row)["response"]["body"] == json.loads(body)
+
+
 def test_non_json_answer_becomes_a_string() -> None:
     [(_, row)] = rendered(LineResult(1, 502, b"<html>\n\xff"))
     assert row["response"]["body"] == "<html>\n\ufffd"  # type: ignore[index]

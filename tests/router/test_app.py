@@ -121,7 +121,9 @@ async def test_metrics_count_requests_and_show_states() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         await router.post(STREAM)
         await router.post({**QUESTION, "model": "other"})
-        text = (await router.client.get("/metrics")).text
+        page = await router.client.get("/metrics", headers={"accept": "text/plain;version=0.0.4"})
+        assert page.headers["content-type"] == metrics.CONTENT_TYPE
+        text = page.text
         labels = f'class="default",code="200",model="tiny",path="{CHAT}"'
         assert f"baton_router_requests_total{{{labels}}} 1.0" in text
         assert router.metric(metrics.ROUTER_REQUESTS.name, path=CHAT, code="404", model="other") == 1

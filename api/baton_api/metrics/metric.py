@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Format of all pages of metrics. All scrapers read it. A newer one is for names with other characters."""
+
 Kind = Literal["counter", "gauge", "histogram"]
 
 Unit = Literal[

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import BatonError, MethodNotAllowed, NotReady
+from baton_api.json_lines import on_one_line
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
 from baton_router.dashboard.views import RequestWatch, service_view
 from baton_router.scheduling.scheduler import RequestScheduler
@@ -154,7 +155,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _event(kind: bytes, value: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind, _encoder.encode(value))
+    return b"event: %b\ndata: %b\n\n" % (kind, on_one_line(_encoder.encode(value)))
 
 
 FOLDER = Path(__file__).parent / "web"

@@ -12,6 +12,9 @@ import numpy as np
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from baton_api import metrics
 from baton_api.errors import (
@@ -24,11 +27,16 @@ from baton_api.errors import (
     INVALID_VALUE,
     MISSING_REQUIRED_PARAMETER,
     UNSUPPORTED_PARAMETER,
+    InvalidRequest,
     ModelNotFound,
 )
+from baton_engine.api.embeddings import Truncation
 from baton_engine.api.http import HttpServer
+from baton_engine.api.prompts import Given
 from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import Pooling
+from tests.engine import fake_model
 from tests.engine.api.api import CONTEXT, MODEL, TOKENIZER, Api, eventually, open_api
 from tests.plain_http import PLAIN
 
@@ -159,6 +167,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
         "dimensions",
         UNSUPPORTED_PARAMETER,
     ),
+    "truncation to nothing": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", INVALID_VALUE),
+    "truncation beyond the context": (
+        {"truncate_prompt_tokens": CONTEXT + 1},
+        "truncate_prompt_tokens",
+        INTEGER_ABOVE_MAX_VALUE,
+    ),
+    "truncation in the middle": ({"truncation_side": "middle"}, "truncation_side", INVALID_VALUE),
     "a user that is none": ({"user": 7}, "user", INVALID_TYPE),
     "no model": ({"model": None}, "model", MISSING_REQUIRED_PARAMETER),
 }
@@ -174,6 +189,37 @@ async def test_embeddings_invalid_field_is_named(
     assert error["param"] == param
     assert code is None or error["code"] == code
     assert vectors(await embed(api, input="x" * CONTEXT)), "it serves on, to the last token of the context"
+
+
+async def test_embeddings_input_is_truncated_to_the_requested_tokens(api: Api) -> None:
+    ids = TOKENIZER.encode("Hi there")
+    for given, two in (("Hi there", "Hi"), (ids, ids[:2])):
+        answer = await embed(api, input=[given, two], truncate_prompt_tokens=5)
+        last, short = vectors(answer)
+        np.testing.assert_allclose(last, expected(api, ids[-5:]), atol=1e-6)
+        np.testing.assert_allclose(short, expected(api, ids[:2]), atol=1e-6)
+        assert answer.json()["usage"]["prompt_tokens"] == 7
+        (first,) = vectors(await embed(api, input=given, truncate_prompt_tokens=5, truncation_side="right"))
+        np.testing.assert_allclose(first, expected(api, ids[:5]), atol=1e-6)
+    answer = await embed(api, input="x" * (CONTEXT * 99), truncate_prompt_tokens=-1)
+    assert answer.json()["usage"]["prompt_tokens"] == CONTEXT
+
+
+def test_truncation_keeps_the_tokens_around_a_text() -> None:
+    words = ["[CLS]", "[SEP]", "a", "b", "c", "d"]
+    backend = Backend(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), fake_model.SPEC)
+    given = Given(tuple(tokenizer.encode("a b c d")), "a b c d")
+    left = Truncation(4, "left").applied(given, tokenizer)
+    assert tokenizer.decode(left.tokens, skip_special_tokens=False) == "[CLS] c d [SEP]"
+    right = Truncation(3, "right").applied(given, tokenizer)
+    assert tokenizer.decode(right.tokens, skip_special_tokens=False) == "[CLS] a [SEP]"
+    with pytest.raises(InvalidRequest, match="the model adds 2 tokens"):
+        Truncation(2, "left").applied(given, tokenizer)
 
 
 async def test_another_model_is_not_found(api: Api) -> None:

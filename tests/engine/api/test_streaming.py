@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+from typing import Any
 
 import httpx
 import openai
@@ -35,6 +37,29 @@ async def test_stream_has_role_content_finish_and_done(api: Api) -> None:
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert not any("usage" in chunk for chunk in chunks)
+
+
+SEPARATORS = "1\u20282\u20293\x854"
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": f"{SEPARATORS}<|assistant|>", "echo": True},
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": USER, "max_tokens": 99},
+    "/generate": {"text": "<|assistant|>", "sampling_params": {"max_new_tokens": 99}},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_stream_events_are_lines_for_readers_that_split_at_unicode_separators(
+    api: Api, path: str
+) -> None:
+    api.model.script = SEPARATORS
+    body = {"model": MODEL, "stream": True} | STREAMS[path]
+    async with api.http.stream("POST", path, json=body) as answer:
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
+        assert answer.status_code == 200
+    texts = json.dumps([json.loads(line.removeprefix("data: ")) for line in lines], ensure_ascii=False)
+    assert all(separator in texts for separator in "\u2028\u2029\x85")
 
 
 async def test_usage_is_the_last_event_and_null_in_the_others(api: Api) -> None:

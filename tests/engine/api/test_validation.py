@@ -278,6 +278,37 @@ async def test_validation_bad_chat_request_names_its_field(api: Api) -> None:
     api.assert_all_blocks_back()
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (r"\ud83d", 0),
+        (r"a\\\\\uDE00 b", 5),
+        (r"\ud83d\ud83d\ude00", 0),
+        (r"\ud83d\ude00 \ude00", 13),
+    ],
+)
+async def test_validation_lone_surrogate_is_named(api: Api, text: str, place: int) -> None:
+    before = f'{{"model": "{MODEL}", "prompt": "'
+    answer = await api.http.post(
+        "/v1/completions", content=f'{before}{text}"}}', headers={"content-type": "application/json"}
+    )
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert f"{text[place : place + 6]} at byte {len(before) + place} is half of a character" in message
+    assert "lone surrogate" in message and "truncated" not in message
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\\ud83d", "\U0001f600"])
+async def test_validation_whole_characters_are_no_surrogates(api: Api, text: str) -> None:
+    for end, status in (('"}', 200), ('"', 400)):
+        answer = await api.http.post(
+            "/v1/completions",
+            content=f'{{"model": "{MODEL}", "max_tokens": 1, "prompt": "{text}{end}',
+            headers={"content-type": "application/json"},
+        )
+        assert answer.status_code == status and "surrogate" not in answer.text
+
+
 async def test_validation_bad_completion_names_its_field(api: Api) -> None:
     for fields, code, param in SHARED + COMPLETIONS:
         body = {"model": MODEL, "prompt": "Hi"} | fields

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -76,13 +77,37 @@ def parse(body: bytes) -> Fields:
     try:
         value = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"We could not parse the JSON body of your request: {error}.") from error
+        reason = _surrogate(body) or str(error)
+        raise InvalidRequest(f"We could not parse the JSON body of your request: {reason}.") from error
     except RecursionError as error:
         raise _too_deep() from error
     if not isinstance(value, dict):
         raise InvalidRequest("The body of the request must be a JSON object.")
     _check_depth(value)
     return Fields(value)
+
+
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*+(?:(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F]))"
+)
+"""Half of an escaped character beyond U+FFFF, without the other half."""
+
+
+def _surrogate(body: bytes) -> str:
+    """Return why `body` cannot be parsed if lone surrogates are the reason, otherwise an empty text."""
+    lone = _LONE_SURROGATE.search(body)
+    if lone is None:
+        return ""
+    try:
+        _decoder.decode(_LONE_SURROGATE.sub(rb"?", body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    escape = lone[0].lstrip(b"\\").decode()
+    return (
+        f"\\{escape} at byte {lone.end() - 6} is half of a character, a lone surrogate. Cut texts between "
+        "characters and not between UTF-16 units"
+    )
 
 
 def _check_depth(value: Any) -> None:

@@ -17,9 +17,10 @@ from baton_api import limits
 from baton_api.errors import INVALID_VALUE, UNSUPPORTED_PARAMETER, ContextTooLong, InvalidRequest
 from baton_engine.api.fields import Fields
 from baton_engine.api.pooling import PooledInputs
-from baton_engine.api.prompts import read_prompts
+from baton_engine.api.prompts import Given, read_prompts
 from baton_engine.api.served import Served
 from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import Vector
 
 
@@ -27,7 +28,11 @@ def prepare(fields: Fields, served: Served) -> PooledInputs:
     """Validate and tokenize a request. Blocks for long inputs, so do not call it on the event loop."""
     embedder, model = able(served), served.answering(fields.text("model"))
     shape = read_format(fields, embedder, served.hidden)
-    inputs = read_prompts(fields, "input", served, limits.INPUTS.most)
+    truncation = read_truncation(fields, served.max_model_len)
+    cut = truncation is not None
+    inputs = read_prompts(fields, "input", served, limits.INPUTS.most, any_length=cut)
+    if truncation is not None:
+        inputs = [truncation.applied(given, served.tokenizer) for given in inputs]
     for position, given in enumerate(inputs):
         param = f"input[{position}]" if len(inputs) > 1 else "input"
         if given.text == "":
@@ -46,6 +51,59 @@ def prepare(fields: Fields, served: Served) -> PooledInputs:
         return {"object": "list", "data": data, "model": model, "usage": usage}
 
     return PooledInputs("embd", [given.tokens for given in inputs], embedder.pooling, answer)
+
+
+SIDES = ("left", "right")
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """vLLM's `truncate_prompt_tokens`: the maximum length of an input, and the side that loses the rest."""
+
+    tokens: int
+    side: str
+
+    def applied(self, given: Given, tokenizer: Tokenizer) -> Given:
+        """Shorten an input. Tokens that the tokenizer adds around a text stay."""
+        before, content, after = self._parted(given, tokenizer)
+        room = self.tokens - len(before) - len(after)
+        if len(content) <= room:
+            return given
+        kept = content[:room] if self.side == "right" else content[len(content) - room :]
+        return given._replace(tokens=(*before, *kept, *after))
+
+    def _parted(
+        self, given: Given, tokenizer: Tokenizer
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        tokens = given.tokens
+        if given.text is None or len(tokens) <= self.tokens:
+            return (), tokens, ()
+        content = tuple(tokenizer.encode(given.text, add_special_tokens=False))
+        added = len(tokens) - len(content)
+        if added >= self.tokens:
+            Fields({}).wrong_value(
+                NAME, f"the model adds {added} tokens to a text, so expected more, but got {self.tokens}"
+            )
+        start = next(
+            (place for place in range(added + 1) if tokens[place : place + len(content)] == content), None
+        )
+        if start is None:
+            return (), tokens, ()
+        return tokens[:start], content, tokens[start + len(content) :]
+
+
+NAME = "truncate_prompt_tokens"
+
+
+def read_truncation(fields: Fields, context: int) -> Truncation | None:
+    """Read the length that inputs are cut to; -1 is the context. Raises InvalidRequest."""
+    wanted = fields.integer(NAME, -1, context)
+    side = fields.choice("truncation_side", SIDES) or "left"
+    if wanted is None:
+        return None
+    if wanted == 0:
+        fields.wrong_value(NAME, "expected -1, or at least 1, but got 0")
+    return Truncation(context if wanted == -1 else wanted, side)
 
 
 def check_length(tokens: Sequence[int], served: Served, param: str) -> None:

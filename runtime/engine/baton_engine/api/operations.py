@@ -34,6 +34,7 @@ from starlette.routing import Route
 from baton_api import __version__, openapi
 from baton_api.errors import MISSING_REQUIRED_PARAMETER, InvalidRequest, NotReady
 from baton_api.kv_events import FRAME_ENTRIES, SnapshotFrame, frame
+from baton_api.metrics import CONTENT_TYPE
 from baton_api.sampling import SamplingParams
 from baton_api.workers import Role
 from baton_engine import requests
@@ -44,7 +45,6 @@ from baton_engine.api.generate import named_remote
 from baton_engine.api.running import Running, read_names
 from baton_engine.api.served import Served
 from baton_engine.kv.events import KvSnapshot
-from baton_engine.metrics.exposition import CONTENT_TYPE
 from baton_engine.requests import RemotePrefill
 
 Handler = Callable[[Served, Request], Awaitable[Response]]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from baton_api import limits
 from baton_api.errors import INTEGER_ABOVE_MAX_VALUE, UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.sampling import SamplingParams
@@ -149,6 +151,31 @@ def read_cache_salt(fields: Fields) -> str:
     if salt == "":
         fields.wrong_value("cache_salt", "expected at least one character")
     return salt or ""
+
+
+def read_metadata(fields: Fields) -> dict[str, str] | None:
+    """
+    Read `metadata`, which the response repeats. Raises InvalidRequest.
+
+    OpenHands and LiteLLM send values other than texts, such as lists of tags. They become JSON.
+    """
+    metadata = fields.mapping("metadata")
+    if metadata is None:
+        return None
+    if len(metadata) > limits.METADATA.most:
+        most = limits.METADATA.most
+        fields.wrong_value("metadata", f"Expected at most {most} pairs, but got {len(metadata)}")
+    inner = Fields(metadata, "metadata")
+    for key, value in metadata.items():
+        if len(key) > limits.METADATA_KEY.most:
+            most = limits.METADATA_KEY.most
+            fields.wrong_value("metadata", f"Expected keys of at most {most} characters, but got {len(key)}")
+        if isinstance(value, str):
+            inner.text(key, limits.METADATA_VALUE.most)
+    return {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for key, value in metadata.items()
+    }
 
 
 def reject_unsupported(fields: Fields, names: Sequence[str]) -> None:

@@ -20,13 +20,19 @@ class Given(NamedTuple):
     """The text, if the prompt was given as text."""
 
 
-def read_prompts(fields: Fields, name: str, served: Served, most: int = limits.PROMPTS.most) -> list[Given]:
-    """Read the field `name`: a string, an array of strings, token ids, or an array of arrays of token ids."""
+def read_prompts(
+    fields: Fields, name: str, served: Served, most: int = limits.PROMPTS.most, *, any_length: bool = False
+) -> list[Given]:
+    """
+    Read the field `name`: a string, an array of strings, token ids, or an array of arrays of token ids.
+
+    With `any_length`, texts may be too long for the context.
+    """
     value = fields.require(name)
     param = fields.param(name)
     tokenizer = served.tokenizer
     if isinstance(value, str):
-        return [_from_text(value, served, param)]
+        return [_from_text(value, served, param, any_length)]
     if not isinstance(value, list):
         raise wrong_type(param, "a string, an array of strings, or token ids", value)
     if not value:
@@ -40,7 +46,7 @@ def read_prompts(fields: Fields, name: str, served: Served, most: int = limits.P
         if type(item) is not type(value[0]):
             raise wrong_type(where, "the same type as the first prompt", item)
         if isinstance(item, str):
-            prompts.append(_from_text(item, served, where))
+            prompts.append(_from_text(item, served, where, any_length))
         else:
             prompts.append(_from_ids(item, tokenizer, where))
     return prompts
@@ -53,8 +59,9 @@ def check_text(served: Served, param: str, *texts: str) -> None:
         raise ContextTooLong(least, 0, served.max_model_len, param=param, least=True)
 
 
-def _from_text(text: str, served: Served, param: str) -> Given:
-    check_text(served, param, text)
+def _from_text(text: str, served: Served, param: str, any_length: bool) -> Given:
+    if not any_length:
+        check_text(served, param, text)
     tokens = tuple(served.tokenizer.encode(text))
     if not tokens:
         raise _empty(param)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import BatonError
+from baton_api.json_lines import on_one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ FAILURE = "baton.failure"
 
 def data_event(body: object) -> bytes:
     """Encode one event of a stream of chunks."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    return b"data: " + on_one_line(msgspec.json.encode(body)) + b"\n\n"
 
 
 def error_event(error: BatonError) -> bytes:

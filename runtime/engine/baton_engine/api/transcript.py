@@ -116,7 +116,7 @@ class Transcript:
         if self._thinker is None:
             parts += self.reader.push(whole)
         if self.finish is not None:
-            parts += self.reader.flush()
+            parts += self.reader.flush(cut=self.finish is not FinishReason.STOP)
         return Piece(whole, output.tokens[: len(offsets)], offsets, parts, self.finish)
 
     def _read(self, text: str, thinker: Thinker) -> Sequence[Part]:

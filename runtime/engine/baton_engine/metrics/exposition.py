@@ -24,8 +24,6 @@ from baton_api.mutual_tls import CertificateValidity
 from baton_engine.metrics.counters import EngineSnapshot, Times
 from baton_engine.requests import RelayRecord
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerLabels:

@@ -195,6 +195,8 @@ async def test_unknown_fields_and_nulls_change_nothing(api: Api) -> None:
 
 async def test_metadata_comes_back(api: Api) -> None:
     assert (await api.chat(metadata={"run": "7"})).json()["metadata"] == {"run": "7"}
+    tags = {"tags": ["a", "b"], "trace_version": "1"}
+    assert (await api.chat(metadata=tags)).json()["metadata"] == {"tags": '["a","b"]', "trace_version": "1"}
 
 
 async def test_models_are_listed_and_found_with_their_slash(api: Api, sdk: openai.AsyncOpenAI) -> None:

@@ -124,6 +124,14 @@ async def test_tools_choice_none_gives_text(api: Api) -> None:
     assert (body["message"]["content"], body["finish_reason"]) == (written(), "stop")
 
 
+async def test_tools_call_cut_by_limit_leaves_no_markup_in_the_content(api: Api) -> None:
+    api.model.script = written()
+    for limit in range(1, len(written())):
+        answer = await api.chat(tools=[WEATHER], max_tokens=limit)
+        choice = answer.json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+
+
 async def test_tools_call_cut_by_limit_keeps_its_arguments(api: Api) -> None:
     body = (await api.chat(max_tokens=58, tools=[WEATHER])).json()["choices"][0]
     assert body["finish_reason"] == "length"
@@ -144,12 +152,26 @@ async def test_tools_required_choice_forces_a_call(choice: Any, names: set[str],
     async with open_api() as api:  # its model writes random letters
         response = await chat(api, tool_choice=choice, seed=seed, parallel_tool_calls=False)
     body = response.json()["choices"][0]
-    assert body["finish_reason"] == "tool_calls" and body["message"]["content"] is None
+    assert body["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+    assert body["message"]["content"] is None
     for call in body["message"]["tool_calls"]:
         assert call["function"]["name"] in names
         arguments = json.loads(call["function"]["arguments"])
         if call["function"]["name"] == "weather":
             assert arguments["city"] in ("Oslo", "Rome")
+
+
+async def test_tools_call_by_name_ends_with_stop_as_openais(api: Api) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in await streamed(api, tool_choice=named):
+        assert choice["finish_reason"] in (None, "stop")
+    functions = {"functions": [WEATHER["function"]], "function_call": {"name": "weather"}}
+    body = (await api.chat(max_tokens=250, **functions)).json()["choices"][0]
+    assert body["finish_reason"] == "stop" and body["message"]["function_call"]["name"] == "weather"
+    allowed = {"mode": "required", "tools": [named]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = (await chat(api, tool_choice=choice)).json()["choices"][0]
+    assert body["finish_reason"] == "tool_calls"
 
 
 async def test_tools_forced_call_may_follow_a_thought(api: Api) -> None:

@@ -115,9 +115,13 @@ class ChatShape:
 
     def _opening(self) -> list[dict[str, Any]]:
         """Return the deltas of the first chunks. Content is null if calls may replace it."""
-        offered = self.toolbox is not None and bool(self.toolbox.callable)
-        opening = [{"role": "assistant", "content": None if offered else ""}]
+        opening = [{"role": "assistant", "content": None if self._offers else ""}]
         return [*opening, {"content": self.echo}] if self.echo else opening
+
+    @property
+    def _offers(self) -> bool:
+        """Whether the answer may contain calls instead of content."""
+        return self.toolbox is not None and bool(self.toolbox.callable)
 
     def _choice(self, choice: Choice, whole: Piece) -> dict[str, Any]:
         calls = {} if self.toolbox is None else message_calls(whole.parts, self.toolbox)
@@ -125,7 +129,7 @@ class ChatShape:
         thought = "".join(part.text for part in whole.parts if isinstance(part, Thought))
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": None if calls and not content_text else content_text,
+            "content": None if not content_text and self._offers else content_text,
             "refusal": None,
             "annotations": [],
         }
@@ -154,7 +158,12 @@ class ChatShape:
 
     def _end(self, transcript: Transcript, called: bool) -> dict[str, Any]:
         reason: str | None = transcript.finish
-        if called and self.toolbox is not None and transcript.finish is FinishReason.STOP:
+        if (
+            called
+            and self.toolbox is not None
+            and not self.toolbox.named  # OpenAI's answers to a choice by name end with "stop"
+            and transcript.finish is FinishReason.STOP
+        ):
             reason = finish_reason(self.toolbox)
         return {
             "finish_reason": reason,

@@ -69,7 +69,7 @@ def prepare(fields: Fields, served: Served) -> Work:
         prompt=prompt.tokens,
         prompt_alternatives=common.sampling.prompt_logprobs,
         prompt_ids=prompt.tokens if common.return_token_ids else None,
-        metadata=fields.mapping("metadata"),
+        metadata=parameters.read_metadata(fields),
         toolbox=chat_prompt.toolbox,
         echo=chat_prompt.last or "" if fields.boolean("echo") else "",
     )
@@ -162,7 +162,6 @@ def _check_the_rest(fields: Fields) -> None:
     fields.text("user")
     fields.text("safety_identifier", limits.SAFETY_IDENTIFIER.most)
     fields.text("prompt_cache_key")
-    _check_metadata(fields)
 
 
 def _prediction(fields: Fields, served: Served) -> tuple[int, ...]:
@@ -176,17 +175,3 @@ def _prediction(fields: Fields, served: Served) -> tuple[int, ...]:
     text = "".join(read_content(inner))
     check_text(served, "prediction.content", text)
     return tuple(served.tokenizer.encode(text, add_special_tokens=False))
-
-
-def _check_metadata(fields: Fields) -> None:
-    metadata = fields.mapping("metadata") or {}
-    if len(metadata) > limits.METADATA.most:
-        most = limits.METADATA.most
-        fields.wrong_value("metadata", f"Expected at most {most} pairs, but got {len(metadata)}")
-    inner = Fields(metadata, "metadata")
-    for key in metadata:
-        if len(key) > limits.METADATA_KEY.most:
-            most = limits.METADATA_KEY.most
-            fields.wrong_value("metadata", f"Expected keys of at most {most} characters, but got {len(key)}")
-        if isinstance(metadata[key], str):  # OpenHands and LiteLLM send lists of tags, too
-            inner.text(key, limits.METADATA_VALUE.most)

@@ -53,8 +53,13 @@ class Reader(Protocol):
 
     def push(self, text: str) -> Sequence[Part]: ...
 
-    def flush(self) -> Sequence[Part]:
-        """Return the buffered parts at the end of the answer. A truncated call keeps its arguments so far."""
+    def flush(self, cut: bool = False) -> Sequence[Part]:
+        """
+        Return the buffered parts at the end of the answer. A truncated call keeps its arguments so far.
+
+        `cut` says that the model did not end the answer. A mark, or the beginning of a call, that was cut off
+        is no text then. If the model ended it, it is, so that no text is lost.
+        """
         ...
 
 
@@ -75,5 +80,5 @@ class PlainReader:
     def push(self, text: str) -> Sequence[Part]:
         return (AnswerText(text),) if text else ()
 
-    def flush(self) -> Sequence[Part]:
+    def flush(self, cut: bool = False) -> Sequence[Part]:
         return ()

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import BatonError
+from baton_api.json_lines import on_one_line
 from baton_api.messages import TokenChoice
 from baton_api.response_items import new_id
 from baton_engine.api.answer_shape import Choice
@@ -206,7 +207,7 @@ class Events:
 
     def add(self, kind: str, body: dict[str, Any]) -> None:
         if self._wanted:
-            data = _encoder.encode({"type": kind, "sequence_number": next(self._numbers)} | body)
+            data = on_one_line(_encoder.encode({"type": kind, "sequence_number": next(self._numbers)} | body))
             self._waiting.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
 
     def take(self) -> bytes:

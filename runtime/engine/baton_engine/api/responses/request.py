@@ -19,7 +19,7 @@ from typing import Any
 from baton_api import limits
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.api.fields import Fields, shown, wrong_type
-from baton_engine.api.parameters import unsupported
+from baton_engine.api.parameters import read_metadata, unsupported
 from baton_engine.api.parsing.tools.request import log_left_out, only_hosted
 from baton_engine.api.responses import conversation
 from baton_engine.api.responses.conversation import ChatMessages, qualified
@@ -146,7 +146,7 @@ def _echo(fields: Fields, text: Fields, reasoning: Fields) -> dict[str, Any]:
     return {
         "max_output_tokens": fields.get("max_output_tokens"),
         "max_tool_calls": fields.get("max_tool_calls"),
-        "metadata": fields.get("metadata") or {},
+        "metadata": read_metadata(fields) or {},
         "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
         "previous_response_id": fields.text("previous_response_id"),
         "prompt_cache_key": fields.get("prompt_cache_key"),

@@ -55,14 +55,14 @@ def named(*calls: str) -> list[tuple[str, str]]:
     return [(call.split(" ", 1)[0], call.split(" ", 1)[1]) for call in calls]
 
 
-def read(name: str, pieces: Iterable[str], toolbox: Toolbox = BOX) -> list[Part]:
+def read(name: str, pieces: Iterable[str], toolbox: Toolbox = BOX, *, cut: bool = False) -> list[Part]:
     """Return the reader's parts of a text that comes in `pieces`; adjacent parts of one kind are joined."""
     numbers = itertools.count()
     reader = family(name).reader(toolbox, lambda: f"call_{next(numbers)}")
     read_parts: list[Part] = []
     for piece in pieces:
         read_parts += reader.push(piece)
-    read_parts += reader.flush()
+    read_parts += reader.flush(cut)
     joined: list[Part] = []
     for part in read_parts:
         last = joined[-1] if joined else None

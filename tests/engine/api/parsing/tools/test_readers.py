@@ -400,6 +400,36 @@ def test_reader_result_is_independent_of_cuts(case: Case) -> None:
         assert read(case.family, _cut(case.text, cuts)) == whole
 
 
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_reader_of_a_cut_answer_shows_no_part_of_a_call_as_words(case: Case) -> None:
+    for place in range(len(case.text)):
+        begun = case.text[:place]
+        parts = read(case.family, [begun], cut=True)
+        assert case.words.startswith(words_of(parts).rstrip())
+        names = [name for name, _ in calls_of(parts)]
+        assert names == [name for name, _ in case.calls[: len(names)]]
+        assert read(case.family, begun, cut=True) == parts
+
+
+def test_reader_of_a_cut_answer_keeps_the_arguments_so_far() -> None:
+    for name, text, call in (
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": ', "now "),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Ro', 'weather {"city": "Ro'),
+        ("hermes", '<tool_call>{"name": "write", "arguments": {"input": "a\\u00', "write a"),
+        ("pythonic", '[weather(city="Rome", da', 'weather {"city": "Rome"'),
+        ("pythonic", "[write(input='a", "write a"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=days>\n12\n</para",
+            'weather {"days": 12',
+        ),
+        ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=input>\na\n</param", "write a"),
+        ("mistral_v11", "[TOOL_CALLS]now[AR", "now "),
+    ):
+        parts = read(name, [text], cut=True)
+        assert (calls_of(parts), words_of(parts)) == (named(call), "")
+
+
 def _cut(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 

@@ -4,7 +4,7 @@ Answers in the format of a response template of `transformers`, which the tokeni
 The template's parser splits text into regions. Regions of reasoning become reasoning, the content becomes
 text, and complete tool calls become calls. As in the parser's own messages, white space around reasoning and
 at the start of the following text is removed. A call that cannot be parsed (truncated, or invalid JSON)
-becomes text.
+becomes text, unless the model did not end the answer.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class DescribedReader:
         self._blank = ""
         self._empty = True
         """Whether the open region has had only white space so far."""
+        self._cut = False
+        """Whether the answer has ended, but not by the model."""
         self.thinking = thinking(parser)
 
     def push(self, text: str) -> Sequence[Part]:
@@ -85,7 +87,8 @@ class DescribedReader:
             return self._give_up(text)
         return self._parts(events)
 
-    def flush(self) -> Sequence[Part]:
+    def flush(self, cut: bool = False) -> Sequence[Part]:
+        self._cut = cut
         parts: list[Part] = []
         if self._parser is not None:
             try:
@@ -94,12 +97,16 @@ class DescribedReader:
                 parts += self._give_up("")
             else:
                 parts += self._parts(events)
-        return [*parts, *self._inner.flush()]
+        return [*parts, *self._inner.flush(cut)]
 
     def _give_up(self, text: str) -> Sequence[Part]:
         self._parser = None
         self.thinking = False
-        return self._inner.push(self._unparsed + text)
+        return self._inner.push(self._no_call() + text)
+
+    def _no_call(self) -> str:
+        """Return the text of what is no call."""
+        return "" if self._cut else self._unparsed
 
     def _parts(self, events: Sequence[Mapping[str, Any]]) -> Sequence[Part]:
         parts: list[Part] = []
@@ -145,7 +152,7 @@ class DescribedReader:
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function", call) if isinstance(call, dict) else None
             if not isinstance(function, dict) or function.get("name") not in self._callable:
-                parts += self._inner.push(self._unparsed)
+                parts += self._inner.push(self._no_call())
                 continue
             index, self._calls = self._calls, self._calls + 1
             if index and not self._parallel:

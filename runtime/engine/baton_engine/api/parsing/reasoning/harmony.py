@@ -62,15 +62,15 @@ class HarmonyReader:
             pass
         return parts
 
-    def flush(self) -> Sequence[Part]:
+    def flush(self, cut: bool = False) -> Sequence[Part]:
         held, self._held = self._held, ""
         parts: Sequence[Part] = ()
         if not self._header:
-            cut = max(beginning(held, mark) for mark in ENDS)
-            parts = self._emit(held[: len(held) - cut if cut > 1 else None])
+            mark_length = max(beginning(held, mark) for mark in ENDS)
+            parts = self._emit(held[: len(held) - mark_length if mark_length > (not cut) else None])
         elif not self._begun and not held.startswith("<|"):
             parts = self._emit_text(held)
-        return [*parts, *self._inner.flush()]
+        return [*parts, *self._inner.flush(cut)]
 
     def _read_header(self, parts: list[Part]) -> bool:
         """Consume a header if it is complete. Returns whether to continue with the text."""

@@ -72,19 +72,21 @@ class ReasoningReader:
             self._arrive()
         return [*parts, *self._answer()]
 
-    def flush(self) -> Sequence[Part]:
+    def flush(self, cut: bool = False) -> Sequence[Part]:
         """Return the buffered parts at the end of the answer, without a truncated mark."""
         held, self._held = self._held, ""
         parts: list[Part] = []
         if not self._apart:
             parts += [AnswerText(held)] if held else []
         elif self._phase is ReadingPhase.THINKING:
-            cut = max(beginning(held, self._end), 0 if self._started else beginning(held, self._start))
-            thought = held[: len(held) - cut if cut > 1 else None].rstrip()
+            mark_length = max(
+                beginning(held, self._end), 0 if self._started else beginning(held, self._start)
+            )
+            thought = held[: len(held) - mark_length if mark_length > (not cut) else None].rstrip()
             self._emit(parts, thought if self._begun else thought.lstrip(), held)
-        elif self._phase is ReadingPhase.UNDECIDED and beginning(held, self._start) <= 1:
+        elif self._phase is ReadingPhase.UNDECIDED and beginning(held, self._start) <= (not cut):
             parts += self._inner.push(held)
-        return [*parts, *self._inner.flush()]
+        return [*parts, *self._inner.flush(cut)]
 
     def _decide(self) -> None:
         written = self._held.lstrip()

@@ -27,8 +27,8 @@ class Showing:
     def push(self, text: str) -> Sequence[Part]:
         return self._shown(self._inner.push(text))
 
-    def flush(self) -> Sequence[Part]:
-        return [*self._shown(self._inner.flush()), *self._parts()]
+    def flush(self, cut: bool = False) -> Sequence[Part]:
+        return [*self._shown(self._inner.flush(cut)), *self._parts()]
 
     def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
         shown: list[Part] = []

@@ -46,7 +46,8 @@ def read_arguments(source: TextSource, call: OpenCall, tool: Tool, end: str = ""
         yield from _verbatim(source, call, end)
     else:
         text = yield from source.match(SCALAR, SCALAR_LIMIT)
-        call.write(text if text not in ("", "null") else "" if tool.custom else "{}")
+        if text or not source.cut:
+            call.write(text if text not in ("", "null") else "" if tool.custom else "{}")
 
 
 def read_string(source: TextSource, limit: int) -> Wait[str | None]:
@@ -161,7 +162,7 @@ def _escape(source: TextSource) -> Wait[str]:
         return ESCAPES.get(letter, letter)
     digits = yield from source.match(HEX, 4)
     if len(digits) < 4:
-        return f"\\u{digits}"
+        return "" if source.cut else f"\\u{digits}"
     code, mark = int(digits, 16), source.mark()
     if 0xD800 <= code < 0xDC00 and (yield from source.literal("\\u")):
         low = int((yield from source.match(HEX, 4)) or "0", 16)

@@ -23,6 +23,7 @@ from baton_engine.api.parsing.tools.toolbox import Tool
 START, END = "<|python_start|>", "<|python_end|>"
 NAME = re.compile(r"[A-Za-z0-9_.-]*")
 NAME_LIMIT = 256
+OPENING_QUOTE = re.compile(r"^\s*['\"]")
 VALUE = re.compile(r"""["'(\[{)\]},\\]""")
 
 
@@ -75,12 +76,13 @@ def _read_keywords(source: TextSource, call: OpenCall, tool: Tool) -> Wait[None]
             break
         name = yield from source.match(NAME, NAME_LIMIT)
         yield from source.space()
-        yield from source.literal("=")
+        if not (yield from source.literal("=")) and source.cut and not (yield from source.peek()):
+            break
         text = yield from _read_value(source)
         cut = not (yield from source.peek())
         if tool.custom:
             value = json.loads(tagged_arguments.literal(text))
-            call.write(value if isinstance(value, str) and not cut else text)
+            call.write(value if isinstance(value, str) and not cut else OPENING_QUOTE.sub("", text))
         else:
             value = text.lstrip() if cut else tagged_arguments.literal(text)
             call.write(f"{', ' if written else '{'}{tagged_arguments.dumped(name)}: {value}")

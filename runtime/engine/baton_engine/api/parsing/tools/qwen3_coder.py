@@ -95,7 +95,7 @@ def _read_parameters(source: TextSource, call: OpenCall, tool: Tool) -> Wait[Non
         else:
             text = yield from source.until(PARAMETER_END)
             if text is None:
-                call.write(source.rest())
+                call.write(source.rest(VALUE_END, PARAMETER_END))
                 return
             call.write(tagged_arguments.typed(text[0].removesuffix("\n"), types))
     yield from source.space()

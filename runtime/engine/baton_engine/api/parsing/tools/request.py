@@ -202,7 +202,11 @@ def _chosen(fields: Fields, toolbox: Toolbox) -> Toolbox:
     kind = inner.choice("type", (*KINDS, "allowed_tools"))
     if kind != "allowed_tools":
         return replace(
-            toolbox, choice="required", allowed=frozenset({_named(inner, toolbox)}), parallel=False
+            toolbox,
+            choice="required",
+            allowed=frozenset({_named(inner, toolbox)}),
+            named=True,
+            parallel=False,
         )
     inner.require("allowed_tools")
     allowed = Fields(inner.mapping("allowed_tools") or {}, inner.param("allowed_tools"))
@@ -280,4 +284,4 @@ def _functions(fields: Fields) -> Toolbox:
     assert name is not None
     if all(tool.name != name for tool in tools):
         inner.wrong_value("name", f"there is no function {shown(name)} in 'functions'")
-    return replace(toolbox, choice="required", allowed=frozenset({name}))
+    return replace(toolbox, choice="required", allowed=frozenset({name}), named=True)

@@ -4,6 +4,9 @@ The text of an answer as input of a parser coroutine (`Reading`).
 A reading is written as if the whole text were available, and yields whenever it needs more. Decisions depend
 on the text ahead, never on the boundaries of pieces, so every way of splitting the text has the same result.
 A reading returns unusable text with `back`.
+
+If the model did not end the answer, its last text may be part of a mark or of a call. Such text is dropped:
+the beginning of a mark counts as the mark, and nothing is given back once a reading lacked text.
 """
 
 from __future__ import annotations
@@ -49,6 +52,10 @@ class TextSource:
     def __init__(self, toolbox: Toolbox, ids: Callable[[], str]) -> None:
         self.parts: list[Part] = []
         self.ended = False
+        self.cut = False
+        """Whether the text has ended, but not by the model."""
+        self._lacking = False
+        """Whether a decision would have needed text behind the end."""
         self._toolbox = toolbox
         self._ids = ids
         self._text = ""
@@ -95,6 +102,7 @@ class TextSource:
         """Return the next character without consuming it; empty at the end."""
         while self._at >= len(self._text) and not self.ended:
             yield
+        self._lacking |= self._at >= len(self._text)
         return self._text[self._at : self._at + 1]
 
     def literal(self, text: str) -> Wait[bool]:
@@ -103,8 +111,11 @@ class TextSource:
             if self._text.startswith(text, self._at):
                 self._at += len(text)
                 return True
-            if self.ended or not text.startswith(self._text[self._at :]):
+            if not text.startswith(self._text[self._at :]):
                 return False
+            if self.ended:
+                self._lacking = True
+                return self.cut and bool(self.rest())
             yield
 
     def match(self, pattern: re.Pattern[str], limit: int) -> Wait[str]:
@@ -113,6 +124,7 @@ class TextSource:
             matched = pattern.match(self._text, self._at, self._at + limit)
             end = self._at if matched is None else matched.end()
             if end < len(self._text) or self.ended or end - self._at >= limit:
+                self._lacking |= end == len(self._text)
                 taken, self._at = self._text[self._at : end], end
                 return taken
             yield
@@ -132,6 +144,7 @@ class TextSource:
                 self._at = matched[0] + len(matched[1])
                 return taken, matched[1]
             if self.ended or (limit is not None and len(self._text) - _longest(stops) > end):
+                self._lacking |= self.ended
                 return None
             start = max(self._at, len(self._text) - _longest(stops))
             yield
@@ -140,6 +153,7 @@ class TextSource:
         """Consume available text up to and including one of the characters `stops`. Returns both."""
         while self._at >= len(self._text) and not self.ended:
             yield
+        self._lacking |= self._at >= len(self._text)
         matched = stops.search(self._text, self._at)
         start, self._at = self._at, len(self._text) if matched is None else matched.end()
         end = self._at if matched is None else matched.start()
@@ -155,34 +169,33 @@ class TextSource:
         """Pass text to `write` as it arrives and consume it up to `stop`. False if the text ends first."""
         while True:
             place = self._text.find(stop, self._at)
-            end = (
-                place
-                if place >= 0
-                else len(self._text)
-                if self.ended
-                else _held(self._text, (stop,), self._at)
-            )
+            end = place if place >= 0 else self._sure((stop,))
             write(self._text[self._at : end])
             self._at = end
             if place >= 0:
                 self._at += len(stop)
                 return True
             if self.ended:
+                self._at = len(self._text)
                 return False
             self.trim()
             yield
 
-    def rest(self) -> str:
-        """Consume and return all available text."""
-        taken, self._at = self._text[self._at :], len(self._text)
+    def rest(self, *marks: str) -> str:
+        """Consume all available text. Returns it without the beginning of one of `marks` that was cut off."""
+        taken, self._at = self._text[self._at : self._sure(marks)], len(self._text)
         return taken
+
+    def _sure(self, marks: Sequence[str]) -> int:
+        """Return the position up to which the text is no part of a mark."""
+        return len(self._text) if self.ended and not self.cut else _held(self._text, marks, self._at)
 
     def mark(self) -> int:
         """Return the current position for `back`. `trim` invalidates it."""
         return self._gone + self._at
 
     def back(self, mark: int) -> None:
-        self._at = mark - self._gone
+        self._at = len(self._text) if self.cut and self._lacking else mark - self._gone
 
     def trim(self) -> None:
         """Remove consumed text from the buffer. Earlier positions become invalid."""
@@ -199,17 +212,19 @@ class TextSource:
                 self._emit(self._text[self._at : matched[0]])
                 self._at = matched[0] + len(matched[1])
                 return matched[1]
-            end = len(self._text) if self.ended else _held(self._text, marks, self._at)
+            end = self._sure(marks)
             self._emit(self._text[self._at : end])
             self._at = end
             if self.ended:
+                self._at = len(self._text)
                 return ""
             self.trim()
             yield
 
     def words(self, text: str) -> None:
-        """Emit a mark that does not begin a call."""
-        self._emit(text)
+        """Emit a mark that does not begin a call, unless the call was cut off."""
+        if not (self.cut and self._lacking):
+            self._emit(text)
 
     def tool(self, name: str) -> Tool | None:
         """Return the tool with this name, or None if the answer may not call it."""
@@ -262,8 +277,8 @@ class CallReader:
         next(self._reading, None)
         return self._source.taken()
 
-    def flush(self) -> Sequence[Part]:
-        self._source.ended = True
+    def flush(self, cut: bool = False) -> Sequence[Part]:
+        self._source.ended, self._source.cut = True, cut
         next(self._reading, None)
         self._source.finish()
         return self._source.taken()

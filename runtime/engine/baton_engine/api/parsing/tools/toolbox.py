@@ -75,7 +75,9 @@ class Toolbox:
     """At least one, with distinct names."""
     choice: Literal["none", "auto", "required"] = "auto"
     allowed: frozenset[str] | None = None
-    """Names of the tools that the answer may call. None: all. One name with `required` is a named choice."""
+    """Names of the tools that the answer may call. None: all."""
+    named: bool = False
+    """Whether the choice is one tool by its name."""
     parallel: bool = True
     """Whether one answer may contain several calls."""
     legacy: bool = False
