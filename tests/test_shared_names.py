@@ -31,8 +31,8 @@ OF_SAMPLES = ("_bucket", "_sum", "_count", "_created")
 PINNED = {
     "headers": """
         server-timing x-baton-class x-baton-decision x-baton-follow x-baton-prefill x-baton-prompt
-        x-baton-salt x-baton-state x-baton-ticket x-baton-worker x-cached-tokens x-predicted-ttft-ms
-        x-request-id x-should-retry x-slo-ttft-ms
+        x-baton-salt x-baton-state x-baton-tenant x-baton-ticket x-baton-usage x-baton-worker
+        x-cached-tokens x-predicted-ttft-ms x-request-id x-should-retry x-slo-ttft-ms
     """,
     "labels": """
         app.kubernetes.io/managed-by baton.dev/engine baton.dev/revision baton.dev/role baton.dev/service

@@ -13,6 +13,10 @@ SALT = "x-baton-salt"
 """Router to decode worker, which forwards it to the prefill worker: the cache salt. Prompts share KV blocks
 only with prompts of the same salt."""
 
+TENANT = "x-baton-tenant"
+"""Router to worker: an opaque name of the tenant. Tenants take turns in a worker's queue; without it,
+requests do."""
+
 OBJECTIVE = "x-slo-ttft-ms"
 """Client to router: deadline of the first token in milliseconds."""
 
@@ -30,7 +34,11 @@ WORKER = "x-baton-worker"
 """Router to client: name of the worker that served the request."""
 
 FOLLOW = "x-baton-follow"
-"""Router to worker: send the resume state beside the stream. See `baton_api.resuming`."""
+"""Router to worker: send the resume state beside the stream, or what it has cost so far where it cannot be
+resumed. See `baton_api.resuming` and `baton_api.answer_usage`."""
+
+USAGE = "x-baton-usage"
+"""Worker to router: tokens of a whole answer. See `baton_api.answer_usage`."""
 
 PROMPT = "x-baton-prompt"
 """Worker to router and client: report of the prompt. See `baton_api.reports`."""

@@ -90,6 +90,9 @@ class Limit:
 
 _NUMBERS = (Kind.INTEGER, Kind.DECIMAL)
 
+TENANT_SHARE = 0.8
+"""Share of a queue that one tenant may fill, of what it and absent tenants have together."""
+
 TOKENS = 2**31 - 1
 """More tokens than any context length."""
 
@@ -109,7 +112,7 @@ PARTS = Limit("messages[].content", Kind.ITEMS, 2048, 1, paths="chat")
 TOOL_CALLS = Limit("messages[].tool_calls", Kind.ITEMS, 128, paths="chat")
 DOCUMENTS = Limit("documents", Kind.ITEMS, 1024, paths="chat")
 PROMPTS = Limit("prompt", Kind.ITEMS, 1024, 1, paths="completions, tokenize, generate")
-ALL_CHOICES = Limit("prompt, n", Kind.ITEMS, 4096, paths="completions, generate", other_code=None,
+ALL_CHOICES = Limit("prompt, n", Kind.ITEMS, 1024, paths="completions, generate", other_code=None,
                     note="the product of both")  # fmt: skip
 INPUTS = Limit("input", Kind.ITEMS, 2048, 1, paths="embeddings")
 TOKEN_LISTS = Limit("tokens", Kind.ITEMS, 1024, paths="detokenize", note="where it is a list of lists")

@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any, ClassVar
 
+from baton_api.answer_usage import AnswerUsage, take_comments
 from baton_api.errors import BatonError
 
 DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")
@@ -27,6 +28,7 @@ line ends."""
 KEEP_ALIVE = b"\n: keep-alive\n\n"
 
 _NUMBER = re.compile(rb" ?[0-9]{1,9}")
+_INDEX = re.compile(rb'"index": ?([0-9]{1,9})')
 
 LINE_LIMIT = 1024 * 1024
 """Bytes of a line that may wait for its end; a longer one passes in parts."""
@@ -35,7 +37,7 @@ LINE_LIMIT = 1024 * 1024
 class EventStream:
     """The lines of one stream."""
 
-    __slots__ = ("_rest", "_tail", "tokens")
+    __slots__ = ("_rest", "_tail", "tokens", "usage")
 
     ends: ClassVar[tuple[bytes, ...]] = DONE
     """Last lines of a complete stream."""
@@ -43,6 +45,8 @@ class EventStream:
     def __init__(self) -> None:
         self.tokens = 0
         """Tokens of the response so far, as the worker reports."""
+        self.usage: AnswerUsage | None = None
+        """The worker's last report; None if it makes none."""
         self._rest = b""
         self._tail = b"\n\n"
 
@@ -54,7 +58,7 @@ class EventStream:
     @property
     def generated(self) -> int | None:
         """Tokens that this worker has generated; None if it does not report them."""
-        return None
+        return self.tokens or None if self.usage is None else self.usage.generated
 
     @property
     def complete(self) -> bool:
@@ -75,8 +79,18 @@ class EventStream:
             end = piece.rfind(b"\n") + 1
             self._rest = piece[end:]
             piece = piece[:end]
+        piece, usage = take_comments(piece)
+        if usage is not None:
+            self.usage = usage
+            self.tokens = usage.generated
+        elif self.usage is None and TOKEN_COUNT in piece:
+            self._read_usage(piece)
         self._tail = piece[-TAIL:] if len(piece) >= TAIL else (self._tail + piece)[-TAIL:]
         return piece
+
+    def _read_usage(self, piece: bytes) -> None:
+        """Read the tokens from the usage of an engine that reports it to the client."""
+        self.tokens = usage_tokens(piece) or self.tokens
 
     def finish(self) -> bytes:
         """The rest after the worker's last byte."""
@@ -92,6 +106,24 @@ class EventStream:
         """Line ends that complete the last event."""
         ends = len(self._tail) - len(self._tail.rstrip(b"\n"))  # two of them end an event
         return b"\n" * (2 - ends)
+
+
+class GenerateStream(EventStream):
+    """The events of `/generate`, each with the tokens of its choice so far."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[int, int] = {}
+        """By the choice's index."""
+
+    def _read_usage(self, piece: bytes) -> None:
+        for line in piece.split(b"\n"):
+            if tokens := usage_tokens(line):
+                index = _INDEX.search(line)
+                self._counts[int(index[1]) if index else 0] = tokens
+        self.tokens = sum(self._counts.values())
 
 
 class ResponseStream(EventStream):
@@ -113,8 +145,6 @@ class ResponseStream(EventStream):
         passing = super().push(piece)
         self._count += passing.count(b"\nevent: ") + passing.startswith(b"event: ")
         self._ending = self._ending or last_response_event(passing) >= 0
-        if self._ending and not self.tokens:
-            self.tokens = usage_tokens(passing)
         return passing
 
     def error(self, error: BatonError) -> bytes:
@@ -127,6 +157,10 @@ class ResponseStream(EventStream):
 def _error_fields(error: BatonError) -> dict[str, Any]:
     """The error with `retryable`, because a stream has no Retry-After header."""
     return {**error.body()["error"], "retryable": error.retry_after is not None}
+
+
+TOKEN_COUNT = b'_tokens":'
+"""The end of the names of counts of tokens, for a quick look."""
 
 
 def usage_tokens(answer: bytes) -> int:

@@ -217,6 +217,22 @@ def test_engine_full_queue_rejects_with_overloaded() -> None:
         serving.run(request_of("4"))
 
 
+def test_engine_one_tenant_leaves_room_in_the_queue() -> None:
+    """It may fill 80 % of what it and absent tenants have, also while its requests are on their way."""
+    with Serving(max_running=1, max_queued=10) as serving:
+        serving.model.go.clear()
+        serving.submit(request_of("0", tenant="many"))
+        assert serving.model.inside.wait(TIMEOUT_S)
+        serving.submit(*(request_of(f"{index}", tenant="many") for index in range(1, 9)))
+        with pytest.raises(Overloaded, match="8 requests are waiting and the limit is 8"):
+            serving.submit(request_of("9", tenant="many"))
+        serving.submit(request_of("another", tenant="few"))
+        serving.model.go.set()
+        assert serving.ended("another").finish is FinishReason.LENGTH
+        serving.ended("8")
+        serving.run(request_of("10", tenant="many"))
+
+
 def test_engine_id_is_reusable_only_after_its_end() -> None:
     with Serving() as serving:
         serving.model.go.clear()

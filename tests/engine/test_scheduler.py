@@ -159,7 +159,7 @@ def test_scheduler_retracts_the_request_that_loses_least(
     books.pool.allocate(books.pool.available)
     plan = books.scheduler.plan()
     assert [sequence.request.id for sequence in plan.retracted] == [victim], name
-    assert books.scheduler.waiting[0].request.id == victim
+    assert next(iter(books.scheduler.waiting)).request.id == victim
     assert victim not in shape(plan)[0]
 
 
@@ -171,7 +171,7 @@ def test_scheduler_retracted_request_resumes_first_with_output() -> None:
     while not books.retracted:
         books.step()
     assert books.retracted == ["a"]
-    retracted = books.scheduler.waiting[0]
+    retracted = next(iter(books.scheduler.waiting))
     assert retracted.request.id == "a"
     output = list(retracted.request.output)
     assert output
@@ -340,3 +340,87 @@ def test_scheduler_random_load_finishes_and_frees_all_blocks(seed: int) -> None:
         assert sequence.stage is Stage.ENDED
         assert len(sequence.request.output) == sequence.request.sampling.max_tokens
     assert books.pool.available == books.pool.capacity
+
+
+# --- Turns of tenants ---
+
+
+def running(books: Books) -> list[str]:
+    return [sequence.request.id for sequence in books.scheduler.running]
+
+
+def test_scheduler_tenants_take_turns_in_the_queue() -> None:
+    """One that comes late waits for one sequence of the tenant that has many."""
+    books = Books(max_running=1, chunk_tokens=32)
+    for index in range(4):
+        books.add(f"a{index}", 4, seed=index, max_tokens=1, tenant="a")
+    books.add("b0", 4, seed=10, max_tokens=1, tenant="b")
+    books.add("b1", 4, seed=11, max_tokens=1, tenant="b")
+    order = [name for _ in range(6) for name, _ in shape(books.step())[1]]
+    assert order == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+def test_scheduler_full_batch_is_shared_with_a_tenant_that_comes_late() -> None:
+    """It gets as many places as the other, one after the other, and then nobody is retracted any more."""
+    books = Books(blocks=200, max_running=4, chunk_tokens=64)
+    for index in range(12):
+        books.add(f"a{index}", 4, seed=index, max_tokens=100, tenant="a")
+    books.step()
+    assert running(books) == ["a0", "a1", "a2", "a3"]
+    for index in range(12):
+        books.add(f"b{index}", 4, seed=20 + index, max_tokens=100, tenant="b")
+    books.step()
+    assert sorted(name[0] for name in running(books)) == ["a", "a", "b", "b"]
+    for _ in range(20):
+        books.step()
+    assert len(books.retracted) == 2
+    books.add("c", 4, seed=40, max_tokens=2, tenant="c")
+    books.step()
+    assert "c" in running(books), "of two that have most, one makes way"
+    assert len(books.retracted) == 3
+
+
+def test_scheduler_one_sequence_makes_no_way_for_another() -> None:
+    books = Books(blocks=200, max_running=3, chunk_tokens=64)
+    for tenant in "abcdef":
+        books.add(tenant, 4, seed=ord(tenant), max_tokens=20, tenant=tenant)
+    books.step()
+    for _ in range(15):
+        books.step()
+    assert running(books) == ["a", "b", "c"] and not books.retracted
+
+
+def test_scheduler_tenant_without_blocks_gets_those_of_the_one_with_most() -> None:
+    books = Books(blocks=17, chunk_tokens=64)
+    for index in range(3):
+        books.add(f"a{index}", 12, seed=index, max_tokens=40, tenant="a")
+    books.step()
+    books.add("b", 12, seed=9, max_tokens=4, tenant="b")
+    books.step()
+    assert "b" in running(books) and len(books.retracted) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_law_scheduler_tenants_starve_nobody(seed: int) -> None:
+    """Whatever others queue, a tenant's only sequence begins within two steps."""
+    rng = random.Random(seed)
+    books = Books(blocks=2000, max_running=8, chunk_tokens=64)
+    number = 0
+    for step in range(200):
+        for _ in range(rng.randrange(4)):
+            number += 1
+            tenant = rng.choice("abc")
+            books.add(f"{number}", rng.randrange(1, 20), seed=number, max_tokens=rng.randrange(1, 60),
+                      tenant=tenant)  # fmt: skip
+        if step % 20 == 10:
+            lone = books.add(f"lone {step}", 4, seed=10_000 + step, max_tokens=3, tenant="lone")
+            waited = 0
+            while not lone.admissions:
+                books.step()
+                waited += 1
+                assert waited <= 2
+        books.step()
+    assert books.scheduler.waiting, "there was always too much to do"
+    while books.scheduler.running or books.scheduler.waiting:
+        books.step()
+    assert not len(books.scheduler.waiting)

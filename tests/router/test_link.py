@@ -85,7 +85,13 @@ class FakePicker:
         self.heard.append(("full",))
 
     def release(
-        self, grant: Grant, *, complete: bool, tokens: int | None = None, cached: int | None = None
+        self,
+        grant: Grant,
+        *,
+        complete: bool,
+        tokens: int | None = None,
+        cached: int | None = None,
+        charged: int = 0,
     ) -> None:
         assert self.granted.pop(grant.number) == grant
         self.heard.append(("let go", complete))

@@ -23,6 +23,7 @@ from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import LEAST_TICK_S, TICK_S, Queue
 from baton_router.scheduling.queued_request import BATCHED_PROMPTS_S, NEARLY_DONE_S, REPLAN_S
+from baton_router.scheduling.request_cost import RequestCost
 from baton_router.settings import RouterSettings
 from baton_router.workers.costs import WorkerKind
 from baton_router.workers.worker import FULL_S, Worker, Workers
@@ -527,8 +528,8 @@ async def test_request_for_an_unlisted_model_is_not_held() -> None:
 
 async def test_demand_counts_each_request_once_even_if_rejected() -> None:
     async with cluster_of(queue_requests=1) as cluster:
-        await cluster.send("first", LONG, answer_tokens=10)
-        refused = await cluster.send("refused", LONG, answer_tokens=10)
+        await cluster.send("first", LONG, cost=RequestCost(answer_limit=10))
+        refused = await cluster.send("refused", LONG, cost=RequestCost(answer_limit=10))
         assert isinstance(refused.exception(), Overloaded)
         assert cluster.queue.demand["answer"] == 20
         before = cluster.queue.demand["prompt"]
@@ -682,16 +683,20 @@ async def test_queue_prompt_cached_meanwhile_passes_shorter_ones(cached: bool) -
         assert cluster.gone[:2] == ["blocker", "long" if cached else "shorter"]
 
 
+SHORT_ANSWER = RequestCost(answer_limit=1)
+
 # --- Turns, demand and errors ---
 
 
 @pytest.mark.parametrize(
     ("dear", "cheap"),
     [
-        ({"size": 8000, "answer_tokens": 1}, {"size": 800, "answer_tokens": 1}),
-        ({"size": 800, "answer_tokens": 200}, {"size": 800, "answer_tokens": 1}),
+        ({"size": 8000, "cost": SHORT_ANSWER}, {"size": 800, "cost": SHORT_ANSWER}),
+        ({"size": 800, "cost": RequestCost(answer_limit=200)}, {"size": 800, "cost": SHORT_ANSWER}),
+        ({"size": 800, "cost": RequestCost(1, 0, 200, 1)}, {"size": 800, "cost": SHORT_ANSWER}),
+        ({"size": 800, "cost": RequestCost(2, 7200, 2, 1)}, {"size": 800, "cost": SHORT_ANSWER}),
     ],
-    ids=["prompts", "answers"],
+    ids=["prompts", "answers", "choices", "several prompts"],
 )
 async def test_queue_tenants_take_turns_by_tokens(dear: dict[str, Any], cheap: dict[str, Any]) -> None:
     """A tenant with longer prompts or answers has fewer requests served, and about as many tokens."""
@@ -709,7 +714,7 @@ async def test_queue_tenants_take_turns_by_tokens(dear: dict[str, Any], cheap: d
 
 async def test_queue_without_worker_or_waiting_time_raises_at_once() -> None:
     async with cluster_of(0, 0, hold_s=0.0, recovery_s=0.0) as cluster:
-        task = await cluster.send("first", SHORT, answer_tokens=10)
+        task = await cluster.send("first", SHORT, cost=RequestCost(answer_limit=10))
         assert isinstance(task.exception(), NotReady)
         assert cluster.queue.demand == {"prompt": SHORT // 4, "answer": 10}
 

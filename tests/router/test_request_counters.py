@@ -159,7 +159,7 @@ async def test_client_input_creates_no_new_series() -> None:
 def test_tenant_and_model_labels_are_bounded() -> None:
     accounts = RequestCounters()
     for number in range(TENANT_LABELS + 50):
-        accounts.used(f"t-{number}", REPORT, 1)
+        accounts.used(f"t-{number}", REPORT.tokens, REPORT, 1)
         accounts.ended(CHAT, f"m-{number}", "default", 200, granted=True)
     requests, tokens, *_ = accounts.collect()
     assert len({sample.labels["tenant"] for sample in tokens.samples}) == TENANT_LABELS + 1

@@ -7,9 +7,11 @@ import random
 
 import pytest
 
+from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import WorkerLost
 from baton_http import sse
-from baton_http.sse import EventStream
+from baton_http.sse import EventStream, GenerateStream, ResponseStream
+from baton_router.proxy.resume_state import MessageStream, ResumableStream
 
 ONE = b'data: {"a": 1}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -75,3 +77,43 @@ def test_law_all_bytes_pass_and_an_error_is_a_separate_event(seed: int) -> None:
     assert (error_body["code"], error_body["retryable"]) == (WorkerLost.code, True)
     assert all(event == b"[DONE]" or json.loads(event) for event in before)
     assert passed + events.finish() == stream[:cut]
+
+
+USAGE = AnswerUsage(5, 17).comment()
+
+
+@pytest.mark.parametrize(
+    "kind", [EventStream, GenerateStream, ResponseStream, ResumableStream, MessageStream]
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_comments_with_the_usage_are_read_and_removed(kind: type[EventStream], size: int) -> None:
+    """Wherever the stream is cut; text of an answer that looks like one stays."""
+    text = b'data: {"text":"\\n: baton-usage 1 1\\n"}\n\n'
+    stream = text + AnswerUsage(5, 3).comment() + b": keep-alive\n\n" + text + USAGE + b"data: [DONE]\n\n"
+    events, passed = kind(), b""
+    for at in range(0, len(stream), size):
+        passed += events.push(stream[at : at + size])
+    passed += events.finish()
+    lines = [line for line in passed.split(b"\n") if line]
+    assert lines == [text.rstrip(), b": keep-alive", text.rstrip(), b"data: [DONE]"]
+    assert (events.usage, events.generated, events.tokens) == (AnswerUsage(5, 17), 17, 17)
+
+
+def test_tokens_of_another_engine_are_read_from_its_usage() -> None:
+    events = EventStream()
+    events.push(b'data: {"choices":[{"delta":{"content":"\\"completion_tokens\\":9"}}],"usage":null}\n\n')
+    assert events.generated is None
+    events.push(b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":12}}\n\n')
+    assert events.generated == 12
+
+
+def test_tokens_of_a_stream_of_generate_are_those_of_all_choices() -> None:
+    events = GenerateStream()
+    for index, tokens in ((0, 1), (1, 1), (0, 2), (1, 3)):
+        events.push(
+            b'data: {"text":"a","meta_info":{"completion_tokens":%d},"index":%d}\n\n' % (tokens, index)
+        )
+    assert events.generated == 5
+    alone = GenerateStream()
+    alone.push(b'data: {"text":"a","meta_info":{"completion_tokens": 4}}\n\n')
+    assert alone.generated == 4

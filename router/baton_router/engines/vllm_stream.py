@@ -92,7 +92,16 @@ class _Progress:
 class VllmStream(EventStream):
     """The events of one streamed answer."""
 
-    __slots__ = ("_before", "_cached_before", "_events", "_failure", "_options", "_progress", "cached")
+    __slots__ = (
+        "_before",
+        "_cached_before",
+        "_counted",
+        "_events",
+        "_failure",
+        "_options",
+        "_progress",
+        "cached",
+    )
 
     def __init__(
         self, options: StreamOptions, before: VllmState | None = None, cached: int | None = None
@@ -113,6 +122,8 @@ class VllmStream(EventStream):
         if before is not None:
             self._progress = _Progress(list(before.prompt), list(before.answer), before.passed, before.head)
             self.tokens = before.passed
+        self._counted: int | None = None
+        """Tokens of the answer by its usage, at its end."""
         self._cached_before = cached if before is None else before.cached
         self.cached: int | None = None
         """Cached tokens of the prompt, if the worker reports them at the end of the stream."""
@@ -123,8 +134,10 @@ class VllmStream(EventStream):
         return self._progress.prompt
 
     @property
-    def generated(self) -> int:
-        """Tokens that this worker has generated."""
+    def generated(self) -> int | None:
+        """Tokens that this worker has generated; None if it reports none, as of an answer with its prompt."""
+        if not self._progress.prompt:
+            return self._counted
         return len(self._progress.answer) - (self._before.passed if self._before else 0)
 
     @property
@@ -220,6 +233,10 @@ class VllmStream(EventStream):
 
     def _usage(self, event: bytes) -> bytes:
         """The event of the usage, which counts the whole answer of all its workers."""
+        counted = _COMPLETION_TOKENS.search(event)
+        self._counted = int(counted[0]) if counted is not None else self._counted
+        if self._counted is not None and not self._progress.prompt:
+            self.tokens = self._counted
         if self._cached_before is not None:
             event = with_cached_tokens(event, self._cached_before)
         cached = _CACHED_TOKENS.search(event)
@@ -234,6 +251,9 @@ class VllmStream(EventStream):
             event = _PROMPT_TOKENS.sub(b"%d" % len(self._before.prompt), event, count=1)
             event = _COMPLETION_TOKENS.sub(b"%d" % len(self._progress.answer), event, count=1)
         return event + b"\n\n"
+
+    def _read_usage(self, piece: bytes) -> None:
+        """The token ids have the count."""
 
     def _renamed(self, event: bytes) -> bytes:
         """A resumed event under the id and the time of the first worker's events."""

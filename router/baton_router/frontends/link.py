@@ -54,6 +54,7 @@ class RequestReleased(LinkMessage, frozen=True):
     complete: bool
     tokens: int | None = None
     cached: int | None = None
+    charged: int = 0
 
 
 class FrontendMetrics(LinkMessage, frozen=True):

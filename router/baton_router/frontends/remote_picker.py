@@ -163,14 +163,20 @@ class RemotePicker:
             self._send_message(WorkerFull(grant.number))
 
     def release(
-        self, grant: Grant, *, complete: bool, tokens: int | None = None, cached: int | None = None
+        self,
+        grant: Grant,
+        *,
+        complete: bool,
+        tokens: int | None = None,
+        cached: int | None = None,
+        charged: int = 0,
     ) -> None:
         self.busy[grant.decode] -= 1
         if grant.prefill:
             self.busy[grant.prefill] -= 1
         if grant.number in self._granted:
             self._granted.discard(grant.number)
-            self._send_message(RequestReleased(grant.number, complete, tokens, cached))
+            self._send_message(RequestReleased(grant.number, complete, tokens, cached, charged))
         if self._removed:
             self._drop_removed()
 

@@ -190,5 +190,9 @@ class _FrontendConnection(LinkProtocol):
         grant = self._granted.pop(message.number, None)
         if grant is not None:
             self._service.picker.release(
-                grant, complete=message.complete, tokens=message.tokens, cached=message.cached
+                grant,
+                complete=message.complete,
+                tokens=message.tokens,
+                cached=message.cached,
+                charged=message.charged,
             )

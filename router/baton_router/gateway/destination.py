@@ -22,7 +22,7 @@ from baton_router.engines import sglang, vllm
 from baton_router.engines.bodies import with_members
 from baton_router.gateway.messages import DESTINATION
 from baton_router.proxy import responses
-from baton_router.proxy.forwarding import PREFILL, SALT, TICKET, WorkerCredentials
+from baton_router.proxy.forwarding import PREFILL, SALT, TENANT, TICKET, WorkerCredentials
 from baton_router.proxy.routed_request import CLASS, RoutedRequest
 from baton_router.scheduling.picker import Grant
 
@@ -89,6 +89,8 @@ def worker_headers(
         if credentials.secret:
             ticket = tickets.issue(credentials.secret, request_id.decode(), grant.control, now)
             fields.append((TICKET, ticket.encode()))
+    if request.tenant.turn:
+        fields.append((TENANT, request.tenant.turn.encode()))
     if request.tenant.salt:
         fields.append((SALT, request.tenant.salt.encode()))
     if request.urgency[0] == headers.PATIENT_CLASS:

@@ -178,7 +178,7 @@ class GatewayExchange:
             )
         self._request = request = RoutedRequest(scope, body, tenant)
         grant = await services.picker.pick(request.pick_request(direct=DirectRoute(self._subset)))
-        self.response = ObservedResponse(grant, services.picker, request.events)
+        self.response = ObservedResponse(grant, services.picker, request)
         self._granted = time.perf_counter()
         services.metrics.overhead.observe(self._granted - self._arrived)
         destination = await destination_of(grant.decode)
@@ -261,9 +261,13 @@ class GatewayExchange:
             return
         urgency = request.urgency[0]
         counters.ended(path, request.model, urgency, status, granted=response is not None)
-        if response is not None and response.complete:
+        if response is None:
+            return
+        counters.used(
+            request.tenant.name, response.charged.prompt, response.report, response.charged.generated
+        )
+        if response.complete:
             now = time.perf_counter()
-            counters.used(request.tenant.name, response.report, response.tokens)
             counters.served(now - self._arrived, urgency)
             if request.streams:
                 counters.streamed(response.tokens, now - self._opened, urgency)

@@ -7,11 +7,13 @@ was whole.
 
 from __future__ import annotations
 
+from baton_api.answer_usage import AnswerUsage
 from baton_api.reports import PromptReport
 from baton_http.sse import EventStream, usage_tokens
 from baton_http.upstream import Headers
-from baton_router.proxy.attempt import BUSY, FAILED, OK
+from baton_router.proxy.attempt import BAD, BUSY, FAILED, OK
 from baton_router.proxy.forwarding import PROMPT, is_event_stream
+from baton_router.proxy.routed_request import RoutedRequest
 from baton_router.scheduling.picker import Grant, Picker
 
 TAIL_LIMIT = 4096
@@ -21,11 +23,10 @@ TAIL_LIMIT = 4096
 class ObservedResponse:
     """The response of one grant, which this object releases once."""
 
-    def __init__(self, grant: Grant, picker: Picker, events: type[EventStream] | None) -> None:
-        """`events`: type of the stream, if the path has streams whose end can be detected."""
+    def __init__(self, grant: Grant, picker: Picker, request: RoutedRequest) -> None:
         self.grant = grant
+        self._request = request
         self._picker = picker
-        self._event_type = events
         self._events: EventStream | None = None
         self._tail = b""
         self._event_count = 0
@@ -37,6 +38,8 @@ class ObservedResponse:
         """The worker's report of the prompt."""
         self.ended = False
         """Whether the last byte has passed."""
+        self.charged = AnswerUsage(0, 0)
+        """Tokens that count for the tenant, once it is released."""
 
     def begin(self, status: int, given: Headers, *, elsewhere: bool = False) -> None:
         """
@@ -52,8 +55,8 @@ class ObservedResponse:
         elif status >= FAILED:
             self._picker.failed(self.grant)
         else:
-            if is_event_stream(given) and self._event_type is not None:
-                self._events = self._event_type()
+            if is_event_stream(given) and self._request.events is not None:
+                self._events = self._request.events()
             raw = next((value for name, value in given if name == PROMPT), None)
             self.report = None if raw is None else PromptReport.decode(raw.decode("latin-1"))
             self._picker.began(self.grant, self.report)
@@ -78,7 +81,20 @@ class ObservedResponse:
         if self._released:
             return
         self._released = True
-        self._picker.release(self.grant, complete=self.complete, tokens=self.tokens or None)
+        tokens = self.tokens or None
+        self.charged = self._charge(tokens)
+        charged = sum(self.charged)
+        self._picker.release(self.grant, complete=self.complete, tokens=tokens, charged=charged)
+
+    def _charge(self, tokens: int | None) -> AnswerUsage:
+        """The tokens to charge: as far as they were counted, and the most that was reserved where not."""
+        if self._elsewhere or self.status >= BAD:
+            return AnswerUsage(0, 0)
+        cost = self._request.cost
+        if tokens is None:
+            tokens = 0 if self._request.streams else cost.most_answer_tokens(self.grant.usual_tokens)
+        prompt = self.report.tokens + cost.others() if self.report else self.grant.prompt_tokens
+        return AnswerUsage(prompt, tokens)
 
     @property
     def complete(self) -> bool:

@@ -46,11 +46,12 @@ class RequestCounters(Collector):
         """One of which the body was not read to its end, or makes no sense."""
         self._requests.add(path, OTHER, OTHER, status)
 
-    def used(self, tenant: str, report: PromptReport | None, tokens: int) -> None:
-        """Count the tokens of a request's prompt and answer, as far as they are known."""
+    def used(self, tenant: str, prompt: int, report: PromptReport | None, tokens: int) -> None:
+        """Count the tokens of a request's prompts and choices, as the tenant is charged for them."""
         name = self._tenants.label(tenant)
+        if prompt:
+            self._tokens.more(prompt, name, "prompt")
         if report is not None:
-            self._tokens.more(report.tokens, name, "prompt")
             self._tokens.more(report.cached or 0, name, "cached")
         if tokens:
             self._tokens.more(tokens, name, "generated")

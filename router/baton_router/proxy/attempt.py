@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton_api import headers
+from baton_api.answer_usage import AnswerUsage
 from baton_api.reports import Fallback, PromptReport
 from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream, usage_tokens
@@ -22,12 +24,20 @@ from baton_router.scheduling.picker import Grant, Picker
 if TYPE_CHECKING:
     from baton_router.metrics.tracing import RequestTrace
 
+USAGE = headers.USAGE.encode()
+
 BUFFER_LIMIT = 256 * 1024
 """Bytes of a response that is not a stream that are held back until it is complete."""
+
+TAIL_LIMIT = 4096
+"""Bytes at the end of a longer one in which its usage is."""
 
 OK = 200
 BUSY = (429, 503)
 """Statuses of a healthy worker without capacity; another worker may answer 200."""
+
+BAD = 400
+"""Lowest status of a request that was not served."""
 
 FAILED = 500
 """Lowest status of a worker's own failure."""
@@ -50,7 +60,15 @@ class Attempt:
         """The worker's report of the prompt, once the response has begun."""
         self.prefill_refuses = False
         """Whether the prefill worker was found to be gone after the decode worker was lost."""
-        self._usage_tokens = 0
+        self.lost = False
+        """Whether a worker was lost with it."""
+        self.charged = AnswerUsage(0, 0)
+        """Tokens that count for the tenant, once it is closed."""
+        self._began = False
+        self._usage: AnswerUsage | None = None
+        """Of a whole response, if it says so."""
+        self._tail = b""
+        """The end of a response that is not a stream, which has its usage."""
         self._closed = False
         self._sink: Sink | None = None
 
@@ -58,7 +76,7 @@ class Attempt:
         """Send the request; returns the first part of the response. Raises UpstreamLost."""
         self._call = call
         exchange = self.exchange = await self._engine.send(call)
-        stream, detectable = is_event_stream(exchange.headers), call.request.events is not None
+        stream = is_event_stream(exchange.headers)
         if stream:
             self.events = self._engine.stream(call)
         opening = b""
@@ -66,15 +84,17 @@ class Attempt:
             opening += await self.next()
             if opening and stream:
                 break
+        if not stream:
+            self._usage = _usage_of(exchange.headers)
+            self._tail = opening
         if not stream and self.ended:
-            if detectable:
-                self._usage_tokens = usage_tokens(opening)
             whole = self._engine.whole(call, exchange.status, opening)
             if whole is not opening:
                 exchange.headers = with_length(exchange.headers, len(whole))
                 opening = whole
         if self.taken:
             self.report = self._engine.report(call, exchange.headers, self.events, opening)
+            self._began = True
             self._picker.began(self.grant, self.report)
         elif exchange.status in BUSY:
             self._picker.full(self.grant)
@@ -91,6 +111,8 @@ class Attempt:
                 return False
             if events is not None:
                 piece = events.push(piece)
+            else:
+                self._tail = (self._tail + piece[-TAIL_LIMIT:])[-TAIL_LIMIT:]
             if piece:
                 client.write(piece)
             return True
@@ -107,6 +129,7 @@ class Attempt:
                 raise
             piece = b""
         if self.events is None:
+            self._tail = (self._tail + piece[-TAIL_LIMIT:])[-TAIL_LIMIT:]
             self.ended = self.exchange.complete
             return piece
         if piece:
@@ -141,8 +164,10 @@ class Attempt:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the response so far, as the worker reports."""
-        return self._usage_tokens if self.events is None else self.events.tokens
+        """Tokens of the response so far, as the worker reports; 0 if it does not."""
+        if self.events is not None:
+            return self.events.tokens
+        return (self._usage.generated if self._usage is not None else usage_tokens(self._tail)) or 0
 
     @property
     def status(self) -> int:
@@ -159,6 +184,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
+        self.charged = self._charge()
         if self._call is not None:
             self._call.close()
             self._call = None  # the two refer to each other: only the garbage collector would free them
@@ -166,15 +192,51 @@ class Attempt:
             self.exchange.close()
         whole = self.ended and self.exchange is not None and self.status == OK
         tokens = None if self.events is None else self.events.generated
+        charged = sum(self.charged)
         cached = self._engine.cached_tokens(self.events)
         if self.report is not None:
             self.report = self.report.completed(cached)
-        self._picker.release(self.grant, complete=whole, tokens=tokens, cached=cached)
+        self._picker.release(self.grant, complete=whole, tokens=tokens, cached=cached, charged=charged)
+
+    def _charge(self) -> AnswerUsage:
+        """
+        The tokens to charge: as the worker counted them, and the most that was reserved where it did not.
+
+        A client that leaves is charged for what its workers did until then, but not for a lost worker.
+        """
+        call, grant = self._call, self.grant
+        if call is None or (self.exchange is not None and self.exchange.status >= BAD):
+            return AnswerUsage(0, 0)
+        cost = call.request.cost
+        counted = self.events.usage if self.events is not None else self._usage
+        if self.lost and not self._began:
+            return AnswerUsage(0, 0)
+        prompt = 0 if call.state is not None else grant.prompt_tokens
+        if prompt and counted is not None:
+            prompt = counted.prompt
+        elif prompt and self.report is not None:
+            prompt = self.report.tokens + cost.others()
+        if self.events is not None:
+            generated = self.events.generated
+        elif call.request.streams and not self._began:
+            generated = 0  # it was left before its first token
+        else:
+            generated = self.tokens or None
+        if generated is None and (self.lost or not cost.choices):
+            generated = 0
+        if generated is None:
+            steps = (call.clock() - call.started) / grant.step_s if grant.step_s else 0.0
+            generated = cost.most_answer_tokens(grant.usual_tokens, steps)
+        return AnswerUsage(prompt, generated)
 
     @property
     def resume_state(self) -> ResumeState | None:
         """The state from which another worker continues the stream; None if none can."""
         return None if self._call is None else self._engine.resume_state(self._call, self.events)
+
+
+def _usage_of(given: Headers) -> AnswerUsage | None:
+    return next((AnswerUsage.decode(value) for name, value in given if name == USAGE), None)
 
 
 class ProxiedRequest:

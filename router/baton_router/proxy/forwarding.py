@@ -41,7 +41,8 @@ FORWARDED = frozenset(
 PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
 SALT = headers.SALT.encode()
-RESUMABLE_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
+TENANT = headers.TENANT.encode()
+FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
 BATCH_CLASS_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.PATIENT_CLASS.encode())
 WORKER = headers.WORKER.encode()
 PROMPT = headers.PROMPT.encode()
@@ -126,6 +127,7 @@ def request_head(
     method: bytes = b"POST",
     *,
     follow: bool = False,
+    tenant: str = "",
     salt: str = "",
     patient: bool = False,
     trace: bytes = b"",
@@ -150,17 +152,21 @@ def request_head(
         request_id,
         passing,
         trace,
-        _fixed_headers(host, control, trust.line, follow, salt, patient),
+        _fixed_headers(host, control, trust.line, follow, tenant, salt, patient),
         ticket,
     )
 
 
 @lru_cache(4096)
-def _fixed_headers(host: str, control: str, key: bytes, follow: bool, salt: str, patient: bool) -> bytes:
+def _fixed_headers(
+    host: str, control: str, key: bytes, follow: bool, tenant: str, salt: str, patient: bool
+) -> bytes:
     """The headers that a worker gets with all requests of one kind."""
     lines = [b"host: %b\r\n" % host.encode(), key]
     if follow:
-        lines.append(RESUMABLE_LINE)
+        lines.append(FOLLOW_LINE)
+    if tenant:
+        lines.append(b"%b: %b\r\n" % (TENANT, tenant.encode()))
     if salt:
         lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
     if patient:

@@ -107,8 +107,13 @@ class Proxy:
             accounts.refused(path, proxied.status)
             return
         accounts.ended(path, request.model, request.urgency[0], proxied.status, granted=attempt is not None)
-        if attempt is not None and proxied.status == OK:
-            accounts.used(request.tenant.name, attempt.report, attempt.tokens)
+        if attempt is None or proxied.status not in (OK, CLIENT_CLOSED_REQUEST):
+            return
+        prompt, generated = attempt.charged
+        if not prompt and attempt.report is not None:
+            prompt = attempt.report.tokens  # of an answer that was resumed
+        accounts.used(request.tenant.name, prompt, attempt.report, max(generated, attempt.tokens))
+        if proxied.status == OK:
             now, urgency = time.perf_counter(), request.urgency[0]
             if attempt.ended:
                 accounts.served(now - proxied.arrived, urgency)
@@ -223,7 +228,8 @@ class Proxy:
             grant.control if own else "",
             self._trust,
             time.time(),
-            follow=own and request.resumable,
+            follow=own and request.events is not None,
+            tenant=request.tenant.turn if own else "",
             salt=request.tenant.salt if own else "",
             patient=own and request.urgency[0] == headers.PATIENT_CLASS,
             trace=b"" if proxied.trace is None else proxied.trace.lines,
@@ -354,6 +360,7 @@ class Proxy:
 
     def _lost(self, proxied: ProxiedRequest, attempt: Attempt, lost: UpstreamLost) -> None:
         """Record that a worker was lost while it had the request, and perhaps its prefill worker before."""
+        attempt.lost = True
         crashed = lost.cause in CRASH_CAUSES
         proxied.crashes += crashed + attempt.prefill_crashed
         self._picker.failed(

@@ -13,6 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from baton_api import anthropic
+from baton_api.answer_usage import COMMENT, take_comments
 from baton_api.errors import BatonError
 from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_line, read_numbers
 from baton_http.sse import DONE, MESSAGE_STOP, EventStream
@@ -50,7 +51,7 @@ class ResumableStream(EventStream):
     @property
     def generated(self) -> int | None:
         """Tokens that this worker reports as generated; None if it does not report them."""
-        return self.tokens - len(self._before) if self._begun is not None else None
+        return self.tokens - len(self._before) if self._begun is not None else super().generated
 
     @property
     def waiting(self) -> bool:
@@ -70,6 +71,10 @@ class ResumableStream(EventStream):
     def finish(self) -> bytes:
         rest, self._waiting = self._waiting[1:], b"\n"
         return super().push(rest) + super().finish()
+
+    def _read_usage(self, piece: bytes) -> None:
+        if self._begun is None:  # else its comments have the count
+            super()._read_usage(piece)
 
     def error(self, error: BatonError) -> bytes:
         """Return the worker's own error, if it reported one."""
@@ -109,6 +114,9 @@ class ResumableStream(EventStream):
                 self._numbers += numbers + b","
                 self.tokens += numbers.count(b",") + 1
             self._ended = self._ended or ended
+        elif line.startswith(COMMENT):
+            _, self.usage = take_comments(line + b"\n")
+            self.tokens = self.usage.generated if self.usage is not None else self.tokens
         elif line.startswith(BEGINS):
             self._begun = _beginning.decode(line.removeprefix(BEGINS))
 

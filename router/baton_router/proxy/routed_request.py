@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,15 +24,17 @@ from baton_api.errors import (
     ModelNotFound,
 )
 from baton_api.hashing import client_salt
+from baton_api.limits import ALL_CHOICES
 from baton_api.resuming import BODY as RESUMPTION
 from baton_http.replies import Scope
-from baton_http.sse import EventStream, ResponseStream
+from baton_http.sse import EventStream, GenerateStream, ResponseStream
 from baton_http.upstream import Headers
 from baton_router.cache import prompt_chunks
 from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage
 from baton_router.proxy.resume_state import MessageStream, ResumableStream
 from baton_router.scheduling.direct_route import DirectRoute
 from baton_router.scheduling.picker import PickRequest
+from baton_router.scheduling.request_cost import RequestCost
 from baton_router.tenants.tenants import CLASSES, DEFAULT_TENANT, Tenant
 
 NO_CHUNKS = PromptChunks((), ())
@@ -41,7 +44,7 @@ CHAT = "/v1/chat/completions"
 STREAMS: dict[str, type[EventStream]] = {
     CHAT: ResumableStream,
     "/v1/completions": ResumableStream,
-    "/generate": EventStream,
+    "/generate": GenerateStream,
     "/v1/responses": ResponseStream,
     anthropic.MESSAGES: MessageStream,
 }
@@ -57,6 +60,8 @@ class AnswerOptions(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
+    n: Any = None
+    best_of: Any = None
     resumption: msgspec.Raw = msgspec.field(default=_ABSENT, name=RESUMPTION)
 
     @property
@@ -64,13 +69,17 @@ class AnswerOptions(msgspec.Struct):
         """Number of the token that brings the first byte at the latest; None if the body does not set it."""
         if self.stream is True:
             return 1
-        return self.answer_tokens
+        return self.answer_tokens or None
 
     @property
     def answer_tokens(self) -> int | None:
-        """The most that the answer may have; None if it does not say."""
-        raw = self.max_completion_tokens or self.max_tokens or self.max_output_tokens
-        return raw if type(raw) is int and raw > 0 else None
+        """The most that each choice may have; None if it does not say."""
+        return _limit(self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
+
+    @property
+    def width(self) -> int:
+        """Choices for each prompt."""
+        return max(_count(self.n), _count(self.best_of))
 
 
 class RequestBody(AnswerOptions):
@@ -84,6 +93,39 @@ class RequestBody(AnswerOptions):
     tools: msgspec.Raw = _ABSENT
     system: Any = None
     """Instructions, which Anthropic's API has apart from the messages."""
+    text: msgspec.Raw = _ABSENT
+    input_ids: msgspec.Raw = _ABSENT
+    sampling_params: Any = None
+    """Of `/generate`: an object, or one for each prompt."""
+    documents: Any = None
+    text_1: Any = None
+    text_2: Any = None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        given = self._sampling
+        if not given:
+            return _limit(self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
+        limits = [_limit(one.get("max_new_tokens"), one.get("max_tokens")) for one in given]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    @property
+    def width(self) -> int:
+        return max(_count(self.n), _count(self.best_of), *(_count(one.get("n")) for one in self._sampling))
+
+    @property
+    def _sampling(self) -> list[dict[str, Any]]:
+        given = self.sampling_params
+        return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and value > 0 else 1
+
+
+def _limit(*values: object) -> int | None:
+    """The first one that is a limit of tokens."""
+    return next((one for one in values if type(one) is int and one >= 0), None)
 
 
 class ChatBody(AnswerOptions, kw_only=True):
@@ -105,8 +147,8 @@ class RoutedRequest:
 
     __slots__ = (
         "_digest",
-        "answer_tokens",
         "body",
+        "cost",
         "events",
         "explain",
         "headers",
@@ -129,7 +171,8 @@ class RoutedRequest:
         self._digest = digest(body)
         self.path = path = scope["path"]
         salt = tenant.salt
-        self.model, self.prompt, options = _parse_chat(body, salt) if path == CHAT else _parse_any(body, salt)
+        parsed = _parse_chat(body, salt) if path == CHAT else _parse_any(body, salt)
+        self.model, self.prompt, options, others = parsed
         if options.resumption:
             raise InvalidRequest(
                 f"Unsupported parameter: {RESUMPTION!r}. Only a router may set where an answer continues.",
@@ -143,7 +186,7 @@ class RoutedRequest:
         self.tokens_ahead = options.tokens_ahead
         """Number of the token that brings the first byte of the answer at the latest; None if unknown."""
         self.streams = options.stream is True
-        self.answer_tokens = options.answer_tokens
+        self.cost = _cost(options, others, generates=self.events is not None)
         self.urgency = request_class(self.headers, tenant)
         self.explain = False
         """Whether the scheduler reports the prices of the options."""
@@ -173,7 +216,7 @@ class RoutedRequest:
             None if limits is DEFAULT_TENANT.limits else limits,
             objective_s,
             self.streams,
-            self.answer_tokens,
+            self.cost,
             len(self.body),
             waited_s is not None,
             resumed,
@@ -199,18 +242,44 @@ def _check_model(allowed: frozenset[str], model: str | None) -> None:
         raise ModelNotFound(model, tuple(sorted(allowed)))
 
 
-def _parse_chat(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions]:
-    """Return the model, the prompt and the answer options, in one pass over the body."""
+@dataclass(frozen=True, slots=True)
+class OtherPrompts:
+    """The prompts of a request but the first one."""
+
+    count: int
+    size: int
+    """Bytes."""
+
+
+ALONE = OtherPrompts(0, 0)
+
+
+def _cost(options: AnswerOptions, others: OtherPrompts, *, generates: bool) -> RequestCost:
+    """Raises InvalidRequest for more choices than a request may have."""
+    prompts = 1 + others.count
+    choices = prompts * options.width if generates else 0
+    if choices > ALL_CHOICES.most:
+        raise InvalidRequest(
+            f"{prompts} prompts with {options.width} choices each exceed the maximum of {ALL_CHOICES.most} "
+            "choices in a request.",
+            param="n" if options.width > 1 else "prompt",
+            code=ALL_CHOICES.code,
+        )
+    return RequestCost(prompts, others.size, choices, options.answer_tokens)
+
+
+def _parse_chat(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions, OtherPrompts]:
+    """Return the model, the prompt, the answer options and other prompts, in one pass over the body."""
     try:
         chat = _chat.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _parse_any(body, salt)  # says what is wrong, if it is not JSON
     root = _root(salt, chat.cache_salt, chat.model)
-    return chat.model, prompt_chunks.chunk_messages(chat.messages, chat.tools, root), chat
+    return chat.model, prompt_chunks.chunk_messages(chat.messages, chat.tools, root), chat, ALONE
 
 
-def _parse_any(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions]:
-    """Return the model, the prompt in any shape, and the answer options."""
+def _parse_any(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions, OtherPrompts]:
+    """Return the model, the prompt in any shape, the answer options and other prompts."""
     try:
         read = _body.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -218,7 +287,8 @@ def _parse_any(body: bytes, salt: str) -> tuple[str | None, PromptChunks, Answer
     except RecursionError as error:
         raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
     model = read.model if isinstance(read.model, str) else None
-    return model, _prompt(read, _root(salt, read.cache_salt, model)), read
+    prompt, others = _prompt(read, _root(salt, read.cache_salt, model))
+    return model, prompt, read, others
 
 
 def _root(salt: str, cache_salt: object, model: str | None) -> int:
@@ -228,27 +298,39 @@ def _root(salt: str, cache_salt: object, model: str | None) -> int:
     return prompt_chunks.root_name(salt, model or "")
 
 
-def _prompt(body: RequestBody, root: int) -> PromptChunks:
+def _prompt(body: RequestBody, root: int) -> tuple[PromptChunks, OtherPrompts]:
     if body.messages:
         try:
             messages = _messages.decode(body.messages)
             if body.system is not None:
                 messages.insert(0, PromptMessage("system", body.system))
-            return prompt_chunks.chunk_messages(messages, body.tools, root)
+            return prompt_chunks.chunk_messages(messages, body.tools, root), ALONE
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return prompt_chunks.chunk_text(bytes(body.messages), root)
-    raw = body.prompt or body.input
-    return prompt_chunks.chunk_text(_text(raw), root) if raw else NO_CHUNKS
+            return prompt_chunks.chunk_text(bytes(body.messages), root), ALONE
+    raw = body.prompt or body.input or body.text or body.input_ids
+    if raw:
+        text, others = _texts(raw)
+        return prompt_chunks.chunk_text(text, root), others
+    scored = [one for one in (body.documents, body.text_1, body.text_2) if one is not None]
+    count = max((len(one) for one in scored if isinstance(one, list)), default=1)
+    size = sum(len(msgspec.json.encode(one)) for one in scored)
+    return NO_CHUNKS, OtherPrompts(count, size) if scored else ALONE
 
 
-def _text(raw: msgspec.Raw) -> bytes:
-    """A prompt's text; of several the first one's, since the others share no prefix with what follows it."""
+def _texts(raw: msgspec.Raw) -> tuple[bytes, OtherPrompts]:
+    """The first prompt's text, and the others, which share no prefix with what follows the first."""
     try:
         prompt: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return bytes(raw)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
+        return bytes(raw), ALONE
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+        return _text(prompt, raw), ALONE
+    others = sum(len(_text(one, b"")) for one in prompt[1:])
+    return _text(prompt[0], raw), OtherPrompts(len(prompt) - 1, others)
+
+
+def _text(prompt: Any, raw: bytes) -> bytes:
+    """The text of one prompt; `raw` if it is neither text nor token ids."""
     if isinstance(prompt, str):
         return prompt.encode(errors="replace")
     try:

@@ -15,6 +15,7 @@ from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.scheduling.candidates import Candidates
 from baton_router.scheduling.fallback_policy import WorkerPair
 from baton_router.scheduling.pair_selection import PairOption, PlainOption
+from baton_router.scheduling.request_cost import ONE_ANSWER, RequestCost
 from baton_router.workers.worker import Worker
 from baton_router.workers.worker_state import WorkerState
 
@@ -33,7 +34,7 @@ class Dispatch(msgspec.Struct, eq=False):
     prompt: PromptChunks
     """Once the request has ended, its size alone."""
     tokens: int
-    """Of the prompt, estimated."""
+    """Of the prompt, estimated; of several of the first one."""
     expected_cached: int
     """How many of them the computing worker is assumed to hold, whether or not the price used that."""
     decided: float
@@ -41,11 +42,16 @@ class Dispatch(msgspec.Struct, eq=False):
     """State of the worker that computes the prompt."""
     decode_state: WorkerState
     compute_s: float
-    """Predicted seconds to compute the prompt there."""
+    """Predicted seconds to compute all prompts there."""
     matched: list[tuple[WorkerState, int]]
     """How many of its chunks those two held when it was planned."""
     weights: Mapping[str, float]
     """Weights of the eligible revisions, if there were several."""
+    cost: RequestCost = ONE_ANSWER
+    others: int = 0
+    """Tokens of the prompts but the first one, estimated."""
+    others_s: float = 0.0
+    """Their part of `compute_s`."""
     assumed_chunks: list[tuple[WorkerState, list[int]]] = []
     """The chunks of the prompt that a worker is assumed to hold since it was sent there."""
     first_byte: float | None = None
@@ -77,7 +83,7 @@ class Dispatch(msgspec.Struct, eq=False):
 
     @property
     def uncached(self) -> int:
-        """Tokens to compute, as far as was state."""
+        """Tokens of the first prompt to compute, as far as it is known."""
         return max(1, self.tokens - self.option.cached)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,6 +28,7 @@ from baton_router.scheduling.pair_selection import (
     PlainOption,
     PrefillOffer,
 )
+from baton_router.scheduling.request_cost import ONE_ANSWER, RequestCost
 from baton_router.scheduling.revision_weights import RevisionShares
 from baton_router.workers.costs import RunningAverage
 from baton_router.workers.worker import Workers
@@ -84,13 +86,15 @@ class Dispatcher:
         ahead: Mapping[int, float] = NO_BACKLOG,
         direct: DirectRoute | None = None,
         queued_s: float = 0.0,
+        cost: RequestCost = ONE_ANSWER,
     ) -> Dispatch | None:
         """
         Choose among the workers whose names are not in `excluded`; None if none is left. This books nothing.
 
         `ahead` are seconds, by the workers' slots, of prompts that are not booked but will go there before
         this one. `direct`: which workers a gateway can send it to. `queued_s`: predicted seconds of the
-        requests that wait for these workers. Raises what `Workers.serving` raises.
+        requests that wait for these workers. `cost`: its other prompts, whose time is predicted as if none of
+        them were cached. Raises what `Workers.serving` raises.
         """
         candidates = self._candidate_cache.candidates(model, excluded, now, direct)
         if candidates is None:
@@ -108,6 +112,11 @@ class Dispatcher:
         decode_state = prefill_state = candidates.decode_states[option.decode]
         if option.prefill != LOCAL_PREFILL:
             prefill_state = candidates.prefill_states[option.prefill]
+        others, others_s = cost.others(ratio), 0.0
+        if others:
+            each = math.ceil(others / max(1, cost.prompts - 1))
+            others_s = others / each * prefill_state.prefill_cost.seconds(each, each)
+            option = option._replace(first_token_s=option.first_token_s + others_s)
         return Dispatch(
             number=next(self._numbers),
             pair=candidates.pair(option),
@@ -120,7 +129,10 @@ class Dispatcher:
             decided=now,
             prefill_state=prefill_state,
             decode_state=decode_state,
-            compute_s=prefill_state.prefill_cost.seconds(tokens - option.cached, tokens),
+            compute_s=prefill_state.prefill_cost.seconds(tokens - option.cached, tokens) + others_s,
+            cost=cost,
+            others=others,
+            others_s=others_s,
             matched=[(state, matched.get(state.slot, 0)) for state in {prefill_state, decode_state}],
             weights=weights,
         )
@@ -153,8 +165,12 @@ class Dispatcher:
     def book(self, dispatch: Dispatch, now: float) -> None:
         """The request goes where it was planned, which must have been in this same moment."""
         dispatch.decided = dispatch.arrived = now
-        dispatch.prefill_state.prefills.book(dispatch.number, dispatch.compute_s, dispatch.uncached, now)
-        dispatch.decode_state.streams.book(dispatch.number, dispatch.tokens)
+        # Workers give other tenants a turn after each prompt, so only the first one is in the way of others.
+        compute_s = dispatch.compute_s - dispatch.others_s
+        dispatch.prefill_state.prefills.book(dispatch.number, compute_s, dispatch.uncached, now)
+        dispatch.decode_state.streams.book(
+            dispatch.number, dispatch.tokens + dispatch.others, max(1, dispatch.cost.choices)
+        )
         sent = self.worker_states.sent
         dispatch.assumed_chunks = [
             (state, sent(dispatch.prompt, state, matched)) for state, matched in dispatch.matched
@@ -196,7 +212,7 @@ class Dispatcher:
         dispatch.first_byte, dispatch.report = now, report
         waited_s = dispatch.prefill_state.prefills.waited_s(dispatch.number, dispatch.decided)
         dispatch.prefill_state.prefills.release(dispatch.number, now)
-        if report is not None:
+        if report is not None and dispatch.cost.prompts == 1:  # else it may be the report of any of them
             self.metrics.computed(dispatch.expected_cached, report)
             self.worker_states.computed(dispatch.prompt, report, dispatch.assumed_chunks)
             compute_s = report.compute_s
@@ -221,7 +237,7 @@ class Dispatcher:
         """
         if dispatch.ended is not None:
             return
-        if dispatch.report is not None:
+        if dispatch.report is not None and dispatch.cost.prompts == 1:
             self._learn_cached(dispatch, dispatch.report.completed(cached))
         dispatch.ended, dispatch.complete, dispatch.answered = now, complete, tokens
         dispatch.decode_state.streams.release(dispatch.number)
@@ -231,8 +247,8 @@ class Dispatcher:
                 self.worker_states.lost(chunks, state)
         elif complete:
             self.worker_states.answered(dispatch.prompt, dispatch.decode_state)
-            if tokens is not None:
-                self._answer_tokens.learn(tokens)
+            if tokens is not None and dispatch.cost.choices:
+                self._answer_tokens.learn(tokens / dispatch.cost.choices)
         dispatch.drop_prompt()
 
     def _learn_cached(self, dispatch: Dispatch, report: PromptReport) -> None:

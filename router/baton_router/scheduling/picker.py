@@ -15,6 +15,7 @@ from baton_api.engines import EngineKind
 from baton_api.reports import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.scheduling.direct_route import DirectRoute
+from baton_router.scheduling.request_cost import ONE_ANSWER, RequestCost
 from baton_router.tenants.tenants import TenantLimits
 
 
@@ -36,8 +37,7 @@ class PickRequest(msgspec.Struct, frozen=True):
     """Target time to first token; None if unset."""
     streams: bool = True
     """Whether the response is streamed, so that it begins when the prompt is computed."""
-    answer_tokens: int | None = None
-    """Maximum tokens of the answer; None if unset."""
+    cost: RequestCost = ONE_ANSWER
     size: int = 0
     """Size of the body in bytes."""
     retried: bool = False
@@ -91,6 +91,10 @@ class Grant(msgspec.Struct, frozen=True):
     """Tokens of a KV block, if blocks of the workers are named by their tokens; else 0."""
     adapter: str = ""
     """The request's model, if it is an adapter of the worker's model."""
+    prompt_tokens: int = 0
+    """Tokens of all prompts, estimated."""
+    usual_tokens: float = 0.0
+    """Tokens of an answer, as answers usually have."""
 
 
 class Picker(Protocol):
@@ -136,11 +140,18 @@ class Picker(Protocol):
         ...
 
     def release(
-        self, grant: Grant, *, complete: bool, tokens: int | None = None, cached: int | None = None
+        self,
+        grant: Grant,
+        *,
+        complete: bool,
+        tokens: int | None = None,
+        cached: int | None = None,
+        charged: int = 0,
     ) -> None:
         """
         The request has ended; `complete` if its response was whole. `tokens` it generated, if counted.
 
         `cached` are the cached tokens of its prompt, where only the end of the response reports them.
+        `charged` are the tokens of prompts and choices that count for the tenant's quota.
         """
         ...

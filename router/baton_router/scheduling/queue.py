@@ -40,9 +40,6 @@ TICK_S = 0.1
 
 LEAST_TICK_S = 0.005
 
-ANSWER_COST = 3.0
-"""Cost of an answer token against a prompt token, charged to the tenant."""
-
 ENTRY_BYTES = 2048
 """Memory of a queued request besides its body."""
 
@@ -109,7 +106,12 @@ class Queue:
             self._assume_computed(now)
         try:
             dispatch = self._dispatcher.plan(
-                request.model, request.prompt, request.excluded, now, direct=request.direct
+                request.model,
+                request.prompt,
+                request.excluded,
+                now,
+                direct=request.direct,
+                cost=request.cost,
             )
         except NotReady:
             if not self._settings.recovery_s and not self._settings.hold_s:
@@ -146,13 +148,8 @@ class Queue:
         self.demand["prompt"] += prompt_tokens(request, plan)
         # Without any prefill worker all prompts are local, and none of them because that is cheaper.
         if plan is not None and plan.pair.prefill is None and plan.candidates.prefills:
-            self.demand["local"] += plan.uncached
-        self.demand["answer"] += round(self._answer_tokens(request))
-
-    def _answer_tokens(self, request: PickRequest) -> float:
-        """Expected tokens of the answer."""
-        expected = self._dispatcher.answer_tokens
-        return expected if request.answer_tokens is None else min(request.answer_tokens, expected)
+            self.demand["local"] += plan.uncached + plan.others
+        self.demand["answer"] += round(request.cost.answer_tokens(self._dispatcher.answer_tokens))
 
     def changed(self) -> None:
         """Check the queue soon: a worker may have become free."""
@@ -191,14 +188,14 @@ class Queue:
     def _entry(self, request: PickRequest, plan: Dispatch | None, now: float) -> QueuedRequest:
         settings = self._settings
         limits = wait_limits(request.kind, request.objective_s, settings.interactive_s, settings.wait_s)
-        answer = self._answer_tokens(request)
+        prompt = plan.uncached + plan.others if plan else 1 + request.cost.others()
         return QueuedRequest(
             number=next(self._numbers),
             tenant=request.tenant,
             level=LEVELS[request.kind],
             arrived=now - request.waited_s,
             best_s=plan.compute_s if plan else 0.0,
-            cost=(plan.uncached if plan else 1) + ANSWER_COST * answer,
+            cost=request.cost.fair_share(prompt, self._dispatcher.answer_tokens),
             size=request.size + ENTRY_BYTES,
             objective_s=limits.objective_s,
             max_wait_s=limits.max_wait_s if plan else self._max_wait_s(request, limits),
@@ -327,7 +324,14 @@ class Queue:
         entry.plan, entry.planned = None, now
         try:
             entry.plan = self._dispatcher.plan(
-                request.model, request.prompt, request.excluded, now, ahead, request.direct, queued_s
+                request.model,
+                request.prompt,
+                request.excluded,
+                now,
+                ahead,
+                request.direct,
+                queued_s,
+                request.cost,
             )
         except NotReady:
             return None

@@ -18,6 +18,7 @@ from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.priority_queue import PriorityQueue
 from baton_router.scheduling.tenant_queue import QueueEntry
+from baton_router.workers.costs import BYTES_PER_TOKEN
 from baton_router.workers.worker_state import WorkerState
 
 NEARLY_DONE_S = 0.020
@@ -89,9 +90,6 @@ class QueueWakeup:
 REPLAN_S = 0.25
 """Seconds for which a request keeps its planned worker."""
 
-BYTES_PER_TOKEN = 4
-"""Of prompts, before a worker has reported it."""
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest(QueueEntry):
@@ -135,5 +133,7 @@ class RequestPool:
 
 
 def prompt_tokens(request: PickRequest, plan: Dispatch | None) -> int:
-    """Tokens to compute, estimated."""
-    return plan.uncached if plan else max(1, request.prompt.bytes // BYTES_PER_TOKEN)
+    """Tokens of all prompts to compute, estimated."""
+    if plan is not None:
+        return plan.uncached + plan.others
+    return max(1, round(request.prompt.bytes / BYTES_PER_TOKEN)) + request.cost.others()

@@ -2,10 +2,10 @@
 Quotas of tenants: token buckets and a count of open requests, reserved at admission and settled at the end.
 
 A bucket fills evenly and holds one minute's worth. A request reserves its expected use from all buckets or
-from none. The prompt counts by its bytes, the answer by the usual length, or by its own limit if that is
-less. At the end the difference is returned or charged, so that many small requests at once cannot exceed the
-limit together. A request that needs more than a bucket holds waits until the bucket is full, and leaves a
-debt.
+from none. Prompts count by their bytes, each choice by the usual length, or by its own limit if that is less
+(`request_cost`). At the end the difference is returned or charged, so that many small requests at once cannot
+exceed the limit together. A request that needs more than a bucket holds waits until the bucket is full, and
+leaves a debt; one with more choices than may be open waits until none is.
 
 A request that resumes at another worker was admitted before: it reserves again without a check.
 """
@@ -28,22 +28,21 @@ class QuotaReservation:
     """Expected use of one request. It is cancelled or settled, once."""
 
     quota: TenantQuota
-    prompt: int
-    answer: int
+    tokens: int
+    choices: int
     anew: bool
     """Whether it was admitted here, and not resumed."""
 
     def cancel(self, now: float) -> None:
         """Undo the reservation: the request was rejected for another reason."""
         if self.anew:
-            self.quota.cancel(self.prompt + self.answer, now)
+            self.quota.cancel(self.tokens, self.choices, now)
         else:
-            self.quota.settle(self.prompt + self.answer, 0, now)
+            self.quota.settle(self.tokens, 0, self.choices, now)
 
-    def settle(self, prompt: int, answer: int | None, now: float) -> None:
-        """Settle at the end. Without a count of the `answer` tokens, the reserved ones are charged."""
-        used = prompt + (self.answer if answer is None else answer)
-        self.quota.settle(self.prompt + self.answer, used, now)
+    def settle(self, used: int, now: float) -> None:
+        """Settle at the end, when `used` tokens are charged."""
+        self.quota.settle(self.tokens, used, self.choices, now)
 
 
 class Quotas:
@@ -56,7 +55,7 @@ class Quotas:
         self._quotas: dict[str, TenantQuota] = {}
 
     def open(self, tenant: str) -> int:
-        """Admitted requests of a tenant that have not ended."""
+        """Choices of a tenant's admitted requests that have not ended."""
         quota = self._quotas.get(tenant)
         return quota.open if quota else 0
 
@@ -68,15 +67,16 @@ class Quotas:
             quota = self._quotas[request.tenant] = TenantQuota(request.limits, now)
         elif quota.limits != request.limits:
             quota.limited(request.limits, now)
-        prompt = math.ceil(request.prompt.bytes / BYTES_PER_TOKEN)
-        expected = math.ceil(self._answer_tokens())
-        answer = expected if request.answer_tokens is None else min(expected, request.answer_tokens)
+        cost = request.cost
+        prompt = math.ceil(request.prompt.bytes / BYTES_PER_TOKEN) + cost.others()
+        tokens = prompt + math.ceil(cost.answer_tokens(self._answer_tokens()))
+        choices = max(1, cost.choices)
         if request.retried:
-            quota.reopen(prompt + answer, now)
-        elif refusal := quota.admit(prompt + answer, now):
+            quota.reopen(tokens, choices, now)
+        elif refusal := quota.admit(tokens, choices, now):
             self._rejects[refusal.limit] += 1
             raise RateLimited(refusal.limit, refusal.most, math.ceil(refusal.wait_s))
-        return QuotaReservation(quota, prompt, answer, not request.retried)
+        return QuotaReservation(quota, tokens, choices, not request.retried)
 
 
 MINUTE_S = 60.0
@@ -134,12 +134,12 @@ class TenantQuota:
         self._requests = _bucket(limits.requests_per_minute, now)
         self._tokens = _bucket(limits.tokens_per_minute, now)
         self.open = 0
-        """Admitted requests that have not ended."""
+        """Choices of admitted requests that have not ended."""
 
-    def admit(self, tokens: int, now: float) -> QuotaRejection | None:
-        """Take one request of `tokens`, or return the exceeded limit and take nothing."""
+    def admit(self, tokens: int, choices: int, now: float) -> QuotaRejection | None:
+        """Take one request, or return the exceeded limit and take nothing."""
         limits = self.limits
-        if limits.streams is not None and self.open >= limits.streams:
+        if limits.streams is not None and self.open and self.open + choices > limits.streams:
             return QuotaRejection("streams", limits.streams, STREAM_WAIT_S)
         if self._requests is not None and (wait := self._requests.wait_s(1, now)):
             return QuotaRejection("requests", int(self._requests.size), wait)
@@ -147,24 +147,24 @@ class TenantQuota:
             return QuotaRejection("tokens", int(self._tokens.size), wait)
         if self._requests is not None:
             self._requests.take(1, now)
-        self.reopen(tokens, now)
+        self.reopen(tokens, choices, now)
         return None
 
-    def reopen(self, tokens: int, now: float) -> None:
+    def reopen(self, tokens: int, choices: int, now: float) -> None:
         """Charge a resumed request, without a check."""
-        self.open += 1
+        self.open += choices
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 
-    def settle(self, reserved: int, used: int, now: float) -> None:
+    def settle(self, reserved: int, used: int, choices: int, now: float) -> None:
         """End a request that reserved `reserved` tokens and used `used`."""
-        self.open -= 1
+        self.open -= choices
         if self._tokens is not None:
             self._tokens.take(used - reserved, now)
 
-    def cancel(self, reserved: int, now: float) -> None:
+    def cancel(self, reserved: int, choices: int, now: float) -> None:
         """Undo the admission of a request that was rejected for another reason."""
-        self.settle(reserved, 0, now)
+        self.settle(reserved, 0, choices, now)
         if self._requests is not None:
             self._requests.take(-1, now)
 

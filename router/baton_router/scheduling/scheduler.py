@@ -134,6 +134,8 @@ class RequestScheduler:
             decode.engine_kind,
             dispatch.prefill_state.named_blocks,
             request.model or "" if decode.is_adapter(request.model) else "",
+            dispatch.tokens + dispatch.others,
+            self.dispatcher.answer_tokens,
         )
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
@@ -176,7 +178,13 @@ class RequestScheduler:
         self.outcomes.full(self._granted[grant.number].pair, self._clock())
 
     def release(
-        self, grant: Grant, *, complete: bool, tokens: int | None = None, cached: int | None = None
+        self,
+        grant: Grant,
+        *,
+        complete: bool,
+        tokens: int | None = None,
+        cached: int | None = None,
+        charged: int = 0,
     ) -> None:
         dispatch = self._granted.pop(grant.number)
         self.outcomes.release(dispatch.number, dispatch.pair)
@@ -189,10 +197,7 @@ class RequestScheduler:
             self.queue.changed()
         self.dispatcher.release(dispatch, now, complete=complete, tokens=tokens, cached=cached)
         if self._reserved and (reserved := self._reserved.pop(dispatch.number, None)) is not None:
-            prompt = dispatch.report.tokens if dispatch.report else dispatch.tokens
-            if tokens is None and not complete:
-                tokens = 0  # the count of a broken answer is unknown
-            reserved.settle(0 if dispatch.first_byte is None else prompt, tokens, now)
+            reserved.settle(charged, now)
 
     def _check_poison(self, request: PickRequest, now: float) -> None:
         if request.resumed:

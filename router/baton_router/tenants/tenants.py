@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
+from xxhash import xxh3_64_intdigest as digest
 
 from baton_api.errors import SetupError
 from baton_api.keys import NAME, KeyDigest, Pepper
@@ -80,6 +81,11 @@ class Tenant:
     def id(self) -> str:
         """The unique name, which keys owners, quotas and queues; empty without a name."""
         return f"{self.kind}:{self.name}" if self.name else ""
+
+    @property
+    def turn(self) -> str:
+        """Its name for workers, which need not know it; empty without a name."""
+        return f"{digest(self.id.encode(errors='replace')):016x}" if self.name else ""
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

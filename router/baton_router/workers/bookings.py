@@ -77,23 +77,24 @@ class PrefillBookings:
 
 
 class StreamBookings:
-    """The requests for which one worker generates, or soon will."""
+    """The choices that one worker generates, or soon will."""
 
     __slots__ = ("_booked", "count", "tokens")
 
     def __init__(self) -> None:
-        self._booked: dict[int, int] = {}
+        self._booked: dict[int, tuple[int, int]] = {}
+        """Number of a request -> tokens, choices."""
         self.tokens = 0
         """Of all their contexts."""
         self.count = 0
 
-    def book(self, number: int, tokens: int) -> None:
-        self._booked[number] = tokens
+    def book(self, number: int, tokens: int, choices: int = 1) -> None:
+        """One request more; its choices share the `tokens` of its prompts."""
+        self._booked[number] = tokens, choices
         self.tokens += tokens
-        self.count += 1
+        self.count += choices
 
     def release(self, number: int) -> None:
-        tokens = self._booked.pop(number, None)
-        if tokens is not None:
-            self.tokens -= tokens
-            self.count -= 1
+        tokens, choices = self._booked.pop(number, (0, 0))
+        self.tokens -= tokens
+        self.count -= choices

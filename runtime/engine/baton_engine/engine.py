@@ -129,7 +129,7 @@ class Engine:
         if request.step_summary is not None:
             request.step_summary.arrived = sequence.arrived_at
         if not self._lifecycle.reserve(
-            request.id, lambda: self._commands.post(lambda: self._lifecycle.add(sequence))
+            request.id, request.tenant, lambda: self._commands.post(lambda: self._lifecycle.add(sequence))
         ):
             raise NotReady("The worker is shutting down.")
         self._interruption.ask(sequence)

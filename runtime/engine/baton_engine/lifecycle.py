@@ -7,11 +7,14 @@ Only the engine's thread uses this module, except `Lifecycle.reserve` and `Lifec
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from baton_api import logs
 from baton_api.errors import BatonError, InternalError, InvalidRequest, Overloaded
+from baton_api.limits import TENANT_SHARE
 from baton_api.messages import TokenChoice
 from baton_engine.metrics.counters import EngineCounters
 from baton_engine.requests import FinishReason, Output, PromptLogprobs, PromptTiming, RelayRecord, Vector
@@ -34,24 +37,31 @@ class Lifecycle:
         """Unfinished sequences, and finished ones whose blocks are held for export."""
         self._ids: set[str] = set()
         """Ids of `_sequences`, and of requests whose command to add them has not run yet."""
+        self._arriving: Counter[str] = Counter()
+        """The latter by tenant."""
 
     # --- From any thread ---
 
-    def reserve(self, request_id: str, post: Callable[[], bool]) -> bool:
+    def reserve(self, request_id: str, tenant: str, post: Callable[[], bool]) -> bool:
         """
         Reserve the id of a request, then call `post` to post the command that adds it.
 
-        Returns the result of `post`. Raises Overloaded if the queue is full, InvalidRequest if the id is in
-        use.
+        Returns the result of `post`. Raises Overloaded if the queue is full, or the share of `tenant`, which
+        leaves room for others. Raises InvalidRequest if the id is in use.
         """
         limit = self._scheduler.limits.max_queued
         with self._lock:
             queued = len(self._scheduler.waiting) + self.arriving
             if queued >= limit:
                 raise Overloaded(queued, limit)
+            own = self._scheduler.waiting.count(tenant) + self._arriving[tenant]
+            share = math.ceil(TENANT_SHARE * (limit - queued + own))
+            if tenant and own and own >= share:
+                raise Overloaded(own, share)
             if request_id in self._ids:
                 raise InvalidRequest(f"A request with the id {request_id[:128]!r} is already being served.")
             self._ids.add(request_id)
+            self._arriving[tenant] += 1
             if not post():
                 self._ids.discard(request_id)
                 return False
@@ -70,6 +80,11 @@ class Lifecycle:
     def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.request.id] = sequence
         self._scheduler.add(sequence)
+        tenant = sequence.request.tenant
+        with self._lock:
+            self._arriving[tenant] -= 1
+            if not self._arriving[tenant]:
+                del self._arriving[tenant]
 
     def add_token(
         self,

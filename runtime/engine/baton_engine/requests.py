@@ -263,6 +263,8 @@ class Request:
     """Collects the duration of the request's passes, if it is traced."""
     prediction: tuple[int, ...] = ()
     """Tokens of a text that the client expects as the answer: a source of drafts."""
+    tenant: str = ""
+    """Tenant, or request of a client, whose sequences take turns with those of others."""
     patient: bool = False
     """Whether the request is background work: it is scheduled after all others, and retracted for them."""
     remote: RemotePrefill | None = None

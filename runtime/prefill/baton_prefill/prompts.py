@@ -168,6 +168,7 @@ class PromptTask:
                 matcher=matcher,
                 client_id=prefill.request_id,
                 step_summary=None if self._spans is None else self._spans.step_summary(),
+                tenant=prefill.request_id,
                 export=self,
             )
             async for output in self._context.client.generate(request):

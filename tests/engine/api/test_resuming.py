@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton_api import anthropic, headers
+from baton_api.answer_usage import COMMENT, take_comments
 from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_line, read_numbers, with_resumption
 from tests.engine.api.api import MODEL, USER, Api, open_api
 
@@ -146,6 +147,36 @@ async def test_resume_unrequested_sends_no_resume_state(api: Api) -> None:
     path, body = REQUESTS["greedy"]
     response = await api.http.post(path, json=body)
     assert b"baton" not in response.content.replace(b'"system_fingerprint":"baton', b"")
+
+
+UNRESUMABLE: dict[str, tuple[str, dict[str, Any], int]] = {
+    "choices": ("/v1/chat/completions", {"model": MODEL, "messages": USER, "n": 3, "stream": True}, 3),
+    "prompts": ("/v1/completions", {"model": MODEL, "prompt": ["a", "bc"], "n": 2, "stream": True}, 4),
+    "generate": ("/generate", {"text": "a", "stream": True}, 1),
+    "a response": ("/v1/responses", {"model": MODEL, "input": "a", "stream": True}, 1),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "choices"), UNRESUMABLE.values(), ids=UNRESUMABLE.keys())
+async def test_stream_that_cannot_be_resumed_says_what_it_has_cost(
+    api: Api, path: str, body: dict[str, Any], choices: int
+) -> None:
+    """Behind each event that brings tokens, the sum of all choices; whole answers have it in a header."""
+    length: dict[str, Any] = {"sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+    if path != "/generate":
+        length = {"max_output_tokens" if "input" in body else "max_tokens": 6, "ignore_eos": True}
+    if "input" in body:
+        del length["ignore_eos"]
+        api.model.script = "abcdefghi"
+    stream = (await api.http.post(path, json={**body, **length}, headers=FOLLOW)).content
+    rest, last = take_comments(stream)
+    assert b"baton-" not in rest.replace(b'"baton-', b"")
+    assert last is not None and last.generated == 6 * choices
+    seen = [line for line in stream.split(b"\n") if line.startswith(COMMENT)]
+    counts = [int(line.split()[-1]) for line in seen]
+    assert counts == sorted(counts) and len(set(counts)) > 1
+    whole = await api.http.post(path, json={**body, **length, "stream": False})
+    assert whole.headers[headers.USAGE].encode() == last.encode()
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"stream": False, "stream_options": None}])

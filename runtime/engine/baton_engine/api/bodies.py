@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -145,9 +145,9 @@ class JsonEndpoint:
         return msgspec.json.encode(self._work(parse(body), self._served))
 
 
-async def send_json(encoded: bytes, send: Send) -> None:
-    """Send `encoded` as a response with status 200."""
-    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
+async def send_json(encoded: bytes, send: Send, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """Send `encoded` as a response with status 200, with `more` headers."""
+    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode()), *more]
     await send({"type": "http.response.start", "status": 200, "headers": fields})
     await send({"type": "http.response.body", "body": encoded})
 

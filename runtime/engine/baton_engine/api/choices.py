@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from baton_api import headers
+from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import NotReady, RequestAborted
 from baton_api.kv_events import block_number
 from baton_api.reports import PromptReport
@@ -70,6 +71,7 @@ class Choices:
                     trace=exchange.onward,
                     step_summary=None if exchange.spans is None else exchange.spans.step_summary(),
                     prediction=work.prediction,
+                    tenant=exchange.tenant,
                     patient=patient,
                     remote=remote if index % n == 0 else None,
                 ),
@@ -83,16 +85,22 @@ class Choices:
             lead.followers = self.all[lead.index + 1 : lead.index + n]
         if work.resumption is not None:
             catch_up(work, self.all[0])
+        drawn = work.parameters.sampling.drawn
+        self.count = AnswerUsage(
+            prompt=sum(len(prompt.tokens) for prompt in work.prompts) - drawn,
+            generated=sum(choice.transcript.count for choice in self.all),
+        )
+        """Tokens of all prompts, and of all choices so far."""
         self._unsubmitted = len(self.all) - len(self._leads)
         """Number of followers that are not yet submitted."""
         self.aborted = False
 
     @property
     def usage(self) -> Usage:
-        drawn = self._work.parameters.sampling.drawn
+        count = self.count
         return Usage(
-            prompt_tokens=sum(len(prompt.tokens) for prompt in self._work.prompts) - drawn,
-            completion_tokens=sum(choice.transcript.count for choice in self.all),
+            prompt_tokens=count.prompt,
+            completion_tokens=count.generated,
             cached_tokens=sum(lead.cached_tokens for lead in self._leads),
             reasoning_tokens=sum(choice.transcript.reasoning_tokens for choice in self.all),
             accepted_prediction_tokens=sum(choice.transcript.predicted for choice in self.all),
@@ -192,7 +200,9 @@ class Choices:
             piece = transcript.push(output)
             if self.answer_log is not None:
                 self.answer_log.add(choice.index, piece.text)
-            self._observe(choice, output, transcript.count - before)
+            tokens = transcript.count - before
+            self.count = AnswerUsage(self.count.prompt, self.count.generated + tokens)
+            self._observe(choice, output, tokens)
             if transcript.finish is not None and output.finish is None:
                 self._served.engine.finish(choice.request.id)
             yield piece

@@ -59,6 +59,7 @@ class Edge:
         scope["headers"] = keys.with_authorization(scope["headers"])
         given = dict(scope["headers"])
         exchange = open_exchange(scope, request_id(given.get(headers.REQUEST_ID.encode(), b"")))
+        exchange.tenant = given.get(headers.TENANT.encode(), b"").decode("latin-1") or exchange.request_id
         logs.about(request_id=exchange.request_id)
         if trace_context.TRACEPARENT in given:
             exchange.trace = trace_context.read(scope["headers"])

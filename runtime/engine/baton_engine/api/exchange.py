@@ -45,6 +45,8 @@ class Exchange:
     """Status of the response; 499 if the client disconnected before it."""
     client: str = ""
     """Name of the API key, if it has a name."""
+    tenant: str = ""
+    """Of the router, or the request's id: whose sequences take turns with those of others."""
     answer_id: str = ""
     stream: bool = False
     prompt_tokens: int | None = None

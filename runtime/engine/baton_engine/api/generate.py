@@ -137,7 +137,7 @@ class Generate:
             if self._served.tracing is not None:
                 exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
             remote = named_remote(scope, self._served, exchange.request_id)
-            followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
+            followed = headers.FOLLOW.encode() in dict(scope["headers"])
             answer_log = self._log.read(exchange, work)
             choices = Choices(
                 self._served, work, exchange, remote, answer_log, salt, patient=is_patient(scope)
@@ -179,6 +179,7 @@ class Generate:
         fields = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(encoded)).encode()),
+            (headers.USAGE.encode(), choices.count.encode()),
             *choices.headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": fields})
@@ -196,11 +197,11 @@ class Generate:
                             fields = [*STREAM_HEADERS, *choices.headers]
                             await send({"type": "http.response.start", "status": 200, "headers": fields})
                             writer = StreamWriter(send, self._keep_alive_s)
-                            if followed:
+                            if followed and resumable(work):
                                 await writer.write(beginning(work, choices.usage.cached_tokens))
                         events = work.shape.events(choice, piece, lambda: choices.usage)
                         if followed:
-                            events += behind(piece)
+                            events += behind(piece) if resumable(work) else choices.count.comment()
                         if events:
                             await writer.write(events)
             except RequestAborted as error:

@@ -20,6 +20,8 @@ import msgspec
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
+from baton_api import headers
+from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import NotReady, RequestAborted
 from baton_api.hashing import client_salt, root_hash
 from baton_api.sampling import SamplingParams
@@ -95,7 +97,8 @@ class PoolingEndpoint:
                 self._record(exchange, FinishReason.ABORT if gone else FinishReason.ERROR)
                 raise
             self._record(exchange, FinishReason.STOP)
-            await send_json(encoded, send)
+            usage = AnswerUsage(pooled.tokens, 0).encode()
+            await send_json(encoded, send, [(headers.USAGE.encode(), usage)])
 
     def _read(self, body: bytes, salt: str) -> tuple[PooledInputs, tuple[str, ...], CacheKeys]:
         """Return the inputs, the ids that can abort, and the names of the inputs in the prefix cache."""
@@ -176,6 +179,7 @@ class Computation:
             adapter=self._keys.adapter,
             hashes=self._keys.hashes[index],
             pooling=self._pooled.pooling,
+            tenant=self._exchange.tenant,
             patient=self._patient,
             step_summary=None if self._exchange.spans is None else self._exchange.spans.step_summary(),
         )

@@ -260,7 +260,7 @@ class EngineCounters:
         """`arriving` is the number of submitted requests that the scheduler does not have yet."""
         pool, now = scheduler.pool, self._clock()
         # A list is copied in one go; the engine's thread may append to the original meanwhile.
-        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        running, waiting = list(scheduler.running), scheduler.waiting.copy()
         return EngineSnapshot(
             running=len(running),
             queued=len(waiting) + arriving,

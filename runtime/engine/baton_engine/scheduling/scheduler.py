@@ -2,10 +2,12 @@
 The scheduler: selects the sequences of the next forward pass, and their numbers of tokens.
 
 A sequence has pending tokens: its prompt first, then one at a time. Every generating sequence takes part in
-every pass. Prompts share the remaining tokens of the pass: running ones first, then the queue in order of
-arrival. A sequence is admitted when blocks for all its tokens are available, so a prompt never stops half
-way. If a generating sequence needs a block and none is left, the sequence with the least output is retracted
-and becomes the first one of the queue. It keeps its tokens; its KV is computed again.
+every pass. Prompts share the remaining tokens of the pass: running ones first, then the queue, in which
+tenants take turns (`waiting`). If the batch is full, a tenant's sequence is retracted for one of a tenant
+that has fewer, until both have as many. A sequence is admitted when blocks for all its tokens are available,
+so a prompt never stops half way. If a generating sequence needs a block and none is left, the sequence with
+the least output is retracted and becomes the first one of the queue. It keeps its tokens; its KV is computed
+again.
 
 Patient sequences, such as batch lines, come after all others. They skip most passes that compute prompts of
 others, which makes these passes shorter. A generating patient sequence is retracted for one that is not
@@ -16,7 +18,7 @@ This module uses no tensors, threads or clocks.
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import Counter, abc
 from dataclasses import dataclass, field
 
 from baton_engine.kv.block_pool import BlockPool
@@ -24,6 +26,7 @@ from baton_engine.kv.events import KvEvents
 from baton_engine.requests import Fetch
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.sequence import Sequence, Stage
+from baton_engine.scheduling.waiting import WaitingQueue
 
 YIELDS = 8
 """Maximum number of consecutive passes that patient sequences skip, because they occupy blocks."""
@@ -64,18 +67,17 @@ class Scheduler:
         """Receives published blocks; the pool reports evicted ones."""
         self.limits = limits
         self.block_size = block_size
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.fetching: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self._refused: tuple[Sequence, int, int, int, int] | None = None
-        """The first queued sequence and the state in which it did not fit, to avoid repeated checks."""
+        """The next queued sequence and the state in which it did not fit, to avoid repeated checks."""
         self._yielded = 0
         """Number of consecutive passes that patient sequences skipped."""
 
     def add(self, sequence: Sequence) -> None:
-        place = len(self.waiting) if sequence.request.patient else self._first_patient()
-        self.waiting.insert(place, sequence)
+        self.waiting.add(sequence)
 
     def plan(self) -> StepPlan:
         """Plan the next pass and allocate its blocks."""
@@ -118,15 +120,18 @@ class Scheduler:
         return True
 
     def _still_refused(self) -> bool:
-        """Return whether the first queued sequence cannot be admitted, as at the last plan."""
+        """Return whether the next queued sequence cannot be admitted, as at the last plan."""
+        batch = self._batch()
+        head = self.waiting.head(batch, patient=False) or self.waiting.head(batch, patient=True)
+        assert head is not None
         full = len(self.running) + len(self.fetching) >= self.limits.max_running
-        if full and not any(sequence.request.patient for sequence in self.running):
+        if full and not self._victims(head, batch):
             return True
         if self._refused is None:
             return False
-        first, available, running, fetching, held = self._refused
+        refused, available, running, fetching, held = self._refused
         return (
-            self.waiting[0] is first
+            head is refused
             and self.pool.available <= available
             and (len(self.running), len(self.fetching), len(self.held)) == (running, fetching, held)
         )
@@ -192,7 +197,7 @@ class Scheduler:
         self.pool.release(sequence.drop_blocks())
         sequence.fetchable = False
         sequence.stage = Stage.WAITING
-        self.waiting.insert(self._first_patient() if sequence.request.patient else 0, sequence)
+        self.waiting.put_back(sequence)
 
     def end(self, sequence: Sequence, *, hold: bool = True) -> None:
         """
@@ -256,14 +261,36 @@ class Scheduler:
             growing = [sequence for sequence in growing if sequence is not victim]
         return None
 
-    def _make_way(self, plan: StepPlan) -> bool:
-        """Retract a patient sequence in favor of another one. Returns False if no patient one is running."""
-        victims = [sequence for sequence in self.running if sequence.request.patient and sequence.retractable]
+    def _make_way(self, plan: StepPlan, head: Sequence, batch: Counter[str]) -> bool:
+        """Retract a sequence in favor of `head`. Returns False if none has to make way for it."""
+        victims = self._victims(head, batch)
         if not victims:
             return False
         victim = self._retract_one(plan, victims)
         plan.decodes = [sequence for sequence in plan.decodes if sequence is not victim]
+        batch[victim.request.tenant] -= 1
         return True
+
+    def _victims(self, head: Sequence, batch: abc.Mapping[str, int]) -> list[Sequence]:
+        """
+        Sequences that may be retracted for `head`: patient ones if it is not, otherwise those of the tenant
+        with the most, if it has more than the tenant of `head` will have.
+        """
+        if head.request.patient:
+            return []
+        running = [sequence for sequence in self.running if sequence.retractable]
+        if patient := [sequence for sequence in running if sequence.request.patient]:
+            return patient
+        most = max(batch, key=batch.__getitem__, default=None)
+        if most is None or batch[most] <= batch.get(head.request.tenant, 0) + 1:
+            return []
+        return [sequence for sequence in running if sequence.request.tenant == most and sequence.decoding]
+
+    def _batch(self) -> Counter[str]:
+        """Return the number of each tenant's sequences in the batch."""
+        return Counter(
+            sequence.request.tenant for group in (self.running, self.fetching.values()) for sequence in group
+        )
 
     def _retract_one(self, plan: StepPlan, victims: abc.Sequence[Sequence]) -> Sequence:
         """Retract the sequence of `victims` with the least loss, preferably a patient one."""
@@ -272,12 +299,6 @@ class Scheduler:
         self.requeue(victim)
         plan.retracted.append(victim)
         return victim
-
-    def _first_patient(self) -> int:
-        """Return the queue position of the first patient sequence."""
-        if not self.waiting or not self.waiting[-1].request.patient:
-            return len(self.waiting)
-        return next(place for place, sequence in enumerate(self.waiting) if sequence.request.patient)
 
     def _prompt_tokens(self, decodes: abc.Sequence[Sequence]) -> int:
         """Return the tokens of a pass for prompts: at least a block, so that prompts do not starve."""
@@ -299,12 +320,14 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int, patient: bool) -> int:
         size = self.block_size
-        while self.waiting and self.waiting[0].request.patient == patient:
-            sequence = self.waiting[0]
+        if not self.waiting:
+            return budget
+        batch = self._batch()
+        while (sequence := self.waiting.head(batch, patient=patient)) is not None:
             if budget <= 0 and not sequence.fetchable:
                 return budget
             full = len(self.running) + len(self.fetching) >= self.limits.max_running
-            if full and (patient or not self._make_way(plan)):
+            if full and not self._make_way(plan, sequence, batch):
                 return budget
             request = sequence.request
             # Reserve a block per running sequence, so that admission does not cause retractions.
@@ -319,14 +342,15 @@ class Scheduler:
                 return budget
             needed = sequence.blocks_for(request.length) - len(prefix)
             if needed + self.pool.unused(prefix) + reserve > self.pool.available:
-                if not patient and self._make_way(plan):
+                if self._make_way(plan, sequence, batch):
                     continue
                 self._refused = state
                 if not reserve and not self.held:
                     plan.starved.append(sequence)
                 return budget
             self._refused = None
-            self.waiting.popleft()
+            self.waiting.take(sequence)
+            batch[request.tenant] += 1
             self._place(sequence, prefix, needed)
             if fetch:
                 self._begin_fetch(sequence)
