@@ -143,6 +143,7 @@ def _runs(shape: Shape) -> Mapping[str, Sequence[Callable[[], Any]]]:
     import torch
 
     from baton_engine.batch import Batch, BatchRow
+    from baton_engine.devices import shared_memory
     from baton_engine.kv.cache import BLOCK_SIZE, KVCache
     from baton_engine.ops.accelerator import AcceleratorOps
 
@@ -158,7 +159,7 @@ def _runs(shape: Shape) -> Mapping[str, Sequence[Callable[[], Any]]]:
         for row in range(shape.rows)
     ]
     cache = KVCache(spec.served_to(shape.context), 1 + shape.rows * blocks, torch.bfloat16, device)
-    batch, ops = Batch(rows, BLOCK_SIZE, device), AcceleratorOps(spec)
+    batch, ops = Batch(rows, BLOCK_SIZE, device), AcceleratorOps(spec, shared_memory(device))
     ops.begin(batch)
 
     def values(*sizes: int) -> Any:

@@ -46,10 +46,10 @@ class RankKilled(BaseException):
 class RankDevice(FakeGraphs):
     """The device of one rank."""
 
-    def __init__(self, *, late: bool = False, free: Callable[[], int] = lambda: 2**30) -> None:
+    def __init__(self, *, late: bool = False, taken: Callable[[], int] = lambda: 2**30) -> None:
         super().__init__(late=late)
-        self.free = free
-        """Returns the free bytes."""
+        self.taken = taken
+        """Returns the bytes that the rank has."""
         self.aborted = threading.Event()
 
 
@@ -168,7 +168,7 @@ class RankThread:
         cache = KVCache(part.spec, allocate.blocks, torch.float32, CPU, size, start.rank, ranks)
         channel.send(Allocated())
         group.connect(Path(start.store), start.timeout_s)
-        passes = CapturedPasses(part, on_device(cache, cuda), start.context, cuda.free)
+        passes = CapturedPasses(part, on_device(cache, cuda), start.context, cuda.taken)
         rank = Rank(part, group, cache, passes, channel.send)
         while True:
             rank.obey(channel.receive())

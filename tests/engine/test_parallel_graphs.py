@@ -59,7 +59,9 @@ class ParallelServing(Serving):
             parallel = rank_threads(devices, PartModel, SPEC, cache, context=64, timeout_s=timeout_s)
             self.ranks = parallel.ranks
             try:
-                self.graphs = with_graphs(parallel, cache, ENGINE, limits, devices[0].free, clock=lambda: 0.0)
+                self.graphs = with_graphs(
+                    parallel, cache, ENGINE, limits, devices[0].taken, clock=lambda: 0.0
+                )
             except BaseException:
                 self.ranks.close()
                 raise
@@ -107,10 +109,10 @@ def refusing(after: int) -> RankDevice:
     return cuda
 
 
-def filling(*free: int) -> RankDevice:
-    """Return a device with these free bytes at the beginning and after each capture."""
-    left = iter(free)
-    return RankDevice(free=lambda: next(left))
+def filling(*taken: int) -> RankDevice:
+    """Return a device of which so many bytes are taken at the beginning and after each capture."""
+    amounts = iter(taken)
+    return RankDevice(taken=lambda: next(amounts))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def filling(*free: int) -> RankDevice:
     [
         (refusing(0), [], "Passes of 8 rows and fewer are not captured: rank 1: RuntimeError: CUDA error"),
         (refusing(2), [4, 8], "Passes of 2 rows and fewer are not captured: rank 1: RuntimeError"),
-        (filling(100, 30, 60, 55, 50), [1, 2, 4], "Passes of 8 rows need 70"),
+        (filling(0, 70, 40, 45, 50), [1, 2, 4], "Passes of 8 rows need 70"),
     ],
     ids=["none", "two", "memory"],
 )

@@ -85,13 +85,13 @@ def peers(machine: Machine) -> Iterator[Finding]:
     else:
         yield good("GDRCopy", "available")
     name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
-    switch = machine.environment.get(name, "")
+    switch = machine.environment.get(name, "on")  # workers set it
     if gpus.devices > 1 and switch not in ("y", "yes", "1", "on"):
         yield note(
             "CUDA IPC",
-            f"{name}={switch}" if switch else f"{name} is not set",
-            "Without NVLink, UCX then reads other GPUs of this machine over TCP. If top reports slow "
-            f"transfers, set {name}=on. Pods need a common PID namespace.",
+            f"{name}={switch}",
+            "Without NVLink, UCX then reads other GPUs of this machine over TCP. Unset it. Pods need a "
+            "common PID namespace.",
         )
 
 

@@ -74,19 +74,23 @@ class CapturedPasses:
     """Implementation of `Passes` on one device."""
 
     def __init__(
-        self, model: PassModel, cache: KVCache, max_model_len: int, free: Callable[[], int | None]
+        self, model: PassModel, cache: KVCache, max_model_len: int, taken: Callable[[], int]
     ) -> None:
-        """`free` returns the free bytes of the device, which has `DeviceStreams` if a pass is captured."""
+        """
+        `taken` returns the bytes of the device that this process has.
+
+        A device of which a pass is captured has `DeviceStreams`.
+        """
         self._model = model
         self._cache = cache
         self._max_model_len = max_model_len
-        self._free = free
-        self._before = free() or 0
+        self._taken = taken
+        self._before = taken()
         self._passes: dict[int, CapturedPass] = {}
 
     @property
     def used(self) -> int:
-        return max(0, self._before - (self._free() or 0))
+        return max(0, self._taken() - self._before)
 
     @torch.inference_mode()
     def capture(self, rows: int) -> int:

@@ -77,6 +77,18 @@ def free_bytes(device: torch.device) -> int | None:
     return machine.free_memory()
 
 
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a GPU has for a program. 0: it is none, or it is not here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def taken_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that torch's allocator has in this process. 0 on a CPU."""
+    return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
+
+
 def release_memory(device: torch.device) -> None:
     """Return unused memory of torch's allocator to `device`. Memory in pieces then serves larger tensors."""
     if device.type == "cuda":

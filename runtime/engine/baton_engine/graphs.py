@@ -110,20 +110,21 @@ def with_graphs(
     cache: KVCache,
     engine: EngineLimits,
     limits: CaptureLimits,
-    free: Callable[[], int | None],
+    taken: Callable[[], int],
     clock: Callable[[], float] = time.monotonic,
 ) -> Model:
     """
     Capture decode passes of `model` over `cache`, the largest first, because it also serves smaller batches.
 
-    `free` returns the free bytes of the device. Returns `model` itself if no pass was captured. A pass that
-    cannot be captured is logged, and computed plainly. Raises SetupError if a rank has ended.
+    `taken` returns the bytes of the device that this process has; others may share the device. Returns
+    `model` itself if no pass was captured. A pass that cannot be captured is logged, and computed plainly.
+    Raises SetupError if a rank has ended.
     """
     counts = row_counts(min(limits.rows, engine.max_running))
     if not (counts and isinstance(cache.streams, DeviceStreams)):
         return model
     began = clock()
-    passes = _passes_of(model, cache, engine.max_model_len, free)
+    passes = _passes_of(model, cache, engine.max_model_len, taken)
     captured: list[int] = []
     for rows in reversed(counts):
         fewer = f"Passes of {rows} rows and fewer are not captured"
@@ -155,7 +156,7 @@ def with_graphs(
     return GraphModel(model, passes, captured)
 
 
-def _passes_of(model: Model, cache: KVCache, max_model_len: int, free: Callable[[], int | None]) -> Passes:
+def _passes_of(model: Model, cache: KVCache, max_model_len: int, taken: Callable[[], int]) -> Passes:
     if not isinstance(model, ParallelModel):
-        return CapturedPasses(model, cache, max_model_len, free)
-    return ParallelPasses(model.ranks, CapturedPasses(model.part, cache, max_model_len, free), cache)
+        return CapturedPasses(model, cache, max_model_len, taken)
+    return ParallelPasses(model.ranks, CapturedPasses(model.part, cache, max_model_len, taken), cache)

@@ -26,7 +26,7 @@ from baton_api.workers import Load, Role
 from baton_engine import lending, machine
 from baton_engine.adapters import AdapterRegistry, registry_of
 from baton_engine.client import AsyncEngine
-from baton_engine.devices import device_of, dtype_of, free_bytes, short
+from baton_engine.devices import device_of, dtype_of, free_bytes, short, taken_bytes
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.graphs import GraphModel, capture_limits, with_graphs
@@ -197,7 +197,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, loaded.model, f"{name}-{epoch[:8]}", stack)
         captures = capture_limits(settings, loaded.model)
-        model = with_graphs(loaded.model, cache, limits, captures, partial(free_bytes, device))
+        model = with_graphs(loaded.model, cache, limits, captures, partial(taken_bytes, device))
         client, fatal = _open_engine(loaded, model, cache, limits, publisher, dtype, stack)
         worker = Worker(
             settings=settings,

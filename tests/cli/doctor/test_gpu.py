@@ -113,7 +113,12 @@ FINDINGS: dict[str, tuple[Machine, str, Level, str]] = {
         Level.GOOD,
         "available",
     ),
-    "several": (but(gpus=EIGHT), "CUDA IPC", Level.NOTE, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY is not set"),
+    "IPC switched off": (
+        but(gpus=EIGHT, environment={"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "auto"}),
+        "CUDA IPC",
+        Level.NOTE,
+        "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=auto",
+    ),
 }
 
 

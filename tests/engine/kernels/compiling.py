@@ -44,6 +44,17 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
+KIB = 1024
+
+SHARED = {
+    "sm_80": 99 * KIB,
+    "sm_90": 227 * KIB,
+    "sm_100": 227 * KIB,
+    "sm_120": 99 * KIB,
+    "gfx942": 64 * KIB,
+}
+"""Bytes of shared memory per program. Of the devices that run sm_80's code, consumers' have the least."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"heads": 8, "kv_heads": 2, "head_dim": 128},
     "gemma 2": {
@@ -134,6 +145,15 @@ def capturing() -> list[Launch]:
     return captured
 
 
+def row_launches(dtype: torch.dtype) -> list[Launch]:
+    """Return what products with one row launch: few and many outputs, inputs that fill all steps or not."""
+    captured = capturing()
+    for outputs, inputs in ((4096, 4096), (128_256, 4096), (64, 2880)):
+        linear = AcceleratorOps(tiny_spec()).prepare(torch.zeros(outputs, inputs, dtype=dtype))
+        linear(torch.zeros(1, inputs, dtype=dtype))
+    return captured
+
+
 def quantized_launches(form: Format, dtype: torch.dtype) -> list[Launch]:
     """Return what a product with a matrix launches for a few rows, and for many."""
     captured = capturing()
@@ -162,10 +182,12 @@ def expert_launches(dtype: torch.dtype) -> list[Launch]:
     return captured
 
 
-def launches(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[Launch]:
+def launches(
+    spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, shared_memory: int = 0
+) -> list[Launch]:
     """Return what a layer of a model launches for a chunk of a prompt, and for rows of one token."""
     captured = capturing()
-    ops, batch = AcceleratorOps(spec), batch_of([(0, 40), (300, 1)], random.Random(1))
+    ops, batch = AcceleratorOps(spec, shared_memory), batch_of([(0, 40), (300, 1)], random.Random(1))
     cache = KVCache(spec, 1 + max(max(row.blocks) for row in batch.rows), kv_dtype, DEVICE)
     x = torch.zeros(batch.size, spec.hidden, dtype=dtype)
     ops.begin(batch)
@@ -210,6 +232,8 @@ def main(target: str) -> None:
     }
     captured |= {form.name: quantized_launches(form, bf16) for form in ROW_BYTES}
     captured |= {f"experts, {dtype}": expert_launches(dtype) for dtype in (bf16, fp32)}
+    captured |= {"llama, large tiles": launches(spec_of("llama"), bf16, bf16, SHARED[target])}
+    captured |= {"one row": row_launches(bf16)}
     for name, kernels in captured.items():
         for launch in kernels:
             compiled = triton.compile(launch.source, target=TARGETS[target], options=launch.options)

@@ -169,7 +169,7 @@ async def test_accelerated_ranks_replay_captured_passes(
     parallel = rank_threads(devices, part, spec, cache, context=64)
     with contextlib.closing(parallel.ranks):
         captures = capture_limits(settings(folder, degree, graph_rows=2, graph_seconds=3600), parallel)
-        model = with_graphs(parallel, cache, limits, captures, devices[0].free)
+        model = with_graphs(parallel, cache, limits, captures, devices[0].taken)
         assert isinstance(model, GraphModel) and model.rows == [1, 2]
         client = AsyncEngine(model, cache, limits)
         client.start()

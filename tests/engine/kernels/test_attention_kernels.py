@@ -15,7 +15,8 @@ from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.attention import attention as launch
-from baton_engine.ops.kernels.plans import SPLIT, plan_on_device
+from baton_engine.ops.kernels.attention import has_large_tiles
+from baton_engine.ops.kernels.plans import LARGE_TILE_ROWS, SPLIT, plan, plan_on_device
 from baton_engine.ops.plain import PlainOps
 from tests.engine.kernels.cases import DEVICE, batch_of, caches, guarded
 from tests.engine.random_weights import tiny_spec
@@ -176,6 +177,45 @@ def test_attention_of_static_rows_has_the_same_bits(model: str, programs: int) -
     result = launch(q, cache, 1, static, work, spec.sliding_window, sinks, spec)
     assert torch.equal(result[:5], attention(spec, q[:5], cache, batch, sinks))
     assert not result[5:].any()
+
+
+@pytest.mark.parametrize(
+    "model", ["two heads per key head", "a window over splits", "chunked windows", "sinks"]
+)
+def test_attention_in_large_tiles_gives_the_plain_result(model: str) -> None:
+    """Rows from the first token on, deep in the context, and over several tiles, masked and not."""
+    torch.manual_seed(11)
+    spec = tiny_spec(heads=4, kv_heads=2, **MODELS[model] | {"head_dim": 128})
+    batch = batch_of([(0, 40), (LARGE_TILE_ROWS - 1, 70), (300, 130)], random.Random(11))
+    clean, stale = caches(spec, batch, torch.float32)
+    q = torch.randn(batch.size, spec.heads, spec.head_dim, device=DEVICE)
+    sinks = torch.randn(spec.heads, device=DEVICE) if spec.sinks else None
+    work = plan(batch, spec, spec.sliding_window, large_tiles=True)
+    result = launch(q, stale, 1, batch, work, spec.sliding_window, sinks, spec)
+    expected = PlainOps(spec)
+    expected.begin(batch)
+    torch.testing.assert_close(
+        result, expected.attention(q, clean, 1, batch, spec.sliding_window, sinks), atol=2e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "itemsize", "shared_memory", "large"),
+    [
+        pytest.param({"head_dim": 128}, 2, 227 * 1024, True, id="hopper"),
+        pytest.param({"head_dim": 128}, 4, 227 * 1024, False, id="float32 takes twice the memory"),
+        pytest.param({"head_dim": 256}, 2, 227 * 1024, False, id="so do wide heads"),
+        pytest.param({"head_dim": 128}, 2, 163 * 1024, False, id="ampere"),
+        pytest.param({"head_dim": 128}, 2, 0, False, id="not known"),
+        pytest.param(
+            {"heads": 200, "kv_heads": 1, "head_dim": 80}, 2, 227 * 1024, False, id="one token is larger"
+        ),
+    ],
+)
+def test_tiles_are_as_large_as_the_shared_memory_allows(
+    changes: dict[str, Any], itemsize: int, shared_memory: int, large: bool
+) -> None:
+    assert has_large_tiles(tiny_spec(**changes), itemsize, shared_memory) is large
 
 
 def test_static_rows_without_a_token_store_nothing() -> None:

@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 
-KIB = 1024
-
-SHARED = {
-    "sm_80": 99 * KIB,
-    "sm_90": 227 * KIB,
-    "sm_100": 227 * KIB,
-    "sm_120": 99 * KIB,
-    "gfx942": 64 * KIB,
-}
-"""Bytes per program. Of the devices that run sm_80's code, those of consumers have the least."""
+from tests.engine.kernels.compiling import SHARED
 
 
 @pytest.mark.slow

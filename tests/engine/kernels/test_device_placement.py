@@ -282,7 +282,9 @@ def test_batches_of_any_size_need_no_other_variants(device: FakeDevice) -> None:
     for launch in device.launches:
         variants[launch.kernel].add(launch.variant)
     # A norm may add a residual, attention is that of chunks or rows, and rows are greedy or not.
-    several = {"_rms_norm": 2, "_attention": 2, "_choose": 2}
+    # A norm may add a residual, attention is that of chunks or rows, rows are greedy or not, and weights have
+    # numbers of outputs that are multiples of 16 or not.
+    several = {"_rms_norm": 2, "_attention": 2, "_choose": 2, "_one_row": 2}
     assert {kernel: len(all_of) for kernel, all_of in variants.items() if len(all_of) > 1} == several
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -101,17 +102,19 @@ def test_float8_cache_gives_the_tokens_of_rounded_keys(tmp_path: Path) -> None:
 
 
 CUDA = torch.device("cuda")
+PATH = {"PATH": os.environ["PATH"]}
+"""Where a C compiler is found, which Triton needs on a GPU."""
 
 
 def test_float8_cache_is_for_devices_with_kernels() -> None:
     spec = tiny_spec()
     assert kv_dtype("auto", spec, CPU, torch.float32) == torch.float32
-    assert kv_dtype("fp8", spec, CUDA, torch.bfloat16, {}) == FLOAT8_CACHE
+    assert kv_dtype("fp8", spec, CUDA, torch.bfloat16, PATH) == FLOAT8_CACHE
     latent = tiny_spec(latent=LATENT, kv_heads=1, head_dim=40)
     for device, other, environment, reason in (
         (CPU, spec, {}, "the kernels of CPUs do not read it"),
         (CUDA, spec, {"BATON_KERNELS": "0"}, "BATON_KERNELS disables the kernels"),
-        (CUDA, latent, {}, "multi-head latent attention"),
+        (CUDA, latent, PATH, "multi-head latent attention"),
     ):
         with pytest.raises(SetupError, match=rf"{reason}\. Use --kv-cache-dtype auto"):
             kv_dtype("fp8", other, device, torch.bfloat16, environment)

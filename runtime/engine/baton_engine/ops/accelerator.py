@@ -2,8 +2,8 @@
 The decoder's operations on an accelerator: Triton's kernels, and the vendor's library for matrix products.
 
 The kernels (`baton_engine.ops.kernels`) run on CUDA and ROCm. A layer of a decode step has six launches of
-them and four matrix products, where the plain operations have dozens. Products with quantized matrices are
-kernels too.
+them and four matrix products, where the plain operations have dozens. Products with quantized matrices, and
+those with one row, are kernels too.
 
 A token's results from these kernels do not depend on the batch. Its last bits may depend on whether it is in
 a chunk or in a row of one token, because tensor cores multiply tiles of different heights. Matrix products of
@@ -21,6 +21,7 @@ from baton_engine.model.quantized import Matrix, Quantized
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
 from baton_engine.ops.kernels import attention, experts, layers, plans
+from baton_engine.ops.kernels.one_row import RowLinear
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.kernels.quantized_experts import QuantizedExperts
 from baton_engine.ops.plain import PlainLinear, PlainOps
@@ -32,16 +33,22 @@ MOST_HEAD_DIM = 256
 class AcceleratorOps(PlainOps):
     """Implementation of `Ops` with Triton's kernels. Plain operations compute attention that they do not."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, shared_memory: int = 0) -> None:
+        """`shared_memory`: bytes that the device has for a program. 0: not known."""
         super().__init__(spec)
         self.unsupported = _unsupported(spec)
         """Why plain operations compute attention; None if the kernels do."""
         self.capturable = self.unsupported is None
         self._plan_of: dict[int | None, plans.AttentionPlan] = {}
         """By window, made by the first layer with this window."""
+        self._shared_memory = shared_memory
 
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
-        return QuantizedLinear(weight, bias) if isinstance(weight, Quantized) else PlainLinear(weight, bias)
+        if isinstance(weight, Quantized):
+            return QuantizedLinear(weight, bias)
+        if weight.element_size() == 2 and weight.is_contiguous():
+            return RowLinear(weight, bias)
+        return PlainLinear(weight, bias)
 
     def prepare_experts(self, weights: Matrix, biases: Tensor | None, count: int) -> ExpertLinear:
         if isinstance(weights, Quantized):
@@ -111,11 +118,12 @@ class AcceleratorOps(PlainOps):
         if self.unsupported:
             return super().attention(q, cache, layer, batch, window, sinks)
         if window not in self._plan_of:
-            self._plan_of[window] = (
-                plans.plan_on_device(batch, self.spec, window)
-                if isinstance(batch, StaticBatch)
-                else plans.plan(batch, self.spec, window)
-            )
+            if isinstance(batch, StaticBatch):
+                made = plans.plan_on_device(batch, self.spec, window)
+            else:
+                large = attention.has_large_tiles(self.spec, q.element_size(), self._shared_memory)
+                made = plans.plan(batch, self.spec, window, large_tiles=large)
+            self._plan_of[window] = made
         return attention.attention(q, cache, layer, batch, self._plan_of[window], window, sinks, self.spec)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
-from baton_engine.devices import has_bfloat16
+from baton_engine.devices import has_bfloat16, shared_memory
 from baton_engine.kv.cache import FLOAT8_CACHE
 from baton_engine.model import native_decoder
 from baton_engine.model.quantized import NATIVE_FORMATS, Format
@@ -46,7 +46,7 @@ def create_ops(
 
     if device.type == "cpu":
         log.warning("TRITON_INTERPRET is set: an interpreter runs Triton kernels, for tests only")
-    ops = AcceleratorOps(spec)
+    ops = AcceleratorOps(spec, shared_memory(device))
     if ops.unsupported:
         log.warning("Triton kernels compute all but attention, which torch computes: %s", ops.unsupported)
     else:

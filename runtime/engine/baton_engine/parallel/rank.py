@@ -26,7 +26,7 @@ from baton_api import logs
 from baton_api.errors import BatonError
 from baton_engine.batch import Batch
 from baton_engine.captured_passes import CapturedPasses
-from baton_engine.devices import free_bytes
+from baton_engine.devices import free_bytes, taken_bytes
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, create_decoder
@@ -101,7 +101,7 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     cache = KVCache(model.spec, request.blocks, dtype, device, rank=start.rank, ranks=start.size)
     channel.send(Allocated())
     group.connect(Path(start.store), start.timeout_s)
-    passes = CapturedPasses(model, cache, start.context, partial(free_bytes, device))
+    passes = CapturedPasses(model, cache, start.context, partial(taken_bytes, device))
     rank = Rank(model, group, cache, passes, channel.send)
     while True:
         rank.obey(inbox.get())

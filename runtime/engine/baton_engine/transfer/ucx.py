@@ -21,6 +21,7 @@ values at both ends break the connection or the process, so `wire` compares them
 DEFAULTS: Mapping[str, str] = {
     "UCX_LOG_FILE": "stderr",  # the default is stdout, which has the command's output
     "UCX_RCACHE_MAX_UNRELEASED": "1024",  # limits cached registrations of freed memory
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",  # otherwise GPUs without NVLink are read over TCP
     **SEGMENTS,
 }
 

@@ -1,13 +1,13 @@
 """
 Attention over paged keys and values, without gathered copies or a matrix of scores.
 
-A context is divided at fixed positions into splits of `SPLIT` keys. Each split is computed by itself, and the
-splits are added in order. For a row of one token, each split is a program of its own, and a second kernel
-adds them; otherwise few rows would occupy few multiprocessors. For a chunk of a prompt, one program computes
-all splits of a tile of tokens. A tile has all query heads of one key head, which share its keys.
+For a row of one token, the context is divided at fixed positions into splits of `SPLIT` keys. Each split is a
+program of its own, and a second kernel adds them in order; otherwise few rows would occupy few
+multiprocessors. For a chunk of a prompt, one program computes the whole context of a tile of tokens. A tile
+has all query heads of one key head, which share its keys.
 
-The order of all sums depends on a token's position and window only: not on the batch, nor on how its prompt
-is divided into chunks. Only the products of tiles may round differently for a row of one token.
+The order of all sums depends on a token's position and window, and on whether its row has one token: not on
+the rest of the batch, nor on how its prompt is divided into chunks.
 https://arxiv.org/abs/2205.14135, https://pytorch.org/blog/flash-decoding
 """
 
@@ -25,7 +25,14 @@ from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.unpacked import FLOAT8_FACTOR
 from baton_engine.ops.kernels import float8
-from baton_engine.ops.kernels.plans import SPLIT, TILE_ROWS, AttentionPlan, seen_from_position, window_kind
+from baton_engine.ops.kernels.plans import (
+    LARGE_TILE_ROWS,
+    SPLIT,
+    TILE_ROWS,
+    AttentionPlan,
+    seen_from_position,
+    window_kind,
+)
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 16, 64
 """Keys per step."""
@@ -45,51 +52,100 @@ STAGES = 2
 MOST_ROW_BYTES = 512
 """Bytes of a query up to which there is shared memory for `STAGES` tiles: consumers' GPUs have 99 KiB."""
 
+LARGE_TILE = {"TILE": 128, "num_warps": 8, "num_stages": 3}
+"""Keys per step of a tile of `LARGE_TILE_ROWS`: faster from 2,000 tokens on, see benchmarks/LOG.md."""
+
+LARGE_TILE_MEMORY = 224 * 1024
+"""Bytes of shared memory per program from which a device has such tiles: H100, B200 and later."""
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 FACTOR = tl.constexpr(FLOAT8_FACTOR)
+
+
+@triton.jit
+def _tile(
+    q, position, seen_from, keys, values, table, start, begin, end, block_stride, scale, cap,
+    peak, total, mixed,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr, FLOAT8: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """
+    Add the keys at positions start to start + TILE to the peaks, sums and weighted values of all rows.
+
+    Without MASKED, each row sees all of them: masks cost more than a third of the time of a long prompt.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    key = start + tl.arange(0, TILE)
+    held = (key >= begin) & (key < end) if MASKED else key >= start
+    block = tl.load(table + key // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
+    place = block * block_stride + key % BLOCK_SIZE * D
+    if MASKED or BLOCK_D != D:
+        mask = held[:, None] & (dim < D)[None, :]
+        k = tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0)
+    else:
+        k = tl.load(keys + place[:, None] + dim[None, :])
+    if FLOAT8:
+        k = float8.widen(k, q.dtype)  # `scale` makes up for its factor
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAPPED:
+        scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+    scores *= LOG2_E
+    if MASKED:
+        visible = (key[None, :] <= position[:, None]) & (key[None, :] >= seen_from[:, None]) & held[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    level = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    weights = tl.exp2(scores - level[:, None])
+    shrunk = tl.exp2(peak - level)
+    total = total * shrunk + tl.sum(weights, axis=1)
+    if MASKED or BLOCK_D != D:
+        v = tl.load(values + place[:, None] + dim[None, :], mask=mask, other=0)
+    else:
+        v = tl.load(values + place[:, None] + dim[None, :])
+    if FLOAT8:
+        v = float8.widen(v, q.dtype)
+    mixed = mixed * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return higher, total, mixed
 
 
 @triton.jit
 def _attend(
     q, position, seen_from, keys, values, table, begin, end, block_stride, scale, cap,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAPPED: tl.constexpr, FLOAT8: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """
-    Attend from q [ROWS, BLOCK_D] to the keys at positions begin to end of one split.
+    Attend from q [ROWS, BLOCK_D] to the keys at positions begin to end.
 
     Returns the highest score [ROWS], in powers of 2; the sum of weights [ROWS] and of weighted values
     [ROWS, BLOCK_D], relative to it. Keys outside of begin to end are not read: other requests may have left
     NaN there.
     """
-    dim = tl.arange(0, BLOCK_D)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for start in range(begin // TILE * TILE, end, TILE):
-        key = start + tl.arange(0, TILE)
-        held = (key >= begin) & (key < end)
-        block = tl.load(table + key // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-        place = block * block_stride + key % BLOCK_SIZE * D
-        mask = held[:, None] & (dim < D)[None, :]
-        k = tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0)
-        if FLOAT8:
-            k = float8.widen(k, q.dtype)  # `scale` makes up for its factor
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
-            scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
-        visible = (key[None, :] <= position[:, None]) & (key[None, :] >= seen_from[:, None]) & held[None, :]
-        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[:, None])
-        shrunk = tl.exp2(peak - level)
-        total = total * shrunk + tl.sum(weights, axis=1)
-        v = tl.load(values + place[:, None] + dim[None, :], mask=mask, other=0)
-        if FLOAT8:
-            v = float8.widen(v, q.dtype)
-        mixed = mixed * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        peak = higher
+    first = begin // TILE * TILE
+    clear = first  # the first tile that all rows see in full, and the first one behind those
+    behind = first
+    if not PARTIAL:
+        if WINDOW != "none":
+            clear = tl.cdiv(tl.max(seen_from, axis=0), TILE) * TILE
+            for start in range(first, clear, TILE):
+                peak, total, mixed = _tile(
+                    q, position, seen_from, keys, values, table, start, begin, end, block_stride, scale, cap,
+                    peak, total, mixed, D, BLOCK_SIZE, TILE, BLOCK_D, CAPPED, FLOAT8, True,
+                )  # fmt: skip
+        behind = tl.maximum(clear, (tl.min(position, axis=0) + 1) // TILE * TILE)
+        for start in range(clear, behind, TILE):
+            peak, total, mixed = _tile(
+                q, position, seen_from, keys, values, table, start, begin, end, block_stride, scale, cap,
+                peak, total, mixed, D, BLOCK_SIZE, TILE, BLOCK_D, CAPPED, FLOAT8, False,
+            )  # fmt: skip
+    for start in range(behind, end, TILE):
+        peak, total, mixed = _tile(
+            q, position, seen_from, keys, values, table, start, begin, end, block_stride, scale, cap,
+            peak, total, mixed, D, BLOCK_SIZE, TILE, BLOCK_D, CAPPED, FLOAT8, True,
+        )  # fmt: skip
     if FLOAT8:
         mixed *= FACTOR
     return peak, total, mixed
@@ -101,28 +157,6 @@ def _shrinkage(peak, split_peak):
     higher = tl.maximum(peak, split_peak)
     level = tl.where(higher == float("-inf"), 0.0, higher)
     return higher, tl.exp2(peak - level), tl.exp2(split_peak - level)
-
-
-@triton.jit
-def _attend_all(
-    q, position, seen_from, keys, values, table, begin, end, block_stride, scale, cap,
-    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr,
-):  # fmt: skip
-    """Attend to the keys at positions begin to end of all splits, as `_attend` to those of one."""
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
-        split_peak, split_total, split_mixed = _attend(
-            q, position, seen_from, keys, values, table,
-            tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), block_stride, scale, cap,
-            D, BLOCK_SIZE, ROWS, TILE, BLOCK_D, CAPPED, FLOAT8,
-        )  # fmt: skip
-        peak, old, new = _shrinkage(peak, split_peak)
-        total = total * old + split_total * new
-        mixed = mixed * old[:, None] + split_mixed * new[:, None]
-    return peak, total, mixed
 
 
 @triton.jit
@@ -162,20 +196,18 @@ def _attend_entry(
     values = keys + plane_stride
     if PARTIAL:
         split = tl.load(work + entry * 4 + 3)
-        peak, total, mixed = _attend(
-            queries, position, seen_from, keys, values, table,
-            tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), block_stride, scale, cap,
-            D, BLOCK_SIZE, ROWS, TILE, BLOCK_D, CAPPED, FLOAT8,
-        )  # fmt: skip
+        begin = tl.maximum(begin, split * SPLIT)
+        end = tl.minimum(end, (split + 1) * SPLIT)
+    peak, total, mixed = _attend(
+        queries, position, seen_from, keys, values, table, begin, end, block_stride, scale, cap,
+        D, BLOCK_SIZE, ROWS, TILE, BLOCK_D, WINDOW, CAPPED, FLOAT8, PARTIAL,
+    )  # fmt: skip
+    if PARTIAL:
         part = head.to(tl.int64) + entry * (K * G)
         tl.store(parts + part[:, None] * D + dim[None, :], mixed, mask=mask)
         tl.store(sums + part * 2, peak, mask=used)
         tl.store(sums + part * 2 + 1, total, mask=used)
     else:
-        peak, total, mixed = _attend_all(
-            queries, position, seen_from, keys, values, table, begin, end, block_stride, scale, cap,
-            D, BLOCK_SIZE, SPLIT, ROWS, TILE, BLOCK_D, CAPPED, FLOAT8,
-        )  # fmt: skip
         if SINKS:
             total, shrunk = _add_sink(sinks, head, peak, total)
             mixed = mixed * shrunk[:, None]
@@ -248,7 +280,9 @@ def attention(
     head_sinks = q if sinks is None else sinks
     constants = _constants(spec, cache, window, q.element_size()) | {"SINKS": sinks is not None}
 
-    def launch(entries: Tensor, programs: int, partial: bool, parts: Tensor, sums: Tensor) -> None:
+    def launch(
+        entries: Tensor, programs: int, partial: bool, parts: Tensor, sums: Tensor, shape: dict[str, Any]
+    ) -> None:
         _attention[(programs, spec.kv_heads)](
             q,
             kv,
@@ -266,23 +300,38 @@ def attention(
             spec.attention_cap or 1.0,
             window or 1,
             PARTIAL=partial,
-            ROWS=max(LEAST_ROWS if partial else TILE_ROWS, triton.next_power_of_2(spec.group)),
-            num_stages=STAGES if constants["BLOCK_D"] * q.element_size() <= MOST_ROW_BYTES else 1,
-            num_warps=8 if spec.head_dim > WIDE and not partial else 4,
-            **constants,
+            **constants | shape,
         )
 
     if len(work.tiles):
-        launch(work.tiles, len(work.tiles), False, result, result)
+        rows = LARGE_TILE_ROWS if work.large_tiles else TILE_ROWS
+        shape = {"ROWS": max(rows, triton.next_power_of_2(spec.group))}
+        shape |= LARGE_TILE if work.large_tiles else {"num_warps": 8 if spec.head_dim > WIDE else 4}
+        launch(work.tiles, len(work.tiles), False, result, result, shape)
     if count := len(work.splits):
         parts = torch.empty((count, spec.heads, spec.head_dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((count, spec.heads, 2), dtype=torch.float32, device=q.device)
-        launch(work.splits, work.programs, True, parts, sums)
+        shape = {"ROWS": max(LEAST_ROWS, triton.next_power_of_2(spec.group))}
+        launch(work.splits, work.programs, True, parts, sums, shape)
         flags = {name: constants[name] for name in ("D", "SINKS", "BLOCK_D", "enable_fp_fusion")}
         _add_splits[(len(work.sums), spec.heads)](
             parts, sums, result, work.sums, head_sinks, H=spec.heads, **flags
         )
     return result.flatten(1)
+
+
+def has_large_tiles(spec: ModelSpec, itemsize: int, shared_memory: int) -> bool:
+    """
+    Return whether chunks of a prompt are computed in large tiles.
+
+    `itemsize`: bytes of a number in a product. `shared_memory`: bytes that the device has for a program.
+    """
+    return (
+        shared_memory >= LARGE_TILE_MEMORY
+        and itemsize == 2
+        and WIDE // 2 < spec.head_dim <= WIDE
+        and spec.group <= LARGE_TILE_ROWS
+    )
 
 
 def _constants(spec: ModelSpec, cache: KVCache, window: int | None, itemsize: int) -> dict[str, Any]:
@@ -301,4 +350,6 @@ def _constants(spec: ModelSpec, cache: KVCache, window: int | None, itemsize: in
         "TILE": max(LEAST_TILE_KEYS, min(MOST_TILE_KEYS, keys)),
         "BLOCK_D": dims,
         "enable_fp_fusion": True,
+        "num_stages": STAGES if dims * itemsize <= MOST_ROW_BYTES else 1,
+        "num_warps": 4,
     }

@@ -23,8 +23,8 @@ from baton_engine.streams import copied
 SPLIT = 256
 """Keys that are added before they are added to others. A multiple of all tiles."""
 
-TILE_ROWS = 64
-"""Rows of queries, tokens times heads, of a chunk's tile."""
+TILE_ROWS, LARGE_TILE_ROWS = 64, 128
+"""Rows of queries, tokens times heads, of a chunk's tile: on any device, and where shared memory suffices."""
 
 CAPTURED_PROGRAMS = 2048
 """Programs of a captured launch for splits. A GPU runs about as many at once, and idle ones take time too."""
@@ -46,9 +46,11 @@ class AttentionPlan(NamedTuple):
     """[S, 4] token, index of its first entry in `splits`, number of its splits, 0."""
     tiles: Tensor
     """[C, 4] row, first token, number of tokens, 0, of longer rows."""
+    large_tiles: bool = False
+    """Whether `tiles` have up to `LARGE_TILE_ROWS` rows, not `TILE_ROWS`."""
 
 
-def plan(batch: Batch, spec: ModelSpec, window: int | None) -> AttentionPlan:
+def plan(batch: Batch, spec: ModelSpec, window: int | None, *, large_tiles: bool = False) -> AttentionPlan:
     """Divide the rows of `batch` among programs, and copy the result to its device in one piece."""
     starts, counts = np.array(batch.starts[:-1]), np.diff(batch.starts)
     single = np.flatnonzero(counts == 1)
@@ -58,7 +60,7 @@ def plan(batch: Batch, spec: ModelSpec, window: int | None) -> AttentionPlan:
     owner, split = _numbered(numbers)
     splits = _entries(single[owner], starts[single][owner], 1, first[owner] + split)
     sums = _entries(starts[single], np.cumsum(numbers) - numbers, numbers, 0)
-    size = max(1, TILE_ROWS // spec.group)
+    size = max(1, (LARGE_TILE_ROWS if large_tiles else TILE_ROWS) // spec.group)
     longer = np.flatnonzero(counts > 1)
     owner, tile = _numbered(-(-counts[longer] // size))
     tokens = np.minimum(size, counts[longer][owner] - tile * size)
@@ -73,6 +75,7 @@ def plan(batch: Batch, spec: ModelSpec, window: int | None) -> AttentionPlan:
         programs=len(splits),
         sums=everything[splits_end:sums_end],
         tiles=everything[sums_end:-1],
+        large_tiles=large_tiles,
     )
 
 
