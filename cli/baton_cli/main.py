@@ -231,7 +231,9 @@ FORKING = frozenset({"up", "demo"})
 COMPUTING = FORKING | {"serve", "prefill", "decode"}
 """Commands that need the native kernels."""
 
-LOCAL_ROUTER_FIELDS = frozenset({"host", "port", "dashboard", "api_key", "api_key_file", "allowed_origins"})
+LOCAL_ROUTER_FIELDS = frozenset(
+    {"host", "port", "dashboard", "api_key", "api_key_file", "tenants_file", "allowed_origins"}
+)
 """Settings that `up` passes to its router."""
 
 WORKER_FIELDS = frozenset({"role", "name", "control_host", "control_port", "ticket_secret"})

@@ -93,7 +93,7 @@ class Plan:
     @property
     def key(self) -> str:
         """The key of this command's own requests. Empty if the service requires no key."""
-        return self.own_key if self.router.api_key or self.router.api_key_file else ""
+        return self.own_key if self.router.requires_keys else ""
 
     def worker_commands(self, cores: int, seats: Sequence[str] = ()) -> list[Command]:
         """Return one command per worker. Each gets an equal share of the cores, and its seat to lend them."""
@@ -234,7 +234,7 @@ async def _unready(client: httpx.AsyncClient, url: str) -> str:
     Without this, a request could succeed at the decode worker before the router knows the prefill worker.
     """
     answer = await client.get(f"{url}/workers")
-    rows = answer.json()["data"] if answer.is_success else []  # a router with tenants may keep it to others
+    rows = answer.json()["data"] if answer.is_success else []
     return ", ".join(f"{row['worker']} is {row['state']}" for row in rows if row["state"] != "ready")
 
 

@@ -39,6 +39,9 @@ POSTGRES: dict[str, Any] = {
 DISK_FULL = "53100"
 """Postgres' code."""
 
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""SQLite's codes, which its driver reports by the base class of its errors."""
+
 
 class Database:
     """Transactions. Threads may share it; processes may share what is behind it."""
@@ -109,14 +112,21 @@ class Database:
         try:
             yield
         except exc.DBAPIError as error:
-            if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.InternalError):
+            if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.InternalError) or (
+                _sqlite_code(error.orig) in DAMAGED
+            ):
                 raise self._meaning(error.orig) from error
             raise
         except exc.TimeoutError as error:  # no connection of the pool came free
             raise StorageUnavailable("The database of files and batches is overloaded.") from error
 
     def _meaning(self, error: object) -> BatonError:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        code = _sqlite_code(error)
+        if code in DAMAGED:
+            return StorageUnavailable(
+                f"{self.place} is damaged: {error}. Stop the router, and restore the file from a backup or "
+                "move it away; with an empty one, all files and batches are gone."
+            )
         if code == sqlite3.SQLITE_FULL or getattr(error, "sqlstate", None) == DISK_FULL:
             return StorageFull(self.place)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -124,6 +134,11 @@ class Database:
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
             return StorageUnavailable(f"{self.place} cannot be written: see that its folder can be.")
         return StorageUnavailable(f"{self.place} does not answer; try again.")
+
+
+def _sqlite_code(error: object) -> int:
+    """SQLite's primary result code; 0 for another database."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def _engine(url: str, busy_s: float) -> tuple[str, Engine]:

@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.requests import ClientDisconnect
 
 from baton_api import limits
 from baton_api.errors import INVALID_VALUE, BodyTooLarge, InvalidRequest, RangeNotSatisfiable
@@ -30,8 +29,6 @@ BATCHES = "/v1/batches"
 
 BODY_LIMIT = 64 * 1024
 """Bytes of a request for a batch."""
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 def routes(
@@ -66,10 +63,7 @@ def _add_files(api: APIRouter, context: _Context) -> None:
 
     @api.post(FILES)
     async def new_file(request: Request) -> Response:
-        try:
-            stored = await upload.receive(storage, request, owner(request), now())
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        stored = await upload.receive(storage, request, owner(request), now())
         return JSONResponse(api_objects.render_file(stored))
 
     @api.get(FILES)

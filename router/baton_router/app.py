@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from baton_api import anthropic, mutual_tls, openapi, response_store
 from baton_api.capacity import SharedCapacity
@@ -28,6 +29,7 @@ from baton_api.errors import (
     MethodNotAllowed,
     ModelNotFound,
     NotReady,
+    RequestAborted,
     RouteNotFound,
     SetupError,
 )
@@ -262,7 +264,14 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
         if router.tracing is not None:
             await router.tracing.close()
 
-    app = FastAPI(title="Baton router", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="Baton router",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # it would redirect to the Host header, over http
+        lifespan=lifespan,
+    )
     _add_operations(app, router)
     _add_models(app, router)
     _add_responses(app, router)
@@ -385,6 +394,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             return _error_response(request, RouteNotFound(method, path))
         return _error_response(request, InvalidRequest(str(error.detail)))
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=RequestAborted.status)  # to nobody
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:

@@ -413,6 +413,11 @@ class RouterSettings(GatewaySettings):
         return max(limit // processes, 2 * self.max_body)
 
     @property
+    def requires_keys(self) -> bool:
+        """Return whether clients need a key or a token."""
+        return bool(self.api_key or self.api_key_file or self.tenants_file or self.jwt_jwks)
+
+    @property
     def has_workers(self) -> bool:
         """Return whether workers that answer requests are listed or discovered."""
         return bool(self.decode or self.worker or self.asks_for_workers)

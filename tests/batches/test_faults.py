@@ -153,6 +153,25 @@ async def test_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
         assert (await router.client.get("/ready")).status_code == 200
 
 
+def damage(path: Path, start: int) -> None:
+    """Overwrite a database from this byte on, and forget what was not yet written to it."""
+    path.write_bytes(path.read_bytes()[:start] + b"?" * 60_000)
+    for beside in path.parent.glob(f"{path.name}-*"):
+        beside.unlink()
+
+
+@pytest.mark.parametrize("start", [0, 4096])
+async def test_damaged_database_is_reported_and_nothing_else_stops(start: int, tmp_path: Path) -> None:
+    async with serving(state=str(tmp_path)) as router:
+        await uploaded(router, line("a"))
+    damage(tmp_path / "ledger.sqlite3", start)
+    async with serving(state=str(tmp_path)) as router:
+        for answer in (await upload(router, line("a")), await router.client.get("/v1/files")):
+            check_away(answer)
+            assert "is damaged" in answer.json()["error"]["message"]
+        assert (await router.post()).status_code == 200
+
+
 def test_locked_database_is_awaited_then_reported(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite3"
     database = Database(f"sqlite:///{path}", busy_s=0.1)

@@ -87,7 +87,15 @@ def test_plan_open_service_has_no_internal_key(tiny: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("router_fields", [{"api_key": ("k-1",)}, {"api_key_file": "/keys"}])
+@pytest.mark.parametrize(
+    "router_fields",
+    [
+        {"api_key": ("k-1",)},
+        {"api_key_file": "/keys"},
+        {"tenants_file": "/tenants"},
+        {"jwt_jwks": "/jwks", "jwt_issuer": "i", "jwt_audience": "a"},
+    ],
+)
 def test_plan_closed_service_has_its_own_internal_key(tiny: Path, router_fields: dict[str, Any]) -> None:
     planned = plan(tiny, router_fields)
     router = planned.router_command(["http://127.0.0.1:1"], ["http://127.0.0.1:2"], "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import signal
 import socket
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_up_service_survives_worker_crashes_and_leaves_nothing(tiny: Path) -> No
         assert up.end(signal.SIGINT) == 0
         await_gone(left)
         assert "Traceback" not in up.log
+
+
+def test_up_service_of_tenants_is_ready_for_them(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    digest = hashlib.sha256(b"alice-key").hexdigest()
+    file.write_text(f"tenants:\n  - name: alice\n    keys: ['sha256:{digest}']\n")
+    with running_up(tiny, f"--tenants-file={file}") as up:
+        models = f"{up.url}/v1/models"
+        assert httpx.get(models, trust_env=False).status_code == 401
+        answer = httpx.get(models, headers={"authorization": "Bearer alice-key"}, trust_env=False)
+        assert answer.json()["data"], up.log
 
 
 def test_up_killed_supervisor_ends_its_processes(tiny: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -228,3 +230,39 @@ def test_router_does_not_import_torch() -> None:
         "import sys, baton_router.server; sys.exit('torch' in sys.modules or 'baton_engine' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "kind"),
+    [
+        ("POST", CHAT, "application/json"),
+        ("POST", "/v1/responses", "application/json"),
+        ("POST", "/v1/files", "multipart/form-data; boundary=b"),
+        ("POST", "/v1/batches", "application/json"),
+        ("POST", "/abort_request", "application/json"),
+        ("DELETE", "/v1/files/file-1", "application/json"),
+        ("POST", "/unknown", "application/json"),
+    ],
+)
+@pytest.mark.parametrize("sent", [b"", b"{" * 1000])
+async def test_client_that_leaves_while_it_sends_is_not_logged(
+    sent: bytes, method: str, path: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeWorker() as worker, running_router([worker], state=str(tmp_path)) as router:
+        state = router.server.server_state
+        before = state.connections.copy()
+        _, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: 2000\r\n\r\n"
+        writer.write(head.encode() + sent)
+        await until(lambda: state.connections - before)
+        writer.transport.abort()
+        await until(lambda: not state.connections - before and not state.tasks)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("path", ["/v1/files/", "/v1/batches/", "/v1/responses/resp_1/", "/health/"])
+async def test_path_with_a_slash_more_is_not_redirected(path: str, tmp_path: Path) -> None:
+    async with running_router(state=str(tmp_path)) as router:
+        answer = await router.client.get(path, headers={"host": "elsewhere.example"})
+    assert answer.status_code == 404
+    assert "location" not in answer.headers

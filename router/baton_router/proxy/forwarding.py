@@ -101,9 +101,7 @@ class WorkerCredentials:
     @classmethod
     def of(cls, settings: RouterSettings) -> WorkerCredentials:
         key = settings.worker_api_key.get_secret_value()
-        own = (settings.api_key, settings.api_key_file, settings.tenants_file, settings.jwt_jwks)
-        keyed = bool(key) or any(own)
-        return cls(settings.ticket_secret.encode(), key.encode(), not keyed)
+        return cls(settings.ticket_secret.encode(), key.encode(), not (key or settings.requires_keys))
 
     @cached_property
     def line(self) -> bytes:
