@@ -586,6 +586,7 @@ class RequestCycle(RequestResponseCycle):
         if self.response_complete:
             return
         self.disconnected = True
+        self.waiting_for_100_continue = False
         self.message_event.set()
         on_gone, self.on_gone = self.on_gone, None
         if on_gone is not None:

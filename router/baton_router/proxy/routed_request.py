@@ -50,6 +50,9 @@ STREAMS: dict[str, type[EventStream]] = {
 }
 """Paths whose streams end with something; others end with the last byte."""
 
+MOST_TOKENS = 2**31 - 1
+"""More tokens than any model has context for: more than that means as many as there are."""
+
 _ABSENT = msgspec.Raw(b"")
 
 
@@ -125,7 +128,7 @@ def _count(value: object) -> int:
 
 def _limit(*values: object) -> int | None:
     """The first one that is a limit of tokens."""
-    return next((one for one in values if type(one) is int and one >= 0), None)
+    return next((min(one, MOST_TOKENS) for one in values if type(one) is int and one >= 0), None)
 
 
 class ChatBody(AnswerOptions, kw_only=True):
