@@ -27,6 +27,27 @@ _PREFIXES = {
 }
 
 
+_ITEM = frozenset({"id", "type", "status"})
+_CONTENT = frozenset({"content", "summary", "output"})
+"""Fields of an item that are a text or a list of parts."""
+
+_FIELDS = {
+    "message": _ITEM | {"role", "content", "phase"},
+    "reasoning": _ITEM | {"summary", "content", "encrypted_content"},
+    "function_call": _ITEM | {"call_id", "name", "arguments", "namespace"},
+    "function_call_output": _ITEM | {"call_id", "output"},
+    "custom_tool_call": _ITEM | {"call_id", "name", "input", "namespace"},
+    "custom_tool_call_output": _ITEM | {"call_id", "output"},
+}
+"""Fields of the items that a model reads, by type. Items of other types are stored as they are."""
+
+_PART_FIELDS = frozenset({
+    "type", "text", "annotations", "logprobs", "refusal", "image_url", "detail", "file_id", "file_url",
+    "file_data", "filename", "input_audio",
+})  # fmt: skip
+"""Fields of the parts of content."""
+
+
 def new_id(kind: str) -> str:
     """
     Create an id for an item of this type.
@@ -45,20 +66,37 @@ def listed(value: str | Sequence[Any]) -> list[Any]:
 
 
 def named(items: Sequence[Any]) -> tuple[bytes, ...]:
-    """Return the items of a valid input as JSON, completed for listing, each with an id."""
+    """
+    Return the items of a valid input as JSON, completed for listing, each with an id.
+
+    Fields that the API does not have are left out: they would take memory and have no effect.
+    """
     return tuple(msgspec.json.encode(_named(item)) for item in items)
 
 
 def _named(item: dict[str, Any]) -> dict[str, Any]:
     kind, id = _text(item, "type", "message"), _text(item, "id", "")
+    fields = _FIELDS.get(kind)
     named = {"id": id or new_id(kind), "type": kind, "status": "completed"} | {
-        key: value for key, value in item.items() if value is not None and key not in ("id", "type")
+        key: _known_parts(value) if fields and key in _CONTENT else value
+        for key, value in item.items()
+        if value is not None and key not in ("id", "type") and (fields is None or key in fields)
     }
     if kind == "message" and isinstance(content := named.get("content"), str):
         output = {"type": "output_text", "text": content, "annotations": []}
         input = {"type": "input_text", "text": content}
         named["content"] = [output if named.get("role") == "assistant" else input]
     return named
+
+
+def _known_parts(content: Any) -> Any:
+    """Content without unknown fields of its parts."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {key: value for key, value in part.items() if key in _PART_FIELDS} if isinstance(part, dict) else part
+        for part in content
+    ]
 
 
 def _text(item: Mapping[str, Any], name: str, default: str) -> str:

@@ -1,8 +1,9 @@
 """
 Stored responses of `/v1/responses`: clients retrieve them by id, and later requests continue them.
 
-The store is in memory, limited in number, bytes and time. The oldest responses are evicted first. Each entry
-has only what it adds to its conversation, and a link to the previous response. So a conversation of n turns
+The store is in memory, limited in number, bytes and time. When it is full, the oldest responses are evicted
+of the owner that has most, so that no owner evicts what others keep within an equal share. Each entry has
+only what it adds to its conversation, and a link to the previous response. So a conversation of n turns
 costs n turns and not n². A deleted or expired response is not found, but later responses keep what they need
 of it.
 
@@ -15,7 +16,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import msgspec
@@ -66,10 +67,26 @@ class Turn:
     @property
     def conversation(self) -> list[bytes]:
         """The input of the next turn: all items up to the last one of this response."""
-        chain = [self]
-        while (before := chain[-1].before) is not None:
-            chain.append(before)
-        return [item for turn in reversed(chain) for item in (*turn.input, *turn.output)]
+        return [item for turn in reversed(list(_chain(self))) for item in (*turn.input, *turn.output)]
+
+    def is_longer_than(self, limit: int) -> bool:
+        """Whether the items of `conversation` have more than `limit` bytes."""
+        size = 0
+        for turn in _chain(self):
+            size += sum(map(len, turn.input)) + sum(map(len, turn.output))
+            if size > limit:
+                return True
+        return False
+
+
+@dataclass(slots=True)
+class OwnersShare:
+    """What the store has of one owner."""
+
+    ids: dict[str, None] = field(default_factory=dict)
+    """Of retrievable responses, oldest first."""
+    size: int = 0
+    """Bytes of turns in memory."""
 
 
 class ResponseStore:
@@ -80,6 +97,7 @@ class ResponseStore:
         self._clock = clock
         self._kept: dict[tuple[bytes, str], tuple[Turn, float]] = {}
         """By owner and id, oldest first, with their expiry."""
+        self._shares: dict[bytes, OwnersShare] = {}
         self._size = 0
         self._lock = threading.Lock()
 
@@ -92,15 +110,21 @@ class ResponseStore:
         return self._size
 
     def put(self, owner: bytes, turn: Turn) -> None:
-        """Store `turn` and evict older ones if needed. A turn larger than the store is not stored."""
+        """Store `turn` and evict others if needed. A turn larger than the store is not stored."""
         with self._lock:
             self._expire()
             if turn.size > self._limits.bytes or not self._limits.responses or self._limits.seconds <= 0:
                 return
-            self._hold(turn)
+            if (owner, turn.id) in self._kept:
+                self._drop((owner, turn.id))
+            share = self._shares.setdefault(owner, OwnersShare())
+            self._hold(share, turn)
+            share.ids[turn.id] = None
             self._kept[owner, turn.id] = turn, self._clock() + self._limits.seconds
-            while len(self._kept) > self._limits.responses or self._size > self._limits.bytes:
-                self._drop(next(iter(self._kept)))
+            while len(self._kept) > self._limits.responses:
+                self._evict(lambda share: len(share.ids))
+            while self._size > self._limits.bytes:
+                self._evict(lambda share: share.size)
 
     def get(self, owner: bytes, id: str) -> Turn:
         """Return a response. Raises ResponseNotFound if it does not exist or has another owner."""
@@ -136,23 +160,35 @@ class ResponseStore:
         for key in gone:
             self._drop(key)
 
+    def _evict(self, amount: Callable[[OwnersShare], int]) -> None:
+        """Drop the oldest response of the owner that has most of it."""
+        owner = max(self._shares, key=lambda one: amount(self._shares[one]))
+        self._drop((owner, next(iter(self._shares[owner].ids))))
+
     def _drop(self, key: tuple[bytes, str]) -> None:
         turn, _ = self._kept.pop(key)
-        self._release(turn)
+        owner, id = key
+        share = self._shares[owner]
+        del share.ids[id]
+        self._release(share, turn)
+        if not share.ids:
+            del self._shares[owner]
 
-    def _hold(self, turn: Turn) -> None:
+    def _hold(self, share: OwnersShare, turn: Turn) -> None:
         for held in _chain(turn):
             held.holders += 1
             if held.holders > 1:
                 return
             self._size += held.size
+            share.size += held.size
 
-    def _release(self, turn: Turn) -> None:
+    def _release(self, share: OwnersShare, turn: Turn) -> None:
         for held in _chain(turn):
             held.holders -= 1
             if held.holders:
                 return
             self._size -= held.size
+            share.size -= held.size
 
 
 class _Answer(msgspec.Struct):

@@ -60,7 +60,14 @@ from baton_router.scheduling.dispatch import explain
 from baton_router.scheduling.fallback_policy import choose_worker
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import OWNER, Authenticator, authorization, error_for, tenant_of
+from baton_router.tenants.access import (
+    OWNER,
+    Authenticator,
+    authorization,
+    batch_models,
+    error_for,
+    tenant_of,
+)
 from baton_router.workers.discovery.sources import kubernetes_access
 
 if TYPE_CHECKING:
@@ -280,7 +287,7 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
             router.storage,
             router.batch_controller,
             owner_of=router.owner_of,
-            models_of=lambda scope: tenant_of(scope).models,
+            models_of=lambda scope: batch_models(tenant_of(scope)),
         )
     )
     _add_error_handlers(app)

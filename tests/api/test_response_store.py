@@ -108,6 +108,60 @@ def test_oversized_response_is_not_stored_and_evicts_nothing() -> None:
         store.get(ME, "b")
 
 
+@pytest.mark.parametrize("bounds", [{"responses": 10}, {"bytes": 10 * (OVERHEAD + 200)}], ids=str)
+def test_owner_with_most_evicts_its_own_responses(bounds: dict[str, int]) -> None:
+    store, _ = make_store(**bounds)
+    for number in range(3):
+        store.put(ME, turn(f"mine {number}", text="x" * 10))
+    before: Turn | None = None
+    for number in range(50):
+        before = turn(f"yours {number}", before if number % 5 else None, "x" * 100)
+        store.put(YOU, before)
+    for number in range(3):
+        store.get(ME, f"mine {number}")
+    store.get(YOU, "yours 49")
+    with pytest.raises(ResponseNotFound):
+        store.get(YOU, "yours 10")
+
+
+def test_response_with_a_known_id_replaces_it() -> None:
+    store, _ = make_store()
+    store.put(ME, turn("a", text="x" * 100))
+    store.put(ME, latest := turn("a"))
+    assert store.get(ME, "a") is latest
+    assert (len(store), store.size) == (1, latest.size)
+
+
+def test_length_of_a_conversation_is_compared_without_building_it() -> None:
+    first = turn("a", text="x" * 100)
+    second = turn("b", first)
+    size = sum(map(len, second.conversation))
+    assert second.is_longer_than(size - 1) and not second.is_longer_than(size)
+
+
+def test_unknown_fields_of_items_are_not_stored() -> None:
+    known = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "e"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "t"}]},
+        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "y"},
+        {"type": "web_search_call", "action": {"type": "search", "query": "q"}},
+    ]
+    junk = {"junk": "A" * 1000}
+    for item in known:
+        parts = {
+            name: [{**part, **junk} for part in value]
+            for name, value in item.items()
+            if isinstance(value, list)
+        }
+        own = {} if item["type"] == "web_search_call" else junk  # stored as it is
+        (stored,) = named([{**item, **parts, **own}])
+        assert msgspec.json.decode(stored).items() >= item.items()
+        assert b"junk" not in stored
+
+
 @pytest.mark.parametrize("limits", [{"responses": 0}, {"bytes": 0}, {"seconds": 0.0}], ids=str)
 def test_zero_bound_stores_nothing(limits: dict[str, int]) -> None:
     store, _ = make_store(**limits)

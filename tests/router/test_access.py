@@ -207,6 +207,36 @@ async def test_token_names_are_tenants_without_a_tenants_file(tmp_path: Path) ->
         assert (await get(router, "/workers", issuer.token())).status_code == 403
 
 
+async def test_batch_needs_the_class_batch_of_tenant_and_token(tmp_path: Path) -> None:
+    issuer, file = Issuer(), tmp_path / "tenants.yaml"
+    file.write_text(
+        "tenants: [{name: acme}, "
+        f"{{name: chat, classes: [default], keys: ['{hashed('chat-key')}']}}, "
+        f"{{name: all, keys: ['{hashed('all-key')}']}}]"
+    )
+    settings = jwt_settings(tmp_path, issuer, tenants_file=str(file), jwt_classes_claim="classes")
+    cases = {
+        issuer.token(classes=["batch"]): 200,
+        issuer.token(classes="default batch"): 200,
+        issuer.token(classes="default"): 403,
+        "all-key": 200,
+        "chat-key": 403,
+    }
+    async with running_router(state=str(tmp_path), batch_execution="off", **settings) as router:
+        for key, status in cases.items():
+            bearer = {"authorization": f"Bearer {key}"}
+            files, data = {"file": ("f", b"{}\n")}, {"purpose": "batch"}
+            uploaded = await router.client.post("/v1/files", files=files, data=data, headers=bearer)
+            assert uploaded.status_code == 200, uploaded.text
+            body = {
+                "input_file_id": uploaded.json()["id"], "endpoint": CHAT, "completion_window": "24h",
+            }  # fmt: skip
+            answer = await router.client.post("/v1/batches", json=body, headers=bearer)
+            assert answer.status_code == status, answer.text
+            if status == 403:
+                assert answer.json()["error"]["code"] == Forbidden.code
+
+
 async def test_removed_tenant_invalidates_its_tokens(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("tenants: [{name: acme}]")

@@ -13,6 +13,7 @@ import pytest
 
 from baton_api import headers, metrics
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, WorkerLost
+from baton_api.keys import KeyDigest
 from tests.plain_http import PLAIN
 from tests.router import fake_worker
 from tests.router.fake_worker import STREAM_END, STREAM_HEAD, FakeWorker, WorkerRequest, chunk, plain
@@ -259,6 +260,41 @@ NOT_KEPT = {
     "no response": fake_worker.saying(200, b'{"object": "list", "data": []}'),
     "one that failed": fake_worker.saying(200, b'{"id": "resp_1", "status": "failed", "output": []}'),
 }
+
+
+async def test_large_conversations_of_one_key_leave_those_of_another() -> None:
+    junk = {"role": "user", "content": "h", "junk": "A" * 50_000}
+    text = {"role": "user", "content": "h" * 20_000}
+    keys = KeyDigest.of("mine"), KeyDigest.of("yours")
+    async with (
+        FakeWorker(respond) as worker,
+        running_router([worker], api_key=keys, responses_memory=200_000) as router,
+    ):
+
+        async def ask(key: str, item: dict[str, str]) -> str:
+            body = {"model": "tiny", "input": [item]}
+            answer = await router.client.post(PATH, json=body, headers={"authorization": f"Bearer {key}"})
+            id: str = answer.json()["id"]
+            return id
+
+        mine = await ask("mine", junk)
+        assert router.router.responses.size < 10_000
+        for _ in range(20):
+            await ask("yours", text)
+        assert 150_000 < router.router.responses.size <= 200_000
+        found = await router.client.get(f"{PATH}/{mine}", headers={"authorization": "Bearer mine"})
+        assert found.status_code == 200
+
+
+async def test_conversation_over_the_limit_of_a_body_is_413() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker], max_body=10_000) as router:
+        id: str | None = None
+        for number in range(3):
+            body = {"model": "tiny", "input": "x" * 4_000, "previous_response_id": id}
+            answer = await router.post(body, PATH)
+            assert answer.status_code == (200 if number < 2 else 413)
+            id = answer.json().get("id")
+        assert len(worker.requests) == 2
 
 
 @pytest.mark.parametrize("behaviour", NOT_KEPT.values(), ids=NOT_KEPT.keys())

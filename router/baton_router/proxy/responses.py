@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from baton_api import headers, response_items
+from baton_api.errors import BodyTooLarge
 from baton_api.response_store import ResponseStore, Turn
 from baton_http.client_connection import ClientConnection
 from baton_http.replies import Receive, Scope, Send
@@ -93,7 +94,7 @@ class ResponsesProxy:
         self._proxy = proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = ResponseExchange(self._store, self._owner_of(scope))
+        exchange = ResponseExchange(self._store, self._owner_of(scope), self._settings.max_body)
         given = [header for header in scope["headers"] if header[0] != STATE]
         inner = {**scope, "headers": given}
 
@@ -115,13 +116,15 @@ class ResponsesProxy:
 class ResponseExchange:
     """One request and its answer, as far as they are listened to."""
 
-    def __init__(self, store: ResponseStore, owner: bytes) -> None:
+    def __init__(self, store: ResponseStore, owner: bytes, limit: int) -> None:
+        """`limit`: bytes of a body, with the conversation that it continues."""
         self.read = False
         """Whether the request has been heard."""
         self.earlier = 0
         """How many items of earlier responses stand before its own."""
         self._store = store
         self._owner = owner
+        self._limit = limit
         self._before: Turn | None = None
         self._input: list[bytes] = []
         self._listens = False
@@ -129,7 +132,7 @@ class ResponseExchange:
         self._heard = bytearray()
 
     def request(self, body: bytes) -> bytes:
-        """The body that the worker gets. Raises PreviousResponseNotFound."""
+        """The body that the worker gets. Raises PreviousResponseNotFound, BodyTooLarge."""
         self.read = True
         try:
             request = _request_decoder.decode(body)
@@ -140,6 +143,8 @@ class ResponseExchange:
         if not isinstance(request.previous_response_id, str):
             return body
         self._before = self._store.previous(self._owner, request.previous_response_id)
+        if self._before.is_longer_than(self._limit - len(body)):
+            raise BodyTooLarge(self._limit)
         earlier = self._before.conversation
         self.earlier = len(earlier)
         fields = _fields_decoder.decode(body)

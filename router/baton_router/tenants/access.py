@@ -200,6 +200,17 @@ def error_for(error: BatonError, tenant: Tenant) -> BatonError:
     return error
 
 
+def batch_models(tenant: Tenant) -> frozenset[str] | None:
+    """
+    Return the models that a new batch of this tenant may use; None: all.
+
+    Raises Forbidden for a tenant, or a token, without the class batch.
+    """
+    if BATCH not in tenant.classes:
+        raise Forbidden(f"create batches: their requests are of the class {BATCH}", tenant.name)
+    return tenant.models
+
+
 def check_path(tenant: Tenant, method: str, path: str) -> None:
     """Raise Forbidden for what is only for those who run the service."""
     if not tenant.admin and not path.startswith("/v1/") and path not in FOR_TENANTS:
