@@ -31,6 +31,7 @@ from baton_api.watched import LOOK_S, WatchedFile
 __all__ = [
     "API_KEY",
     "AUTHORIZATION",
+    "HEALTH_PATHS",
     "LOOK_S",
     "NAME",
     "OPEN_PATHS",
@@ -45,8 +46,11 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
-"""Paths for monitoring, which need no key."""
+HEALTH_PATHS = frozenset({"/health", "/ready", "/ping"})
+"""Paths for probes, which need no key."""
+
+OPEN_PATHS = HEALTH_PATHS | {"/metrics"}
+"""Paths of a worker that need no key."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")

@@ -231,8 +231,9 @@ METRICS = """\
 
 Generated from `baton_api.metrics` by `make fix`. Do not edit.
 
-Processes expose metrics at `GET /metrics` without a key: workers and routers on their API port, the operator
-on its health port. Times are in seconds. A router with several processes adds the label `process`.
+Processes expose metrics at `GET /metrics`: workers on their API port without a key, routers on
+`--metrics-port` without a key or on their API port to admins, the operator on its health port. Times are in
+seconds. A router with several processes adds the label `process`.
 [Observability](../guides/observability.md) names the metrics to start with.
 """
 

@@ -20,6 +20,10 @@ KV_EVENTS_PORT = 5558
 KV_REPLAY_PORT = 5559
 
 ROUTER_PORT = 8080
+ROUTER_METRICS_PORT = 8081
+"""Port of the routers' metrics, which no Service has."""
+METRICS = "metrics"
+"""Name of that port in the pods of routers."""
 PICKER_PORT = 9002
 """Port of the routers' endpoint picker for gateways."""
 

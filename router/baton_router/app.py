@@ -33,6 +33,7 @@ from baton_api.errors import (
     RouteNotFound,
     SetupError,
 )
+from baton_api.keys import HEALTH_PATHS
 from baton_api.metrics import CONTENT_TYPE, BackgroundTask
 from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_batches.controller import BatchController
@@ -78,6 +79,10 @@ log = logging.getLogger(__name__)
 
 RECENT_REQUEST_S = 10.0
 """Seconds after a request during which more requests are expected."""
+
+
+INTERNAL_PATHS = frozenset({"/metrics", "/workers/targets"})
+"""Paths that --metrics-port serves, and then no other port. They name workers and tenants."""
 
 
 class RouterApp:
@@ -178,6 +183,10 @@ class RouterApp:
             await self._rest(scope, receive, send)
             return
         path = scope["path"]
+        if path in INTERNAL_PATHS and self.settings.metrics_port is not None:
+            error = RouteNotFound(scope["method"], path)
+            await send_error(send, error, request_id(scope["headers"]))
+            return
         if path.startswith(RUNNERS):
             await self.execution.api(scope, receive, send)
             return
@@ -201,6 +210,14 @@ class RouterApp:
             await self.dashboard(scope, receive, send)
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
+
+    async def serve_internal(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request to --metrics-port, which has no keys."""
+        if scope["path"] in INTERNAL_PATHS | HEALTH_PATHS:
+            await self._rest(scope, receive, send)
+        else:
+            error = RouteNotFound(scope["method"], scope["path"])
+            await send_error(send, error, request_id(scope["headers"]))
 
     def owner_of(self, scope: Scope) -> bytes:
         """Return the owner of a request, as the stores key it: its tenant, else a digest of its key."""

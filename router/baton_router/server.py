@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
 import uvicorn
+from uvicorn.server import ServerState
 
 from baton_api import exposure
 from baton_api.capacity import SharedCapacity
@@ -35,6 +36,9 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75
 """Seconds for which an idle client connection stays open. Clients close theirs earlier, so no request meets
 a closing connection."""
+
+
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ServedApp(Protocol):
@@ -57,6 +61,7 @@ async def serve(
     server = RouterServer(router, settings)
     router.execution.url = url = address(listening)
     server.ending = router.execution.close
+    server.serve_metrics(router.serve_internal)
     log_startup(settings, server.router.access.required, url)
     server.listening = ready and (lambda: ready(url))
     await server.serve(sockets=[listening])
@@ -102,16 +107,32 @@ class RouterServer(uvicorn.Server):
             )
         )
         self.router = router
+        self._settings = settings
+        self._metrics: MetricsServer | None = None
         self.notice_s = settings.drain_notice_s
         self.listening: Callable[[], None] | None = None
         self.ending: Callable[[], Awaitable[None]] | None = None
         """Stops the components that send requests to this server."""
+
+    def serve_metrics(self, app: ASGIApp) -> None:
+        """Serve `app` on --metrics-port, if it is set, as long as this server runs. Raises SetupError."""
+        settings = self._settings
+        if settings.metrics_port is not None:
+            self._metrics = MetricsServer(app, bind(settings.host, settings.metrics_port, "--metrics-port"))
+            log.info("The metrics are at %s/metrics.", self._metrics.url)
+
+    @property
+    def metrics_url(self) -> str:
+        """The URL of the server of metrics; empty without one."""
+        return "" if self._metrics is None else self._metrics.url
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         for listening in sockets or []:
             listening.listen(BACKLOG)
             self.servers.append(Acceptor(listening, self._connection))  # type: ignore[arg-type]
+        if self._metrics is not None:
+            self._metrics.start()
         if self.listening is not None:
             self.listening()
 
@@ -126,6 +147,8 @@ class RouterServer(uvicorn.Server):
         if self.ending is not None:
             await self.ending()
         await super().shutdown(sockets)
+        if self._metrics is not None:
+            self._metrics.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -143,6 +166,42 @@ class RouterServer(uvicorn.Server):
         self.should_exit = True
 
 
+class MetricsServer:
+    """The server of --metrics-port. Its memory is its own: scrapes work while clients use all of theirs."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
+        """`listening` is bound, and belongs to this object."""
+        self.url = address(listening)
+        self._listening = listening
+        self._connections = http_protocol(ConnectionLimits())
+        self._config = uvicorn.Config(
+            app,
+            http=self._connections,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._acceptor: Acceptor | None = None
+
+    def start(self) -> None:
+        self._listening.listen(BACKLOG)
+        self._acceptor = Acceptor(self._listening, lambda: self._connections(self._config, self._state, {}))
+
+    def close(self) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._listening.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """The fastest there is."""
     try:
@@ -152,8 +211,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises SetupError with the way out."""
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A bound TCP socket. Raises SetupError with the way out; `flag` sets the port."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
@@ -170,9 +229,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         if error.errno == errno.EADDRINUSE:
-            way_out = "another process has it: stop that one or give another --port (0 takes a free one)"
+            way_out = f"another process has it: stop that one or give another {flag} (0 takes a free one)"
         else:
-            way_out = f"{error.strerror}: give another --host or --port"
+            way_out = f"{error.strerror}: give another --host or {flag}"
         raise SetupError(f"The router cannot listen on {host}:{port}; {way_out}.") from error
     return listening
 

@@ -116,6 +116,11 @@ class RouterSettings(GatewaySettings):
     port: int = Field(default=8080, ge=0, le=65535)
     """Port of the OpenAI API. 0: a free port."""
 
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of /metrics and /workers/targets, for Prometheus, on the address of --host. It needs no key: let
+    only those reach it who may see workers, tenants and usage. The port of the API does not serve them
+    then. 0: a free port. Empty: the port of the API serves them, to admins only if keys are required."""
+
     processes: int = Field(default=1, ge=1, le=64)
     """Number of frontend processes. Each handles some thousand requests per second. With more than one, a
     separate scheduler process chooses the workers. Requests to /v1/responses pass through the
@@ -328,9 +333,9 @@ class RouterSettings(GatewaySettings):
 
     api_key: KeyDigests = Field(default=(), validation_alias=_either("API_KEY"))
     """API key that clients send as `Authorization: Bearer KEY`, or its digest as `sha256:HEX`. Repeat it for
-    several keys. If any key is set, every path except /health, /ready, /ping and /metrics requires
-    one. Prefer the environment variable (separate keys by commas; BATON_API_KEY works too) or
-    --api-key-file, because any local user can read command-line arguments."""
+    several keys. If any key is set, every path except /health, /ready and /ping requires one. Prefer the
+    environment variable (separate keys by commas; BATON_API_KEY works too) or --api-key-file, because any
+    local user can read command-line arguments."""
 
     api_key_file: str = Field(default="", validation_alias=_either("API_KEY_FILE"))
     """File of API keys, one per line: `key`, `name:key`, `sha256:HEX` or `name:sha256:HEX`. Lines that begin

@@ -140,7 +140,7 @@ def test_length_of_a_conversation_is_compared_without_building_it() -> None:
 
 
 def test_unknown_fields_of_items_are_not_stored() -> None:
-    known = [
+    known: list[dict[str, Any]] = [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "e"},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},

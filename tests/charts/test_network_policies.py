@@ -42,8 +42,15 @@ CONNECTIONS: list[tuple[str, Manifest, str | Peer, str | Peer, int, bool]] = [
     ("by the port of its scheme", BY_SCHEME, "operator", PROMETHEUS, 80, True),
     ("which may be TLS", OVER_TLS, "operator", PROMETHEUS, 443, True),
     ("with other values, none by default", OVER_TLS, "operator", PROMETHEUS, 9090, False),
-    ("the operator reads a router's metrics", NO_VALUES, "operator", "router", names.ROUTER_PORT, True),
-    ("under another name too", RENAMED, "operator", "router", names.ROUTER_PORT, True),
+    (
+        "the operator reads a router's metrics",
+        NO_VALUES,
+        "operator",
+        "router",
+        names.ROUTER_METRICS_PORT,
+        True,
+    ),
+    ("under another name too", RENAMED, "operator", "router", names.ROUTER_METRICS_PORT, True),
     ("Prometheus reads the operator's metrics", NO_VALUES, PROMETHEUS, "operator", METRICS, True),
     ("from the namespace that is named", EVERYTHING, PROMETHEUS, "operator", 9000, True),
     ("and no other", EVERYTHING, STRANGER, "operator", 9000, False),
@@ -51,6 +58,7 @@ CONNECTIONS: list[tuple[str, Manifest, str | Peer, str | Peer, int, bool]] = [
     ("the operator reaches nothing else", NO_VALUES, "operator", DATABASE, 5432, False),
     ("nobody reaches another port of it", NO_VALUES, PROMETHEUS, "operator", 22, False),
     ("a stranger reaches no restricted router", NO_VALUES, STRANGER, "router", names.ROUTER_PORT, False),
+    ("nor the metrics of any", NO_VALUES, STRANGER, "router", names.ROUTER_METRICS_PORT, False),
 ]
 
 

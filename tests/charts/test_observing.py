@@ -11,6 +11,7 @@ import yaml
 
 from baton_api import labels
 from baton_observing.alerts.alert import RUNBOOKS, with_runbook_url
+from baton_operator import names
 from tests.charts.helm import CHART, NAMESPACE, VALUES, Manifest, of_kind, render
 
 API = "monitoring.coreos.com/v1"
@@ -86,12 +87,14 @@ def test_pods_are_scraped_under_the_names_that_dashboards_go_by(role: str) -> No
         "__meta_kubernetes_pod_label_baton_dev_revision": "1a" if role == "decode" else "",
     }
     own = {"worker": "chat-1", "revision": "1a"} if role == "decode" else {}
-    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-        assert endpoint["honorLabels"] is True
-        assert relabelled(endpoint, pod) == {"service": "chat", "role": role, **own}
-        for index, is_scraped in (("0", True), ("1", False), ("12", False)):
-            of_group = pod | {"__meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_worker_index": index}
-            assert bool(relabelled(endpoint, of_group)) == is_scraped
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    assert all(endpoint["honorLabels"] is True for endpoint in endpoints)
+    (endpoint,) = (one for one in endpoints if relabelled(one, pod))
+    assert endpoint["port"] == (names.METRICS if role == "router" else "http")
+    assert relabelled(endpoint, pod) == {"service": "chat", "role": role, **own}
+    for index, is_scraped in (("0", True), ("1", False), ("12", False)):
+        of_group = pod | {"__meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_worker_index": index}
+        assert bool(relabelled(endpoint, of_group)) == (is_scraped or role == "router")
 
 
 def test_chart_pod_monitor_scrapes_only_watched_namespaces() -> None:

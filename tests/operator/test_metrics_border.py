@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton_operator import names
 from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
 from tests.operator.test_mutual_tls import PAIR, SECRET, settled
 
@@ -57,11 +58,13 @@ def test_network_policy_mutual_tls_needs_no_rule_for_metrics() -> None:
     assert rules(SECRET, "monitoring", "workers") == rules(SECRET, "", "workers")
 
 
-def test_network_policy_restricted_router_is_open_to_metrics() -> None:
-    some = secured(ingressNamespaceLabels={"team": "a"})
-    (rule,) = rules(some, "monitoring", "router")
-    assert namespace("monitoring") in rule["from"]
-    (rule,) = rules(some, "", "router")
-    assert namespace("monitoring") not in rule["from"]
-    (rule,) = rules(PAIR, "monitoring", "router")
-    assert "from" not in rule, "all may"
+def test_network_policy_router_metrics_open_to_prometheus_and_operator() -> None:
+    for spec in (PAIR, secured(ingressNamespaceLabels={"team": "a"})):
+        api, metrics = rules(spec, "monitoring", "router")
+        assert namespace("monitoring") in metrics["from"]
+        assert namespace("monitoring") not in api.get("from", [])
+        api, metrics = rules(spec, "", "router")
+        assert namespace("monitoring") not in metrics["from"]
+        assert [port["port"] for port in metrics["ports"]] == [names.ROUTER_METRICS_PORT]
+    api, _ = rules(PAIR, "monitoring", "router")
+    assert "from" not in api, "all may"

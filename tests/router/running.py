@@ -96,6 +96,7 @@ async def running_router(
     router = create_app(config)
     await router.start_endpoint_picker()
     server = QuickServer(router, config)
+    server.serve_metrics(router.serve_internal)
     listening = bind(config.host, config.port)
     url = address(listening)
     serving = asyncio.create_task(server.serve(sockets=[listening]))

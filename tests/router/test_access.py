@@ -21,6 +21,7 @@ from baton_router.app import create_app
 from baton_router.settings import RouterSettings
 from baton_router.tenants.access import Authenticator
 from baton_router.tenants.tenants import cache_salt
+from tests.plain_http import PLAIN
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.issuer import AUDIENCE, ISSUER, Issuer
@@ -127,7 +128,7 @@ async def test_resources_of_others_require_an_admin(file: str) -> None:
             assert f"'acme' may not {method} {path}" in answer.json()["error"]["message"]
             if method == "GET":
                 assert (await get(router, path, "ops")).status_code != 403
-        for path in ("/health", "/ready", "/metrics", "/version", "/v1/models", "/health_generate"):
+        for path in ("/health", "/ready", "/version", "/v1/models"):
             assert (await get(router, path, "acme-1")).status_code == 200, path
 
 
@@ -136,7 +137,7 @@ async def test_routes_require_a_key_and_only_listed_ones_admit_tenants(file: str
     async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
         paths = {getattr(route, "path", "") for route in router.router._rest.routes}
         assert len(paths) > 15
-        for path in paths - {"/health", "/ping", "/ready", "/metrics"}:
+        for path in paths - {"/health", "/ping", "/ready"}:
             assert (await router.client.get(path)).status_code == 401, path
             for_all = path.startswith("/v1/") or path in (
                 "/version", "/openapi.json", "/model_info", "/get_model_info",
@@ -153,6 +154,39 @@ async def test_responses_belong_to_the_tenant_for_all_its_keys(file: str) -> Non
         return access.owner_of(scope)
 
     assert owner_of("acme-1") == owner_of("acme-2") != owner_of("ops")
+
+
+# --- Metrics and internals ---
+
+
+async def test_metrics_and_probes_of_workers_are_for_admins(file: str) -> None:
+    async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
+        for path in ("/metrics", "/workers/targets", "/health_generate"):
+            assert (await router.client.get(path)).status_code == 401, path
+            assert (await get(router, path, "acme-1")).status_code == 403, path
+            assert (await get(router, path, "ops")).status_code == 200, path
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+async def test_metrics_port_serves_what_the_api_then_does_not(file: str, keyed: bool) -> None:
+    settings: dict[str, Any] = {"tenants_file": file} if keyed else {}
+    async with (
+        FakeWorker() as worker,
+        running_router([worker], metrics_port=0, **settings) as router,
+        httpx.AsyncClient(base_url=router.server.metrics_url, trust_env=False, verify=PLAIN) as prometheus,
+    ):
+        for path, status in {
+            "/metrics": 200, "/workers/targets": 200, "/health": 200, "/ready": 200,
+            "/workers": 404, "/debug/decisions": 404, "/v1/models": 404, "/health_generate": 404, "/": 404,
+        }.items():  # fmt: skip
+            assert (await prometheus.get(path)).status_code == status, path
+        assert worker.name in (await prometheus.get("/metrics")).text
+        for key in ("ops", "acme-1", "unknown"):
+            for path in ("/metrics", "/workers/targets"):
+                assert (await get(router, path, key)).status_code == 404, (path, key)
+    async with httpx.AsyncClient(trust_env=False, verify=PLAIN) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{router.server.metrics_url}/metrics")
 
 
 # --- Names of a key file, and tokens ---

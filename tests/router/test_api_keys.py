@@ -44,8 +44,9 @@ async def test_key_is_required_except_for_monitoring_endpoints() -> None:
         for key in ("k-1", "k-2"):
             assert (await ask(router, **bearer(key))).status_code == 200
             assert (await router.client.get("/workers", headers=bearer(key))).status_code == 200
-        for path in ("/health", "/ready", "/metrics"):
+        for path in ("/health", "/ready", "/ping"):
             assert (await router.client.get(path)).status_code == 200
+        assert (await router.client.get("/metrics")).status_code == 401
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def _operations() -> Iterator[Operation]:
     yield Operation("get", "/health", "Liveness probe", statuses=(431, 500), others=("/ping",))
     yield Operation("get", "/ready", "Readiness probe", statuses=(431, 500, 503))
     yield Operation("get", "/health_generate", "Probe that generates a token", statuses=(*ALWAYS, 503))
-    yield Operation("get", "/metrics", "Prometheus metrics", kind="text/plain", statuses=(431, 500))
+    yield Operation("get", "/metrics", "Prometheus metrics", kind="text/plain", statuses=(*ALWAYS, 404))
     yield Operation("get", "/version", "Get the version", "Version")
     yield Operation("get", "/model_info", "Get the model and its tokenizer", "ModelInfo",
                     statuses=(*ALWAYS, 503), others=("/get_model_info",))  # fmt: skip

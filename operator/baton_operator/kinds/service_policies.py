@@ -206,8 +206,8 @@ class Security(Part):
     metrics_namespace: (
         Annotated[str, Field(max_length=63, pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$")] | None
     ) = None
-    """Namespace whose pods may read metrics of workers and routers. Without mutualTls, metrics share the port
-    of the API, so that namespace can reach the API of workers too. Empty: no namespace. Default: the
+    """Namespace whose pods may read metrics of workers and routers. Without mutualTls, workers' metrics share
+    the port of their API, so that namespace can reach it too. Empty: no namespace. Default: the
     operator's setting, initially monitoring."""
 
     ingress_namespace_labels: Annotated[dict[str, str], Field(max_length=16)] = {}

@@ -43,8 +43,8 @@ def routers(owner: Owner, spec: InferenceServiceSpec, operator_namespace: str) -
     """
     Return the policy of routers. `operator_namespace`: namespace of the operator's pods.
 
-    They accept connections from the namespaces in the spec (default: all), from batch runners, from the
-    operator and from Prometheus.
+    Their API accepts connections from the namespaces in the spec (default: all) and from batch runners, their
+    metrics from the operator and Prometheus only.
     """
     port: Manifest = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
     if spec.exposure.inference_pool is not None:
@@ -52,17 +52,16 @@ def routers(owner: Owner, spec: InferenceServiceSpec, operator_namespace: str) -
     allowed = spec.security.ingress_namespace_labels
     if allowed:
         runners = {"podSelector": {"matchLabels": names.selecting(owner.name, batch_jobs.ROLE)}}
-        reading = spec.security.metrics_namespace
-        port["from"] = [
-            {"namespaceSelector": {"matchLabels": dict(allowed)}},
-            runners,
-            _operators(operator_namespace),
-            *([_namespace(reading)] if reading else []),
-        ]
+        port["from"] = [{"namespaceSelector": {"matchLabels": dict(allowed)}}, runners]
+    reading = spec.security.metrics_namespace
+    metrics = {
+        "ports": [{"protocol": "TCP", "port": names.ROUTER_METRICS_PORT}],
+        "from": [_operators(operator_namespace), *([_namespace(reading)] if reading else [])],
+    }
     body = {
         "podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)},
         "policyTypes": ["Ingress"],
-        "ingress": [port],
+        "ingress": [port, metrics],
     }
     name = names.router(owner.name)
     return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})

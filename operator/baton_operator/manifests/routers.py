@@ -167,6 +167,7 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
         "router",
         "--host=0.0.0.0",
         f"--port={names.ROUTER_PORT}",
+        f"--metrics-port={names.ROUTER_METRICS_PORT}",
         f"--processes={wanted.processes}",
         f"--kubernetes-selector={labels.SERVICE}={owner.name}",
         f"--revision-weights-file={WEIGHTS_FOLDER}/{WEIGHTS_FILE}",
@@ -192,7 +193,10 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
 
 
 def _ports(spec: InferenceServiceSpec) -> list[Manifest]:
-    ports: list[Manifest] = [{"name": "http", "containerPort": names.ROUTER_PORT}]
+    ports: list[Manifest] = [
+        {"name": "http", "containerPort": names.ROUTER_PORT},
+        {"name": names.METRICS, "containerPort": names.ROUTER_METRICS_PORT},
+    ]
     if spec.exposure.inference_pool is not None:
         ports.append({"name": PICKER, "containerPort": names.PICKER_PORT})
     return ports

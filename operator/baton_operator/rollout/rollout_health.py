@@ -143,7 +143,7 @@ class RouterHealthSource:
 
     async def _counts(self, address: str) -> Mapping[CounterKey, float] | None:
         host = f"[{address}]" if ":" in address else address
-        url = f"http://{host}:{names.ROUTER_PORT}/metrics"
+        url = f"http://{host}:{names.ROUTER_METRICS_PORT}/metrics"
         try:
             return parse_counters(await self._read(url))
         except (OSError, TimeoutError, ValueError, aiohttp.ClientError) as error:

@@ -218,7 +218,9 @@ class Autoscaler:
     async def _sleeping(self, pods: Sequence[Pod]) -> ServiceMetrics:
         """Return the metrics of a service at zero: only the requests that routers hold."""
         routers = _routers(pods)
-        held = await held_requests([f"http://{_host(pod.address)}:{names.ROUTER_PORT}" for pod in routers])
+        held = await held_requests(
+            [f"http://{_host(pod.address)}:{names.ROUTER_METRICS_PORT}" for pod in routers]
+        )
         if held.value is None:
             return ServiceMetrics({}, held.why)
         zeros = ("demand_prompt", "demand_answer", "queued_prompt", "in_flight", "waiting", "age")

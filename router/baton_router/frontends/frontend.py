@@ -17,7 +17,7 @@ from baton_api import metrics, mutual_tls
 from baton_api.background import BackgroundTasks
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import BatonError
-from baton_api.keys import OPEN_PATHS
+from baton_api.keys import HEALTH_PATHS
 from baton_api.metrics import BackgroundTask
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
@@ -85,7 +85,7 @@ class Frontend:
                 await send_error(send, error, request_id(scope["headers"]), path=path)
             else:
                 await (self._response if path == responses.PATH else self._proxy)(scope, receive, send)
-        elif path in OPEN_PATHS and (status := self._own_status(path)):
+        elif path in HEALTH_PATHS and (status := self._own_status(path)):
             await send_json(send, status, b"", request_id(scope["headers"]))
         else:
             await self._control(scope, receive, send)
@@ -114,8 +114,6 @@ class Frontend:
 
     def _own_status(self, path: str) -> int:
         """The status of this process for the path; 0 if the scheduler must answer."""
-        if path == "/metrics":
-            return 0
         if path != "/ready":
             return 200
         if self.draining or self._background.ended():

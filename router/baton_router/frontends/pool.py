@@ -78,6 +78,7 @@ async def _serve_scheduler(
     server = RouterServer(router, settings)
     server.listening = started
     server.ending = router.execution.close
+    server.serve_metrics(router.serve_internal)
     background = router.background
     background.start(BackgroundTask.SCHEDULER_SERVICE, lambda: service.serve(scheduler, background))
     await server.serve(sockets=[_bind_unix_socket(control)])

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton_api import runner_tokens
 from baton_api.errors import BatonError, Forbidden, ModelNotFound, NotReady, SetupError, Unauthorized
-from baton_api.keys import AUTHORIZATION, OPEN_PATHS, Keys, bearer, with_authorization
+from baton_api.keys import AUTHORIZATION, HEALTH_PATHS, Keys, bearer, with_authorization
 from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 from baton_batches.runner_credentials import RunnerSecret
 from baton_http.replies import Scope
@@ -44,7 +44,7 @@ TENANT = "baton.tenant"
 
 FOR_TENANTS = frozenset(
     {
-        "/generate", "/tokenize", "/detokenize", "/health_generate",
+        "/generate", "/tokenize", "/detokenize",
         *RERANK_PATHS, *SCORE_PATHS,
         "/version", "/openapi.json", "/model_info", "/get_model_info", "/page/now", "/page/events",
     }
@@ -114,7 +114,7 @@ class Authenticator:
         key = authorization(scope)
         if key.startswith(RUNNER_AUTHORIZATION):
             scope[TENANT] = await self._runners.enter(scope, key)
-        elif self.required and path not in OPEN_PATHS:
+        elif self.required and path not in HEALTH_PATHS:
             tenant = self.authenticated(key) or await self.authenticate_token(key)
             check_path(tenant, scope["method"], path)
             scope[TENANT] = tenant
