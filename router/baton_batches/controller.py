@@ -82,6 +82,8 @@ class BatchController:
         self._name = f"keeper {socket.gethostname()} {os.getpid()}"
         self._now = now
         self._woken = asyncio.Event()
+        self._swept_at = 0.0
+        """When the last removal of what is no longer needed began."""
         self._stopping = threading.Event()
         self._busy: dict[str, tuple[BatchRecord, asyncio.Task[None]]] = {}
         self._leases: dict[str, _ControllerLease] = {}
@@ -91,9 +93,14 @@ class BatchController:
         """Check now: something has changed."""
         self._woken.set()
 
+    def sweep(self) -> None:
+        """Remove what is no longer needed soon: space may be short."""
+        self._swept_at = 0.0
+        self.wake()
+
     async def run(self) -> None:
         """Run until cancelled. Does not connect to a database without batches."""
-        failed_s, swept = 0.0, 0.0
+        failed_s = 0.0
         self._stopping.clear()
         renewing, sweeping = asyncio.create_task(self._renew()), None
         try:
@@ -104,8 +111,9 @@ class BatchController:
                         await self._round()
                         await self._stop_refused()
                         await self._storage.refresh_metrics(self._now())
-                        if self._now() - swept >= SWEEP_S and (sweeping is None or sweeping.done()):
-                            sweeping, swept = asyncio.create_task(self._swept()), self._now()
+                        due = self._now() - self._swept_at >= SWEEP_S
+                        if due and (sweeping is None or sweeping.done()):
+                            sweeping, self._swept_at = asyncio.create_task(self._swept()), self._now()
                         failed_s = 0.0
                     except BatonError as error:
                         failed_s = min(RETRY_LIMIT_S, max(1.0, 2 * failed_s))
@@ -140,7 +148,7 @@ class BatchController:
         for owner, since in self._refused_since.items():
             if now - since >= OWNER_REJECTED_S:
                 stop = partial(ledger.cancel_refused, owner, reasons[owner], int(now))
-                log.warning("%d batches are cancelled: %s", await self._storage.run(stop), reasons[owner])
+                log.warning("%d batches are cancelled: %s", await self._storage.free(stop), reasons[owner])
 
     async def _work(self, batch: BatchRecord, work: Callable[[], object]) -> None:
         try:
@@ -287,12 +295,13 @@ class BatchController:
     def _sweep(self) -> None:
         """Remove what is no longer needed."""
         storage, now = self._storage, int(self._now())
-        while storage.files.purge(now) and not self._stopping.is_set():
+        while storage.freeing(partial(storage.files.purge, now)) and not self._stopping.is_set():
             time.sleep(PAUSE_S)
         for key in storage.files.broken(now):
             storage.objects.delete(key)
-            storage.files.withdraw(key)
-        while storage.ledger.forget(now, storage.settings.batches_kept_s) and not self._stopping.is_set():
+            storage.freeing(partial(storage.files.withdraw, key))
+        forget = partial(storage.ledger.forget, now, storage.settings.batches_kept_s)
+        while storage.freeing(forget) and not self._stopping.is_set():
             time.sleep(PAUSE_S)
 
 

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from baton_api.errors import BatonError, SetupError, StorageFull, StorageUnavailable
 from baton_batches.tables import migrate
+from baton_batches.volume import has_space
 
 CONNECTIONS = 8
 """Most at a time; a router has fewer threads than that at work in its ledger."""
@@ -35,6 +36,9 @@ POSTGRES: dict[str, Any] = {
     "options": "-c statement_timeout=30s -c lock_timeout=10s -c idle_in_transaction_session_timeout=60s",
 }
 """So that a server that has gone, or hangs, is given up within half a minute and not within hours."""
+
+SQLITE_BYTES = 64 * 1024
+"""Bytes without which SQLite cannot open the files beside a database."""
 
 DISK_FULL = "53100"
 """Postgres' code."""
@@ -72,6 +76,17 @@ class Database:
         """A transaction, kept whole or not at all. Raises StorageUnavailable and StorageFull."""
         with self._translated(), self._ready(), self._writer().begin() as connection:
             yield connection
+
+    def shrink(self) -> None:
+        """Move SQLite's log into the database, if that is possible, so that the log takes no space."""
+        if self.dialect != "sqlite":
+            return
+        with suppress(exc.SQLAlchemyError, sqlite3.Error):
+            connection = self._engine.raw_connection()
+            try:
+                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            finally:
+                connection.close()
 
     def close(self) -> None:
         """Close all connections; one that a thread still uses is closed when its transaction ends."""
@@ -128,6 +143,9 @@ class Database:
                 "move it away; with an empty one, all files and batches are gone."
             )
         if code == sqlite3.SQLITE_FULL or getattr(error, "sqlstate", None) == DISK_FULL:
+            return StorageFull(self.place)
+        unopened = code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+        if unopened and not has_space(self._folder, SQLITE_BYTES):
             return StorageFull(self.place)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StorageUnavailable(f"{self.place} is locked by another process; try again.")

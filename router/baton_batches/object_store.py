@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -62,15 +62,20 @@ def new_key(owner: str) -> str:
 class FolderObjectStore:
     """Objects as files. A writer uses a temporary file, and moves it to its place in one step."""
 
-    def __init__(self, root: Path) -> None:
-        """The folder is created at the first write."""
+    def __init__(self, root: Path, check: Callable[[int], None] = lambda size: None) -> None:
+        """
+        The folder is created at the first write. `check` is called before bytes are stored, with their
+        number, and may raise StorageFull.
+        """
         self._root = root
+        self._check = check
 
     def writer(self, key: str) -> ObjectWriter:
         unfinished = self._root / "unfinished" / secrets.token_hex(16)
+        self._check(0)
         try:
             unfinished.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return _FileWriter(unfinished, self._root / key)
+            return _FileWriter(unfinished, self._root / key, self._check)
         except OSError as error:
             raise _storage_error(error, self._root) from error
 
@@ -95,12 +100,14 @@ class FolderObjectStore:
 
 
 class _FileWriter:
-    def __init__(self, unfinished: Path, place: Path) -> None:
+    def __init__(self, unfinished: Path, place: Path, check: Callable[[int], None]) -> None:
+        self._check = check
         self._unfinished = unfinished
         self._place = place
         self._file = unfinished.open("xb", buffering=0)
 
     def write(self, data: bytes) -> None:
+        self._check(len(data))
         view = memoryview(data)
         try:
             while view:

@@ -40,7 +40,7 @@ def routes(
 ) -> APIRouter:
     api = APIRouter()
     context = _Context(storage, owner_of, clock)
-    _add_files(api, context)
+    _add_files(api, context, controller)
     _add_batches(api, context, controller, models_of)
     return api
 
@@ -58,7 +58,7 @@ class _Context:
         return int(self.clock())
 
 
-def _add_files(api: APIRouter, context: _Context) -> None:
+def _add_files(api: APIRouter, context: _Context, controller: BatchController) -> None:
     storage, owner, now = context.storage, context.owner, context.now
 
     @api.post(FILES)
@@ -93,7 +93,8 @@ def _add_files(api: APIRouter, context: _Context) -> None:
 
     @api.delete(FILES + "/{id}")
     async def delete(id: str, request: Request) -> Response:
-        await storage.run(partial(storage.files.delete, owner(request), id, now()))
+        await storage.free(partial(storage.files.delete, owner(request), id, now()))
+        controller.sweep()
         return JSONResponse(api_objects.render_deleted(id))
 
 
@@ -127,7 +128,7 @@ def _add_batches(
 
     @api.post(BATCHES + "/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
-        record = await storage.run(partial(storage.ledger.request_cancel, owner(request), id, now()))
+        record = await storage.free(partial(storage.ledger.request_cancel, owner(request), id, now()))
         controller.wake()
         return JSONResponse(api_objects.render_batch(record))
 
@@ -142,6 +143,7 @@ def _create(
             param="input_file_id",
             code=INVALID_VALUE,
         )
+    storage.volume.check()
     return storage.ledger.create(
         owner,
         query.endpoint,

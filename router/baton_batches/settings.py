@@ -30,6 +30,11 @@ class BatchSettings(BaseSettings):
     the files. Empty: `baton/router-PORT` in $XDG_STATE_HOME or ~/.local/state; with --port 0 a
     temporary folder."""
 
+    state_limit: Bytes | None = Field(default=None, ge=1024 * 1024)
+    """Maximum size of the --state folder, for volumes that a process must not fill. Uploads and batches
+    beyond it are rejected with 507. Empty: the size of its volume. A 16th of it, at most 8 MiB, is
+    reserved, so that files can be deleted and batches cancelled when it is full."""
+
     database: SecretStr = SecretStr("")
     """URL of a database of files and batches that several routers share:
     `postgresql://user:password@host/name`. They need a common --files-store too. Set it by the

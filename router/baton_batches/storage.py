@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from baton_api.errors import BatonError
+from baton_api.errors import BatonError, StorageFull
 from baton_batches.database import Database
 from baton_batches.files import FileLedger
 from baton_batches.jobs import BatchJobAssignments
@@ -27,6 +27,7 @@ from baton_batches.metrics import BatchMetrics, summarize
 from baton_batches.object_store import FolderObjectStore, ObjectStore
 from baton_batches.runner_leases import RunnerLeases
 from baton_batches.settings import BatchSettings
+from baton_batches.volume import StateVolume
 
 Answer = TypeVar("Answer")
 
@@ -54,6 +55,7 @@ class Storage:
         url = settings.database.get_secret_value()
         self._shared = bool(url)
         self._database = Database(url or f"sqlite:///{self._folder / LEDGER}")
+        self.volume = StateVolume(self._folder, settings.state_limit)
         self.files = FileLedger(self._database)
         self.ledger = Ledger(self._database)
         self.leases = RunnerLeases(self._database)
@@ -71,6 +73,22 @@ class Storage:
     async def run(self, call: Callable[[], Answer]) -> Answer:
         """Run a ledger call in a thread; it runs to its end even if the caller is cancelled."""
         return await self._run(self._ledger_threads, call)
+
+    async def free(self, call: Callable[[], Answer]) -> Answer:
+        """As `run`, for a call that frees space or ends work: it succeeds on a full volume, too."""
+        return await self.run(lambda: self.freeing(call))
+
+    def freeing(self, call: Callable[[], Answer]) -> Answer:
+        """Make a call of the ledger in this thread; on a full volume with the space of the reserve."""
+        try:
+            return call()
+        except StorageFull:
+            with self.volume.released():
+                self._database.shrink()
+                try:
+                    return call()
+                finally:
+                    self._database.shrink()
 
     async def transfer(self, call: Callable[[], Answer]) -> Answer:
         """Run a call of the object store in a thread."""
@@ -104,7 +122,9 @@ class Storage:
             from baton_batches.s3 import S3ObjectStore
 
             return S3ObjectStore(place, self.settings.files_endpoint)
-        return FolderObjectStore(Path(place).expanduser() if place else self._folder / FILES)
+        if place:
+            return FolderObjectStore(Path(place).expanduser())
+        return FolderObjectStore(self._folder / FILES, self.volume.check)
 
 
 def state_folder(given: str, port: int, environment: Mapping[str, str]) -> Path | None:

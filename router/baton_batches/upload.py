@@ -289,7 +289,7 @@ class _FileUpload:
     def _remove(self) -> None:
         with suppress(BatonError):
             self._storage.objects.delete(self._key)
-            self._storage.files.withdraw(self._key)
+            self._storage.freeing(partial(self._storage.files.withdraw, self._key))
 
 
 def _check(storage: Storage, owner: str, now: int, quota: FileQuota) -> None:

@@ -33,7 +33,7 @@ from tests.batches.serving import (
     upload,
     uploaded,
 )
-from tests.router.running import until
+from tests.router.running import RunningRouter, until
 
 DISK = 8 * 1024 * 1024
 
@@ -101,6 +101,35 @@ async def test_full_disk_is_reported_and_stores_nothing_partial(disk: Disk) -> N
         disk.free()
         assert (await create(router, kept)).status_code == 200
         await until(lambda: len(disk.files()) == 1)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_full_disk_lets_clients_delete_files_and_cancel_batches(disk: Disk, restarted: bool) -> None:
+    settings = {"state": str(disk.place / "state"), "batch_execution": "off"}
+    async with serving(**settings) as router:
+        batch = (await create(router, await uploaded(router, line("a")))).json()["id"]
+        await reaching(router, batch, "in_progress")
+        files = [await uploaded(router, b"x" * 50_000) for _ in range(30)]
+        if not restarted:
+            await check_freeing(router, disk, files, batch)
+    if restarted:
+        disk.fill()
+        async with serving(**settings) as router:
+            await check_freeing(router, disk, files, batch)
+
+
+async def check_freeing(router: RunningRouter, disk: Disk, files: list[str], batch: str) -> None:
+    """On a full disk, cancel the batch and delete the files; then there is space again."""
+    disk.fill()
+    check_error(await upload(router, b"x" * 5000), 507, None, StorageFull.code)
+    cancelled = await router.client.post(f"/v1/batches/{batch}/cancel")
+    assert cancelled.status_code == 200, cancelled.text
+    for id in files:
+        deleted = await router.client.delete(f"/v1/files/{id}")
+        assert deleted.status_code == 200, deleted.text
+    await reaching(router, batch, "cancelled")
+    await until(lambda: len(disk.files()) <= 2)
+    await uploaded(router, b"x" * 5000)
 
 
 async def test_batch_without_space_for_its_files_ends_later(disk: Disk, tmp_path: Path) -> None:

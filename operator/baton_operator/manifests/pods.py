@@ -78,9 +78,15 @@ def placed(placement: Placement, selector: names.Labels, revision: str = labels.
     )
 
 
-def scratch(*paths: str) -> tuple[list[Manifest], list[Manifest]]:
-    """Return volumes and mounts for folders that the container writes to."""
-    volumes = [{"name": f"scratch-{number}", "emptyDir": {}} for number, _ in enumerate(paths)]
+def scratch(*paths: str, sizes: Sequence[str] = ()) -> tuple[list[Manifest], list[Manifest]]:
+    """
+    Return volumes and mounts for folders that the container writes to.
+
+    `sizes` are their limits in the order of `paths`; folders beyond them have none. Kubernetes evicts a pod
+    that exceeds one.
+    """
+    limits = [given(sizeLimit=size) for size in (*sizes, *[""] * (len(paths) - len(sizes)))]
+    volumes = [{"name": f"scratch-{number}", "emptyDir": limit} for number, limit in enumerate(limits)]
     mounts = [{"name": f"scratch-{number}", "mountPath": path} for number, path in enumerate(paths)]
     return volumes, mounts
 

@@ -25,6 +25,8 @@ WEIGHTS_FOLDER, WEIGHTS_FILE = "/etc/baton/weights", "weights"
 KEYS_FOLDER, KEYS_FILE = "/etc/baton/keys", "keys"
 TENANTS_FOLDER, TENANTS_FILE = "/etc/baton/tenants", "tenants.yaml"
 STATE_FOLDER = "/var/lib/baton"
+STATE_SIZE, STATE_LIMIT = "10Gi", "9Gi"
+"""Size limit of the volume with the state, beyond which Kubernetes evicts the pod, and the router's own."""
 
 END_S = 15
 """Seconds after the drain timeout until Kubernetes kills the pod."""
@@ -102,7 +104,7 @@ def account(owner: Owner, spec: InferenceServiceSpec) -> list[Manifest]:
 
 def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> Manifest:
     wanted = spec.router
-    volumes, mounts = scratch("/tmp", STATE_FOLDER)
+    volumes, mounts = scratch("/tmp", STATE_FOLDER, sizes=("1Gi", STATE_SIZE))
     secrets, secret_mounts = _secrets(spec.exposure.auth)
     configuration = {"name": names.router(owner.name)}
     spread = wanted.placement.topology_spread or SPREAD
@@ -173,6 +175,7 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
         f"--revision-weights-file={WEIGHTS_FOLDER}/{WEIGHTS_FILE}",
         f"--local-prefill-max-tokens={wanted.local_prefill_max_tokens}",
         f"--queue-requests={wanted.queue_limit}",
+        f"--state-limit={STATE_LIMIT}",
         f"--drain-notice-s={wanted.drain.pre_stop_delay.seconds:g}",
         f"--drain-s={wanted.drain.timeout.seconds:g}",
         *batches.flags(owner, wanted.batches),
