@@ -130,6 +130,14 @@ async def running_pool(*workers: FakeWorker, **settings: object) -> AsyncIterato
             assert await process.wait() == 0
 
 
+async def test_pool_passes_numbers_beyond_its_messages_to_a_worker() -> None:
+    """What is wrong with them, a worker says in its own words."""
+    async with FakeWorker() as worker, running_pool(worker) as pool:
+        body = {**QUESTION, "max_tokens": 10**40}
+        assert (await pool.client.post(CHAT, json=body)).status_code == 200
+    assert json.loads(worker.requests[0].body) == body
+
+
 async def test_pool_serves_all_paths_and_counts_by_process() -> None:
     async with FakeWorker() as worker, running_pool(worker) as pool:
         assert len(pool.members) == 3
