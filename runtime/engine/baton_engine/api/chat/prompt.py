@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_api import limits
+from baton_api import limits, response_items
 from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.api.chat.messages import Message, read_messages
 from baton_engine.api.chat.template.prompt import TemplateInput, read_template, read_variables
-from baton_engine.api.fields import Fields, wrong_type
+from baton_engine.api.fields import Fields, renamed, wrong_type
 from baton_engine.api.parsing.tools.hermes import END, START
 from baton_engine.api.parsing.tools.request import read_tools
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 from baton_engine.api.prompts import check_text, read_ids
+from baton_engine.api.responses import conversation
 from baton_engine.api.served import Served
 
 IDS = ("input_ids", "prompt_token_ids")
@@ -53,13 +54,13 @@ def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> 
     brought = read_template(fields, settings.trust_request_chat_template)
     if brought is None:
         templates.source(toolbox is not None)  # a missing template is reported before invalid messages
-    messages = read_messages(fields)
+    messages = _messages(fields)
     last = _last(messages)
     continued = _continued(fields, last)
     tools = None if toolbox is None else toolbox.definitions
     if brought is None and _has_tools(messages, toolbox) and served.chat.describes_tools(toolbox):
         messages, tools = describe_tools(messages, toolbox), None
-    conversation = TemplateInput(
+    template_input = TemplateInput(
         messages=messages,
         tools=tools,
         documents=_documents(fields),
@@ -67,7 +68,7 @@ def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> 
         continued=continued,
         variables=read_variables(fields, settings.default_chat_template_kwargs, templates.specials),
     )
-    text = templates.render(conversation, brought)
+    text = templates.render(template_input, brought)
     if not any_length:
         check_text(served, "messages", text)
     return ChatPrompt(
@@ -78,6 +79,16 @@ def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> 
         continued=continued,
         param="messages",
     )
+
+
+def _messages(fields: Fields) -> list[Message]:
+    """Read the messages. For some models, Cursor sends them as `input`, as on `/v1/responses`."""
+    items = fields.get("input")
+    if fields.get("messages") is not None or not isinstance(items, str | list):
+        return read_messages(fields)
+    talk = conversation.read(response_items.listed(items), 0, fields.text("instructions"))
+    with renamed(lambda param: conversation.source(param, talk) or param):
+        return read_messages(Fields({"messages": talk.messages}))
 
 
 def _of_ids(fields: Fields, name: str, toolbox: Toolbox | None, served: Served) -> ChatPrompt:

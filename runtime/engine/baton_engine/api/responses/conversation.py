@@ -10,6 +10,7 @@ are skipped: this model cannot read them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,16 @@ class ChatMessages:
         return last
 
 
+_MESSAGE = re.compile(r"^messages\[(\d+)\]")
+
+
+def source(param: str, conversation: ChatMessages) -> str | None:
+    """Return the path of the item that chat's `param` refers to; None if it is no message."""
+    message = _MESSAGE.match(param)
+    place = int(message[1]) if message else len(conversation.sources)
+    return conversation.sources[place] if place < len(conversation.sources) else None
+
+
 def read(items: Sequence[object], earlier: int, instructions: str | None) -> ChatMessages:
     """Translate items; the first `earlier` ones are of earlier responses. Raises InvalidRequest."""
     conversation = ChatMessages()
@@ -96,6 +107,12 @@ def _add(conversation: ChatMessages, item: Fields, path: str, truncated: bool) -
                 "content": _result(item),
             }
             conversation.add(result, path)
+        case "item_reference":
+            item.wrong_value(
+                "type",
+                "items are not kept by their ids. Send the item itself, or use 'previous_response_id'. The AI SDK "
+                "sends items with its option 'store: false'",
+            )
         case _ if kind in SKIPPED or kind.endswith(SKIPPED_SUFFIXES):
             pass
         case _:

@@ -211,15 +211,13 @@ _NAMES = (
     (re.compile(r"^(tool_choice\.tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
     (re.compile(r"^messages$"), "input"),
 )
-_MESSAGE = re.compile(r"^messages\[(\d+)\]")
 _TOOL = re.compile(r"^tools\[(\d+)\]")
 
 
 def here(param: str, request: ResponseRequest) -> str:
     """Return the field of `request` that corresponds to chat's `param`."""
-    sources = request.conversation.sources
-    if (message := _MESSAGE.match(param)) and int(message[1]) < len(sources):
-        return sources[int(message[1])]
+    if item := conversation.source(param, request.conversation):
+        return item
     if (tool := _TOOL.match(param)) and int(tool[1]) < len(request.tools):
         rest = re.sub(r"^\.(?:function|custom)\b", "", param[tool.end() :])
         return request.tools[int(tool[1])].source + rest

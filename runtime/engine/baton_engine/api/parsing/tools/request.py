@@ -102,9 +102,17 @@ def _tool(item: object, path: str) -> Tool:
     fields.require("type")
     kind = fields.choice("type", KINDS)
     assert kind is not None
-    fields.require(kind)
-    inner = Fields(fields.mapping(kind) or {}, f"{path}.{kind}")
+    inner = _nested(fields)
     return _custom(inner) if kind == "custom" else _function(inner)
+
+
+def _nested(fields: Fields) -> Fields:
+    """Return the members of a tool or a choice. Cursor sends them flat, as on `/v1/responses`."""
+    kind = fields.get("type")
+    if fields.get(kind) is None and fields.get("name") is not None:
+        return fields
+    fields.require(kind)
+    return Fields(fields.mapping(kind) or {}, fields.param(kind))
 
 
 def _function(fields: Fields) -> Tool:
@@ -133,8 +141,10 @@ def _custom(fields: Fields) -> Tool:
     inner.require("type")
     if inner.choice("type", ("text", "grammar")) == "text":
         return tool
-    inner.require("grammar")
-    given = Fields(inner.mapping("grammar") or {}, inner.param("grammar"))
+    given = inner
+    if inner.get("definition") is None:
+        inner.require("grammar")
+        given = Fields(inner.mapping("grammar") or {}, inner.param("grammar"))
     given.require("syntax")
     syntax = given.choice("syntax", ("lark", "regex"))
     given.require("definition")
@@ -234,8 +244,7 @@ def _chosen(fields: Fields, toolbox: Toolbox) -> Toolbox:
 def _named(fields: Fields, toolbox: Toolbox) -> str:
     """Return the name in `{"type": kind, kind: {"name": ...}}`. Raises InvalidRequest if it is unknown."""
     kind = fields.get("type")
-    fields.require(kind)
-    inner = Fields(fields.mapping(kind) or {}, fields.param(kind))
+    inner = _nested(fields)
     inner.require("name")
     name = inner.text("name")
     assert name is not None
