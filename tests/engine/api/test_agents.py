@@ -77,7 +77,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         "messages": [HI, says("assistant", USED), says("user", {
             "type": "tool_result", "tool_use_id": "c1",
             "content": [{"type": "tool_reference", "tool_name": "weather"}]})],
-        "tools": [WEATHER | {"defer_loading": True, "eager_input_streaming": True, "cache_control": EPHEMERAL}]}),
+        "tools": [WEATHER | {"defer_loading": True, "cache_control": EPHEMERAL}]}),
     "claude-code-changed-tools": (MESSAGES, {
         "messages": [HI, says("system", {"type": "tool_addition", "tool": {
             "type": "tool_reference", "name": "weather"}})], "tools": [WEATHER]}),
@@ -105,7 +105,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             {"type": "tool_search", "execution": "client", "description": "x", "parameters": SCHEMA},
             {"type": "namespace", "name": "mcp__docs", "description": "Docs.", "tools": [FLAT]}]}),
     "codex-patch": (RESPONSES, {
-        "input": [item("user", "Hi")], "tools": [{"type": "custom", "name": "apply_patch", "format": PATCH}]}),
+        "input": [item("user", "Hi")],
+        "tools": [{"type": "custom", "name": "apply_patch", "format": PATCH}]}),
     "codex-messages": (RESPONSES, {
         "input": [item("developer", "You are an agent."), item("developer", "Skills."),
                   item("user", "<environment_context>"), item("user", "Hi")]}),

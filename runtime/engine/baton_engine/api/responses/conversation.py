@@ -110,8 +110,8 @@ def _add(conversation: ChatMessages, item: Fields, path: str, truncated: bool) -
         case "item_reference":
             item.wrong_value(
                 "type",
-                "items are not kept by their ids. Send the item itself, or use 'previous_response_id'. The AI SDK "
-                "sends items with its option 'store: false'",
+                "items are not kept by their ids. Send the item itself, or use 'previous_response_id'. The "
+                "AI SDK sends items with its option 'store: false'",
             )
         case _ if kind in SKIPPED or kind.endswith(SKIPPED_SUFFIXES):
             pass
