@@ -2,9 +2,23 @@
  * Runs the decoder's passes without Python, so that the sanitizers of a C compiler can watch them.
  *
  * For random models and batches, four threads must write the same logits, states and cache as one thread does, bit by
- * bit. Two of the four are on cores that another worker lends and takes back all the time. Exits with 1 and says which
- * case differs otherwise.
+ * bit. Two of the four are on cores that another worker lends and takes back all the time, and in some of their passes
+ * memory is exhausted. Exits with 1 and says which case differs otherwise.
  */
+#define _GNU_SOURCE
+#include <stdlib.h>
+
+static int left_to_fail; /* allocations up to the one that fails; 0: none fails */
+
+static int has_memory(void) { return !left_to_fail || --left_to_fail; }
+
+static void *calloc_or_fail(size_t count, size_t size) { return has_memory() ? calloc(count, size) : NULL; }
+
+static int memalign_or_fail(void **at, size_t alignment, size_t size) { return !has_memory() || posix_memalign(at, alignment, size); }
+
+#define calloc calloc_or_fail
+#define posix_memalign memalign_or_fail
+
 #define SHARED_PACKING ((size_t)1) /* all threads pack all weights */
 #include "decoder.c"
 
@@ -159,7 +173,7 @@ struct results {
     char *cache;
 };
 
-static struct results run(struct model *model, struct pass pass, const char *cache, size_t cache_bytes) {
+static struct results run(struct model *model, struct pass pass, const char *cache, size_t cache_bytes, int fails) {
     const size_t vocab = (size_t)model->spec.vocab, wanted = (size_t)pass.wanted;
     struct results results = {
         .logits = zeros(wanted * vocab * 4 + 64),
@@ -172,8 +186,11 @@ static struct results run(struct model *model, struct pass pass, const char *cac
     struct pass head = {.wanted = pass.wanted, .logits = results.projected, .states = results.states,
                         .states_stride = pass.states_stride};
     let_interrupt(model);
+    left_to_fail = fails;
     int result = baton_forward(model, &pass);
+    left_to_fail = 0;
     let_interrupt(NULL);
+    if (result == NO_MEMORY && fails) result = INTERRUPTED;
     while (result == INTERRUPTED) result = baton_forward(model, &pass);
     if (result || (wanted && baton_project(model, &head))) exit(1);
     return results;
@@ -183,25 +200,35 @@ static void forget(struct results results) {
     free(results.logits), free(results.states), free(results.projected), free(results.cache);
 }
 
-/* One random batch through both models. */
-static int differ(struct model *one, struct model *four, struct adapter *const *adapters) {
+struct shape {
+    int64_t rows, tokens; /* of each row; 0: random */
+    uint32_t wanted_of;   /* one of so many tokens is wanted */
+    int fails;            /* the allocation of the first attempt that fails, from 1; 0: none */
+};
+
+static struct shape random_shape(void) {
+    return (struct shape){1 + draw(MOST_ROWS), 0, draw(3) ? 4 : 1, draw(3) ? 0 : 1 + (int)draw(16)};
+}
+
+/* One random batch of this shape through both models. */
+static int differ(struct model *one, struct model *four, struct adapter *const *adapters, struct shape shape) {
     const struct spec *spec = &one->spec;
     const int kind = (int)spec->kind;
     int64_t ids[MOST_TOKENS], positions[MOST_TOKENS], slots[MOST_TOKENS], starts[MOST_ROWS + 1] = {0}, wanted[MOST_TOKENS];
     int32_t blocks[MOST_ROWS * BLOCKS] = {0};
-    struct pass pass = {.rows = 1 + draw(MOST_ROWS), .width = BLOCKS / MOST_ROWS, .block_size = BLOCK_SIZE};
+    struct pass pass = {.rows = shape.rows, .width = BLOCKS / MOST_ROWS, .block_size = BLOCK_SIZE};
     const struct adapter *of_rows[MOST_ROWS];
-    if (draw(4)) pass.adapters = of_rows;
+    if (shape.tokens || draw(4)) pass.adapters = of_rows;
     int32_t next = 1;
     for (int64_t row = 0; row < pass.rows; row++) {
-        const int64_t from = draw(60), count = draw(3) ? 1 : 1 + draw(30);
+        const int64_t from = draw(60), count = shape.tokens ? shape.tokens : draw(3) ? 1 : 1 + draw(30);
         for (int64_t i = 0; i < pass.width; i++) blocks[row * pass.width + i] = next++;
         for (int64_t i = 0; i < count; i++) {
             const int64_t token = pass.tokens++, position = from + i;
             ids[token] = draw((uint32_t)spec->vocab);
             positions[token] = position;
             slots[token] = blocks[row * pass.width + position / BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE;
-            if (draw(4) == 0) wanted[pass.wanted++] = token;
+            if (draw(shape.wanted_of) == 0) wanted[pass.wanted++] = token;
         }
         starts[row + 1] = pass.tokens;
         of_rows[row] = draw(3) ? adapters[draw(2)] : NULL;
@@ -213,10 +240,11 @@ static int differ(struct model *one, struct model *four, struct adapter *const *
     pass.ids = ids, pass.positions = positions, pass.slots = slots, pass.starts = starts, pass.blocks = blocks;
     pass.wanted_at = wanted, pass.cosines = cosines, pass.sines = sines, pass.sliding_cosines = sines, pass.sliding_sines = cosines;
     pass.cache_slots = BLOCKS * BLOCK_SIZE, pass.states_stride = (int64_t)round_up((size_t)spec->hidden, LANES);
-    struct results a = run(one, pass, cache, items * item_bytes(kind)), b = run(four, pass, cache, items * item_bytes(kind));
+    const size_t bytes = items * item_bytes(kind);
+    struct results a = run(one, pass, cache, bytes, 0), b = run(four, pass, cache, bytes, shape.fails);
     const size_t logits = (size_t)pass.wanted * vocab * 4;
     const int bad = memcmp(a.logits, b.logits, logits) || memcmp(a.projected, b.projected, logits) ||
-                    memcmp(a.cache, b.cache, items * item_bytes(kind));
+                    memcmp(a.cache, b.cache, bytes);
     forget(a), forget(b);
     free(cosines), free(sines), free(cache);
     return bad;
@@ -232,7 +260,10 @@ static int agree(struct spec spec, const char *name) {
     /* Adapters are only for weights that are not quantized. */
     struct adapter *adapters[] = {stored_format ? NULL : make_adapter(one), stored_format ? NULL : make_adapter(four)};
     int agreed = stored_format || (adapters[0] && adapters[1]);
-    for (int round = 0; agreed && round < 6; round++) agreed = !differ(one, four, adapters);
+    /* Without memory for a pass, the next one has fewer tokens, of which more are wanted. */
+    agreed = agreed && !differ(one, four, adapters, (struct shape){MOST_ROWS, 30, 60, 0});
+    agreed = agreed && !differ(one, four, adapters, (struct shape){MOST_ROWS, 20, 1, 1});
+    for (int round = 0; agreed && round < 6; round++) agreed = !differ(one, four, adapters, random_shape());
     if (!agreed) printf("%s, kind %d, format %d: four threads do not write what one writes\n", name, (int)spec.kind,
                         (int)stored_format);
     if (adapters[0]) baton_adapter_destroy(adapters[0]);

@@ -29,12 +29,31 @@ ERRORS: list[tuple[BaseException, FailureKind]] = [
         FailureKind.LASTING,
     ),
     (RankFailed("Tensor parallelism failed: rank 1 ended"), FailureKind.LASTING),
+    (RuntimeError("CUDA driver error: an illegal memory access was encountered"), FailureKind.LASTING),
+    (RuntimeError("CUDA driver error: out of memory"), FailureKind.MEMORY),
+    (RuntimeError("HIP driver error: invalid device context"), FailureKind.LASTING),
+    (
+        torch.distributed.DistBackendError(
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there "
+            "was a network error, NCCL version 2.28.9"
+        ),
+        FailureKind.LASTING,
+    ),
+    (RuntimeError("NCCL Error 1: unhandled cuda error"), FailureKind.LASTING),
+    (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), FailureKind.LASTING),
+    (RuntimeError("CUSPARSE_STATUS_EXECUTION_FAILED when calling `cusparseSpMM`"), FailureKind.LASTING),
+    (RuntimeError("cusparse error: CUSPARSE_STATUS_ALLOC_FAILED"), FailureKind.MEMORY),
+    (RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR"), FailureKind.LASTING),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), FailureKind.LASTING),
+    (RuntimeError("rocblas_status_internal_error"), FailureKind.LASTING),
+    (RuntimeError("NVRTC error: compilation failed"), FailureKind.LASTING),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), FailureKind.MEMORY),
     (torch.AcceleratorError("CUDA error: out of memory"), FailureKind.MEMORY),
     (RuntimeError("Triton Error [CUDA]: out of memory"), FailureKind.MEMORY),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), FailureKind.MEMORY),
     (MemoryError("no memory for the activations of 9 tokens"), FailureKind.MEMORY),
     (RuntimeError("a kernel failed"), FailureKind.OTHER),
+    (RuntimeError("the cursor error of a status"), FailureKind.OTHER),
     (ValueError("the request is out of memory"), FailureKind.OTHER),
 ]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,8 +32,14 @@ FAILURES_LIMIT = 5
 RECOVERY_PASSES = 1024
 """Successful passes after which the limits that were lowered are doubled, up to those at startup."""
 
-DEVICE_ERRORS = ("CUDA error", "HIP error", "Triton Error", "CUBLAS_STATUS", "HIPBLAS_STATUS", "cuDNN error")
-"""Texts of errors that torch and Triton raise for an accelerator."""
+_LIBRARIES = r"(cu|hip|roc)(blas|dnn|fft|rand|solver|sparse)[a-z]*"
+DEVICE_ERRORS = re.compile(
+    rf"\b((cuda|hip)( driver)?|triton|nvrtc|miopen|{_LIBRARIES}) error\b|\b{_LIBRARIES}_status", re.IGNORECASE
+)
+"""Texts of errors that torch and Triton raise for an accelerator and its libraries."""
+
+COLLECTIVE_ERRORS = re.compile(r"\b[nr]ccl error\b", re.IGNORECASE)
+"""Texts of errors after which the GPUs of a worker cannot communicate any more, whatever the cause."""
 
 MEMORY_ERRORS = ("out of memory", "ALLOC_FAILED")
 """Texts among them that report missing memory, which does not damage the context."""
@@ -57,7 +64,9 @@ def failure_of(error: BaseException) -> FailureKind:
     text = str(error)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return FailureKind.MEMORY
-    if isinstance(error, torch.AcceleratorError) or any(words in text for words in DEVICE_ERRORS):
+    if COLLECTIVE_ERRORS.search(text):
+        return FailureKind.LASTING
+    if isinstance(error, torch.AcceleratorError) or DEVICE_ERRORS.search(text):
         return FailureKind.MEMORY if any(words in text for words in MEMORY_ERRORS) else FailureKind.LASTING
     return FailureKind.LASTING if isinstance(error, RankFailed) else FailureKind.OTHER
 

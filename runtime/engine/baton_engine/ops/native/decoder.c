@@ -492,11 +492,13 @@ static int reserve_adapters(struct model *model, const struct pass *pass) {
     for (int64_t row = 0; pass->adapters && row < pass->rows; row++)
         if (pass->adapters[row] && pass->adapters[row]->most_rank > most) most = pass->adapters[row]->most_rank;
     if (!pass->adapters) return 1;
-    if (model->adapted_capacity < model->token_capacity + model->wanted_capacity) {
+    if (model->adapted_tokens < model->token_capacity || model->adapted_wanted < model->wanted_capacity) {
         free(model->token_adapters), free(model->wanted_adapters);
         model->token_adapters = calloc(model->token_capacity, sizeof *model->token_adapters);
         model->wanted_adapters = calloc(model->wanted_capacity + 1, sizeof *model->wanted_adapters);
-        model->adapted_capacity = model->token_adapters && model->wanted_adapters ? model->token_capacity + model->wanted_capacity : 0;
+        const int allocated = model->token_adapters && model->wanted_adapters;
+        model->adapted_tokens = allocated ? model->token_capacity : 0;
+        model->adapted_wanted = allocated ? model->wanted_capacity : 0;
     }
     model->shrunk_stride = round_up(most, LANES);
     if (model->shrunk_capacity < model->token_capacity * model->shrunk_stride) {
@@ -504,7 +506,7 @@ static int reserve_adapters(struct model *model, const struct pass *pass) {
         model->shrunk = zeros(model->token_capacity * model->shrunk_stride * 4);
         model->shrunk_capacity = model->shrunk ? model->token_capacity * model->shrunk_stride : 0;
     }
-    if (!model->adapted_capacity || !model->shrunk_capacity) return 0;
+    if (!model->adapted_tokens || !model->shrunk_capacity) return 0;
     for (int64_t row = 0; row < pass->rows; row++)
         for (int64_t token = pass->starts[row]; token < pass->starts[row + 1]; token++)
             model->token_adapters[token] = pass->adapters[row];

@@ -124,7 +124,7 @@ struct model {
     /* Of the adapters of a pass: by token and by wanted token, and the rows' products with A. */
     const struct adapter **token_adapters, **wanted_adapters;
     float *shrunk;
-    size_t shrunk_stride, adapted_capacity, shrunk_capacity;
+    size_t adapted_tokens, adapted_wanted, shrunk_stride, shrunk_capacity;
 };
 
 /* ---- Memory ---- */
