@@ -34,8 +34,8 @@ ERRORS: list[tuple[BaseException, FailureKind]] = [
     (RuntimeError("HIP driver error: invalid device context"), FailureKind.LASTING),
     (
         torch.distributed.DistBackendError(
-            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there "
-            "was a network error, NCCL version 2.28.9"
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or "
+            "there was a network error, NCCL version 2.28.9"
         ),
         FailureKind.LASTING,
     ),

@@ -514,8 +514,32 @@ async def test_too_many_connections_are_refused() -> None:
     async with open_bench(peers=1) as bench, bench.peer():
         connection = await bench.raw()
         connection.send(bench.side.me.hello())
-        assert "1 connections already" in (await hear(connection, Refuse)).reason
+        assert "of 1 decode workers already" in (await hear(connection, Refuse)).reason
         await connection.close()
+
+
+@pytest.mark.parametrize("says", ["nothing", "half a Hello", "a Hello without a ticket"])
+async def test_server_strangers_keep_no_decode_worker_out(says: str) -> None:
+    """Whoever reaches the port can open connections; only a valid Hello makes a decode worker of one."""
+    async with open_bench(peers=2, secret=SECRET, wall_clock=lambda: NOW) as bench:
+        strangers = []
+        for _ in range(20):
+            stranger = await bench.raw()
+            strangers.append(stranger)
+            if says == "half a Hello":
+                stranger._writer.write(messages.encode(bench.side.me.hello())[:-1])
+            elif says == "a Hello without a ticket":
+                stranger.send(bench.side.me.hello("r"))
+                assert isinstance(await stranger.receive(), Refuse)
+        ticket = tickets.issue(SECRET, "r", bench.server.address, NOW)
+        async with bench.peer(request_id="r", ticket=ticket), bench.peer(request_id="r", ticket=ticket):
+            await eventually(lambda: len(bench.server._connections) <= 4, lambda: bench.server._connections)
+            late = await bench.raw()
+            late.send(bench.side.me.hello("r", ticket))
+            assert "of 2 decode workers already" in (await hear(late, Refuse)).reason
+            await late.close()
+        for stranger in strangers:
+            await stranger.close()
 
 
 async def test_prefill_port_in_use_names_the_flag() -> None:

@@ -56,7 +56,7 @@ class ServerLimits:
     sessions: int = 4096
     """Maximum prompts under way, of all decode workers."""
     peers: int = 256
-    """Maximum connections."""
+    """Maximum decode workers, and maximum connections that have not named theirs yet."""
 
 
 class PrefillServer:
@@ -104,6 +104,9 @@ class PrefillServer:
         self._wall_clock = wall_clock
         self._server: asyncio.Server | None = None
         self._connections: dict[ControlConnection, asyncio.Task[None]] = {}
+        """The oldest one first."""
+        self._peers: set[ControlConnection] = set()
+        """Those whose Hello and ticket are valid."""
         self._prompts: set[PromptTask] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -122,7 +125,13 @@ class PrefillServer:
 
     async def start(self) -> None:
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._port, ssl=self._tls)
+            self._server = await asyncio.start_server(
+                self._serve,
+                self._host,
+                self._port,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._pace.handshake_s if self._tls else None,
+            )
         except OSError as error:
             raise SetupError(
                 f"The control server cannot listen on {join_address(self._host, self._port)}: {error}. "
@@ -151,10 +160,15 @@ class PrefillServer:
         task = asyncio.current_task()
         assert task is not None
         connection = ControlConnection(reader, writer, self._pace, self._pong)
+        strangers = [other for other in self._connections if other not in self._peers]
+        # A decode worker sends its Hello at once, so the oldest ones are none.
+        for other in strangers[: max(0, len(strangers) + 1 - self._limits.peers)]:
+            other.abort(f"{len(strangers)} connections have sent no Hello")
         self._connections[connection] = task
         prompts: dict[str, PromptTask] = {}
         try:
             hello = await handshake.accept(connection, self._me, self._welcome, self._admit, self._pace)
+            self._peers.add(connection)
             log.info("decode worker %s connected from %s", hello.worker[:200], connection.peer)
             async for message in connection.messages():
                 await self._handle(message, connection, prompts, hello.ranks)
@@ -165,6 +179,7 @@ class PrefillServer:
                 prompt.do(prompt.session.lost())
             await connection.close()
             del self._connections[connection]
+            self._peers.discard(connection)
 
     def _welcome(self) -> Welcome:
         self._peer_reads.begin()
@@ -172,9 +187,11 @@ class PrefillServer:
         return self._me.welcome(self._transfer.metadata, self._transfer.pools)
 
     def _admit(self, hello: Hello) -> str | None:
-        if len(self._connections) > self._limits.peers:
-            return f"{self._me.worker} has {self._limits.peers} connections already."
-        return self._ticket_refusal(hello.ticket, hello.request_id)
+        if reason := self._ticket_refusal(hello.ticket, hello.request_id):
+            return reason
+        if len(self._peers) >= self._limits.peers:
+            return f"{self._me.worker} has connections of {self._limits.peers} decode workers already."
+        return None
 
     def _ticket_refusal(self, ticket: str, request_id: str) -> str | None:
         return tickets.refusal(self._secret, ticket, request_id, self.address, self._wall_clock())

@@ -84,7 +84,7 @@ class ControlConnection:
         self._spoke = True
         backlog = self._writer.transport.get_write_buffer_size()
         if backlog > BACKLOG_BYTES:
-            self._abort(f"it has not read {backlog} buffered bytes")
+            self.abort(f"it has not read {backlog} buffered bytes")
 
     async def receive(self) -> AnyMessage:
         """Return the next message, and answer pings. Raises TransferFailed at the end of the connection."""
@@ -143,9 +143,10 @@ class ControlConnection:
                 number += 1
                 self.send(Ping(number=number))
             self._heard = self._spoke = False
-        self._abort(f"no data was received for {self._pace.silent_ticks * self._pace.tick_s:g} s")
+        self.abort(f"no data was received for {self._pace.silent_ticks * self._pace.tick_s:g} s")
 
-    def _abort(self, cause: str) -> None:
+    def abort(self, cause: str) -> None:
+        """End the connection at once. `receive` raises TransferFailed with the cause."""
         self._cause = cause
         self._writer.transport.abort()
 
