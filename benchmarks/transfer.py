@@ -1,12 +1,13 @@
 """
 How fast blocks move: GB/s by means, block size and order, and what a checksum costs.
 
-    python -m benchmarks.transfer [--megabytes 64] [--repeats 7]
+    python -m benchmarks.transfer [--megabytes 64] [--repeats 7] [--busy 0]
 
 Two processes on this machine, one pull of all blocks of the pool, both ends' memory touched before. The
 result is the median of the repeats, with the least and the most. `contiguous` reads blocks 0, 1, 2 ... over
 0, 1, 2 ...; `scattered` reads them in chance order. A plain copy within one process (`loopback`) is what
-the machine's memory allows.
+the machine's memory allows. `--busy` Python threads compete with the reader for the GIL, as in a worker that
+generates.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import os
 import random
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import get_context
@@ -130,6 +132,12 @@ def checksum_rates(block_bytes: int, megabytes: int, repeats: int) -> list[float
     return measured
 
 
+def compute() -> None:
+    """Hold the GIL as far as Python allows."""
+    while True:
+        sum(range(1000))
+
+
 def row(*cells: str) -> None:
     print("| " + " | ".join(cells) + " |", flush=True)
 
@@ -150,7 +158,10 @@ def main() -> None:
     )
     parser.add_argument("--megabytes", type=int, default=64, help="of one pull")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--busy", type=int, default=0, help="Python threads that compute meanwhile")
     options = parser.parse_args()
+    for _ in range(options.busy):
+        threading.Thread(target=compute, daemon=True).start()
     torch.set_num_threads(1)
     row("block", "means", "order", "GB/s", "least to most")
     row("---", "---", "---", "---", "---")

@@ -7,14 +7,19 @@ request after they have been fetched.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
+from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_engine.transfer.reads import Settlement
-from tests.decode.pair import Pair, Side, fake_side, open_pair, tokens
+from tests.decode.pair import TIMEOUT_S, Pair, Side, eventually, fake_side, open_pair, tokens
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.fake_streams import FakeCuda, LateModel, on_device
 
@@ -76,14 +81,37 @@ async def test_overlapped_blocks_are_announced_after_their_event() -> None:
     assert watching.written == [True] * BLOCKS
 
 
+class HeldModel(LateModel):
+    """A model whose passes can be held before they use the device, whose queue they would empty."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__(cuda)
+        self.held_until = threading.Event()
+        self.held_until.set()
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        assert self.held_until.wait(TIMEOUT_S)
+        return super().forward(batch, cache)
+
+
 async def test_cached_blocks_are_announced_after_an_event() -> None:
     """A prefix that another request has just computed may not be written yet."""
-    cuda = FakeCuda()
-    async with open_pair(prefill=late_side("prefill", cuda, chunk_tokens=64)) as pair:
+    cuda, decode = FakeCuda(), fake_side("decode")
+    model = HeldModel(cuda)
+    prefill = Side.make("prefill", model, on_device(make_cache(64), cuda), chunk_tokens=64)
+    decode.faulty.inner = watching = Watching(decode.cache, prefill.cache)
+    async with open_pair(prefill, decode) as pair:
         await pair.prefill.generate(pair.request(PROMPT, remote=False, max_tokens=1))
         assert cuda.default.ended < len(cuda.default.queued)
-        await fetched(pair)
+        model.held_until.clear()
+        try:
+            fetching = asyncio.create_task(fetched(pair))
+            await eventually(lambda: len(watching.written) == BLOCKS - 1)
+        finally:
+            model.held_until.set()
+        await fetching
         assert pair.prefills.outcomes == {"whole": 1}
+    assert watching.written == [True] * BLOCKS
 
 
 async def test_blocks_are_fetched_after_their_last_user() -> None:

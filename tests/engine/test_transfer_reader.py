@@ -18,6 +18,7 @@ import pytest
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
+from baton_engine.transfer.pool_reader import SLICE_BYTES
 from baton_engine.transfer.reader import KNOWN_LIMIT, WINDOW, AgentError, BlockReader, Read
 from baton_engine.transfer.reads import Settlement, runs, slices
 from tests.decode.pair import TIMEOUT_S, eventually
@@ -167,11 +168,12 @@ async def test_reader_slices_under_way_are_bounded(bench: Bench) -> None:
     await bench.connect("p")
     end = bench.pull("p", range(20))
     first = await bench.agent.posted(WINDOW)
+    assert WINDOW * SLICE_BYTES == 64 * 1024 * 1024, "beside a busy Python thread, 16 MiB lasted half as long"
     await bench.turn()
     assert len(bench.agent.handles) == WINDOW
     first[0].state = "done"
     await bench.turn()
-    assert [handle.remote for handle in bench.agent.handles] == [[1], [2], [3], [4]]
+    assert [handle.remote for handle in bench.agent.handles] == [[block] for block in range(1, WINDOW + 1)]
     bench.agent.fate = lambda handle: "done"
     for handle in bench.agent.handles.copy():
         handle.state = "done"
@@ -310,7 +312,7 @@ async def test_reader_thread_is_idle_without_reads(bench: Bench) -> None:
 
 async def test_reader_stop_posts_no_slice_and_waits_for_posted_ones(bench: Bench) -> None:
     await bench.connect("p")
-    end = bench.pull("p", range(10))
+    end = bench.pull("p", range(WINDOW + 6))
     handles = await bench.agent.posted(WINDOW)
     bench.reader.stop()
     assert not bench.reader.join(0.05)

@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-WINDOW = 4
-"""Maximum number of concurrent slices of a read, so that the network is always busy."""
+WINDOW = 16
+"""Maximum number of concurrent slices of a read, so that the network is always busy. Beside a busy Python
+thread, slices are posted only when this one gets the GIL, so they must last from one turn to the next."""
 
 LEAST_PAUSE_S = 50e-6
 MOST_PAUSE_S = 1e-3
