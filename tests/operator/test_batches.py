@@ -384,9 +384,10 @@ def test_batch_runners_reach_routers_of_any_exposure() -> None:
     cluster = FakeCluster({**JOBS, "security": {"ingressNamespaceLabels": {"team": "a"}}})
     cluster.settle()
     policy = cluster.objects["networking.k8s.io/v1", "NetworkPolicy", "chat-router"]["spec"]
-    (rule,) = policy["ingress"]
+    api, metrics = policy["ingress"]
     runners = {"matchLabels": {labels.SERVICE: "chat", labels.ROLE: "batch"}}
-    assert {"podSelector": runners} in rule["from"]
+    assert {"podSelector": runners} in api["from"]
+    assert {"podSelector": runners} not in metrics["from"]
 
 
 def test_router_has_batch_storage_by_reference() -> None:
