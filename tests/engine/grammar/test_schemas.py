@@ -139,6 +139,7 @@ TRANSLATED: dict[str, tuple[Schema, str, str]] = {
         '"y"',
     ),
     "the lowest integer of 64 bits": ({"type": "integer", "minimum": -(2**63)}, "-5", "5.5"),
+    "the highest integer without a sign": ({"type": "integer", "maximum": 2**64 - 1}, "5", "5.5"),
     "the highest number": ({"type": "number", "maximum": 1.7e308}, "1.5", '"x"'),
     "a count without a limit": ({"type": "string", "maxLength": 2**40}, '"x"', "1"),
     "a count as a double": ({"type": "string", "maxLength": 1.0}, '"x"', '"xy"'),
@@ -205,6 +206,12 @@ DROPPED: dict[str, tuple[Schema, Schema, str]] = {
         "/required: ",
     ),
     "a multiple of zero": ({"type": "number", "multipleOf": 0}, {"type": "number"}, "/multipleOf: "),
+    "a minimum that llguidance cannot read": (
+        {"type": "integer", "minimum": 2**64},
+        {"type": "integer"},
+        "/minimum: ",
+    ),
+    "an integer that is no double": ({"enum": [2**53 + 1]}, {}, "/enum: "),
     "a negative count": ({"type": "string", "minLength": -1}, {"type": "string"}, "/minLength: "),
     "a number of optional properties": (
         {"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2},

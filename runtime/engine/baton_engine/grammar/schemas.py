@@ -69,6 +69,9 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 BOUND_LIMIT = 2**63 - 1024
 """Highest integer below 2**63 that is also a double, as which llguidance reads bounds."""
 
+EXACT_LIMIT = 2**53
+"""Highest integer up to which all are doubles."""
+
 REMEDY = ". Change it, or leave out 'strict', so that it is ignored"
 
 Names = tuple[str, ...] | None
@@ -240,9 +243,12 @@ class _Writer:
                 if (count := _count(inner)) is not None:
                     written[key] = count
             elif key in BOUNDS and isinstance(inner, int | float) and not isinstance(inner, bool):
-                written[key] = max(-BOUND_LIMIT, min(inner, BOUND_LIMIT))
+                least = key in ("minimum", "exclusiveMinimum")
+                written[key] = max(inner, -BOUND_LIMIT) if least else min(inner, BOUND_LIMIT)
             elif key in ("format", "pattern"):
                 self._text(key, inner, value, written, path)
+            elif key in ("enum", "const") and any(map(_inexact, inner if key == "enum" else [inner])):
+                self._reject(path, f"a grammar cannot enforce integers beyond {EXACT_LIMIT}")
             elif key in ENFORCED or key in BOUNDS:
                 written[key] = inner
             elif key in INEXPRESSIBLE:
@@ -547,6 +553,10 @@ def _united(lists: Iterable[Names]) -> Names:
             return None
         names |= dict.fromkeys(one)
     return tuple(names)
+
+
+def _inexact(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) > EXACT_LIMIT
 
 
 def _count(value: Any) -> int | None:
