@@ -35,16 +35,18 @@ def hashed(key: str) -> str:
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
-async def page(router: RunningRouter) -> dict[str, float]:
+async def page(router: RunningRouter, key: str = "") -> dict[str, float]:
     """`name{labels}` to value, as Prometheus would read it."""
-    text = (await router.client.get("/metrics")).text
+    given = {"authorization": f"Bearer {key}"} if key else {}
+    text = (await router.client.get("/metrics", headers=given)).text
     rows = re.finditer(r"^(baton_\w+(?:\{.*\})?) (\S+)$", text, re.MULTILINE)
     return {row[1]: float(row[2]) for row in rows}
 
 
 async def test_metrics_after_a_mixed_load_are_exact(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
-    file.write_text(json.dumps({"tenants": [{"name": name, "keys": [hashed(name)]} for name in ("a", "b")]}))
+    listed = [{"name": name, "keys": [hashed(name)], "admin": name == "root"} for name in ("a", "b", "root")]
+    file.write_text(json.dumps({"tenants": listed}))
     local = PromptReport(
         tokens=100,
         cached=0,
@@ -73,7 +75,7 @@ async def test_metrics_after_a_mixed_load_are_exact(tmp_path: Path) -> None:
         given = {"authorization": "Bearer a", "content-type": "application/json"}
         assert (await router.client.post(CHAT, content=b"{", headers=given)).status_code == 400
         await until(lambda: router.metric(metrics.ROUTER_LOOP_LAG.name + "_count") >= 2)
-        shown = await page(router)
+        shown = await page(router, "root")
 
         def of(name: str) -> dict[str, float]:
             """The samples of one family that are not 0, without its name."""
@@ -120,13 +122,13 @@ async def test_metrics_after_a_mixed_load_are_exact(tmp_path: Path) -> None:
         assert of(metrics.ROUTER_LOOP_LAG.name + "_sum")[""] > 0
         chunks = of(metrics.ROUTER_INDEX_CHUNKS.name)[""]
         assert of(metrics.ROUTER_INDEX_BYTES.name)[""] == (160 + 2 * 116) * chunks
-        assert of(metrics.ROUTER_TENANTS.name) == {"": 2} and not of(metrics.ROUTER_TENANTS_STALE.name)
+        assert of(metrics.ROUTER_TENANTS.name) == {"": 3} and not of(metrics.ROUTER_TENANTS_STALE.name)
         assert not of(metrics.ROUTER_IN_FLIGHT.name) and not of(metrics.ROUTER_RETRIES.name)
 
         file.write_text("tenants: [{nane: a}]")
         await asyncio.sleep(1.1)
         shown = await page(router)
-        assert of(metrics.ROUTER_TENANTS.name) == {"": 2} and of(metrics.ROUTER_TENANTS_STALE.name) == {"": 1}
+        assert of(metrics.ROUTER_TENANTS.name) == {"": 3} and of(metrics.ROUTER_TENANTS_STALE.name) == {"": 1}
 
 
 async def test_contract_metrics_are_all_exposed(tmp_path: Path) -> None:
