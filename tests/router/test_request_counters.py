@@ -127,7 +127,7 @@ async def test_metrics_after_a_mixed_load_are_exact(tmp_path: Path) -> None:
 
         file.write_text("tenants: [{nane: a}]")
         await asyncio.sleep(1.1)
-        shown = await page(router)
+        shown = await page(router, "root")
         assert of(metrics.ROUTER_TENANTS.name) == {"": 3} and of(metrics.ROUTER_TENANTS_STALE.name) == {"": 1}
 
 
