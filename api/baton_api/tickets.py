@@ -23,6 +23,10 @@ CLOCK_SKEW_S = 60.0
 """Maximum clock skew between two machines in seconds."""
 
 
+CHECK = "check"
+"""The session of a router's tickets for `GET /load`, at no prefill worker. They admit nothing."""
+
+
 def _signature(secret: bytes, text: str, prefill: str) -> str:
     return hmac.new(secret, f"{text}|{prefill}".encode(), hashlib.sha256).hexdigest()
 

@@ -64,5 +64,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineKind = EngineKind.BATON
     version: str = ""
     """Version of the engine. Empty: unknown."""
+    ticket_refusal: str = ""
+    """Why the worker refuses the ticket that came with `GET /load`. Empty: it accepts it, or needs none."""
     local_prefill: bool = True
     """Whether it computes prompts itself, without a prefill worker."""

@@ -223,7 +223,7 @@ class RouterSettings(GatewaySettings):
     Set it by the environment variable."""
 
     ticket_secret: str = ""
-    """Secret shared with the workers. The router then signs a ticket for each request, which the prefill
+    """Secret shared with the workers (their BATON_TICKET_SECRET). The router then signs a ticket for each request, which the prefill
     worker verifies. Set it by the environment variable, because other users can read command-line
     arguments."""
 

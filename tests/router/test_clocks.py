@@ -17,6 +17,7 @@ CALENDAR_READERS = {
     "baton_router/gateway/certificate.py": "validity of a self-signed certificate",
     "baton_router/gateway/exchange.py": "expiry of tickets",
     "baton_router/metrics/tracing.py": "times of spans, beside those of other services",
+    "baton_router/engines/checks.py": "expiry of tickets",
     "baton_router/proxy/admin_operations.py": "expiry of tickets",
     "baton_router/proxy/proxy.py": "expiry of tickets",
     "baton_router/tenants/access.py": "expiry of an issuer's and of runners' tokens",

@@ -8,15 +8,20 @@ API.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from baton_api import headers, tickets
 from baton_api.engines import EngineKind
 from baton_api.workers import Load, Role
 from baton_http.http_client import Reply, ReplyTooLarge, fetch
 from baton_http.upstream import Headers, Upstream
+
+log = logging.getLogger(__name__)
 
 REPLY_LIMIT = 4 * 1024**2
 """Maximum bytes of a reply; metrics of a worker are the longest."""
@@ -50,15 +55,16 @@ _objects = msgspec.json.Decoder(dict[str, Any])
 class WorkerApi:
     """Short requests to one worker."""
 
-    def __init__(self, upstream: Upstream, role: Role, headers: Headers) -> None:
-        """`role` is the one under which it is listed; `headers` authorize the router."""
+    def __init__(self, upstream: Upstream, role: Role, authorizing: Headers, secret: bytes = b"") -> None:
+        """`role` is the one under which it is listed. `authorizing` are headers. `secret` signs tickets."""
         self.upstream = upstream
         self.role = role
-        self._headers = headers
+        self.secret = secret
+        self._headers = authorizing
 
-    async def get(self, target: str) -> Reply:
+    async def get(self, target: str, more: Headers | None = None) -> Reply:
         """Raises UpstreamLost, and DecodeError if the worker requires another API key."""
-        reply = await fetch(self.upstream, "GET", target, self._headers, limit=REPLY_LIMIT)
+        reply = await fetch(self.upstream, "GET", target, [*self._headers, *(more or ())], limit=REPLY_LIMIT)
         if reply.status == UNAUTHORIZED:
             raise msgspec.DecodeError(
                 "it requires another API key: set BATON_ROUTER_WORKER_API_KEY to the workers' key"
@@ -87,13 +93,32 @@ class BatonChecks:
 
     def __init__(self, api: WorkerApi) -> None:
         self._api = api
+        self._warned = False
 
     async def load(self) -> tuple[Load, str]:
-        reply = await self._api.get("/load")
+        ticket = tickets.issue(self._api.secret, tickets.CHECK, "", time.time())
+        reply = await self._api.get("/load", [(headers.TICKET.encode(), ticket.encode())])
         if reply.status != OK:
             raise msgspec.DecodeError(f"GET /load was answered with {reply.status}")
         load = _loads.decode(reply.body)
-        return load, await self._api.ready("/ready")
+        trouble = self._ticket_trouble(load)
+        return load, await self._api.ready("/ready") or trouble
+
+    def _ticket_trouble(self, load: Load) -> str:
+        """Why this router's tickets allow no pair. A decode worker works without pairs: it is logged once."""
+        if not load.ticket_refusal or load.role is Role.BOTH:
+            return ""
+        trouble = (
+            f"it refuses this router's tickets ({load.ticket_refusal}): set BATON_ROUTER_TICKET_SECRET of "
+            "the router and BATON_TICKET_SECRET of all workers to the same secret"
+        )
+        if load.role is Role.PREFILL:
+            return trouble
+        if not self._warned:
+            name = self._api.upstream.name
+            log.warning("The decode worker %s computes all prompts itself: %s.", name, trouble)
+        self._warned = True
+        return ""
 
 
 class OpenAiChecks:

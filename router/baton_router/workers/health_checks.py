@@ -107,7 +107,9 @@ class WorkerChecks:
     def __init__(self, worker: Worker, settings: RouterSettings) -> None:
         self._worker = worker
         self._settings = settings
-        self._api = WorkerApi(worker.upstream, worker.listed, WorkerCredentials.of(settings).headers)
+        authorizing = WorkerCredentials.of(settings).headers
+        secret = settings.ticket_secret.encode()
+        self._api = WorkerApi(worker.upstream, worker.listed, authorizing, secret)
         self._checks: EngineChecks | None = None
 
     async def load(self) -> tuple[Load, str]:

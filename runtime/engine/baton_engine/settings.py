@@ -279,7 +279,8 @@ class WorkerSettings(BaseSettings):
     source address of this machine's default route."""
 
     ticket_secret: str = ""
-    """Secret shared by router, prefill and decode workers. A prefill worker then requires a signed ticket,
+    """Secret shared by router (BATON_ROUTER_TICKET_SECRET), prefill and decode workers. A prefill worker then
+    requires a signed ticket,
     and a decode worker connects only to the prefill worker that the ticket names. A decode worker
     without the secret forwards the router's ticket, which may expire while a request is queued. Set it
     by the environment variable, because other users can read command-line arguments."""

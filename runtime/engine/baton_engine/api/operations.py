@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -31,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from baton_api import __version__, openapi
+from baton_api import __version__, headers, openapi, tickets
 from baton_api.errors import MISSING_REQUIRED_PARAMETER, InvalidRequest, NotReady
 from baton_api.kv_events import FRAME_ENTRIES, SnapshotFrame, frame
 from baton_api.metrics import CONTENT_TYPE
@@ -98,7 +99,10 @@ async def _health_generate(served: Served, request: Request) -> Response:
 
 async def _load(served: Served, request: Request) -> Response:
     now = served.load()
-    return as_json(msgspec.structs.replace(now, draining=now.draining or served.drain.draining))
+    draining = now.draining or served.drain.draining
+    secret, ticket = served.settings.ticket_secret.encode(), request.headers.get(headers.TICKET, "")
+    refusal = tickets.refusal(secret, ticket, tickets.CHECK, "", time.time()) or ""
+    return as_json(msgspec.structs.replace(now, draining=draining, ticket_refusal=refusal))
 
 
 async def _metrics(served: Served, request: Request) -> Response:
