@@ -223,9 +223,9 @@ class RouterSettings(GatewaySettings):
     Set it by the environment variable."""
 
     ticket_secret: str = ""
-    """Secret shared with the workers (their BATON_TICKET_SECRET). The router then signs a ticket for each request, which the prefill
-    worker verifies. Set it by the environment variable, because other users can read command-line
-    arguments."""
+    """Secret shared with the workers (their BATON_TICKET_SECRET). The router then signs a ticket for each
+    request, which the prefill worker verifies. Set it by the environment variable, because other users can
+    read command-line arguments."""
 
     tls_folder: str = ""
     """Folder with `tls.crt`, `tls.key` and `ca.crt`, such as a mounted Secret of cert-manager: the router's
