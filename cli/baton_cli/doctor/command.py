@@ -121,6 +121,7 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     limits.variables,
     environment.ports,
     environment.clock,
+    environment.tickets,
     environment.disks,
     environment.cluster,
     engines.workers,

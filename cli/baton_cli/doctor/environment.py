@@ -72,6 +72,26 @@ def clock(machine: Machine) -> Iterator[Finding]:
         yield good("clock", "synchronized" if machine.clock_synchronised else "the kernel does not report it")
 
 
+ROUTERS_SECRET, WORKERS_SECRET = "BATON_ROUTER_TICKET_SECRET", "BATON_TICKET_SECRET"
+
+
+def tickets(machine: Machine) -> Iterator[Finding]:
+    """Compare the two variables of the secret that signs tickets."""
+    routers, workers = (machine.environment.get(name, "") for name in (ROUTERS_SECRET, WORKERS_SECRET))
+    if routers == workers:
+        yield good("tickets", "routers and workers have the same secret" if routers else "no secret is set")
+        return
+    only = ROUTERS_SECRET if not workers else WORKERS_SECRET
+    yield Finding(
+        "tickets",
+        Level.WARNING,
+        f"{ROUTERS_SECRET} and {WORKERS_SECRET} differ" if routers and workers else f"only {only} is set",
+        limit="the same secret in both",
+        why="Workers refuse the tickets of a router with another secret, so that no pairs are used.",
+        remedy=f"Set {ROUTERS_SECRET} of all routers and {WORKERS_SECRET} of all workers to the same value.",
+    )
+
+
 def disks(machine: Machine) -> Iterator[Finding]:
     for folder in machine.data_folders:
         where = f"{folder.what}, {folder.path}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from baton_api.engines import EngineKind
 from baton_cli.doctor.engine_probes import EngineWorker
+from baton_cli.doctor.environment import ROUTERS_SECRET, WORKERS_SECRET
 from baton_cli.doctor.machine import (
     Crd,
     DataFolder,
@@ -24,7 +25,7 @@ GIB = 1024**3
 WELL = Machine(
     name="well",
     environment={"BATON_CACHE": "/cache"},
-    known_variables=frozenset({"BATON_CACHE", "BATON_KV_CACHE_MEMORY"}),
+    known_variables=frozenset({"BATON_CACHE", "BATON_KV_CACHE_MEMORY", ROUTERS_SECRET, WORKERS_SECRET}),
     shm=Space(8 * GIB, 8 * GIB),
     memory=64 * GIB,
     open_files=1_048_576,

@@ -121,6 +121,20 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
         Level.WARNING,
         "BATON_KV_CACHE_MEMRY",
     ),
+    (
+        "a ticket secret of workers only",
+        but(environment={"BATON_TICKET_SECRET": "s"}),
+        "tickets",
+        Level.WARNING,
+        "only BATON_TICKET_SECRET is set",
+    ),
+    (
+        "two ticket secrets",
+        but(environment={"BATON_TICKET_SECRET": "s", "BATON_ROUTER_TICKET_SECRET": "t"}),
+        "tickets",
+        Level.WARNING,
+        "differ",
+    ),
     ("no cluster", but(cluster=Cluster("https://c", "401")), "cluster", Level.ERROR, "https://c: 401"),
     (
         "no rights",
