@@ -43,7 +43,7 @@ MIB = 1024 * 1024
 MEMORY_LIMIT = 512 * MIB
 """Memory limit of a router's container, by default."""
 
-START_S = 120.0
+START_S = 300.0
 TEXT_BYTES = 4_000_000
 GOOD, HOSTILE = "good", "hostile"
 BATON = str(Path(sys.executable).with_name("baton"))
