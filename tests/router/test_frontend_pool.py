@@ -23,6 +23,7 @@ from baton_api import headers, metrics
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, BodyTooLarge
 from baton_api.workers import Role
 from baton_router.proxy import responses
+from tests.ports import steady_port
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, CONNECT_S, QUESTION, STREAM, anew, until
@@ -149,6 +150,15 @@ async def test_pool_serves_all_paths_and_counts_by_process() -> None:
         assert (await pool.client.get("/debug/decisions")).json()["data"][0]["decode"] == worker.name
         assert (await pool.client.get("/nothing")).status_code == 404
         await pool.counted(20)
+        assert set(await pool.figure(metrics.ROUTER_WORKER_STATE.name)) == {"scheduler"}
+
+
+async def test_metrics_of_all_processes_are_at_the_metrics_port() -> None:
+    port = steady_port()
+    async with FakeWorker() as worker, running_pool(worker, metrics_port=port) as pool:
+        assert (await pool.client.get("/metrics")).status_code == 404
+        pool.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+        await pool.know_the_workers(1)
         assert set(await pool.figure(metrics.ROUTER_WORKER_STATE.name)) == {"scheduler"}
 
 
