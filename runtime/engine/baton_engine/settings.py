@@ -69,6 +69,10 @@ class WorkerSettings(BaseSettings):
     """Accept chat templates in requests. Templates are programs: they run in a sandbox with a time limit, but
     enable this only for trusted clients."""
 
+    plain_message_texts: bool = False
+    """Read control tokens in texts of messages and documents, such as <|im_end|>, as plain text. Otherwise
+    who writes such a text can end the turn and begin another one."""
+
     reasoning_parser: str = ""
     """Format of reasoning in the model's output, such as qwen3 or deepseek-r1. auto: detect it from the chat
     template. Empty: reasoning stays part of the text."""

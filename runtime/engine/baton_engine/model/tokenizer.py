@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Container, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
@@ -28,6 +30,8 @@ from baton_engine.model.tokenizer_cache import Definition
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """Texts come one at a time, so threads of the library would only make forks unsafe."""
 
+BREAK = "\ue0b1"
+"""A character for private use that parts a control token, and is no token of the model."""
 SPACE_MARK = "\u2581"
 """SentencePiece's visible space."""
 COLLAPSED = 8
@@ -119,6 +123,36 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the token ids of `text` without special tokens. Control tokens end at each `BREAK` in it."""
+        (encoding,) = self._breaking.encode_batch_fast([text], add_special_tokens=False)
+        gap = self._breaking.token_to_id(BREAK)
+        return [token for token in encoding.ids if token != gap]
+
+    @cached_property
+    def _breaking(self) -> Backend:
+        """The tokenizer with `BREAK` as one more token."""
+        backend = Backend.from_str(self.definition)
+        backend.add_special_tokens([AddedToken(BREAK, special=True, normalized=False)])
+        return backend
+
+    def broken(self, text: str, *, special_only: bool = False) -> str:
+        """
+        Return `text` with a `BREAK` in each control token: in each added token that is not white space.
+
+        `special_only` leaves out those that are not special, such as the marks of reasoning.
+        """
+        pattern = self._special_pattern if special_only else self._added_pattern
+        return pattern.sub(lambda match: f"{match[0][:1]}{BREAK}{match[0][1:]}", text)
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return _any_of([self._added[number] for number in self._special])
+
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        return _any_of(list(self._added.values()))
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Return the token ids of two texts with the special tokens of a pair, and the tokens' types."""
@@ -216,6 +250,12 @@ class Tokenizer:
         """The response template of `transformers`, if the tokenizer's files contain one."""
         response_template: dict[str, Any] | None = getattr(self._tokenizer, "response_template", None)
         return response_template
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any of `tokens`, the longest one first; nothing without tokens."""
+    marks = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
 
 def load_tokenizer(checkpoint: Checkpoint, spec: ModelSpec) -> Tokenizer:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton_api import limits, response_items
@@ -18,6 +19,7 @@ from baton_engine.api.parsing.tools.toolbox import Toolbox
 from baton_engine.api.prompts import check_text, read_ids
 from baton_engine.api.responses import conversation
 from baton_engine.api.served import Served
+from baton_engine.model.tokenizer import BREAK, Tokenizer
 
 IDS = ("input_ids", "prompt_token_ids")
 """Fields with a prompt of token ids, which replaces messages."""
@@ -58,12 +60,17 @@ def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> 
     last = _last(messages)
     continued = _continued(fields, last)
     tools = None if toolbox is None else toolbox.definitions
+    documents = _documents(fields)
+    encode: Callable[[str], list[int]] = partial(served.tokenizer.encode, add_special_tokens=False)
+    if settings.plain_message_texts:
+        messages = [_plain_message(message, served.tokenizer) for message in messages]
+        documents, encode = _broken(documents, served.tokenizer.broken), served.tokenizer.encode_plain
     if brought is None and _has_tools(messages, toolbox) and served.chat.describes_tools(toolbox):
         messages, tools = describe_tools(messages, toolbox), None
     template_input = TemplateInput(
         messages=messages,
         tools=tools,
-        documents=_documents(fields),
+        documents=documents,
         prompted=fields.boolean("add_generation_prompt", not continued),
         continued=continued,
         variables=read_variables(fields, settings.default_chat_template_kwargs, templates.specials),
@@ -72,13 +79,36 @@ def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> 
     if not any_length:
         check_text(served, "messages", text)
     return ChatPrompt(
-        tokens=tuple(served.tokenizer.encode(text, add_special_tokens=False)),
-        text=text,
+        tokens=tuple(encode(text)),
+        text=text.replace(BREAK, ""),
         toolbox=toolbox,
         last=last,
         continued=continued,
         param="messages",
     )
+
+
+NAMES = ("role", "type", "id", "tool_call_id")
+"""Members of messages and calls that are no texts."""
+
+
+def _plain_message(message: Message, tokenizer: Tokenizer) -> Message:
+    """Break the control tokens in a message. Templates look for marks of reasoning in the assistant's."""
+    broken = partial(tokenizer.broken, special_only=message["role"] == "assistant")
+    plain: Message = _broken(message, broken)
+    return plain
+
+
+def _broken(value: Any, broken: Callable[[str], str]) -> Any:
+    match value:
+        case str():
+            return broken(value)
+        case dict():
+            return {name: one if name in NAMES else _broken(one, broken) for name, one in value.items()}
+        case list() | tuple():
+            return [_broken(one, broken) for one in value]
+        case _:
+            return value
 
 
 def _messages(fields: Fields) -> list[Message]:
