@@ -301,6 +301,11 @@ def _open_engine(
 
     kv_events = KvEvents(publisher) if publisher is not None else None
     if limits.speculation_tokens and not (loaded.model.exact_rows or loaded.spec.headless):
+        if loaded.draft is not None:
+            raise SetupError(
+                "--speculation draft has no effect with these kernels, whose results depend on the number of "
+                "tokens of a pass. Omit it and --draft-model."
+            )
         log.info("Speculation is off: with these kernels, answers could depend on the draft tokens.")
     draft = None
     if loaded.draft is not None:
