@@ -69,6 +69,8 @@ def deployed(model: str, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
     }
     command = [BATON, "router", "--host=127.0.0.1", f"--port={router}", f"--tenants-file={tenants}"]
     command += [f"--prefill=http://127.0.0.1:{prefill}", f"--decode=http://127.0.0.1:{decode}"]
+    # As in a container of that size, of whose memory it takes a fifth by default.
+    command.append(f"--connection-memory={MEMORY_LIMIT // 5}")
     with ExitStack() as stack:
         for name, one in workers.items():
             stack.enter_context(running(one, folder / f"{name}.log"))
