@@ -31,6 +31,9 @@ SERVED = (
     ("coordination.k8s.io/v1", "Lease"),
 )
 
+OF_CLUSTER = (("v1", "Namespace"), ("apiextensions.k8s.io/v1", "CustomResourceDefinition"))
+"""Kinds without a namespace, which kopf wants to find. It reads none of them."""
+
 Place = tuple[str, str]
 """API and plural."""
 
@@ -65,6 +68,8 @@ class FakeApi:
         """Version, place, and the object before and after each change; None where it does not exist."""
         self._oldest = 0
         self._error: int | None = None
+        self._fails = ""
+        """Plural of the kind whose watch gets the error; empty: any."""
         self._cuts = 0
         self._bookmarks = 0
         self._lists: dict[str, tuple[int, list[Any]]] = {}
@@ -141,15 +146,18 @@ class FakeApi:
         metadata = body["metadata"]
         return await self._store((api, plural(kind), metadata["namespace"], metadata["name"]), body)
 
-    async def remove(self, api: str, kind: str, namespace: str, name: str) -> None:
-        """Delete an object, as others do."""
-        await self._remove((api, plural(kind), namespace, name))
+    async def remove(self, api: str, kind: str, namespace: str, name: str, *, lose: bool = False) -> None:
+        """Delete an object, as others do; with `lose` no watch hears of it."""
+        await self._remove((api, plural(kind), namespace, name), lose=lose)
 
-    async def fail_watches(self, code: int) -> None:
-        """All watches get an error that is not about their version."""
+    async def fail_watches(self, code: int, resource: str = "") -> None:
+        """The next watch that looks (of this plural) gets an error that is not about its version."""
         async with self._news:
-            self._error = code
+            self._error, self._fails = code, resource
             self._news.notify_all()
+
+    def kind(self, where: tuple[str, str, str, str]) -> str:
+        return self._kinds[where[:2]]
 
     def status(self, name: str = "chat") -> Any:
         return self.objects[API, "inferenceservices", "models", name].get("status", {})
@@ -173,12 +181,13 @@ class FakeApi:
             self._news.notify_all()
         return manifest
 
-    async def _remove(self, where: tuple[str, str, str, str]) -> None:
+    async def _remove(self, where: tuple[str, str, str, str], *, lose: bool = False) -> None:
         async with self._news:
             self.version += 1
             before = self.objects.pop(where)
             self._applied.pop(where, None)
-            self._events.append((self.version, where[:2], before, None))
+            if not lose:
+                self._events.append((self.version, where[:2], before, None))
             self._news.notify_all()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -290,6 +299,8 @@ class FakeApi:
         while True:
             async with self._news:
                 code = 410 if seen < self._oldest else self._error
+                if code != 410 and self._fails not in ("", place[1]):
+                    code = None
                 fresh = [one for one in self._events if one[0] > seen]
                 if not code and not fresh and cuts == self._cuts and bookmarks == self._bookmarks:
                     await self._news.wait()
@@ -320,7 +331,7 @@ class FakeApi:
                 await send("BOOKMARK", marked())
 
     def _discovery(self, parts: list[str]) -> Any:
-        groups = sorted({api for api, _ in SERVED if "/" in api})
+        groups = sorted({api for api, _ in (*SERVED, *OF_CLUSTER) if "/" in api})
         match parts:
             case ["api"]:
                 return {"kind": "APIVersions", "versions": ["v1"]}
@@ -335,10 +346,10 @@ class FakeApi:
                         "name": plural(kind),
                         "singularName": kind.lower(),
                         "kind": kind,
-                        "namespaced": True,
+                        "namespaced": (served_api, kind) not in OF_CLUSTER,
                         "verbs": ["get", "list", "watch", "patch"],
                     }
-                    for served_api, kind in SERVED
+                    for served_api, kind in (*SERVED, *OF_CLUSTER)
                     if served_api == api
                 ]
                 return (

@@ -338,6 +338,47 @@ class World:
         self.delivered = delivered
 
 
+class KopfsWorld(World):
+    """Kopf delivers the events of an object in order, and those of different objects in any order."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.store = ObjectStore(BY_KIND["RoleScaler"], "", self._changed)
+        self.store.replace({}, self.version)
+
+    def deliver(self) -> None:
+        for _ in range(self.rng.randint(1, 3)):
+            first = {event[1]["metadata"]["uid"]: event for event in reversed(self.log)}
+            if first:
+                event = first[self.rng.choice(sorted(first))]
+                self.log.remove(event)
+                self.store.happened(*event)
+
+    def relist(self) -> None:
+        """The operator lists by itself, or kopf has lost what happened and lists without comparing."""
+        if self.rng.random() < 0.5:
+            self.log = [("ADDED", one) for one in self.objects.values()]
+            return
+        snapshot, version = entries(*self.objects.values()), self.version
+        for _ in range(self.rng.randint(0, 3)):
+            self.rng.choice([self.write, self.delete, self.answer, self.deliver])()
+        self.store.replace(snapshot, version)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_store_of_kopfs_events_ends_equal_to_server(seed: int) -> None:
+    world = KopfsWorld(random.Random(seed))
+    for _ in range(80):
+        world.step()
+    while world.answers:
+        world.answer()
+    while world.log:
+        world.deliver()
+    world.store.replace(entries(*world.objects.values()), world.version)
+    wanted = {name: one["metadata"]["resourceVersion"] for name, one in world.objects.items()}
+    assert {name: kept(world.store, name) for _, name in world.store.names()} == wanted
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_store_ends_equal_to_server_whatever_the_order(seed: int) -> None:
     """And on the way, no reader sees a state from before an answered write or deletion."""
@@ -403,7 +444,7 @@ async def test_cache_ends_equal_to_server_through_faults(tmp_path: Path, seed: i
         api.page = rng.choice([1, 2, 5])
 
         async def change() -> None:
-            kind = rng.choice(["ConfigMap", "Deployment", "InferenceService"])
+            kind = rng.choice(["ConfigMap", "Deployment", "Pod"])
             where = BY_KIND[kind].api, kind
             namespace, name = rng.choice(["models", "others", "elsewhere"]), rng.choice("abcdefgh")
             place = (where[0], BY_KIND[kind].plural, namespace, name)
@@ -441,12 +482,25 @@ async def test_reflector_stalled_watch_is_restarted(tmp_path: Path) -> None:
     async with FakeApi(tmp_path) as api, reflecting(api, silence_s=0.5) as (cache, reflectors):
         await reflectors.synced()
         api.silent = True
-        await api.put({})
-        before = api.watches["inferenceservices"]
-        await until(lambda: api.watches["inferenceservices"] > before)
-        assert cache.services() == []
+        await api.store("v1", "ConfigMap", config_map("one", 0))
+        before = api.watches["configmaps"]
+        await until(lambda: api.watches["configmaps"] > before)
+        assert cache.get("ConfigMap", "models", "one") is None
         api.silent = False
+        await until(lambda: cache.get("ConfigMap", "models", "one") is not None)
+
+
+async def test_kind_that_kopf_watches_is_listed_when_in_doubt(tmp_path: Path) -> None:
+    async with FakeApi(tmp_path) as api, reflecting(api) as (cache, reflectors):
+        await reflectors.synced()
+        await api.put({})
+        reflectors.doubt("Deployment")
+        reflectors.doubt("InferenceService")
         await until(lambda: cache.services() == [("models", "chat")])
+        await api.remove(API, "InferenceService", "models", "chat", lose=True)
+        reflectors.doubt("InferenceService")
+        await until(lambda: cache.services() == [])
+        assert "inferenceservices" not in api.watches and api.watches["deployments"]
 
 
 async def test_quiet_kind_is_watched_without_pauses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

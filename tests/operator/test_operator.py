@@ -149,6 +149,21 @@ async def test_operator_rights_are_all_used_and_sufficient(cluster: RealCluster)
     assert IMPLIED & used == set(), "else they need no reason of their own"
 
 
+async def test_service_is_gone_at_once_without_an_operator(cluster: RealCluster) -> None:
+    """Kopf leaves no finalizer and no annotation at custom resources."""
+    async with running_operator(cluster, "leaving"):
+        await cluster.put(PAIR, "left")
+        await reaches(cluster, "SpecSupported", "True Supported", "left")
+        await cluster.put({"serviceName": "left", "uri": "hf://a/b"}, "poet", kind="LoraAdapter")
+        await reaches(cluster, "Active", "False AdaptersNotEnabled", "poet", "LoraAdapter")
+    for kind, name in (("LoraAdapter", "poet"), ("InferenceService", "left")):
+        where = path(API, kind, "models", name)
+        metadata = (await cluster.admin.get(where)).json()["metadata"]
+        assert "finalizers" not in metadata and "annotations" not in metadata
+        await cluster.api.delete(where)
+        assert (await cluster.admin.get(where)).status_code == 404
+
+
 async def test_exposure_follows_the_gateways_status(cluster: RealCluster) -> None:
     """
     The URL has the listener's scheme and port, the condition what the controller wrote.

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from baton_api import metrics
+from baton_operator.cluster.api_resources import API
 from tests.operator.fake_api import FakeApi
-from tests.operator.real_cluster import LIMIT_S, Process, started, until
+from tests.operator.real_cluster import LIMIT_S, OPERATOR, Process, started, until
 
 pytestmark = pytest.mark.slow
 
@@ -60,13 +61,53 @@ async def test_watch_that_expires_is_restarted(tmp_path: Path, options: tuple[st
         assert operator.process.returncode is None
 
 
-async def test_watch_that_fails_is_restarted(tmp_path: Path) -> None:
+async def test_watch_of_children_that_fails_is_restarted(tmp_path: Path) -> None:
     """An error that is not about its version: everything is listed again, by the same process."""
     async with operated(tmp_path) as (api, operator):
-        await api.put({**PAIR, "suspend": True}, lose=True)
-        await api.fail_watches(500)
-        await until(lambda: api.status()["observedGeneration"] == 2)
+        await api.at_rest()
+        await api.remove("apps/v1", "Deployment", "models", "chat-router", lose=True)
+        await api.fail_watches(500, "deployments")
+        await until(lambda: ("apps/v1", "deployments", "models", "chat-router") in api.objects)
         await follows(api)
+        assert operator.process.returncode is None
+
+
+async def test_watch_of_custom_resources_that_fails_ends_the_operator(tmp_path: Path) -> None:
+    """Kopf gives up, cleans up, and leaves the Lease to the next process, which sees what was missed."""
+    async with operated(tmp_path) as (api, operator):
+        await api.put({**PAIR, "suspend": True}, lose=True)
+        await api.fail_watches(500, "inferenceservices")
+        assert await asyncio.wait_for(operator.process.wait(), LIMIT_S) != 0
+        lease = api.objects["coordination.k8s.io/v1", "leases", OPERATOR, "baton-operator"]
+        assert lease["spec"]["holderIdentity"] == ""
+        async with started(tmp_path, api.kubeconfig, "again"):
+            await until(lambda: api.status()["observedGeneration"] == 2)
+            await follows(api)
+
+
+@pytest.mark.parametrize("others", [(), ("other",)], ids=["alone", "beside another"])
+async def test_deletion_while_no_watch_is_open_is_noticed(tmp_path: Path, others: tuple[str, ...]) -> None:
+    """
+    The service is gone, and then its version: kopf lists again without a word about it.
+
+    Kubernetes deletes what belonged to the service. Nothing of it may come back.
+    """
+    async with operated(tmp_path) as (api, operator):
+        for name in others:
+            await api.put(PAIR, name)
+            await until(lambda name=name: api.status(name).get("observedGeneration") == 1)  # type: ignore[misc]
+        await api.at_rest()
+        await api.remove(API, "InferenceService", "models", "chat", lose=True)
+        await api.expire()
+        of_it = [where for where in api.objects if where[3].startswith("chat") and where[1] != "events"]
+        assert of_it
+        for where in of_it:
+            await api.remove(where[0], api.kind(where), *where[2:])
+        await api.at_rest()
+        left = [where for where in api.objects if where[3].startswith("chat") and where[1] != "events"]
+        assert left == []
+        await api.put({**PAIR, "suspend": True})
+        await until(lambda: api.status().get("observedGeneration") == 1)
         assert operator.process.returncode is None
 
 
@@ -114,7 +155,7 @@ async def test_second_operator_of_the_cluster_refuses_to_start(tmp_path: Path) -
         assert "baton/baton-operator and watches all namespaces" in log_text
         lease = api.objects["coordination.k8s.io/v1", "leases", "baton", "other"]
         assert lease["spec"]["holderIdentity"] == "", "the Lease is left to the next one"
-        assert api.watchers == {"baton-operator/operator"}, "it has not begun to work"
+        assert "baton-operator/second" not in api.watchers, "it has not begun to work"
         await follows(api)
         first.process.kill()
         await first.process.wait()

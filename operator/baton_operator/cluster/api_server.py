@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlencode
 
+import kopf
 import msgspec
 from aiohttp import ClientError, ClientResponse, ClientTimeout
 from kubernetes.aio import config
@@ -363,6 +364,24 @@ async def load_configuration(kubeconfig: str) -> Configuration:
             "or set --kubeconfig."
         ) from error
     return configuration
+
+
+async def connection_info(client: ApiClient) -> kopf.ConnectionInfo:
+    """Return how kopf connects: as the client does, with its present token."""
+    configuration = client.configuration
+    headers: dict[str, str] = {}
+    await client.update_params_for_auth(headers, [], ["BearerToken"], "", "GET", None)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert or None,
+        insecure=not configuration.verify_ssl,
+        scheme=scheme or None,
+        token=token or None,
+        certificate_path=configuration.cert_file or None,
+        private_key_path=configuration.key_file or None,
+        proxy_url=configuration.proxy or None,
+    )
 
 
 async def connect(kubeconfig: str) -> ApiClient:

@@ -1,9 +1,10 @@
 """
 The cache: all watched objects in memory. Reconcilers read from it.
 
-Each kind has a store, which a reflector keeps current. Responses to the operator's own writes go into the
-store immediately, so a reconciler never sees a state from before its last write. Versions decide which of
-two states is newer: in Kubernetes, resource versions of one kind are comparable numbers.
+Each kind has a store, which a reflector keeps current; events of custom resources come from kopf. Responses
+to the operator's own writes go into the store immediately, so a reconciler never sees a state from before its
+last write. Versions decide which of two states is newer: in Kubernetes, resource versions of one kind are
+comparable numbers.
 
 Objects are kept as JSON and parsed at each read. That takes a fifth of the memory of parsed objects, and a
 reader may change what it gets. Fields that nothing reads are dropped.
@@ -62,6 +63,8 @@ class ObjectChange:
     """Whether the spec changed, and not only status or metadata."""
     routes: tuple[ObjectName, ...] = ()
     """For a Gateway: the InferenceServices whose HTTPRoute names it."""
+    by_others: bool = False
+    """Whether the object is gone and the operator did not delete it."""
 
 
 Listener = Callable[[ObjectChange], None]
@@ -107,7 +110,7 @@ class ObjectStore:
         self.resource = resource
         self.namespace = namespace
         self.version = 0
-        """Version up to which the watch has delivered all changes."""
+        """Version up to which the list or watch has delivered all changes."""
         self.synced = False
         """Whether the objects have been listed."""
         self.served = True
@@ -117,6 +120,9 @@ class ObjectStore:
         self._of_service: dict[ObjectName, set[str]] = {}
         self._deleted: dict[ObjectName, str] = {}
         """UIDs of objects that the operator deleted, until the watch delivers the deletion."""
+        self._gone: dict[ObjectName, int] = {}
+        """Versions of deletions since the last list. Kopf's events of different objects, and responses to
+        writes, arrive in any order."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -137,9 +143,10 @@ class ObjectStore:
         """Replace all objects by a list of that version."""
         # A server that was restored from a backup continues from an older version.
         restored = version < self.version
+        self._gone = {} if restored else {name: at for name, at in self._gone.items() if at > version}
         for name in [name for name in self._entries if name not in listed]:
             if restored or self._entries[name].version <= version:
-                self._remove(name)
+                self._remove(name, by_others=True)
         self._deleted = {
             name: uid for name, uid in self._deleted.items() if name in listed and listed[name].uid == uid
         }
@@ -160,7 +167,8 @@ class ObjectStore:
     def happened(self, event: str, manifest: Manifest) -> None:
         """Apply an event of the watch: ADDED, MODIFIED, DELETED or BOOKMARK."""
         version = int(manifest["metadata"]["resourceVersion"])
-        self.version = max(self.version, version)
+        if not self.resource.custom:
+            self.version = max(self.version, version)
         if event == "BOOKMARK":
             return
         name = manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]
@@ -168,9 +176,13 @@ class ObjectStore:
         if event == "DELETED":
             if self._deleted.get(name) == manifest["metadata"].get("uid", ""):
                 del self._deleted[name]
+            self._is_gone(name, version)
             if existing is not None and existing.version <= version:
-                self._remove(name)
-        elif existing is None or existing.version < version:
+                self._remove(name, by_others=True)
+            return
+        # A list of a kind that kopf watches may be ahead of its events: what is missing there is gone.
+        missing = self.version if self.resource.custom else 0
+        if version > (missing if existing is None else existing.version):
             self._put(name, cached_object(self.resource, manifest))
 
     def wrote(self, manifest: Manifest) -> None:
@@ -189,10 +201,15 @@ class ObjectStore:
         existing = self._entries.get((namespace, name))
         if existing is not None and existing.uid == uid:
             self._deleted[namespace, name] = uid
+            self._is_gone((namespace, name), existing.version)
             self._remove((namespace, name))
 
+    def _is_gone(self, name: ObjectName, version: int) -> None:
+        if self.resource.custom:
+            self._gone[name] = max(version, self._gone.get(name, 0))
+
     def _put(self, name: ObjectName, new: CachedObject) -> None:
-        if self._deleted.get(name) == new.uid:
+        if self._deleted.get(name) == new.uid or new.version <= self._gone.get(name, 0):
             return
         old = self._entries.get(name)
         if old is not None and old.service != new.service:
@@ -206,10 +223,11 @@ class ObjectStore:
                 ObjectChange(self.resource, *name, new.service, manifest, new.batch_job, spec_changed)
             )
 
-    def _remove(self, name: ObjectName) -> None:
+    def _remove(self, name: ObjectName, *, by_others: bool = False) -> None:
         old = self._entries.pop(name)
         self._unlink(name, old)
-        self._listener(ObjectChange(self.resource, *name, old.service, None, old.batch_job))
+        change = ObjectChange(self.resource, *name, old.service, None, old.batch_job, by_others=by_others)
+        self._listener(change)
 
     def _unlink(self, name: ObjectName, old: CachedObject) -> None:
         names = self._of_service[name[0], old.service]

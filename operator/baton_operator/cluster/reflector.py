@@ -4,11 +4,16 @@ List and watch of one kind, which keep a store of the cache equal to the API ser
 A reflector lists once and then watches from that version. It resumes a watch that ends, breaks or falls
 silent from the last version. If the API server no longer has that version (410), it lists again; the store
 derives the missed changes, deletions included.
+
+Kopf watches custom resources. It also lists again after 410, but does not compare, so a deletion meanwhile
+would be lost. For these kinds a reflector lists only: at the start, now and then, and when the operator has a
+reason to doubt its store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -34,6 +39,13 @@ WATCH_S = (300.0, 600.0)
 SILENCE_S = 70.0
 """Seconds without data after which a watch restarts. The API server sends a bookmark each minute, except
 for a kind of which no object ever changed."""
+
+RELIST_S = 300.0
+"""Seconds between two lists of a kind that kopf watches."""
+
+DOUBT_S = 0.1
+"""Seconds for which doubts are collected before a list. Less than `work_queue.BATCH_CHANGES_S`, so that a
+service that is gone is known before it is reconciled."""
 
 LASTING_S = 1.0
 """Seconds that a watch lasts at least; a shorter one counts as a failure."""
@@ -62,6 +74,8 @@ class Reflector:
         self._failures = 0
         self.heard = clock()
         """Time of the last data from the API server about this kind."""
+        self.watches = not store.resource.custom
+        self._doubt = asyncio.Event()
         # Limits the watch to objects that carry the operator's label.
         self._selector = f"{labels.MANAGED_BY}={labels.OPERATOR}" if store.resource.owned else ""
 
@@ -69,6 +83,14 @@ class Reflector:
     def resource(self) -> str:
         """Plural of the kind."""
         return self._store.resource.plural
+
+    @property
+    def kind(self) -> str:
+        return self._store.resource.kind
+
+    def doubt(self) -> None:
+        """List soon, if kopf watches the kind: an object of the store may be gone."""
+        self._doubt.set()
 
     async def run(self) -> None:
         """List and watch until it is cancelled."""
@@ -121,6 +143,14 @@ class Reflector:
         if not self._store.served:
             self._failures = 0
             await asyncio.sleep(ABSENT_S)
+            return
+        if not self.watches:
+            self._failures = 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RELIST_S):
+                    await self._doubt.wait()
+                    await asyncio.sleep(DOUBT_S)
+            self._doubt.clear()
             return
         while True:
             try:
@@ -212,8 +242,17 @@ class Reflectors:
         """Return the plurals of kinds without data for that many seconds."""
         return sorted({one.resource for one in self._all if self._age_s(one) > limit_s})
 
+    def doubt(self, kind: str) -> None:
+        """List the objects of a kind soon, if kopf watches it."""
+        for one in self._all:
+            if one.kind == kind:
+                one.doubt()
+
     def _age_s(self, one: Reflector) -> float:
-        return 0.0 if self._began is None else self._clock() - max(one.heard, self._began)
+        if self._began is None:
+            return 0.0
+        rests = 0.0 if one.watches else RELIST_S
+        return max(0.0, self._clock() - max(one.heard, self._began) - rests)
 
     def _listed(self) -> None:
         if not self._cache.unsynced:
