@@ -328,6 +328,8 @@ def test_native_decode_step_gives_the_bits_of_single_rows(name: str, dtype: torc
     """With enough rows, one thread computes all heads of a row, one after the other."""
     spec = tiny_spec(**SHAPES[name])
     model = native_model(spec, dtype)
+    if not model.exact_rows:
+        pytest.skip("AMX sums bfloat16 in another order than AVX-512, which computes passes of few rows")
     starts = (0, 14, 15, 16, 62, 63, 64, 65, 127, 128, 200, 299)
     rows = rows_of([(start, 1) for start in starts], spec.vocab, random.Random(8))
     batched, single = filled_cache(spec, dtype), filled_cache(spec, dtype)

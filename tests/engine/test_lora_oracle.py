@@ -142,6 +142,8 @@ def test_lora_of_every_family_is_that_of_peft(family: Path, make: Callable[[Path
 def test_lora_rows_do_not_depend_on_other_rows(folder: Path, dtype: torch.dtype, quantize: Quantize) -> None:
     """Decode rows and prefill rows with and without adapters: the same bits alone as in any batch."""
     model = native_model(folder / "base", dtype, quantize)
+    if not model.exact_rows:
+        pytest.skip("AMX sums bfloat16 in another order than AVX-512, which computes passes of few rows")
     adapters = adapters_of(model, folder)
     kinds = [(adapter, length) for adapter in adapters for length in (1, 21)]
 

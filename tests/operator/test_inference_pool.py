@@ -56,7 +56,7 @@ def test_pool_selects_decode_workers_and_names_the_routers() -> None:
     assert ports[1] == {
         "name": "grpc-ext-proc", "port": PICKER_PORT, "targetPort": "grpc-ext-proc", "appProtocol": "http2",
     }  # fmt: skip
-    assert names == {"http", "grpc-ext-proc"}
+    assert names == {"http", "metrics", "grpc-ext-proc"}
 
 
 def test_route_refers_to_the_pool() -> None:

@@ -67,7 +67,7 @@ class Attempt:
         self._began = False
         self._usage: AnswerUsage | None = None
         """Of a whole response, if it says so."""
-        self._tail = b""
+        self._tail = bytearray()
         """The end of a response that is not a stream, which has its usage."""
         self._closed = False
         self._sink: Sink | None = None
@@ -86,7 +86,7 @@ class Attempt:
                 break
         if not stream:
             self._usage = _usage_of(exchange.headers)
-            self._tail = opening
+            self._tail[:] = opening
         if not stream and self.ended:
             whole = self._engine.whole(call, exchange.status, opening)
             if whole is not opening:
@@ -104,7 +104,7 @@ class Attempt:
 
     def forward_to(self, client: ClientConnection) -> None:
         """While `next` waits, send parts to the client as they arrive; it returns those that must wait."""
-        events = self.events
+        events, tail = self.events, self._tail  # the attempt holds `forward`, which must not hold the attempt
 
         def forward(piece: bytes) -> bool:
             if not client.ready:
@@ -112,7 +112,7 @@ class Attempt:
             if events is not None:
                 piece = events.push(piece)
             else:
-                self._tail = (self._tail + piece[-TAIL_LIMIT:])[-TAIL_LIMIT:]
+                _append_tail(tail, piece)
             if piece:
                 client.write(piece)
             return True
@@ -129,7 +129,7 @@ class Attempt:
                 raise
             piece = b""
         if self.events is None:
-            self._tail = (self._tail + piece[-TAIL_LIMIT:])[-TAIL_LIMIT:]
+            _append_tail(self._tail, piece)
             self.ended = self.exchange.complete
             return piece
         if piece:
@@ -167,7 +167,7 @@ class Attempt:
         """Tokens of the response so far, as the worker reports; 0 if it does not."""
         if self.events is not None:
             return self.events.tokens
-        return (self._usage.generated if self._usage is not None else usage_tokens(self._tail)) or 0
+        return (self._usage.generated if self._usage is not None else usage_tokens(bytes(self._tail))) or 0
 
     @property
     def status(self) -> int:
@@ -280,3 +280,9 @@ class ProxiedRequest:
         self.opened = 0.0
         """When the first byte of a stream arrived."""
         self.trace: RequestTrace | None = None
+
+
+def _append_tail(tail: bytearray, piece: bytes) -> None:
+    """Keep the last bytes of an answer, which have its counts of tokens."""
+    tail += piece[-TAIL_LIMIT:]
+    del tail[:-TAIL_LIMIT]
