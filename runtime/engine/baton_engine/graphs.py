@@ -19,6 +19,7 @@ from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
+from baton_api.workers import Role
 from baton_engine.batch import Batch
 from baton_engine.captured_passes import CapturedPasses, Passes
 from baton_engine.kv.cache import KVCache
@@ -45,9 +46,14 @@ class CaptureLimits:
 
 
 def capture_limits(settings: WorkerSettings, model: Model) -> CaptureLimits:
-    """Return the limits of captured passes of `model`, which are 0 if it cannot be captured."""
+    """
+    Return the limits of captured passes of `model`. They are 0 if it cannot be captured.
+
+    A prefill worker captures none: its passes are chunks of prompts.
+    """
     part = model.part if isinstance(model, ParallelModel) else model
-    if not (isinstance(part, Decoder) and part.capturable and settings.graph_rows):
+    decodes = settings.graph_rows and settings.role is not Role.PREFILL
+    if not (decodes and isinstance(part, Decoder) and part.capturable):
         return CaptureLimits(rows=0, memory=0, seconds=0)
     return CaptureLimits(settings.graph_rows, settings.graph_memory, settings.graph_seconds)
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from baton_api.workers import Role
 from baton_engine.batch import Batch, BatchRow
-from baton_engine.graphs import CaptureLimits, GraphModel, with_graphs
+from baton_engine.graphs import CaptureLimits, GraphModel, capture_limits, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
@@ -20,6 +21,7 @@ from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import create_ops
 from baton_engine.ops.plain import PlainOps
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.settings import WorkerSettings
 from benchmarks.launches import EXPERTS, per_layer, replayed, select
 from benchmarks.launches import step as count_step
 from tests.engine.fake_graphs import FakeGraphs
@@ -163,6 +165,12 @@ def test_models_whose_host_reads_results_are_not_captured(tmp_path: Path) -> Non
     for variant in ("qwen3", "gpt-oss", "deepseek-v3"):
         captures[variant] = [decoder.capturable for decoder in decoders(tmp_path / variant, variant)]
     assert captures == {"qwen3": [True, False], "gpt-oss": [True, False], "deepseek-v3": [False] * 2}
+
+
+@pytest.mark.parametrize(("role", "rows"), [(Role.BOTH, 8), (Role.DECODE, 8), (Role.PREFILL, 0)])
+def test_workers_that_decode_capture_passes(role: Role, rows: int, tmp_path: Path) -> None:
+    model, _ = decoders(tmp_path, "qwen3")
+    assert capture_limits(WorkerSettings(model="m", role=role, graph_rows=8), model).rows == rows
 
 
 LATENT = LatentSpec(q_rank=0, kv_rank=32, plain=16, value=16)
