@@ -163,7 +163,8 @@ def test_K7_a_response_is_checked_like_a_chat(served: Deployment) -> None:
 
     check_error(post(temperature=3), 400, "temperature")
     check_error(post(model="nope"), 404, ("model", None), ModelNotFound.code)
-    check_param(post(tools=[{"type": "web_search"}]), "tools")
+    hosted = {"type": "web_search"}  # left out, unless the response has to call it
+    check_param(post(tools=[hosted], tool_choice=hosted), "tool_choice")
     check_error(post(max_output_tokens=0), 400, "max_output_tokens")
     check_error(post(temperature=3, stream=True), 400, "temperature")
     check_error(served.post("/v1/responses", {"input": "hi"}), 400, "model", MISSING_REQUIRED_PARAMETER)

@@ -21,7 +21,7 @@ from tests.engine.transfer_pools import pattern, pool, rows
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 BLOCKS = 256
-LAYERS = 32  # 256 KiB a block, 64 MiB a pool: a read of it takes long enough to be met in the middle
+LAYERS = 64  # 512 KiB a block, 128 MiB a pool: twice what a read has under way, so it is met in the middle
 SOON_S = 300.0
 """An answer that takes this long has not come; none of them takes 2 s on an idle machine."""
 
@@ -99,7 +99,7 @@ async def test_nixl_peer_killed_in_mid_read_fails_the_pulls(
     async with reading(cache) as transfer:
         connected = await connect(transfer, peer)
         await soon(transfer.pull(connected, [1], [1]))
-        pulls = [everything(transfer, connected, seed) for seed in range(120)]  # 7.5 GB
+        pulls = [everything(transfer, connected, seed) for seed in range(60)]  # 7.5 GB
         await soon(transfer.pull(connected, [2], [2]))  # by then each of the others has moved some
         peer.kill()
         ends = await asyncio.gather(*(soon(pull) for pull in pulls), return_exceptions=True)
@@ -137,7 +137,7 @@ async def test_nixl_peer_hung_over_tcp_in_mid_read_is_waited_for(peer: PeerProce
         async with reading(cache) as transfer:
             connected = await connect(transfer, over_tcp)
             for _ in range(50):  # on a busy machine, all reads may have ended before the peer stops
-                pulls = [everything(transfer, connected, seed) for seed in range(12)]
+                pulls = [everything(transfer, connected, seed) for seed in range(6)]
                 await soon(transfer.pull(connected, [2], [2]))  # by then each of the others has moved some
                 over_tcp.stop()
                 if await still_under_way(pulls[-1]):
