@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import signal
 import threading
@@ -152,7 +153,9 @@ def _scrape(telemetry: Telemetry, up: RunningUp, workers: dict[str, str]) -> Non
 def _single_process(folder: Path, decode: str) -> str:
     """Return the metrics of a router with one process and with tenants."""
     file = folder / "tenants.yaml"
-    file.write_text(json.dumps({"tenants": [{"name": "a", "keys": ["sha256:" + "0" * 64]}]}))
+    key = "of-an-admin"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    file.write_text(json.dumps({"tenants": [{"name": "a", "keys": [f"sha256:{digest}"], "admin": True}]}))
     process = start_baton(
         *("router", f"--decode={decode}", "--port=0", "--processes=1", "--log-format=json"),
         *(f"--tenants-file={file}", f"--state={folder / 'alone'}"),
@@ -164,7 +167,9 @@ def _single_process(folder: Path, decode: str) -> str:
             assert time.monotonic() < deadline
             if "listens on http" in line:
                 url = json.loads(line)["message"].partition("listens on ")[2].split()[0]
-                return httpx.get(f"{url}/metrics", timeout=ROUNDS_S, trust_env=False).raise_for_status().text
+                admin = {"Authorization": f"Bearer {key}"}
+                page = httpx.get(f"{url}/metrics", headers=admin, timeout=ROUNDS_S, trust_env=False)
+                return page.raise_for_status().text
         raise AssertionError("the router did not start")
     finally:
         process.terminate()
