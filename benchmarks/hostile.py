@@ -229,9 +229,8 @@ class Attack:
             )
             writer.write(head.encode())
             try:
-                start = await reader.read(64)
-                await writer.wait_closed() if writer.is_closing() else await asyncio.sleep(3600)
-                return start
+                await reader.read(64)
+                return await asyncio.Future()  # read nothing more until the attack ends
             finally:
                 writer.transport.abort()
 

@@ -59,7 +59,7 @@ class BatchSubmission:
         self._rng = rng or random.Random()
 
     async def batch(self) -> str:
-        """The id of the batch, which is made if it is not there. Raises Unfit."""
+        """The id of the batch, which is made if it is not there. Raises SubmissionRejected."""
         try:
             return await self._find() or await self._make()
         finally:

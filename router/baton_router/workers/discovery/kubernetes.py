@@ -161,7 +161,7 @@ class WatchedSlices:
         return workers_in(self._slices.values(), port)
 
     def apply(self, event: WatchEvent) -> bool:
-        """Whether a slice has changed. Raises Expired, Unanswered and msgspec.DecodeError."""
+        """Whether a slice has changed. Raises WatchExpired, ApiServerError and msgspec.DecodeError."""
         if event.type == "ERROR":
             status = msgspec.json.decode(event.object, type=ApiStatus)
             if status.code == GONE:
@@ -263,7 +263,7 @@ class KubernetesWorkers:
         seconds: float,
         on_list: Callable[[frozenset[ListedWorker]], None],
     ) -> None:
-        """Ends as the watch does, or breaks. Raises what `watch` catches, and Expired."""
+        """Ends as the watch does, or breaks. Raises what `watch` catches, and WatchExpired."""
         target = (
             f"{path}&watch=true&allowWatchBookmarks=true&resourceVersion={quote(slices.version, safe='')}"
             f"&timeoutSeconds={max(1, round(seconds))}"
