@@ -27,7 +27,7 @@ from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.frontends.scheduler_service import SchedulerService
 from baton_router.metrics.registry import MetricFamily
 from baton_router.scheduling.admission import QueueCapacity
-from baton_router.scheduling.picker import Grant, PickRequest
+from baton_router.scheduling.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.workers.worker import Worker
 from tests.router.fake_worker import FakeWorker, hang
 from tests.router.running import until
@@ -69,32 +69,17 @@ class FakePicker:
         assert self.granted[grant.number] == grant
         self.heard.append(("began", report))
 
-    def failed(
-        self,
-        grant: Grant,
-        *,
-        crashed: bool = False,
-        at_prefill: bool = False,
-        prefill_crashed: bool = False,
-    ) -> None:
+    def failed(self, grant: Grant, loss: WorkerLoss = UNREACHABLE) -> None:
         assert self.granted[grant.number] == grant
-        self.heard.append(("failed", crashed))
+        self.heard.append(("failed", loss.crashed))
 
     def full(self, grant: Grant) -> None:
         assert self.granted[grant.number] == grant
         self.heard.append(("full",))
 
-    def release(
-        self,
-        grant: Grant,
-        *,
-        complete: bool,
-        tokens: int | None = None,
-        cached: int | None = None,
-        charged: int = 0,
-    ) -> None:
+    def release(self, grant: Grant, end: RequestEnd) -> None:
         assert self.granted.pop(grant.number) == grant
-        self.heard.append(("let go", complete))
+        self.heard.append(("let go", end.complete))
 
 
 class Linked:
@@ -157,8 +142,8 @@ async def test_grant_arrives_and_its_outcome_returns() -> None:
             "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", b"why"
         )  # fmt: skip
         both.remote.began(grant, REPORT)
-        both.remote.failed(grant, crashed=True)
-        both.remote.release(grant, complete=True)
+        both.remote.failed(grant, WorkerLoss(crashed=True))
+        both.remote.release(grant, RequestEnd(complete=True))
         await until(lambda: not both.picker.granted)
         assert both.picker.heard == [("began", REPORT), ("failed", True), ("let go", True)]
         assert not both.unasked
@@ -186,7 +171,7 @@ async def test_request_waiting_in_the_scheduler_is_not_late() -> None:
         await asyncio.sleep(2.2)  # longer than the timeout for a silent scheduler
         assert not waiting.done()
         both.picker.open.set()
-        both.remote.release(await waiting, complete=True)
+        both.remote.release(await waiting, RequestEnd(complete=True))
         await until(lambda: both.picker.heard)
         assert not both.picker.granted and not both.unasked
 
@@ -232,7 +217,7 @@ async def test_remote_picker_waits_for_a_busy_scheduler() -> None:
         await asyncio.sleep(0.01)
         assert not both.picker.requests and not waiting.done()
         both.hear()
-        both.remote.release(await waiting, complete=True)
+        both.remote.release(await waiting, RequestEnd(complete=True))
         await until(lambda: both.picker.heard)
         assert both.picker.requests == [ASK] and not both.unasked
 
@@ -255,7 +240,7 @@ async def test_remote_picker_bounds_waiting_requests_by_tenant() -> None:
         both.hear()
         both.picker.open.set()
         for one in (*held, late, *(one for one in tenants if one not in refused)):
-            both.remote.release(await one, complete=True)
+            both.remote.release(await one, RequestEnd(complete=True))
         assert not both.capacity
 
 
@@ -284,9 +269,9 @@ async def test_remote_picker_resends_ungranted_requests() -> None:
         assert [replace(ask, waited_s=0.0) for ask in again] == [ASK, ASK]
         assert again[0].waited_s > again[1].waited_s > 0
         both.remote.began(old, REPORT)  # the scheduler that granted it is gone: no report is sent
-        both.remote.release(old, complete=True)
+        both.remote.release(old, RequestEnd(complete=True))
         for grant in grants:
-            both.remote.release(grant, complete=True)
+            both.remote.release(grant, RequestEnd(complete=True))
         await until(lambda: not both.picker.granted)
         assert both.picker.heard == [("let go", False), ("let go", True), ("let go", True)]
         assert not both.unasked
@@ -310,7 +295,7 @@ async def test_connections_to_removed_workers_close_when_unused() -> None:
         both.workers = ()  # the scheduler may have restarted without workers yet
         await until(lambda: not both.remote.workers)
         assert (len(both.upstreams), both.remote.busy[grant.decode]) == (1, 1)
-        both.remote.release(grant, complete=True)
+        both.remote.release(grant, RequestEnd(complete=True))
         assert (len(both.upstreams), grant.decode in both.remote.busy) == (0, False)
         both.workers = (both.worker,)
         await until(lambda: both.remote.workers)
@@ -357,7 +342,7 @@ async def test_law_no_grant_remains_after_any_events(seed: int) -> None:
                 both.remote.failed(grant)
             await asyncio.sleep(rng.random() * 0.01)
         finally:
-            both.remote.release(grant, complete=rng.random() < 0.5)
+            both.remote.release(grant, RequestEnd(complete=rng.random() < 0.5))
 
     async with linked() as both:
         both.ready()

@@ -13,7 +13,7 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache.prompt_chunks import chunk_text
-from baton_router.scheduling.picker import Grant, PickRequest
+from baton_router.scheduling.picker import Grant, PickRequest, RequestEnd
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from baton_router.tenants.tenants import CLASSES, TenantLimits
@@ -105,7 +105,7 @@ class Cluster:
             scheduler.failed(grant)
         if way == "whole" and not begun:
             self.begin(grant)
-        scheduler.release(grant, complete=way == "whole")
+        scheduler.release(grant, RequestEnd(complete=way == "whole"))
 
     def begin(self, grant: Grant) -> None:
         tokens = self.rng.randrange(1, 3_000)
@@ -196,7 +196,7 @@ async def test_disconnected_waiting_request_leaves_no_state() -> None:
     for task in cluster.picking:
         task.cancel()
     for grant, _ in cluster.granted:
-        cluster.scheduler.release(grant, complete=False)
+        cluster.scheduler.release(grant, RequestEnd(complete=False))
     cluster.granted.clear()
     await cluster.settle()
     assert cluster.left() == dict.fromkeys(cluster.left(), 0)
@@ -212,7 +212,7 @@ async def test_first_byte_times_are_counted_for_streams_only() -> None:
         )
         cluster.now += took
         cluster.scheduler.began(grant, None)
-        cluster.scheduler.release(grant, complete=True)
+        cluster.scheduler.release(grant, RequestEnd(complete=True))
     (family,) = cluster.scheduler.outcomes.revision_first_tokens.collect()
     (total,) = (one.value for one in family.samples if one.name.endswith("_sum"))
     assert total == pytest.approx(2.8)

@@ -16,7 +16,7 @@ from baton_api import errors
 from baton_api.errors import BatonError, InternalError
 from baton_api.reports import PromptReport
 from baton_router.metrics.registry import MetricFamily
-from baton_router.scheduling.picker import Grant, PickRequest
+from baton_router.scheduling.picker import Grant, PickRequest, RequestEnd, WorkerLoss
 
 FRAME_LIMIT = 64 * 1024 * 1024
 """Bytes of one message: the chunks of the longest prompt are some hundred kilobytes."""
@@ -38,9 +38,7 @@ class AnswerBegan(LinkMessage, frozen=True):
 
 class WorkerFailed(LinkMessage, frozen=True):
     number: int
-    crashed: bool = False
-    at_prefill: bool = False
-    prefill_crashed: bool = False
+    loss: WorkerLoss
 
 
 class WorkerFull(LinkMessage, frozen=True):
@@ -51,10 +49,7 @@ class RequestReleased(LinkMessage, frozen=True):
     """Releases a request, also one that is still queued, because its client left or the frontend gave up."""
 
     number: int
-    complete: bool
-    tokens: int | None = None
-    cached: int | None = None
-    charged: int = 0
+    end: RequestEnd
 
 
 class FrontendMetrics(LinkMessage, frozen=True):

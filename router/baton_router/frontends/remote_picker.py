@@ -37,7 +37,7 @@ from baton_router.frontends.link import (
 )
 from baton_router.metrics.registry import MetricFamily
 from baton_router.scheduling.admission import QueueCapacity
-from baton_router.scheduling.picker import Grant, PickRequest
+from baton_router.scheduling.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.scheduling.queue import ENTRY_BYTES
 
 log = logging.getLogger(__name__)
@@ -147,36 +147,21 @@ class RemotePicker:
         if grant.number in self._granted:
             self._send_message(AnswerBegan(grant.number, report))
 
-    def failed(
-        self,
-        grant: Grant,
-        *,
-        crashed: bool = False,
-        at_prefill: bool = False,
-        prefill_crashed: bool = False,
-    ) -> None:
+    def failed(self, grant: Grant, loss: WorkerLoss = UNREACHABLE) -> None:
         if grant.number in self._granted:
-            self._send_message(WorkerFailed(grant.number, crashed, at_prefill, prefill_crashed))
+            self._send_message(WorkerFailed(grant.number, loss))
 
     def full(self, grant: Grant) -> None:
         if grant.number in self._granted:
             self._send_message(WorkerFull(grant.number))
 
-    def release(
-        self,
-        grant: Grant,
-        *,
-        complete: bool,
-        tokens: int | None = None,
-        cached: int | None = None,
-        charged: int = 0,
-    ) -> None:
+    def release(self, grant: Grant, end: RequestEnd) -> None:
         self.busy[grant.decode] -= 1
         if grant.prefill:
             self.busy[grant.prefill] -= 1
         if grant.number in self._granted:
             self._granted.discard(grant.number)
-            self._send_message(RequestReleased(grant.number, complete, tokens, cached, charged))
+            self._send_message(RequestReleased(grant.number, end))
         if self._removed:
             self._drop_removed()
 
@@ -268,7 +253,7 @@ class RemotePicker:
         """Release a request that no client waits for."""
         if number in self._granted:
             self._granted.discard(number)
-            self._send_message(RequestReleased(number, False))
+            self._send_message(RequestReleased(number, RequestEnd(complete=False)))
 
     def _send_message(self, message: link.FrontendMessage) -> None:
         if self._wire is not None:

@@ -34,7 +34,7 @@ from baton_router.frontends.link import (
     WorkerRegistry,
 )
 from baton_router.metrics.registry import MetricFamily
-from baton_router.scheduling.picker import Grant, Picker
+from baton_router.scheduling.picker import Grant, Picker, RequestEnd
 from baton_router.workers.worker import ACCEPTING, Worker, WorkerStatus
 
 log = logging.getLogger(__name__)
@@ -143,12 +143,7 @@ class _FrontendConnection(LinkProtocol):
             case AnswerBegan():
                 picker.began(self._granted[message.number], message.report)
             case WorkerFailed():
-                picker.failed(
-                    self._granted[message.number],
-                    crashed=message.crashed,
-                    at_prefill=message.at_prefill,
-                    prefill_crashed=message.prefill_crashed,
-                )
+                picker.failed(self._granted[message.number], message.loss)
             case WorkerFull():
                 picker.full(self._granted[message.number])
             case RequestReleased():
@@ -161,7 +156,7 @@ class _FrontendConnection(LinkProtocol):
         for task in self._picks.values():
             task.cancel()
         for grant in self._granted.values():
-            self._service.picker.release(grant, complete=False)
+            self._service.picker.release(grant, RequestEnd(complete=False))
         self._granted.clear()
 
     async def _pick(self, message: PickMessage) -> None:
@@ -189,10 +184,4 @@ class _FrontendConnection(LinkProtocol):
             task.cancel()
         grant = self._granted.pop(message.number, None)
         if grant is not None:
-            self._service.picker.release(
-                grant,
-                complete=message.complete,
-                tokens=message.tokens,
-                cached=message.cached,
-                charged=message.charged,
-            )
+            self._service.picker.release(grant, message.end)

@@ -14,7 +14,7 @@ from baton_http.upstream import Headers
 from baton_router.proxy.attempt import BAD, BUSY, FAILED, OK
 from baton_router.proxy.forwarding import PROMPT, is_event_stream
 from baton_router.proxy.routed_request import RoutedRequest
-from baton_router.scheduling.picker import Grant, Picker
+from baton_router.scheduling.picker import Grant, Picker, RequestEnd
 
 TAIL_LIMIT = 4096
 """Bytes at the end of a response that are kept to read its usage."""
@@ -84,7 +84,8 @@ class ObservedResponse:
         tokens = self.tokens or None
         self.charged = self._charge(tokens)
         charged = sum(self.charged)
-        self._picker.release(self.grant, complete=self.complete, tokens=tokens, charged=charged)
+        end = RequestEnd(complete=self.complete, tokens=tokens, charged=charged)
+        self._picker.release(self.grant, end)
 
     def _charge(self, tokens: int | None) -> AnswerUsage:
         """The tokens to charge: as far as they were counted, and the most that was reserved where not."""

@@ -19,7 +19,7 @@ from baton_http.upstream_exchange import Sink
 from baton_router.engines.contract import Call, EngineDriver, ResumeState
 from baton_router.proxy.forwarding import is_event_stream, with_length
 from baton_router.proxy.routed_request import RoutedRequest
-from baton_router.scheduling.picker import Grant, Picker
+from baton_router.scheduling.picker import Grant, Picker, RequestEnd
 
 if TYPE_CHECKING:
     from baton_router.metrics.tracing import RequestTrace
@@ -196,7 +196,8 @@ class Attempt:
         cached = self._engine.cached_tokens(self.events)
         if self.report is not None:
             self.report = self.report.completed(cached)
-        self._picker.release(self.grant, complete=whole, tokens=tokens, cached=cached, charged=charged)
+        end = RequestEnd(complete=whole, tokens=tokens, cached=cached, charged=charged)
+        self._picker.release(self.grant, end)
 
     def _charge(self) -> AnswerUsage:
         """

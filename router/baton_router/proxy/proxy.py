@@ -32,7 +32,7 @@ from baton_router.proxy.forwarding import WorkerCredentials, request_head, respo
 from baton_router.proxy.retries import CRASH_CAUSES, LOSSES_LIMIT, RetryBudget
 from baton_router.proxy.routed_request import RoutedRequest
 from baton_router.proxy.timeouts import OVERDUE, FirstByteTimeout, IdleTimeout, first_byte_s
-from baton_router.scheduling.picker import Grant, Picker, PickRequest
+from baton_router.scheduling.picker import Grant, Picker, PickRequest, WorkerLoss
 from baton_router.settings import RouterSettings
 from baton_router.tenants.access import error_for, tenant_of
 
@@ -363,12 +363,12 @@ class Proxy:
         attempt.lost = True
         crashed = lost.cause in CRASH_CAUSES
         proxied.crashes += crashed + attempt.prefill_crashed
-        self._picker.failed(
-            attempt.grant,
+        loss = WorkerLoss(
             crashed=crashed,
             at_prefill=lost.cause in PREFILL_CAUSES,
             prefill_crashed=attempt.prefill_crashed,
         )
+        self._picker.failed(attempt.grant, loss)
 
     def _final(self, proxied: ProxiedRequest, lost: UpstreamLost) -> BatonError:
         """The error for the client when no other worker is tried."""

@@ -19,6 +19,34 @@ from baton_router.scheduling.request_cost import ONE_ANSWER, RequestCost
 from baton_router.tenants.tenants import TenantLimits
 
 
+class WorkerLoss(msgspec.Struct, frozen=True):
+    """How a worker was lost while it had a request."""
+
+    crashed: bool = False
+    """It died or hung, of which the request may be the reason."""
+    at_prefill: bool = False
+    """The prefill worker is to blame, not the decode worker."""
+    prefill_crashed: bool = False
+    """The prefill worker died with the request before the decode worker was lost."""
+
+
+UNREACHABLE = WorkerLoss()
+"""The worker was lost before it had the request, or by no fault of it."""
+
+
+class RequestEnd(msgspec.Struct, frozen=True):
+    """How a request has ended."""
+
+    complete: bool
+    """Whether its response was whole."""
+    tokens: int | None = None
+    """Generated tokens; None if nobody counted them."""
+    cached: int | None = None
+    """Cached tokens of its prompt, where only the end of the response reports them."""
+    charged: int = 0
+    """Tokens of prompts and choices that count for the tenant's quota."""
+
+
 class PickRequest(msgspec.Struct, frozen=True):
     """A request for workers."""
 
@@ -118,40 +146,14 @@ class Picker(Protocol):
         """The response has begun; `report` describes the prompt."""
         ...
 
-    def failed(
-        self,
-        grant: Grant,
-        *,
-        crashed: bool = False,
-        at_prefill: bool = False,
-        prefill_crashed: bool = False,
-    ) -> None:
-        """
-        The worker was lost: unreachable, broken off, or silent for too long.
-
-        `crashed`: it died or hung while it had the request, which may be the reason. `at_prefill`: the
-        prefill worker is to blame, not the decode worker. `prefill_crashed`: the prefill worker died with the
-        request before the decode worker was lost.
-        """
+    def failed(self, grant: Grant, loss: WorkerLoss = UNREACHABLE) -> None:
+        """The worker was lost: unreachable, broken off, or silent for too long."""
         ...
 
     def full(self, grant: Grant) -> None:
         """The worker is healthy, but has no capacity for the request."""
         ...
 
-    def release(
-        self,
-        grant: Grant,
-        *,
-        complete: bool,
-        tokens: int | None = None,
-        cached: int | None = None,
-        charged: int = 0,
-    ) -> None:
-        """
-        The request has ended; `complete` if its response was whole. `tokens` it generated, if counted.
-
-        `cached` are the cached tokens of its prompt, where only the end of the response reports them.
-        `charged` are the tokens of prompts and choices that count for the tenant's quota.
-        """
+    def release(self, grant: Grant, end: RequestEnd) -> None:
+        """The request has ended."""
         ...

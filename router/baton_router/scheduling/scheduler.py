@@ -24,7 +24,7 @@ from baton_router.proxy.timeouts import first_token_timeout_s
 from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.outcome_attribution import OutcomeAttribution
-from baton_router.scheduling.picker import Grant, PickRequest
+from baton_router.scheduling.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.scheduling.queue import BATCH, Queue
 from baton_router.scheduling.quotas import QuotaReservation, Quotas
 from baton_router.scheduling.revision_weights import RevisionWeights
@@ -150,23 +150,16 @@ class RequestScheduler:
         self.dispatcher.began(dispatch, report, now)
         self.queue.changed()
 
-    def failed(
-        self,
-        grant: Grant,
-        *,
-        crashed: bool = False,
-        at_prefill: bool = False,
-        prefill_crashed: bool = False,
-    ) -> None:
+    def failed(self, grant: Grant, loss: WorkerLoss = UNREACHABLE) -> None:
         dispatch, now = self._granted[grant.number], self._clock()
         decode, prefill = dispatch.pair.decode, dispatch.pair.prefill
-        if prefill is not None and (prefill_crashed or (at_prefill and crashed)):
+        if prefill is not None and (loss.prefill_crashed or (loss.at_prefill and loss.crashed)):
             self._crashed(dispatch, prefill, now)
-        if prefill is not None and at_prefill:
+        if prefill is not None and loss.at_prefill:
             self.outcomes.prefill_failed(dispatch.number, prefill, now)
             return
         self.outcomes.failed(dispatch.number, dispatch.pair, now)
-        if crashed:
+        if loss.crashed:
             self._crashed(dispatch, decode, now)
 
     def _crashed(self, dispatch: Dispatch, worker: Worker, now: float) -> None:
@@ -177,27 +170,19 @@ class RequestScheduler:
     def full(self, grant: Grant) -> None:
         self.outcomes.full(self._granted[grant.number].pair, self._clock())
 
-    def release(
-        self,
-        grant: Grant,
-        *,
-        complete: bool,
-        tokens: int | None = None,
-        cached: int | None = None,
-        charged: int = 0,
-    ) -> None:
+    def release(self, grant: Grant, end: RequestEnd) -> None:
         dispatch = self._granted.pop(grant.number)
         self.outcomes.release(dispatch.number, dispatch.pair)
         dispatch.pair.decode.in_flight -= 1
-        if complete and (dispatch.report is None or not dispatch.report.fallback):
+        if end.complete and (dispatch.report is None or not dispatch.report.fallback):
             self._crashes.answered((dispatch.tenant, dispatch.digest))
         self._computed(dispatch)
         now = self._clock()
         if dispatch.first_byte is None:
             self.queue.changed()
-        self.dispatcher.release(dispatch, now, complete=complete, tokens=tokens, cached=cached)
+        self.dispatcher.release(dispatch, now, complete=end.complete, tokens=end.tokens, cached=end.cached)
         if self._reserved and (reserved := self._reserved.pop(dispatch.number, None)) is not None:
-            reserved.settle(charged, now)
+            reserved.settle(end.charged, now)
 
     def _check_poison(self, request: PickRequest, now: float) -> None:
         if request.resumed:
