@@ -32,8 +32,9 @@ def relabelled(endpoint: dict[str, Any], pod: dict[str, str]) -> dict[str, str]:
     for step in endpoint["relabelings"]:
         value = ";".join(pod.get(name, "") for name in step["sourceLabels"])
         matched = re.fullmatch(step.get("regex", "(.*)"), value)
-        if step.get("action") == "drop":
-            if matched:
+        action = step.get("action", "replace")
+        if action in ("drop", "keep"):
+            if bool(matched) == (action == "drop"):
                 return {}
         elif matched:
             target_labels[step["targetLabel"]] = matched.expand(
