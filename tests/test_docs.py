@@ -22,6 +22,21 @@ def test_docs_named_tests_exist() -> None:
     assert not {name for name in named if f"def {name}(" not in TESTS}
 
 
+def test_docs_tests_named_with_their_file_are_in_it() -> None:
+    """`tests/a.py::test_b`, or `::test_c` of the same file."""
+    missing, count = [], 0
+    for document in DOCUMENTS:
+        file = ""
+        for path, name in re.findall(
+            r"`((?:tests|e2e)/[\w/]+\.py)?::(?:\w+::)?(test_\w+)", document.read_text()
+        ):
+            file, count = path or file, count + 1
+            if not (ROOT / file).is_file() or f"def {name}(" not in (ROOT / file).read_text():
+                missing.append(f"{document.name}: {file}::{name}")
+    assert count > 60
+    assert missing == []
+
+
 def test_docs_failures_name_their_tests() -> None:
     rows = [line for line in CONTRACT.read_text().splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not row.startswith("| failure |")]
