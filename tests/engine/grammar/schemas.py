@@ -177,18 +177,15 @@ class OpenMaker(Maker):
     prefix = "Page[Item~/ %]"
 
     def make(self) -> Schema:
-        kinds = (
-            self._record,
-            self._all_of,
-            self._extended,
-            self._one_of,
-            self._alternatives,
-            self._names_map,
-        )
-        schema = self._chance.choice(kinds)(0)
+        schema = self._composed(0)
         return {**schema, "$defs": self._definitions} if self._definitions else schema
 
     def _any(self, level: int) -> Schema:
+        if level < self._depth and self._chance.random() < 0.5:
+            return self._composed(level)
+        return super()._any(level)
+
+    def _composed(self, level: int) -> Schema:
         kinds = (
             self._record,
             self._all_of,
@@ -197,9 +194,7 @@ class OpenMaker(Maker):
             self._alternatives,
             self._names_map,
         )
-        if level < self._depth and self._chance.random() < 0.5:
-            return self._chance.choice(kinds)(level)
-        return super()._any(level)
+        return self._chance.choice(kinds)(level)
 
     def _object(self, level: int) -> Schema:
         return self._record(level)
