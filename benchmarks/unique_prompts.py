@@ -24,7 +24,7 @@ from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache.block_map import WorkerBlocks
 from baton_router.cache.prompt_chunks import PromptChunks
-from baton_router.scheduling.picker import PickRequest
+from baton_router.scheduling.picker import PickRequest, RequestEnd
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from benchmarks.model_worker import BlockCache
@@ -84,7 +84,7 @@ async def send(count: int) -> None:
             remote=bool(grant.prefill), tail=f"{blocks[-1]:016x}",
         )  # fmt: skip
         scheduler.began(grant, report)
-        scheduler.release(grant, complete=True)
+        scheduler.release(grant, RequestEnd(complete=True))
         if number % (count // 10) == 0:
             gc.collect()
             each = 1e6 * (time.process_time() - began) / number
