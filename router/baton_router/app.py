@@ -2,7 +2,7 @@
 The router as one ASGI application: the hot paths go to the proxy, the rest to FastAPI.
 
 FastAPI's machinery costs more per request than everything else here together, so a request to
-generate never enters it: `docs/adr/0005-router-hot-path-is-bare-asgi.md`.
+generate never enters it: ADR 5.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ nothing: the tenants stay as they were, the log says why, and a metric says that
 
 The salt separates tenants' prompts in every prefix cache. It is derived from the tenant's name and the secret
 that routers share, so that all of them compute the same one. Without the secret, the salt of another tenant
-cannot be computed (`docs/adr/0017-a-cache-of-its-own-for-each-tenant.md`).
+cannot be computed (ADR 17).
 """
 
 from __future__ import annotations
