@@ -52,7 +52,7 @@ def test_batch_job_for_a_file_completes_all_lines(
     cluster.wait("batchjob/questions", "condition=Complete", DONE_S)
     watch.note(f"applied -> Complete, {LINES} lines")
     status = cluster.object("batchjob", "questions")["status"]
-    assert (status["phase"], status["progress"]) == ("completed", f"{LINES}/{LINES}")
+    assert status["phase"] == "completed"
     assert (status["total"], status["completed"], status["failed"]) == (LINES, LINES, 0)
     _check(client, status["outputFileId"])
     job = _job(cluster, "questions")

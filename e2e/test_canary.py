@@ -91,12 +91,13 @@ def test_canary_that_fails_requests_is_rolled_back(cluster: Kubernetes) -> None:
         cluster.wait(f"bsvc/{NAME}", "condition=Degraded", READY_S)
         watch.note("changed -> rolled back")
         (failed,) = [one for one in _status(cluster)["revisions"] if one["phase"] == "Failed"]
-        print(f"\n{failed['message']}")
+        (why,) = [one["message"] for one in _status(cluster)["conditions"] if one["type"] == "Degraded"]
+        print(f"\n{why}")
         until("it is gone", lambda: not _pods(cluster, failed["name"]), READY_S)
         answered = traffic.outcome.answered
         until("a hundred answers after it", lambda: traffic.outcome.answered > answered + 100, 120)
     assert not traffic.outcome.failures
-    assert "requests failed" in failed["message"]
+    assert "requests failed" in why
     assert _status(cluster)["currentRevision"] == old
 
 

@@ -105,8 +105,6 @@ def _fields(path: str, schema: Schema) -> Iterator[str]:
         value = field.get("default", "")
         default = "" if value == "" or isinstance(value, dict | list) else f"`{_shown(value)}`"
         text = _description(field)
-        if text.startswith("Deprecated:"):
-            continue
         yield f"| `{here}` | {_type(field)} | {default} | {_range(field)} | {text} |"
         yield from _fields(here, field)
         yield from _fields(f"{here}[]", field.get("items", {}))

@@ -93,8 +93,8 @@ class ServiceMetricsCollector(Collector):
                 condition.add_metric([*service, one["type"], one["status"]], 1)
             for role in ROLES:
                 if replicas := status.get(role):
-                    desired.add_metric([*service, role], replicas["desired"])
-                    ready.add_metric([*service, role], replicas["ready"])
+                    desired.add_metric([*service, role], replicas["desiredReplicas"])
+                    ready.add_metric([*service, role], replicas["readyReplicas"])
             for revision in status.get("revisions", ()):
                 weight.add_metric([*service, revision["name"]], revision["weight"])
         first, token = (

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
-
-from baton_operator.kinds import renames
 from baton_operator.kinds.part import Duration, Part
 
 Schema = dict[str, Any]
@@ -25,10 +22,6 @@ _KEPT = (
     "type", "description", "enum", "pattern", "format", "minimum", "maximum", "minLength", "maxLength",
     "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
-
-_OF_OLD_NAMES = ("type", "enum", "format", "minimum", "maximum", "maxLength", "maxItems", "items")
-
-YEAR_S = 31_536_000
 
 LIST_TYPE = "x-kubernetes-list-type"
 RULES = "x-kubernetes-validations"
@@ -45,7 +38,6 @@ def structural(kind: type[Part], *, of_spec: bool = True) -> Schema:
     if of_spec:
         _add_facts(schema)
         _drop_defaults_of_items(schema)
-    _add_old_names(kind, schema)
     return schema
 
 
@@ -129,37 +121,3 @@ def _facts(field: Schema) -> str:
     if field.get("type") == "array" and "maxItems" in field:
         facts.append(f"At most {field['maxItems']} items.")
     return " ".join(facts)
-
-
-def _add_old_names(kind: type[BaseModel], schema: Schema) -> None:
-    """Add the names of 0.1.0 as deprecated fields: without them, the API server drops their values."""
-    assert issubclass(kind, Part)
-    for old, new in kind.renamed_fields.items():
-        below = schema
-        *parents, last = old.split(".")
-        for name in parents:
-            empty = {
-                "description": f"Deprecated: see its fields for the new names of {name}.",
-                "type": "object",
-            }
-            below = below["properties"].setdefault(name, {**empty, "properties": {}})
-        below["properties"][last] = _old_name(last, new, _find(schema, new))
-    for name, field in renames.fields(kind).items():
-        if (part := renames.part_of(field.annotation)) is not None:
-            nested = schema["properties"][name]
-            _add_old_names(part, nested.get("items", nested))
-
-
-def _old_name(old: str, new: str, schema: Schema) -> Schema:
-    kept = {name: schema[name] for name in _OF_OLD_NAMES if name in schema}
-    if "Seconds" in old:
-        kept = {"type": "integer", "minimum": 0, "maximum": YEAR_S}
-    if kept["type"] == "array":
-        kept[LIST_TYPE] = "atomic"
-    return {"description": f"Deprecated: the name of {new} in 0.1.0.", **kept}
-
-
-def _find(schema: Schema, path: str) -> Schema:
-    for name in path.split("."):
-        schema = schema["properties"][name]
-    return schema

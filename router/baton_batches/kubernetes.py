@@ -126,7 +126,6 @@ def batch_job_status(batch: BatchRecord) -> dict[str, Any]:
         "total": batch.total,
         "completed": batch.completed,
         "failed": batch.failed,
-        "progress": f"{batch.done}/{batch.total}",
         "outputFileId": batch.output_file or "",
         "errorFileId": batch.error_file or "",
     }

@@ -309,7 +309,7 @@ def test_batch_progress_update_needs_no_attention() -> None:
     """Routers report a batch's progress every two seconds, but Jobs need no look for that."""
     batch = FakeBatch()
     assert needs_attention(batch.batch_job)
-    batch.batch_job["status"] = {"observedGeneration": 1, "phase": "in_progress", "progress": "3/9"}
+    batch.batch_job["status"] = {"observedGeneration": 1, "phase": "in_progress", "completed": 3}
     assert not needs_attention(batch.batch_job)
     batch.batch_job["metadata"]["generation"] = 2
     assert needs_attention(batch.batch_job)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from baton_operator.crd import RESOURCES, Resource, files
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.part import Duration
 from baton_operator.manifests.drift import amount, contains
 
 CRDS = Path(__file__).parents[2] / "crds"
@@ -64,6 +65,18 @@ def test_crd_lists_texts_and_numbers_are_bounded(kind: Resource) -> None:
 def test_crd_fields_have_a_type(kind: Resource) -> None:
     for path, field in fields(kind):
         assert "type" in field or field.get("x-kubernetes-int-or-string"), path
+
+
+@KINDS
+def test_crd_messages_and_reasons_are_in_conditions_only(kind: Resource) -> None:
+    """Clients find them in one place, which `kubectl wait` and `kubectl describe` know."""
+    texts = {"message", "reason", "summary", "progress"}
+    assert not [
+        path
+        for path, _ in fields(kind)
+        if path.startswith("status.") and path.rpartition(".")[2] in texts
+        if not path.startswith("status.conditions[].")
+    ]
 
 
 @KINDS
@@ -142,3 +155,23 @@ def test_crd_types_read_an_admitted_spec_by_its_field_names() -> None:
     read = InferenceServiceSpec.model_validate(spec)
     assert (read.model.allow_patterns, read.decode.resources.cpu) == (["*.json"], "2")
     assert read.prefill is None
+
+
+@pytest.mark.parametrize(
+    ("text", "short", "seconds"),
+    [
+        ("60s", "1m", 60.0),
+        ("90m", "1h30m", 5400.0),
+        ("0.05s", "50ms", 0.05),
+        ("0h", "0s", 0.0),
+        ("1.5s", "1s500ms", 1.5),
+    ],
+)
+def test_duration_is_equal_in_all_its_forms(text: str, short: str, seconds: float) -> None:
+    assert Duration(text) == short and Duration(text).seconds == seconds == Duration(seconds).seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "10", "1d", "-1s", ""])
+def test_duration_without_unit_or_number_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="Expected numbers with units"):
+        Duration(text)

@@ -109,8 +109,8 @@ def test_status_counts_groups() -> None:
     cluster = wide(VLLM, decode={"replicas": 2})
     status = cluster.service["status"]
     assert len([pod for pod in cluster.alive() if pod.role == "decode"]) == 4
-    assert {name: status["decode"][name] for name in ("desired", "replicas", "ready", "updated")} == {
-        "desired": 2, "replicas": 2, "ready": 2, "updated": 2,
+    assert status["decode"] == {
+        "desiredReplicas": 2, "replicas": 2, "readyReplicas": 2, "updatedReplicas": 2,
     }  # fmt: skip
     assert cluster.condition("Ready")[0] == "True"
 
@@ -121,7 +121,7 @@ def test_group_without_one_node_is_not_ready() -> None:
     cluster.pods.remove(follower)
     group(cluster)["status"] = {"readyReplicas": 0}
     cluster.reconcile()
-    assert cluster.service["status"]["decode"]["ready"] == 0
+    assert cluster.service["status"]["decode"]["readyReplicas"] == 0
     assert cluster.condition("Available") == ("False", "NoDecode")
 
 
@@ -132,7 +132,7 @@ def test_terminating_group_is_not_ready() -> None:
     cluster._change(leader, terminating=True)
     assert group(cluster)["status"]["readyReplicas"] == 1
     cluster.reconcile()
-    assert cluster.service["status"]["decode"]["ready"] == 0
+    assert cluster.service["status"]["decode"]["readyReplicas"] == 0
 
 
 @pytest.mark.parametrize("seed", seeds(20, quick=8))
@@ -154,7 +154,7 @@ def test_rollout_replaces_groups_in_pairs(seed: int) -> None:
         assert status["currentRevision"] == status["updateRevision"] != first
     assert {pod.revision for pod in cluster.alive()} == {status["currentRevision"]}
     assert len([pod for pod in cluster.alive() if pod.role == "decode"]) == 4
-    assert status["decode"]["ready"] == 2
+    assert status["decode"]["readyReplicas"] == 2
 
 
 def test_failed_groups_roll_back() -> None:

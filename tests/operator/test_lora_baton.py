@@ -104,7 +104,7 @@ async def test_baton_adapters_are_active_on_all_workers(tmp_path_factory: pytest
 
         async def is_on_both() -> bool:  # "all" are those that the operator has seen
             adapter = (await cluster.admin.get(path(API, KIND, "models", "pirate"))).json()
-            return bool(adapter["status"]["summary"] == "2/2")
+            return bool(adapter["status"]["loadedPods"] == adapter["status"]["readyPods"] == 2)
 
         await cluster.until(is_on_both)
         assert [registry.names for registry in (prefill, decode)] == [("pirate",)] * 2

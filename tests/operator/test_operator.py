@@ -248,7 +248,7 @@ async def _grows_and_shrinks(cluster: RealCluster) -> None:
 
     async def desired(replicas: int) -> bool:
         await cluster.ready_pods()
-        return bool((await cluster.service())["status"]["decode"].get("desired") == replicas)
+        return bool((await cluster.service())["status"]["decode"].get("desiredReplicas") == replicas)
 
     async with fake_prometheus() as prometheus:
         windows = {
@@ -412,8 +412,9 @@ async def _stray(cluster: RealCluster, kind: tuple[str, str], body: dict[str, An
 
 async def _serves(cluster: RealCluster, decode: str = "") -> bool:
     await cluster.ready_pods()
-    summary = (await cluster.service())["status"].get("decode", {}).get("summary", "")
-    return await cluster.condition("Ready") == "True Serving" and summary.endswith(decode)
+    workers = (await cluster.service())["status"].get("decode", {})
+    counts = f"{workers.get('readyReplicas')}/{workers.get('desiredReplicas')}"
+    return await cluster.condition("Ready") == "True Serving" and counts.endswith(decode)
 
 
 async def _stands(cluster: RealCluster, name: str, suspended: bool) -> bool:

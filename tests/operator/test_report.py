@@ -38,10 +38,12 @@ def test_evicted_pod_is_not_counted_and_named_until_replaced() -> None:
     evict(cluster, "decode")
     cluster.reconcile()
     decode = cluster.service["status"]["decode"]
-    assert (decode["replicas"], decode["ready"], decode["message"]) == (2, 2, EVICTED)
+    assert (decode["replicas"], decode["readyReplicas"]) == (2, 2)
+    assert cluster.message("DecodeReady") == f"2/3 ready: {EVICTED}"
     cluster.settle()
     decode = cluster.service["status"]["decode"]
-    assert (decode["replicas"], decode["ready"], decode["message"]) == (3, 3, "")
+    assert (decode["replicas"], decode["readyReplicas"]) == (3, 3)
+    assert cluster.message("DecodeReady") == "3/3 ready"
     assert cluster.condition("Ready") == ("True", "Serving")
 
 
@@ -69,11 +71,20 @@ def test_scaling_limited_at_the_maximum(
     scaler = cluster.objects[role_scalers.API, role_scalers.KIND, "chat-decode"]
     scaler["spec"]["replicas"] = requested
     scaler["status"] = {
-        "scaling": {"recommended": recommended, "limited": limited, "reason": "Demand", "source": "Measured"}
+        "scaling": {"recommended": recommended},
+        "conditions": [
+            {"type": "ScalingActive", "status": "True", "reason": "Demand", "message": ""},
+            {
+                "type": "ScalingLimited",
+                "status": str(bool(limited)),
+                "reason": limited or "NotLimited",
+                "message": "",
+            },
+        ],
     }
     cluster.settle()
     assert cluster.condition("ScalingLimited") == expected
-    assert cluster.service["status"]["decode"]["desired"] == 2
+    assert cluster.service["status"]["decode"]["desiredReplicas"] == 2
 
 
 def test_revision_with_only_evicted_pods_is_gone() -> None:
@@ -106,11 +117,11 @@ def test_pods_rejected_by_quota_are_reported(spec: dict[str, Any]) -> None:
     reason = "FailedCreate: pods is forbidden: exceeded quota: gpus"
     assert cluster.condition("Progressing") == ("True", "PodsRefused")
     assert cluster.message("Progressing") == reason
-    assert cluster.service["status"]["decode"]["message"] == reason
+    assert cluster.message("DecodeReady").endswith(f"/5 ready: {reason}")
     cluster.quota = False
     cluster.settle()
     assert cluster.condition("Progressing") == ("False", "Complete")
-    assert cluster.service["status"]["decode"]["message"] == ""
+    assert cluster.message("DecodeReady") == "5/5 ready"
 
 
 def test_router_with_rejected_pods_reports_the_reason() -> None:
@@ -124,7 +135,7 @@ def test_router_with_rejected_pods_reports_the_reason() -> None:
     }
     router["status"] = {"conditions": [condition]}
     cluster.reconcile()
-    assert cluster.service["status"]["router"]["message"] == "FailedCreate: no account"
+    assert cluster.message("RouterReady") == "1/1 ready: FailedCreate: no account"
 
 
 ZERO: dict[str, Any] = {
@@ -185,9 +196,10 @@ def test_refused_spec_of_a_serving_service_is_observed() -> None:
     assert conditions["Progressing"]["observedGeneration"] == 1
 
 
-def test_role_summary_is_ready_and_desired_pods() -> None:
+def test_role_conditions_count_ready_and_desired_pods() -> None:
+    """`kubectl get` shows them."""
     cluster = settled()
     evict(cluster, "decode")
     cluster.reconcile()
-    status = cluster.service["status"]
-    assert [status[role]["summary"] for role in ("prefill", "decode", "router")] == ["2/2", "2/3", "1/1"]
+    shown = [cluster.message(type) for type in ("PrefillReady", "DecodeReady", "RouterReady")]
+    assert shown == ["2/2 ready", f"2/3 ready: {EVICTED}", "1/1 ready"]

@@ -124,8 +124,8 @@ def says_what_is(cluster: FakeCluster, state: ServiceState) -> None:
     for pod in cluster.alive():
         assert not pod.ready or pod.revision in {one["name"] for one in status["revisions"]}
     ready = [pod.role for pod in cluster.pods if pod.ready and not pod.terminating and not pod.finished]
-    assert status["decode"]["ready"] == ready.count("decode") + ready.count("both")
-    assert "prefill" not in status or status["prefill"]["ready"] == ready.count("prefill")
+    assert status["decode"]["readyReplicas"] == ready.count("decode") + ready.count("both")
+    assert "prefill" not in status or status["prefill"]["readyReplicas"] == ready.count("prefill")
     assert cluster.condition("Ready") == cluster.condition("Available")
     if cluster.condition("Ready")[0] == "True":
         serving = {pod.role for pod in cluster.alive(status["currentRevision"]) if pod.ready}

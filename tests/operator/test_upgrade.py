@@ -1,8 +1,9 @@
 """
 A new version of the operator takes over what an older one left: no worker restarts, and none is forgotten.
 
-`state_0.1.0.json.gz` holds the objects of 0.1.0 in a real API server, at moments of a service's life. The
-moments are: during a rollout, after a rollback, with a model whose Job is gone, and while such a Job runs.
+`earlier_state.json.gz` holds the objects of an earlier operator in a real API server, with the field names of
+today, at moments of a service's life. The moments are: during a rollout, after a rollback, with a model whose
+Job is gone, and while such a Job runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from baton_operator.rollout.revision_history import REVISION_KEY
 from tests.operator.fake_cluster import FakeCluster
 
 LEFT: dict[str, Any] = json.loads(
-    gzip.decompress((Path(__file__).parent / "state_0.1.0.json.gz").read_bytes())
+    gzip.decompress((Path(__file__).parent / "earlier_state.json.gz").read_bytes())
 )
 NOW = 1_800_000_100.0
 """A little later than it was recorded."""
@@ -36,7 +37,7 @@ PAIR: dict[str, Any] = {
 
 
 def left(moment: str) -> FakeCluster:
-    """The cluster as 0.1.0 left it, before an operator with other default images."""
+    """The cluster as the earlier operator left it, before an operator with other default images."""
     state = copy.deepcopy(LEFT[moment])
     cluster = FakeCluster(state["service"]["spec"])
     cluster.service = state["service"]
@@ -83,7 +84,7 @@ def settle_while_requests_go_on(cluster: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize("moment", LEFT)
-def test_upgrade_continues_from_state_of_0_1_0(moment: str) -> None:
+def test_upgrade_continues_from_an_earlier_state(moment: str) -> None:
     cluster = left(moment)
     before = copy.deepcopy(cluster.service["status"])
     cluster.reconcile()
@@ -123,7 +124,7 @@ def _worker_environment(deployment: dict[str, Any]) -> set[str]:
 
 
 def test_upgrade_amid_a_fetch_takes_back_workers_without_a_model() -> None:
-    """0.1.0 started them on an empty volume; they come again when the files are present."""
+    """The earlier operator started them on an empty volume; they come again when the files are present."""
     cluster = left("fetching")
     new = cluster.service["status"]["updateRevision"]
     cluster.fetch_s = 1000.0
@@ -178,7 +179,7 @@ def test_edited_template_is_reverted() -> None:
 
 
 def test_claim_size_makes_no_revision() -> None:
-    """The size was a part of 0.1.0's revisions, which stay the same all the same."""
+    """The size was a part of the earlier operator's revisions, which stay the same all the same."""
     cluster = left("fetched")
     spec = copy.deepcopy(cluster.service["spec"])
     spec["model"]["cache"]["size"] = "40Gi"

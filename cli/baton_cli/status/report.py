@@ -156,7 +156,7 @@ POD_REMEDIES = {
     "ImagePullBackOff": "Check the image's name and spec.security.imagePullSecrets.",
     "ErrImagePull": "Check the image's name and spec.security.imagePullSecrets.",
     "CrashLoopBackOff": "Read its last log lines: kubectl logs {pod} --previous.",
-    "OOMKilled": "Give the role more memory, or reduce spec.engine.kvCache.",
+    "OOMKilled": "Give the role more memory, or reduce spec.engine.kvCacheMemory.",
     "Unschedulable": "Free or add the resources that the message names, or request less for the role.",
     "CreateContainerConfigError": "Create the Secret or ConfigMap that the message names.",
 }
@@ -232,19 +232,15 @@ def _roles(status: Mapping[str, Any]) -> Iterator[Part]:
     for role in ROLES:
         replicas = status.get(role)
         if replicas is not None:
-            ready, desired = replicas.get("ready", 0), replicas.get("desired", 0)
+            ready, desired = replicas.get("readyReplicas", 0), replicas.get("desiredReplicas", 0)
             what = "routers" if role == "router" else f"{role} workers"
-            yield Part(
-                "role", what, f"{ready} of {desired} ready", ready >= desired, replicas.get("message", "")
-            )
+            yield Part("role", what, f"{ready} of {desired} ready", ready >= desired, "")
 
 
 def _revisions(status: Mapping[str, Any]) -> Iterator[Part]:
     for one in status.get("revisions") or ():
         detail = f"{one.get('weight', 0)} % of requests, {one.get('prefillReady', 0)} prefill and "
         detail += f"{one.get('decodeReady', 0)} decode workers ready"
-        if one.get("message"):
-            detail += f"; {one['message']}"
         well = {"Serving": True, "Failed": False}.get(one["phase"])
         yield Part("revision", one["name"], one["phase"], well, detail)
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton_operator.adapters.decision import Adapter, AdapterPlacement, AdapterPod
-from baton_operator.kinds.lora_adapter import PODS_LIMIT, AdapterPodStatus
+from baton_operator.kinds.lora_adapter import PODS_LIMIT, AdapterPodStatus, AdapterState
 from baton_operator.manifests.conditions import Fact
 
 UNLOAD_LIMIT_S = 120.0
 """Seconds after which a deleted LoraAdapter disappears even if a pod still has the adapter."""
 
 NAMES_LIMIT = 16
-MESSAGE_LIMIT = 1024
 
 _ORDER = {"Failed": 0, "Loading": 1, "Loaded": 2}
 
@@ -53,12 +52,12 @@ def report(
         late = adapter.deleted is not None and now - adapter.deleted >= UNLOAD_LIMIT_S
         released = adapter.deleted is not None and (late or not names)
         return AdapterReport(placement.problem, names, released=released)
-    states = [(pod, _state(adapter, placement, pod, errors)) for pod in pods]
-    ready = [(pod, state) for pod, state in states if pod.ready]
-    loaded = sum(state.state == "Loaded" for _, state in ready)
-    ordered = sorted((state for _, state in states), key=lambda one: (_ORDER[one.state], one.name))
-    fact = _fact(placement, ready, loaded)
-    return AdapterReport(fact, names, tuple(ordered[:PODS_LIMIT]), len(ready), loaded)
+    states = [(pod, *_state(adapter, placement, pod, errors)) for pod in pods]
+    ready = [one for one in states if one[0].ready]
+    loaded = sum(state == "Loaded" for _, state, _ in ready)
+    ordered = sorted(states, key=lambda one: (_ORDER[one[1]], one[0].name))
+    shown = tuple(AdapterPodStatus(name=pod.name, state=state) for pod, state, _ in ordered[:PODS_LIMIT])
+    return AdapterReport(_fact(placement, ready, loaded), names, shown, len(ready), loaded)
 
 
 def remaining_names(
@@ -94,26 +93,20 @@ def _may_have(pod: AdapterPod, name: str) -> bool:
 
 def _state(
     adapter: Adapter, placement: AdapterPlacement, pod: AdapterPod, errors: Errors
-) -> AdapterPodStatus:
-    def state(which: str, message: str = "") -> AdapterPodStatus:
-        values = {"name": pod.name, "state": which, "message": message[:MESSAGE_LIMIT]}
-        return AdapterPodStatus.model_validate(values)
-
+) -> tuple[AdapterState, str]:
+    """Return the state of the adapter in a pod, and why it failed."""
     if fault := placement.faults.get(pod.key):
-        return state("Failed", fault)
+        return "Failed", fault
     if not pod.ready:
-        return state("Loading", "The pod is not ready.")
+        return "Loading", ""
     if pod.models is not None and pod.models.get(adapter.name) == placement.paths.get(pod.key):
-        return state("Loaded")
-    if pod.busy:
-        return state("Loading", "The pod is loading or unloading adapters.")
-    if error := errors.get((pod.key, adapter.name)) or pod.error:
-        return state("Failed", error)
-    return state("Loading")
+        return "Loaded", ""
+    error = errors.get((pod.key, adapter.name)) or pod.error
+    return ("Failed", error) if error and not pod.busy else ("Loading", "")
 
 
 def _fact(
-    placement: AdapterPlacement, ready: Sequence[tuple[AdapterPod, AdapterPodStatus]], loaded: int
+    placement: AdapterPlacement, ready: Sequence[tuple[AdapterPod, AdapterState, str]], loaded: int
 ) -> Fact:
     if placement.unreachable:
         return Fact("Active", False, "FilesNotReachable", placement.unreachable)
@@ -121,10 +114,13 @@ def _fact(
         return Fact("Active", False, "NoReadyPods", "The service has no ready worker.")
     if loaded == len(ready):
         return Fact("Active", True, "LoadedOnAllPods", f"All {loaded} ready pods have the adapter.")
-    failed = [state for _, state in ready if state.state == "Failed"]
-    trouble = f" {failed[0].name}: {failed[0].message}" if failed else ""
-    roles = {pod.role for pod, _ in ready}
-    served = {pod.role for pod, state in ready if state.state == "Loaded"}
+    failed: dict[str, list[str]] = {}
+    for pod, state, why in ready:
+        if state == "Failed":
+            failed.setdefault(why, []).append(pod.name)
+    trouble = "".join(f" {', '.join(sorted(pods))}: {why}" for why, pods in failed.items())
+    roles = {pod.role for pod, _, _ in ready}
+    served = {pod.role for pod, state, _ in ready if state == "Loaded"}
     if loaded:
         # A pair needs the adapter on both sides.
         lacking = "".join(f" No {role} worker has it." for role in sorted(roles - served))

@@ -6,7 +6,7 @@ A Kubernetes Job runs it. The pod template of a Job is immutable, and so are the
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,15 +22,13 @@ from baton_operator.kinds.part import (
     between,
     rules,
 )
-from baton_operator.kinds.renames import Stored
 
 
-def _immutable(field: str, before: str = "") -> Rule:
-    """`before`: deprecated name of the field, from which an update may move its value."""
+def _immutable(field: str) -> Rule:
     same = f"(!has(self.{field}) || self.{field} == oldSelf.{field})"
-    unchanged = f"has(self.{field}) == has(oldSelf.{field}) && {same}"
-    moved = f" || has(oldSelf.{before})" if before else ""
-    return Rule(f"({unchanged}){moved}", f"{field} cannot be changed", f".{field}")
+    return Rule(
+        f"has(self.{field}) == has(oldSelf.{field}) && {same}", f"{field} cannot be changed", f".{field}"
+    )
 
 
 @rules(
@@ -48,22 +46,16 @@ def _immutable(field: str, before: str = "") -> Rule:
         "completionWindow needs inputFileId: a batch with batchId has its own completion_window",
         ".completionWindow",
     ),
-    _immutable("completionWindow", before="completionWindowSeconds"),
     *map(
         _immutable,
         (
             *("serviceName", "batchId", "inputFileId", "endpoint", "apiKeySecretRef"),
-            *("concurrency", "parallelism", "maxRetries", "queueName"),
+            *("completionWindow", "concurrency", "parallelism", "maxRetries", "queueName"),
         ),
     ),
 )
-class BatchJobSpec(Stored):
+class BatchJobSpec(Part):
     """Requests to process, and how fast."""
-
-    renamed_fields: ClassVar = {
-        "completionWindowSeconds": "completionWindow",
-        "ttlSecondsAfterFinished": "ttlAfterFinished",
-    }
 
     service_name: Label
     """Name of the InferenceService in the same namespace that processes the requests. Its
@@ -138,9 +130,6 @@ class BatchJobStatus(Part):
 
     failed: Count = 0
     """Requests that failed."""
-
-    progress: Annotated[str, Field(max_length=32)] = ""
-    """Finished and total requests, such as 40/100."""
 
     output_file_id: Annotated[str, Field(max_length=64)] = ""
     """ID of the file with the answers."""

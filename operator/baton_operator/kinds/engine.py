@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -116,12 +116,6 @@ class Topology(Part):
 )
 class Transfer(Part):
     """Transfer of KV blocks from prefill to decode workers. A change rolls out a new revision."""
-
-    renamed_fields: ClassVar = {
-        "timeoutSeconds": "timeout",
-        "domainKey": "topology.key",
-        "enforcement": "topology.policy",
-    }
 
     backend: Literal["UCX", "TCP"] = "UCX"
     """Transport. UCX: the fastest that UCX finds between two pods (RDMA, shared memory or TCP). TCP: TCP

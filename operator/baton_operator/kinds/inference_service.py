@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from baton_operator.kinds.engine import Engine, Transfer
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.part import Conditions, Count, Part, Rule, Time, rules
-from baton_operator.kinds.renames import Stored
 from baton_operator.kinds.router_spec import Exposure, Router
 from baton_operator.kinds.service_policies import Autoscaling, Objectives, Rollout, Security
 from baton_operator.kinds.worker_role import WorkerRole
@@ -17,11 +16,6 @@ from baton_operator.kinds.worker_role import WorkerRole
 _SCALED = "(has(self.decode.scaling) || (has(self.prefill) && has(self.prefill.scaling)))"
 _RDMA = "(has(self.{0}) && has(self.{0}.resources) && has(self.{0}.resources.rdma))"
 _ZERO = "(has(self.{0}) && has(self.{0}.scaling) && self.{0}.scaling.minReplicas == 0)"
-_WAITS = (
-    "duration(self.router.scaleFromZeroTimeout) > duration('0s') || "
-    # The name of 0.1.0, in stored objects.
-    "(has(self.router.holdForScaleFromZeroSeconds) && self.router.holdForScaleFromZeroSeconds > 0)"
-)
 _GPUS = "(has(self.{0}) && has(self.{0}.resources) && has(self.{0}.resources.gpu))"
 _ONE_NODE = "self.{0}.parallelism.pipeline == 1 && self.{0}.parallelism.nodes == 1"
 _UNDIVIDED = "(self.engine.type == 'Baton' || self.{0}.parallelism.tensor == 1)"
@@ -79,7 +73,8 @@ def _of_engine(role: str) -> tuple[Rule, ...]:
         "set resources.rdma for both prefill and decode, or for neither: blocks move between them",
     ),
     Rule(
-        f"!({_ZERO.format('prefill')} || {_ZERO.format('decode')}) || {_WAITS}",
+        f"!({_ZERO.format('prefill')} || {_ZERO.format('decode')}) || "
+        "duration(self.router.scaleFromZeroTimeout) > duration('0s')",
         "a role with minReplicas 0 needs router.scaleFromZeroTimeout above 0s, or its first requests fail",
         ".router.scaleFromZeroTimeout",
     ),
@@ -94,14 +89,8 @@ def _of_engine(role: str) -> tuple[Rule, ...]:
         ".prefill",
     ),
 )
-class InferenceServiceSpec(Stored):
+class InferenceServiceSpec(Part):
     """Desired state of the service."""
-
-    renamed_fields: ClassVar = {
-        "autoscaling.slo.ttft": "objectives.timeToFirstToken",
-        "autoscaling.slo.itl": "objectives.interTokenLatency",
-        "autoscaling.slo.percentile": "objectives.percentile",
-    }
 
     model: Model
     """Model that the service serves."""
@@ -147,29 +136,21 @@ Words = Annotated[str, Field(max_length=1024)]
 class RoleStatus(Part):
     """Workers of one role of all revisions, or routers."""
 
-    desired: Count = 0
+    desired_replicas: Count = 0
     """Desired number of pods."""
 
     replicas: Count = 0
     """Number of pods."""
 
-    ready: Count = 0
+    ready_replicas: Count = 0
     """Pods that accept requests."""
 
-    updated: Count = 0
+    updated_replicas: Count = 0
     """Ready pods of the newest revision."""
-
-    summary: Annotated[str, Field(max_length=32)] = ""
-    """Ready and desired pods, such as 2/4."""
-
-    message: Words = ""
-    """Problem that keeps pods from becoming ready. Empty without a problem."""
 
 
 class RevisionStatus(Part):
     """One revision of workers."""
-
-    renamed_fields: ClassVar = {"reason": "message"}
 
     name: Hash
     """Hash of the revision, which its objects have in their names and labels."""
@@ -207,9 +188,6 @@ class RevisionStatus(Part):
     step_since: Time | None = None
     """Time when all workers of the current canary step were ready."""
 
-    message: Words = ""
-    """Cause of the failure, if it failed."""
-
 
 class ModelStatus(Part):
     """Files of the model."""
@@ -222,16 +200,6 @@ class ModelStatus(Part):
 
     download_job: Words = ""
     """Job that downloads the files."""
-
-
-class AutoscalingStatus(Part):
-    """State of the operator's autoscaler."""
-
-    active: bool = False
-    """Whether the autoscaler scales a role by metrics."""
-
-    reason: Words = ""
-    """Cause of `active`, in one word for programs, as in the condition ScalingActive."""
 
 
 class InferenceServiceStatus(Part):
@@ -249,9 +217,9 @@ class InferenceServiceStatus(Part):
     conditions: Conditions = []
     """Ready: requests are answered, also during a rollout and at zero, where they wait for the first worker.
     Available: workers and routers are ready now. Progressing: a rollout is running. Degraded: a rollout or a
-    download failed. ModelReady, PrefillReady, DecodeReady, RouterReady and ExposureReady: that part is ready.
-    ScalingActive: the autoscaler has metrics. ScalingLimited: a limit keeps a role below the number that it
-    needs. SpecSupported: the operator can carry out the spec."""
+    download failed. ModelReady, PrefillReady, DecodeReady, RouterReady and ExposureReady: that part is ready;
+    the message says what keeps pods from it. ScalingActive: the autoscaler has metrics. ScalingLimited: a
+    limit keeps a role below the number that it needs. SpecSupported: the operator can carry out the spec."""
 
     prefill: RoleStatus | None = None
     """Prefill workers."""
@@ -273,6 +241,3 @@ class InferenceServiceStatus(Part):
 
     model: ModelStatus = ModelStatus()
     """Files of the model."""
-
-    autoscaling: AutoscalingStatus = AutoscalingStatus()
-    """State of the operator's autoscaler."""

@@ -12,6 +12,7 @@ from baton_operator.kinds.part import Conditions, Count, Label, Part, Rule, rule
 PODS_LIMIT = 256
 """Maximum pods in the status of an adapter."""
 
+AdapterState = Literal["Loaded", "Loading", "Failed"]
 AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -55,12 +56,9 @@ class AdapterPodStatus(Part):
     name: Annotated[str, Field(max_length=253)]
     """Name of the pod."""
 
-    state: Literal["Loaded", "Loading", "Failed"]
+    state: AdapterState
     """Loaded: the pod lists the adapter. Loading: the operator is loading it, or waits for the pod. Failed:
-    the message has the cause; the operator tries again."""
-
-    message: Annotated[str, Field(max_length=1024)] = ""
-    """Cause of the state, such as the error of the worker."""
+    the condition Active has the cause; the operator tries again."""
 
 
 class LoraAdapterStatus(Part):
@@ -83,9 +81,6 @@ class LoraAdapterStatus(Part):
 
     loaded_pods: Count = 0
     """Ready pods that list the adapter."""
-
-    summary: Annotated[str, Field(max_length=32)] = ""
-    """Pods that have the adapter and ready pods, such as 2/4."""
 
     conditions: Conditions = []
     """Active: requests can use the adapter. Reasons: LoadedOnAllPods, PartlyLoaded, Loading, LoadFailed,

@@ -8,8 +8,7 @@ that a schema admits, and rejects a schema without bounds.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic.alias_generators import to_camel
@@ -26,9 +25,6 @@ class Part(BaseModel):
         extra="ignore",  # the API server rejects unknown fields; a newer one may know more fields
         use_attribute_docstrings=True,
     )
-
-    renamed_fields: ClassVar[Mapping[str, str]] = {}
-    """Paths that 0.1.0 used, to those of today. `baton_operator.kinds.renames` reads them."""
 
 
 Kind = TypeVar("Kind", bound=type[Part])
@@ -136,14 +132,9 @@ class Duration(str):
         text = core_schema.str_schema(pattern=cls.PATTERN, max_length=32)
         return core_schema.no_info_after_validator_function(
             cls,
-            core_schema.no_info_before_validator_function(cls._text, text),
+            text,
             serialization=core_schema.plain_serializer_function_ser_schema(str),
         )
-
-    @staticmethod
-    def _text(given: Any) -> Any:
-        """0.1.0 wrote some durations as whole seconds."""
-        return str(Duration(given)) if isinstance(given, int) else given
 
 
 def between(least: str, most: str) -> Any:
@@ -175,6 +166,9 @@ Labels = Annotated[dict[LabelKey, Annotated[str, Field(max_length=63)]], Field(m
 Annotations = Annotated[dict[LabelKey, Annotated[str, Field(max_length=4096)]], Field(max_length=64)]
 
 
+MESSAGE_LIMIT = 32_768
+
+
 class Condition(Part):
     """One statement about an object, in the form that `kubectl wait --for=condition` reads."""
 
@@ -189,7 +183,7 @@ class Condition(Part):
     ]
     """Cause of the status, in one word for programs."""
 
-    message: Annotated[str, Field(max_length=32_768)] = ""
+    message: Annotated[str, Field(max_length=MESSAGE_LIMIT)] = ""
     """Cause of the status and what to do, in words for people."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -33,24 +33,8 @@ class RoleScalerSpec(Part):
 class ScalingStatus(Part):
     """Last decision of the operator's autoscaler for the role. With mode External it is a recommendation."""
 
-    renamed_fields: ClassVar = {"startupSeconds": "startupDuration"}
-
     recommended: Annotated[int, Field(ge=0)] = 0
     """Number of workers that the autoscaler recommends."""
-
-    reason: Annotated[str, Field(max_length=64)] = ""
-    """Cause of the decision, in one word for programs."""
-
-    message: Annotated[str, Field(max_length=1024)] = ""
-    """Cause of the decision, in words for people, as of the time when the reason last changed."""
-
-    source: Literal["Measured", "Held", "Fallback"] = "Measured"
-    """Basis of the decision. Measured: metrics. Held: metrics are missing, and the number is kept. Fallback:
-    metrics are missing for longer than onMetricsLoss.holdDuration, and fallbackReplicas applies."""
-
-    limited: Annotated[str, Field(max_length=64)] = ""
-    """Limit that keeps the role below the number it needs: AtMaximum, GpuBudget, CapacityExhausted or
-    OtherRole. Empty if nothing does."""
 
     bound: Bound | None = None
     """Resource of a worker that is exhausted first: KV blocks, batch slots, one of the latency objectives, or
@@ -76,7 +60,11 @@ class RoleScalerStatus(Part):
     """Label selector of those pods, as a HorizontalPodAutoscaler needs it."""
 
     conditions: Conditions = []
-    """Bound: whether the service exists and uses spec.replicas."""
+    """Bound: the service exists and uses spec.replicas. The other conditions describe the autoscaler's last
+    decision, and are absent with autoscaling.mode Disabled. ScalingActive: it is by metrics. Reasons without
+    metrics: MetricsHeld (the number is kept) and MetricsFallback (after onMetricsLoss.holdDuration,
+    fallbackReplicas applies). ScalingLimited: a limit keeps the role below the number it needs. Reasons:
+    AtMaximum, GpuBudget, CapacityExhausted, OtherRole."""
 
     scaling: ScalingStatus | None = None
     """Last decision of the operator's autoscaler. Absent with autoscaling.mode Disabled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -104,12 +104,6 @@ class BatchSettings(Part):
 class Router(Part):
     """Routers: the OpenAI-compatible API, scheduling and queueing. A change restarts routers one by one and
     does not affect workers."""
-
-    renamed_fields: ClassVar = {
-        "aloneTokens": "localPrefillMaxTokens",
-        "page": "dashboard",
-        "holdForScaleFromZeroSeconds": "scaleFromZeroTimeout",
-    }
 
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of routers. Routers do not share load information, so few large routers schedule better than

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from baton_operator.kinds.part import Duration, Label, Part, Rule, Subdomain, between, rules
 from baton_operator.kinds.router_spec import Issuer
@@ -45,8 +45,6 @@ class ProfileSource(Part):
 class MetricsLoss(Part):
     """Behavior while metrics are missing."""
 
-    renamed_fields: ClassVar = {"holdSeconds": "holdDuration", "then": "policy"}
-
     hold_duration: Annotated[Duration, between("0s", "168h")] = Duration("15m")
     """Time without metrics for which replicas stay unchanged before `policy` applies."""
 
@@ -64,11 +62,6 @@ class MetricsLoss(Part):
 )
 class Autoscaling(Part):
     """Autoscaling of the roles that have `scaling`."""
-
-    renamed_fields: ClassVar = {
-        "intervalSeconds": "interval",
-        "scaleToZeroAfterSeconds": "scaleToZeroAfter",
-    }
 
     mode: Literal["Disabled", "Internal", "External"] = "Disabled"
     """Component that sets the number of workers. Disabled: none. Internal: the operator, by spec.objectives.
@@ -99,8 +92,6 @@ class Autoscaling(Part):
 class CanaryStep(Part):
     """Step of a canary rollout."""
 
-    renamed_fields: ClassVar = {"pauseSeconds": "pause"}
-
     weight: Annotated[int, Field(ge=1, le=99)]
     """Percentage of requests that the new revision receives."""
 
@@ -123,30 +114,13 @@ class Canary(Part):
     """Steps with increasing weights. After the last one, all requests go to the new revision."""
 
 
-def _strategy(given: Any) -> Any:
-    """0.1.0 called the strategy PairedGeneration, and stored it in every object."""
-    return "PairedRevision" if given == "PairedGeneration" else given
-
-
-Strategy = Annotated[
-    Literal["PairedRevision", "Recreate"],
-    BeforeValidator(_strategy),
-    Field(json_schema_extra={"enum": ["PairedRevision", "Recreate", "PairedGeneration"]}),
-]
-
-
 class Rollout(Part):
     """Rollout of a new revision of workers."""
 
-    renamed_fields: ClassVar = {
-        "progressDeadlineSeconds": "progressDeadline",
-        "maxTtft": "maxTimeToFirstToken",
-    }
-
-    strategy: Strategy = "PairedRevision"
+    strategy: Literal["PairedRevision", "Recreate"] = "PairedRevision"
     """PairedRevision: new prefill and decode workers start beside the old ones, and a request never uses
     workers of two revisions. Recreate: all old workers stop first, where the cluster has no capacity for
-    both. PairedGeneration is the deprecated name of PairedRevision."""
+    both."""
 
     progress_deadline: Annotated[Duration, between("30s", "168h")] = Duration("1h")
     """Maximum time without a further ready worker. After it the rollout has failed."""

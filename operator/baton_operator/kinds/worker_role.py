@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -35,11 +35,6 @@ Period = Annotated[Duration, between("1s", "24h")]
 class ScaleUp(Part):
     """Limits of growth."""
 
-    renamed_fields: ClassVar = {
-        "stabilizationWindowSeconds": "stabilizationWindow",
-        "periodSeconds": "period",
-    }
-
     stabilization_window: Window = Duration("30s")
     """Time for which more workers must have been needed before they are added. The smallest need within it
     counts."""
@@ -53,8 +48,6 @@ class ScaleUp(Part):
 
 class ScaleDown(Part):
     """Limits of shrinking."""
-
-    renamed_fields: ClassVar = ScaleUp.renamed_fields
 
     stabilization_window: Window = Duration("5m")
     """Time for which fewer workers must have been needed before some are removed. The largest need within it
@@ -214,8 +207,6 @@ class Placement(Part):
 class Drain(Part):
     """Shutdown of a worker."""
 
-    renamed_fields: ClassVar = {"preStopSeconds": "preStopDelay", "timeoutSeconds": "timeout"}
-
     pre_stop_delay: Annotated[Duration, between("0s", "1h")] = Duration("5s")
     """Time from the deletion of a pod to its SIGTERM, until routers stop sending it requests."""
 
@@ -284,15 +275,6 @@ class Parallelism(Part):
 )
 class WorkerRole(Part):
     """Workers of one role."""
-
-    renamed_fields: ClassVar = {
-        "rollout.maxSurge": "updateStrategy.maxSurge",
-        "rollout.maxUnavailable": "updateStrategy.maxUnavailable",
-        "disruption.enabled": "podDisruptionBudget.enabled",
-        "disruption.maxUnavailable": "podDisruptionBudget.maxUnavailable",
-        "resources.claims": "resourceClaims",
-        "startupTimeoutSeconds": "startupTimeout",
-    }
 
     replicas: Replicas | None = None
     """Fixed number of workers. Excludes scaling. Default: 1 without scaling."""

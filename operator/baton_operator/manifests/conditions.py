@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton_operator.kinds.part import MESSAGE_LIMIT
 from baton_operator.manifests.objects import timestamp
+
+Condition = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,10 @@ QUIET = frozenset({"Available"})
 
 def written(
     facts: Iterable[Fact], before: Sequence[Mapping[str, Any]], generation: int, now: float
-) -> tuple[list[dict[str, Any]], list[Transition]]:
-    """Return the conditions for status, and the changes since `before`."""
+) -> tuple[list[Condition], list[Transition]]:
+    """Return the conditions for status, and the changes since `before`. Other types are not in them."""
     before_by_type = {one["type"]: one for one in before}
-    conditions: list[dict[str, Any]] = []
+    conditions: list[Condition] = []
     transitions: list[Transition] = []
     for fact in facts:
         old = before_by_type.get(fact.type)
@@ -67,7 +70,7 @@ def written(
                 "type": fact.type,
                 "status": fact.status,
                 "reason": fact.reason,
-                "message": fact.message,
+                "message": fact.message[:MESSAGE_LIMIT],
                 "observedGeneration": generation,
                 "lastTransitionTime": old["lastTransitionTime"] if same and old else timestamp(now),
             }
@@ -78,3 +81,9 @@ def written(
             bad = fact.true if fact.type in BAD else not fact.true and fact.type in GOOD
             transitions.append(Transition(fact, bad))
     return conditions, transitions
+
+
+def updated(before: Sequence[Condition], conditions: Sequence[Condition]) -> list[Condition]:
+    """Return `before` with `conditions` in place of those of the same type. Others are another writer's."""
+    ours = {one["type"]: one for one in conditions}
+    return [*(ours.pop(one["type"], one) for one in before), *ours.values()]

@@ -49,7 +49,7 @@ def keep_template(existing: Manifest | None, desired: Manifest) -> Manifest:
 
     Another template would restart the pods in place. So a hash in the Deployment says which one was
     rendered for it. If this operator renders the same, what others have changed is put back. If not, the
-    pods keep what they were started with. 0.1.0 wrote no hash.
+    pods keep what they were started with.
     """
     fields = [name for name in TEMPLATE_FIELDS if name in desired["spec"]]
     digest = _hash({name: desired["spec"][name] for name in fields})

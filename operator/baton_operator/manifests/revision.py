@@ -21,7 +21,6 @@ from baton_operator.kinds.engine import Engine, Transfer
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.part import Part
-from baton_operator.kinds.renames import Stored
 from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.kinds.worker_role import WorkerRole
 
@@ -36,11 +35,11 @@ REVISION_LENGTH = 8
 _LIVE = frozenset({"replicas", "scaling", "pod_disruption_budget", "update_strategy"})
 
 
-class Blueprint(Stored):
+class Blueprint(Part):
     """The definition of the workers of one revision."""
 
     template_version: int = 1
-    """TEMPLATE_VERSION of the operator that created it. The default stays 1, because 0.1.0 wrote none."""
+    """TEMPLATE_VERSION of the operator that created it. The default stays 1: defaults are not stored."""
     served_names: tuple[str, ...]
     model: Model
     engine: Engine

@@ -208,7 +208,6 @@ class LoraAdapterReconciler:
             pods=list(reported.pods),
             ready_pods=reported.ready_pods,
             loaded_pods=reported.loaded_pods,
-            summary=f"{reported.loaded_pods}/{reported.ready_pods}",
         ).model_dump(mode="json", by_alias=True)
         if patch := merge_patch(before, {**status, "conditions": conditions}):
             await self._api.write_status(manifest, patch)

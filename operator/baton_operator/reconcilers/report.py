@@ -8,10 +8,8 @@ from typing import Any
 
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod, pod_creation_failure
-from baton_operator.kinds import renames
-from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import exposure, workers
-from baton_operator.manifests.conditions import Fact, Transition, written
+from baton_operator.manifests.conditions import Fact, Transition, updated, written
 from baton_operator.manifests.groups import GROUP_API, GROUP_KIND, INSTALLATION, LEADER, WORKER_INDEX
 from baton_operator.manifests.objects import Key, Manifest, timestamp
 from baton_operator.reconcilers.plan import ServiceState
@@ -30,13 +28,12 @@ def service_status(
 
     `unmet`: an object that the API server rejected and without which the service works.
     """
-    owner, spec = cluster.owner, state.spec
-    facts = _facts(cluster, state, unmet)
+    roles: Status = {name: _role(state, name) for name in role_scalers.roles(state.spec)}
+    roles["router"] = _router(cluster, state)
+    facts = _facts(cluster, state, roles, unmet)
     before = cluster.status.get("conditions", ())
     conditions, transitions = written(facts, before, cluster.generation, now)
-    roles: Status = {name: _role(cluster, state, name) for name in role_scalers.roles(spec)}
-    roles["router"] = _router(cluster, state)
-    files = workers.files(owner, state.target)
+    files = workers.files(cluster.owner, state.target)
     status = {
         "observedGeneration": cluster.generation,
         "url": _url(cluster, state),
@@ -51,7 +48,6 @@ def service_status(
             "downloadJob": files.job_name if files.job_needed else "",
             "resolvedRevision": state.model.revision,
         },
-        "autoscaling": _autoscaling(cluster, state),
     }
     return status, transitions
 
@@ -67,10 +63,8 @@ def rejected_status(cluster: ClusterState, error: ValueError, now: float) -> tup
         Fact("Ready", serving, reason, message),
         Fact("Available", serving, reason, message),
     ]
-    types = {fact.type for fact in changed}
-    kept = [one for one in before if one["type"] not in types]
     conditions, transitions = written(changed, before, cluster.generation, now)
-    status = {"observedGeneration": cluster.generation, "conditions": [*conditions, *kept]}
+    status = {"observedGeneration": cluster.generation, "conditions": updated(before, conditions)}
     return {**cluster.status, **status}, transitions
 
 
@@ -85,8 +79,7 @@ def _still_serving(cluster: ClusterState) -> bool:
     return names.ROUTER in ready and ("both" in ready or {"prefill", "decode"} <= ready)
 
 
-def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]:
-    ready = {name: _ready(state, name) for name in role_scalers.roles(state.spec)}
+def _facts(cluster: ClusterState, state: ServiceState, roles: Status, unmet: str) -> list[Fact]:
     routers = sum(pod.ready for pod in cluster.pods if pod.role == names.ROUTER)
     failed = [fate for fate in state.revision_plans.values() if fate.phase == "Failed"]
     facts = [
@@ -95,13 +88,12 @@ def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]
         _degradation(cluster, state, failed),
         Fact("ModelReady", state.model.present, state.model.phase, state.model.message),
     ]
-    for name, count in ready.items():
-        enough = count >= state.targets[name]
-        message = f"{count} of {state.targets[name]} workers are ready."
-        facts.append(
-            Fact(f"{name.capitalize()}Ready", enough, "AllReady" if enough else "SomeMissing", message)
-        )
-    facts.append(Fact("RouterReady", routers > 0, "SomeReady" if routers else "NoneReady"))
+    for name in role_scalers.roles(state.spec):
+        message, enough = _pods_message(cluster, state, name, roles[name])
+        reason = "AllReady" if enough else "SomeMissing"
+        facts.append(Fact(f"{name.capitalize()}Ready", enough, reason, message))
+    message, _ = _pods_message(cluster, state, "router", roles["router"])
+    facts.append(Fact("RouterReady", routers > 0, "SomeReady" if routers else "NoneReady", message))
     if state.spec.exposure.type == "HTTPRoute":
         route = cluster.find(exposure.GATEWAY_API, "HTTPRoute", cluster.owner.name)
         facts.append(exposure.route_fact(cluster.owner, state.spec.exposure, route))
@@ -109,9 +101,6 @@ def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]
         facts.append(Fact("SpecSupported", False, "ApiMissing", _missing(state)))
     elif unmet:
         facts.append(Fact("SpecSupported", False, "ClaimRefused", unmet))
-    elif old := renames.old_names(InferenceServiceSpec, cluster.service["spec"], "spec"):
-        message = f"The spec has deprecated field names. Rename them: {'; '.join(old)}."
-        facts.append(Fact("SpecSupported", True, "DeprecatedFields", message))
     else:
         facts.append(Fact("SpecSupported", True, "Supported"))
     return [*facts, _scaling(cluster, state), _limit(cluster, state)]
@@ -210,9 +199,13 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
 def _degradation(cluster: ClusterState, state: ServiceState, failed: Sequence[RevisionPlan]) -> Fact:
     if state.target.name in {fate.revision for fate in failed}:
         fate = state.revision_plans[state.target.name]
-        cause = fate.reason or revision_history.failure_reason(cluster, fate.revision)
-        why = f": {cause}" if cause else ""
-        message = f"Revision {fate.revision} failed{why}. Change the spec to start another rollout."
+        of_it = f"Revision {fate.revision} failed"
+        if not fate.reason:  # it failed in an earlier reconciliation, which wrote the cause
+            for one in cluster.status.get("conditions", ()):
+                if one["type"] == "Degraded" and one["message"].startswith(of_it):
+                    return Fact("Degraded", True, "RolledBack", one["message"])
+        why = f": {fate.reason}" if fate.reason else ""
+        message = f"{of_it}{why}. Change the spec to start another rollout."
         return Fact("Degraded", True, "RolledBack", message)
     if state.model.phase == "Failed":
         return Fact("Degraded", True, "FetchFailed", state.model.message)
@@ -236,23 +229,23 @@ def _scaling(cluster: ClusterState, state: ServiceState) -> Fact:
     mode = state.spec.autoscaling.mode
     if mode != "Internal":
         return Fact("ScalingActive", mode == "External", mode)
-    decisions = _scaling_decisions(cluster, state)
+    decisions = _scaling_conditions(cluster, state, "ScalingActive")
     if not decisions:
         return Fact("ScalingActive", False, "NotScaled", "No role has scaling.")
     for name, one in decisions.items():
         if one is None:
             return Fact("ScalingActive", False, "Starting", f"The autoscaler has not decided on {name} yet.")
-        if one["source"] != "Measured":
-            return Fact("ScalingActive", False, one["reason"], f"{name}: {one.get('message', '')}")
+        if one["status"] != "True":
+            return Fact("ScalingActive", False, one["reason"], f"{name}: {one['message']}")
     words = ", ".join(f"{name} {one['reason']}" for name, one in decisions.items() if one)
     return Fact("ScalingActive", True, "Measured", f"{words}.")
 
 
 def _limit(cluster: ClusterState, state: ServiceState) -> Fact:
     """Whether a limit keeps a role below the number of workers that it needs, or that was requested."""
-    for name, one in _scaling_decisions(cluster, state).items():
-        if one and one.get("limited"):
-            return Fact("ScalingLimited", True, one["limited"], f"{name}: {one.get('message', '')}")
+    for name, one in _scaling_conditions(cluster, state, "ScalingLimited").items():
+        if one and one["status"] == "True":
+            return Fact("ScalingLimited", True, one["reason"], f"{name}: {one['message']}")
     for name, role in role_scalers.roles(state.spec).items():
         scaler = _scaler(cluster, name)
         if role.scaling is None or scaler is None or state.spec.autoscaling.mode != "External":
@@ -268,70 +261,63 @@ def _scaler(cluster: ClusterState, name: RoleName) -> Manifest | None:
     return cluster.find(role_scalers.API, role_scalers.KIND, names.role(cluster.owner.name, name))
 
 
-def _scaling_decisions(
-    cluster: ClusterState, state: ServiceState
+def _scaling_conditions(
+    cluster: ClusterState, state: ServiceState, type: str
 ) -> dict[RoleName, Mapping[str, Any] | None]:
-    """The autoscaler's last decision for each role that it scales; None before the first one."""
+    """The condition `type` of each role that the autoscaler scales; None before its first decision."""
     if state.spec.autoscaling.mode == "Disabled":
         return {}
-    decisions: dict[RoleName, Mapping[str, Any] | None] = {}
+    found: dict[RoleName, Mapping[str, Any] | None] = {}
     for name, role in role_scalers.roles(state.spec).items():
         if role.scaling is not None:
-            scaler = _scaler(cluster, name)
-            decisions[name] = scaler.get("status", {}).get("scaling") if scaler else None
-    return decisions
-
-
-def _autoscaling(cluster: ClusterState, state: ServiceState) -> Status:
-    fact = _scaling(cluster, state)
-    return {"active": bool(fact.true), "reason": fact.reason}
+            status = (_scaler(cluster, name) or {}).get("status", {})
+            found[name] = next((one for one in status.get("conditions", ()) if one["type"] == type), None)
+    return found
 
 
 def _ready(state: ServiceState, name: RoleName) -> int:
     return sum(one.roles[name].ready for one in state.seen if name in one.roles)
 
 
-def _role(cluster: ClusterState, state: ServiceState, name: RoleName) -> Status:
+def _role(state: ServiceState, name: RoleName) -> Status:
     existing = [one.roles[name] for one in state.seen if name in one.roles]
     new = next(one for one in state.seen if one.revision == state.target.name)
-    labels = {"decode": ("decode", "both")}.get(name, (name,))
-    workloads = [
-        workers.workload_key(cluster.owner, one, role)
-        for one in state.revisions.values()
-        for role in one.blueprint.roles
-        if role in labels
-    ]
-    pods = [pod for pod in cluster.pods if pod.role in labels]
-    ready = sum(role.ready for role in existing)
     return {
-        "desired": state.targets[name],
+        "desiredReplicas": state.targets[name],
         "replicas": sum(role.pods for role in existing),
-        "ready": ready,
-        "updated": new.roles[name].ready if name in new.roles else 0,
-        "summary": f"{ready}/{state.targets[name]}",
-        "message": _problem(cluster, workloads, pods, complete=ready >= state.targets[name]),
+        "readyReplicas": sum(role.ready for role in existing),
+        "updatedReplicas": new.roles[name].ready if name in new.roles else 0,
     }
-
-
-def _problem(cluster: ClusterState, workloads: Iterable[Key], pods: Sequence[Pod], *, complete: bool) -> str:
-    if complete:
-        pods = [pod for pod in pods if not pod.finished]
-    return next(iter([*_refused(cluster, workloads), *_trouble(pods)]), "")[:1024]
 
 
 def _router(cluster: ClusterState, state: ServiceState) -> Status:
     pods = [pod for pod in cluster.pods if pod.role == names.ROUTER]
     ready = sum(pod.ready and not pod.terminating for pod in pods)
-    desired = 0 if state.spec.suspend else state.spec.router.replicas
-    workloads: list[Key] = [("apps/v1", "Deployment", names.router(cluster.owner.name))]
     return {
-        "desired": desired,
+        "desiredReplicas": 0 if state.spec.suspend else state.spec.router.replicas,
         "replicas": sum(not pod.finished for pod in pods),
-        "ready": ready,
-        "updated": ready,
-        "summary": f"{ready}/{desired}",
-        "message": _problem(cluster, workloads, pods, complete=ready >= desired),
+        "readyReplicas": ready,
+        "updatedReplicas": ready,
     }
+
+
+def _pods_message(cluster: ClusterState, state: ServiceState, name: str, role: Status) -> tuple[str, bool]:
+    """Return the number of ready pods with what keeps the others from it, and whether none is missing."""
+    ready, desired = role["readyReplicas"], role["desiredReplicas"]
+    labels: tuple[str, ...] = ("decode", "both") if name == "decode" else (name,)
+    workloads: list[Key] = [
+        workers.workload_key(cluster.owner, one, role)
+        for one in state.revisions.values()
+        for role in one.blueprint.roles
+        if role in labels
+    ]
+    if name == "router":
+        workloads.append(("apps/v1", "Deployment", names.router(cluster.owner.name)))
+    pods = [pod for pod in cluster.pods if pod.role in labels]
+    if ready >= desired:
+        pods = [pod for pod in pods if not pod.finished]
+    problem = next(iter([*_refused(cluster, workloads), *_trouble(pods)]), "")
+    return f"{ready}/{desired} ready{f': {problem}' if problem else ''}", ready >= desired
 
 
 def _current(state: ServiceState) -> str:
@@ -360,8 +346,6 @@ def _revision(cluster: ClusterState, one: RevisionState, fate: RevisionPlan) -> 
         "settled": not one.waiting,
         "peak": revision_history.ready_peak(cluster, one),
         "step": fate.step,
-        "message": fate.reason
-        or (revision_history.failure_reason(cluster, one.revision) if fate.phase == "Failed" else ""),
     }
     return {**status, "stepSince": timestamp(fate.step_since)} if fate.step_since is not None else status
 
@@ -378,14 +362,17 @@ def scaler_status(scaler: Manifest, state: ServiceState | None, now: float) -> d
     selecting = names.selecting(service, label)
     if state is not None and workers.is_group(role_scalers.roles(state.spec).get(role, state.spec.decode)):
         selecting[WORKER_INDEX] = LEADER
-    before = scaler.get("status", {}).get("conditions", ())
-    conditions, _ = written([_bound(scaler, state)], before, metadata.get("generation", 0), now)
-    existing = [one.roles[role] for one in state.seen if role in one.roles] if state else []
-    scaled = state is not None and state.spec.autoscaling.mode != "Disabled"
-    kept = ("scaling",) if scaled else ()
-    return {
+    before = scaler.get("status", {})
+    known = before.get("conditions", ())
+    conditions, _ = written([_bound(scaler, state)], known, metadata.get("generation", 0), now)
+    status: Status = {}
+    if state is not None and state.spec.autoscaling.mode != "Disabled":
         # The autoscaler's to write.
-        **{name: value for name, value in scaler.get("status", {}).items() if name in kept},
+        conditions = updated(known, conditions)
+        status = {name: before[name] for name in ("scaling",) if name in before}
+    existing = [one.roles[role] for one in state.seen if role in one.roles] if state else []
+    return {
+        **status,
         "replicas": sum(one.pods for one in existing),
         "selector": ",".join(f"{name}={value}" for name, value in sorted(selecting.items())),
         "conditions": conditions,

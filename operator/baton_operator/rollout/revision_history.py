@@ -124,12 +124,6 @@ def ready_peak(cluster: ClusterState, one: RevisionState) -> int:
     return max(before, sum(role.ready for role in one.roles.values()))
 
 
-def failure_reason(cluster: ClusterState, revision: str) -> str:
-    """Return why a revision failed, as status recorded it."""
-    note = _note(cluster, revision)
-    return str(note.get("message") or note.get("reason", ""))  # 0.1.0 called it reason
-
-
 def _note(cluster: ClusterState, revision: str) -> dict[str, Any]:
     """Return the entry of a revision in the last status."""
     notes: Sequence[dict[str, Any]] = cluster.status.get("revisions", ())

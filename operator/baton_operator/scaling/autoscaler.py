@@ -21,10 +21,8 @@ from baton_operator.cluster.api_server import ApiServer
 from baton_operator.cluster.state import ClusterReader, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import Duration
-from baton_operator.kinds.renames import with_new_names
-from baton_operator.kinds.role_scaler import ScalingStatus
 from baton_operator.kinds.service_policies import ProfileSource
-from baton_operator.manifests.conditions import Fact, Transition
+from baton_operator.manifests.conditions import Fact, Transition, updated, written
 from baton_operator.manifests.objects import Manifest, timestamp
 from baton_operator.reconcilers.reconciler import ReportTransition
 from baton_operator.rollout.decision import RoleName
@@ -291,27 +289,30 @@ class Autoscaler:
     async def _write_status(
         self, scaler: Manifest, decision: ScalingDecision, memory: RoleMemory, now: float
     ) -> None:
-        before: dict[str, Any] = scaler.get("status", {}).get("scaling", {})
-        status: dict[str, Any] = {
-            "recommended": decision.replicas,
-            "reason": decision.reason,
-            "source": decision.source,
-            "limited": decision.limited,
-            "bound": decision.bound,
-        }
+        before: dict[str, Any] = scaler.get("status", {})
+        status: dict[str, Any] = {"recommended": decision.replicas, "bound": decision.bound}
         if memory.capacity.learnt:
             status["capacity"] = float(f"{memory.capacity.value or 0.0:.3g}")
         if memory.startup_s != STARTUP_S:
             status["startupDuration"] = Duration(max(1, round(memory.startup_s)))
-        status |= {name: None for name in ScalingStatus.renamed_fields if name in before}
-        same = all(before.get(one) == value for one, value in status.items() if one not in ("capacity",))
-        if same and _near(before.get("capacity"), status.get("capacity")):
-            return
-        # The message contains changing numbers, so it is written only with other changes.
-        status["message"] = decision.message[:1024]
+        limit = decision.limited or "NotLimited"
+        facts = (
+            Fact("ScalingActive", decision.source == "Measured", decision.reason, decision.message),
+            Fact(
+                "ScalingLimited", bool(decision.limited), limit, decision.message if decision.limited else ""
+            ),
+        )
+        known = before.get("conditions", ())
+        shown = {one["type"]: (one["status"], one["reason"]) for one in known}
+        scaling = before.get("scaling", {})
+        same = all(scaling.get(one) == value for one, value in status.items() if one != "capacity")
+        same = same and all(shown.get(one.type) == (one.status, one.reason) for one in facts)
+        if same and _near(scaling.get("capacity"), status.get("capacity")):
+            return  # messages contain changing numbers, so they are written only with other changes
         if decision.replicas != scaler["spec"]["replicas"]:
             status["lastScaleTime"] = timestamp(now)
-        await self._api.write_status(scaler, {"scaling": status})
+        conditions, _ = written(facts, known, scaler["metadata"].get("generation", 0), now)
+        await self._api.write_status(scaler, {"scaling": status, "conditions": updated(known, conditions)})
 
 
 def _scaled(service: Manifest) -> InferenceServiceSpec | None:
@@ -336,7 +337,7 @@ def _carry_over_capacity(service_memory: ServiceMemory, service: Manifest) -> No
 
 def _restored(scaler: Manifest, now: float) -> RoleMemory:
     """Return the memory from the status that a previous operator wrote."""
-    status = with_new_names(ScalingStatus, scaler.get("status", {}).get("scaling", {}))
+    status = scaler.get("status", {}).get("scaling", {})
     startup = status.get("startupDuration")
     return RoleMemory.new(now, status.get("capacity"), Duration(startup).seconds if startup else STARTUP_S)
 

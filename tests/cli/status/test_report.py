@@ -72,7 +72,7 @@ def service(*conditions: dict[str, str], seen: int = 3, **status: Any) -> dict[s
 SERVING = condition("Ready", "True", "Serving", "Requests are answered.")
 REVISIONS = [
     {"name": "1a2b3c4d", "phase": "Serving", "weight": 100, "prefillReady": 1, "decodeReady": 2},
-    {"name": "5e6f7a8b", "phase": "Failed", "weight": 0, "message": "CrashLoopBackOff"},
+    {"name": "5e6f7a8b", "phase": "Failed", "weight": 0},
 ]
 
 
@@ -83,7 +83,10 @@ def pod(reason: str, message: str = "") -> dict[str, Any]:
 
 def test_status_cluster_service_has_roles_and_revisions() -> None:
     status = report.status_of_service(
-        service(SERVING, decode={"ready": 2, "desired": 2}, revisions=REVISIONS, url="http://chat"), []
+        service(
+            SERVING, decode={"readyReplicas": 2, "desiredReplicas": 2}, revisions=REVISIONS, url="http://chat"
+        ),
+        [],
     )
     assert status.well and status.name == "models/chat"
     kinds = [(part.kind, part.state, part.well) for part in status.parts]

@@ -95,6 +95,9 @@ class Scaled:
         scaler = answer.raise_for_status().json()
         return scaler["spec"]["replicas"], scaler.get("status", {}).get("scaling", {})
 
+    async def condition(self, role: str, type: str = "ScalingActive") -> str:
+        return await self.cluster.condition(type, f"{self.name}-{role}", "RoleScaler")
+
     async def scale(self, role: str, replicas: int) -> None:
         where = path(API, "RoleScaler", "models", f"{self.name}-{role}")
         await self.cluster.api.patch(where, {"spec": {"replicas": replicas}})
@@ -133,8 +136,8 @@ async def test_autoscaler_prefill_load_scales_prefill_with_one_event(service: Sc
     service.see(1, 1, demand_prompt=3000.0, prefill_speed=1000.0, in_flight=2.0)
     assert await service.look() == 15.0
     assert (await service.wanted("prefill"))[0] == 4
-    decode, scaling = await service.wanted("decode")
-    assert (decode, scaling["reason"]) == (1, "Steady")
+    assert (await service.wanted("decode"))[0] == 1
+    assert await service.condition("decode") == "True Steady"
     assert [one.split(".")[0] for one in service.events] == ["prefill: scaled from 1 to 4 workers"]
     await service.settle()
     assert await service.cluster.condition("ScalingActive", service.name) == "True Measured"
@@ -162,8 +165,10 @@ async def test_without_metrics_nothing_shrinks_and_status_says_so(service: Scale
     service.prometheus.lost = f"{URL} does not answer within 5 s"
     for _ in range(30):
         await service.look()
-    replicas, scaling = await service.wanted("prefill")
-    assert (replicas, scaling["reason"], scaling["source"]) == (3, "MetricsHeld", "Held")
+    assert (await service.wanted("prefill"))[0] == 3
+    assert await service.condition("prefill") == "False MetricsHeld"
+    assert await service.condition("prefill", "ScalingLimited") == "False NotLimited"
+    assert await service.condition("prefill", "Bound") == "True Bound", "both writers' conditions stay"
     await service.settle()
     assert await service.cluster.condition("ScalingActive", service.name) == "False MetricsHeld"
     assert service.events == []
