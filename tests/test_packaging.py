@@ -1,8 +1,9 @@
-"""The wheel holds every package and all that is compiled on first use."""
+"""The wheel holds every package and all that is compiled on first use, and knows how to add its extras."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 
+from baton_api.installing import DISTRIBUTION
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)],
@@ -31,7 +34,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     )
     assert build.returncode == 0, build.stderr
     (file,) = folder.glob("*.whl")
-    with zipfile.ZipFile(file) as archive:
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> list[str]:
+    with zipfile.ZipFile(built) as archive:
         return archive.namelist()
 
 
@@ -75,6 +83,79 @@ def test_wheel_has_nothing_else(wheel: list[str]) -> None:
     assert {name for name in tops if not name.endswith(".dist-info")} == {
         Path(package).name for package in PACKAGES["packages"]
     }
+
+
+def pip(command: str) -> str:
+    """Run a command of pip in the shell, from local files only, and return what it prints."""
+    offline = "--no-deps --no-build-isolation --no-cache-dir --disable-pip-version-check"
+    done = subprocess.run(
+        f"{command} {offline}",
+        shell=True,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def hint(packages: Path | None) -> str:
+    """The command that installs `chat`, as printed by the copy in a folder, or by this checkout."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from baton_api import installing; print(installing.command('chat'))"],
+        env=os.environ | {"PYTHONPATH": str(packages or "")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_installed_from_an_index_the_hint_names_the_distribution(built: Path, tmp_path: Path) -> None:
+    index = f"--find-links {built.parent}"
+    pip(f"pip install --target {tmp_path} {index} --pre {DISTRIBUTION}")
+    command = hint(tmp_path)
+    assert command.endswith(f"install '{DISTRIBUTION}[chat]'")
+    assert f"Would install {DISTRIBUTION}" in pip(f"{command} --dry-run --ignore-installed --pre {index}")
+
+
+def test_installed_from_a_wheel_the_hint_names_the_file(built: Path, tmp_path: Path) -> None:
+    pip(f"pip install --target {tmp_path} {built}")
+    command = hint(tmp_path)
+    assert built.as_uri() in command
+    assert f"Would install {DISTRIBUTION}" in pip(f"{command} --dry-run --ignore-installed")
+
+
+def test_used_from_a_checkout_the_hint_names_its_folder() -> None:
+    command = hint(None)
+    assert command.endswith(f"install -e '{ROOT}[chat]'")
+    printed = pip(f"{command} --dry-run")
+    assert f"Would install {DISTRIBUTION}" in printed and "does not provide" not in printed
+
+
+def test_hints_name_extras_that_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [path for name in PACKAGES["packages"] for path in (ROOT / name).rglob("*.py")]
+    calls = re.compile(r"""(?:installing\.command|_needing)\(["'](\w+)["']""")
+    named = {extra for path in files for extra in calls.findall(path.read_text())}
+    assert len(named) > 5 and named <= set(extras)
+
+
+def test_no_text_names_extras_of_the_distribution_baton() -> None:
+    """`pip install 'baton[chat]'` installs a package that is not this one."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wrong = rf"(^|[^[:alnum:]_.])baton\[({'|'.join(extras)})"
+    options = ("--extended-regexp", "--files-with-matches", "--untracked", "-e", wrong, "--", ".")
+    found = subprocess.run(
+        ["git", "grep", *options, f":!{Path(__file__).relative_to(ROOT)}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (found.returncode, found.stdout) == (1, ""), found.stderr
 
 
 INSTALLED_WITH = {
@@ -131,7 +212,7 @@ def declared(project: dict[str, Any], extras: Iterable[str]) -> set[str]:
     inner = [
         extra
         for each in requirements
-        if (match := re.match(r"baton\[(.*)\]", each))
+        if (match := re.match(rf"{DISTRIBUTION}\[(.*)\]", each))
         for extra in match[1].split(",")
     ]
     return names | declared({**project, "dependencies": []}, inner) if inner else names

@@ -1,3 +1,3 @@
 """The contract between Baton's processes: errors, messages, hashes, names. It imports no other package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton_api import installing
 from baton_api.completion_windows import DAY
 from baton_api.errors import SetupError
 
@@ -173,7 +174,7 @@ def _service(url: str, api_key: str, output: str) -> Commands:
         from baton_cli.batch_commands import Commands
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"The package {error.name} is missing. Install it: pip install 'baton[chat]'."
+            f"The package {error.name} is missing. Install it: {installing.command('chat')}."
         ) from error
     if output not in ("text", "json"):
         raise SetupError(f"Invalid --output {output!r}. Expected text or json.")

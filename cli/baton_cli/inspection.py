@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from baton_api import installing
 from baton_api.errors import SetupError
 
 Url = Annotated[str, typer.Option(help="URL of the router.")]
@@ -268,5 +269,5 @@ def _needing(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"The package {error.name} is missing. Install it: pip install 'baton[{extra}]'."
+            f"The package {error.name} is missing. Install it: {installing.command(extra)}."
         ) from error

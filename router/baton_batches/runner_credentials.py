@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from baton_api import batch_jobs
+from baton_api import batch_jobs, installing
 from baton_api.errors import SetupError, Unauthorized
 from baton_batches.settings import BatchSettings
 
@@ -140,7 +140,7 @@ def pod_tokens(cluster: BatchJobApi, service: str, clock: Callable[[], float] = 
     try:
         from baton_http.jwks import IssuerKeys
     except ModuleNotFoundError as error:
-        raise SetupError("--batch-jobs needs one package more: pip install 'baton[jwt]'.") from error
+        raise SetupError(f"--batch-jobs needs one package more: {installing.command('jwt')}.") from error
     return PodTokens(IssuerKeys(cluster.keys, ALGORITHMS, clock), cluster, service)
 
 

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from baton_api import anthropic, mutual_tls, openapi, response_store
+from baton_api import anthropic, installing, mutual_tls, openapi, response_store
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import (
     BatonError,
@@ -140,7 +140,7 @@ class RouterApp:
             from baton_router.gateway.own_answers import OwnAnswers
         except ModuleNotFoundError as error:
             raise SetupError(
-                f"--gateway-port needs more packages ({error}): pip install 'baton[gateway]'."
+                f"--gateway-port needs more packages ({error}): {installing.command('gateway')}."
             ) from error
         services = GatewayServices(
             self.scheduler,

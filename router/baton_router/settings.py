@@ -353,7 +353,7 @@ class RouterSettings(GatewaySettings):
     jwt_jwks: str = ""
     """URL or file of the public keys (JWKS) of a token issuer. Its tokens are then accepted like API keys.
     The keys are fetched every five minutes, and for an unknown key at most once per minute. Requires
-    `baton[jwt]`."""
+    `batonserve[jwt]`."""
 
     jwt_issuer: str = ""
     """Required `iss` claim of a token."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton_api import installing
 from baton_engine.model.decoder import Decoder, create_model
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.ops.native import library
@@ -102,7 +103,7 @@ def test_without_a_compiler_the_message_names_the_way_out(tmp_path: Path) -> Non
     try:
         command = library.find_compiler({"PATH": str(tmp_path)})
     except library.Unavailable as reason:
-        assert "pip install 'baton[kernels]'" in str(reason)
+        assert installing.command("kernels") in str(reason)
     else:
         assert command == [sys.executable, "-m", "ziglang", "cc"]  # the wheel is its own way out
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton_api import installing
 from baton_api.errors import SetupError
 from baton_cli.bench.load import ClientCost, LoadResult
 from baton_cli.bench.outcomes import Outcome
@@ -150,7 +151,9 @@ def check(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise SetupError("--picture needs Matplotlib. Install it: pip install 'baton[pictures]'.") from error
+        raise SetupError(
+            f"--picture needs Matplotlib. Install it: {installing.command('pictures')}."
+        ) from error
 
 
 def draw(levels: Sequence[Level], title: str, axis: str, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from baton_api import installing
 from baton_api.setting_types import show_size
 from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 
@@ -115,7 +116,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             limit="a C compiler, and a library that passes its self-test",
             why="On a CPU, PyTorch computes instead, at about half the speed. On a GPU the kernels are not "
             "needed.",
-            remedy="apt install gcc, or pip install 'baton[kernels]'. Check CC and BATON_KERNELS if they "
+            remedy=f"apt install gcc, or {installing.command('kernels')}. Check CC and BATON_KERNELS if they "
             "are set.",
         )
 

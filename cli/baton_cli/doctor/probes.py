@@ -24,6 +24,7 @@ from pathlib import Path
 import httpx
 from packaging.requirements import Requirement
 
+from baton_api.installing import DISTRIBUTION
 from baton_cli.doctor.engine_probes import EngineWorker, engine_workers
 from baton_cli.doctor.gpu_probes import gpus
 from baton_cli.doctor.machine import Cluster, DataFolder, Installed, Machine, Port, RdmaDevice, Space
@@ -122,14 +123,14 @@ def verbs_trouble() -> str:
 
 def packages() -> Iterator[Installed]:
     """Yield the packages that Baton's metadata requires. Optional packages may be missing."""
-    for text in importlib.metadata.requires("baton") or ():
+    for text in importlib.metadata.requires(DISTRIBUTION) or ():
         wanted = Requirement(text)
         needed = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
         try:
             version = importlib.metadata.version(wanted.name)
         except importlib.metadata.PackageNotFoundError:
             version = ""
-        if (version or needed) and wanted.name != "baton":
+        if (version or needed) and wanted.name != DISTRIBUTION:
             fits = bool(version) and wanted.specifier.contains(version, prereleases=True)
             yield Installed(wanted.name, version, str(wanted.specifier), fits)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from baton_api import installing
 from baton_api.setting_types import show_size
 from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 
@@ -102,8 +103,8 @@ def nixl(machine: Machine) -> Iterator[Finding]:
             machine.nixl.trouble,
             limit="an agent with the UCX backend",
             why="Workers cannot transfer KV blocks.",
-            remedy="Reinstall it (pip install --force-reinstall 'baton[nixl]'). Unset NIXL_PLUGIN_DIR, "
-            "UCX_TLS and UCX_NET_DEVICES unless you need them.",
+            remedy=f"Reinstall it ({installing.command('nixl', '--force-reinstall')}). Unset "
+            "NIXL_PLUGIN_DIR, UCX_TLS and UCX_NET_DEVICES unless you need them.",
         )
 
 

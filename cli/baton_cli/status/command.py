@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton_api import labels
+from baton_api import installing, labels
 from baton_api.errors import SetupError
 from baton_cli.doctor.cluster import account
 from baton_cli.status import report
@@ -60,7 +60,7 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[ServiceSt
         from baton_operator.crd import GROUP, VERSION
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"The package {error.name} is missing. Install it: pip install 'baton[operator]'."
+            f"The package {error.name} is missing. Install it: {installing.command('operator')}."
         ) from error
     try:
         async with asyncio.timeout(CLUSTER_S), await api_server.connect(kubeconfig) as client:

@@ -18,7 +18,7 @@ class GatewaySettings(BatchSettings):
 
     gateway_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the endpoint picker, which Envoy gateways ask where a request goes: ext_proc over gRPC, as
-    Gateway API's inference extension defines it. 0: a free port. Requires `baton[gateway]`. Empty:
+    Gateway API's inference extension defines it. 0: a free port. Requires `batonserve[gateway]`. Empty:
     disabled."""
 
     gateway_host: str = ""

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from baton_api import runner_tokens
+from baton_api import installing, runner_tokens
 from baton_api.errors import BatonError, Forbidden, ModelNotFound, NotReady, SetupError, Unauthorized
 from baton_api.keys import AUTHORIZATION, HEALTH_PATHS, Keys, bearer, with_authorization
 from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
@@ -163,7 +163,7 @@ class Authenticator:
             from baton_http.jwks import IssuerKeys, key_source
             from baton_router.tenants.web_tokens import TokenRules, WebTokens
         except ModuleNotFoundError as error:
-            raise SetupError("--jwt-jwks needs one package more: pip install 'baton[jwt]'.") from error
+            raise SetupError(f"--jwt-jwks needs one package more: {installing.command('jwt')}.") from error
         algorithms = frozenset(settings.jwt_algorithms)
         rules = TokenRules(
             issuer=settings.jwt_issuer,

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton_api import installing
 from baton_api.errors import SetupError
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
@@ -230,7 +231,7 @@ def _load() -> tuple[Any, Any, tuple[type[Exception], ...]]:
         from nixl import _bindings, nixl_agent, nixl_agent_config
     except ImportError as error:
         raise SetupError(
-            f"Cannot load the NIXL library ({error}). Install it with pip install 'baton[nixl]', or use "
+            f"Cannot load the NIXL library ({error}). Install it with {installing.command('nixl')}, or use "
             "--transfer loopback if all workers are in one process."
         ) from error
     finally:

@@ -1,8 +1,8 @@
 """
 The native library of kernels: compiled on first use for this processor, and stored in the user's cache.
 
-Any C compiler works: `$CC`, the system's, or the clang in the `ziglang` wheel (`pip install
-'baton[kernels]'`). The file's name is a digest of sources, compiler and processor, so a change of any of them
+Any C compiler works: `$CC`, the system's, or the clang in the `ziglang` wheel (the extra
+`kernels`). The file's name is a digest of sources, compiler and processor, so a change of any of them
 creates another file, and of processes that start together one compiles it. Without a compiler, `Unavailable`
 states what to install, and torch is used instead.
 
@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton_api import installing
 from baton_engine.machine import bundled_folder, cache_folder, trusted
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,9 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
             return [bundled]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "cc"]
-    raise Unavailable("no C compiler is installed: install gcc or clang, or `pip install 'baton[kernels]'`")
+    raise Unavailable(
+        f"no C compiler is installed: install gcc or clang, or `{installing.command('kernels')}`"
+    )
 
 
 def _digest(compiler: Sequence[str], environment: Mapping[str, str]) -> str:
