@@ -2,6 +2,7 @@
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+PYTHON3 := python3
 UV := $(VENV)/bin/uv
 PYTEST := $(PYTHON) -m pytest -q -rs --dist loadfile --no-loadscope-reorder
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
@@ -74,23 +75,42 @@ images: ## build the images of operator, router and worker by BUILDER (docker), 
 	    $(if $(NETRC),--secret id=netrc$(comma)src="$(NETRC)") $(BUILD_FLAGS) .; \
 	done
 
+# The package index's torch comes with CUDA. Without a GPU the demo leaves it out, as images with DEVICE=cpu do, and so
+# it leaves out NIXL for another CUDA. An environment for tests has all of it.
+GPUS := $(wildcard /dev/nvidiactl /dev/dxg /proc/driver/nvidia/version)
 $(VENV)/demo: EXTRAS = runtime,nixl,chat$(KERNELS)
+$(VENV)/demo: DEVICE ?= $(if $(GPUS)$(wildcard $(VENV)/dev),any,cpu)
 $(VENV)/dev: EXTRAS = dev$(KERNELS)
+$(VENV)/dev: DEVICE = any
 
 # uv does not read pip's configuration; a mirror that is set there is meant for it too. The kernels need a compiler
 # and none of the packages, so they are compiled meanwhile. If that fails, the first start compiles them.
-$(VENV)/demo $(VENV)/dev: pyproject.toml constraints.txt | $(UV)
+$(VENV)/demo $(VENV)/dev: pyproject.toml constraints.txt images/cpu_only.py | $(UV)
+	@if [ "$(DEVICE)" = cpu ]; then \
+	  echo "Installing for CPUs (no NVIDIA GPU was found; for one: make demo DEVICE=any)."; \
+	  echo "Packages that uv has not cached are downloaded, 0.7 GB at most; $(VENV) becomes 1.7 GB."; \
+	  $(PYTHON) images/cpu_only.py excluded constraints.txt >$(VENV)/excluded; \
+	else \
+	  echo "Installing with CUDA. Packages that uv has not cached are downloaded, 3.2 GB at most; $(VENV) becomes 6 GB."; \
+		fi
 	@index="$${PIP_INDEX_URL:-$$(python3 -m pip config get global.index-url 2>/dev/null)}"; \
 	if [ -n "$$index" ] && [ -z "$$UV_DEFAULT_INDEX$$UV_INDEX_URL" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
-	PYTHONPATH=runtime/engine $(PYTHON) -m baton_engine.ops.native.library >/dev/null 2>&1 & \
-	$(UV) pip install --python $(PYTHON) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	PYTHONPATH=api:runtime/engine $(PYTHON) -m baton_engine.ops.native.library >/dev/null 2>&1 & \
+	$(UV) pip install --python $(PYTHON) --constraint constraints.txt $(if $(filter cpu,$(DEVICE)),--overrides $(VENV)/excluded) --editable '.[$(EXTRAS)]'
+	@[ "$(DEVICE)" != cpu ] || $(PYTHON) images/cpu_only.py $(VENV)/lib/python3*/site-packages $(shell command -v cc)
 	@touch $@
 
-# A system's Python may have no venv module, and may refuse to install anything outside of one.
+# A system's Python may have no venv module, and may refuse to install anything outside of one. What failed leaves no
+# environment, which the next try would take for one that works.
 $(UV):
-	@if python3 -m venv $(VENV) 2>/dev/null; then \
-	  $(PYTHON) -m pip install --quiet --constraint constraints.txt uv; \
+	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Baton needs Python 3.11 or newer; $(PYTHON3) is $$($(PYTHON3) --version 2>&1)." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON3=python3.12 (on Ubuntu 22.04: apt install python3.11-venv)." >&2; \
+	  exit 1; }
+	@if $(PYTHON3) -m venv --clear $(VENV) 2>/dev/null; then \
+	  $(PYTHON) -m pip install --constraint constraints.txt uv; \
 	else \
-	  rm -rf $(VENV) && python3 -m pip install --quiet --target build/uv uv && \
-	  build/uv/bin/uv venv --seed $(VENV) && mkdir -p $(VENV)/bin && cp build/uv/bin/uv $(UV); \
-	fi || { echo "Python 3.11 or newer with venv or pip is needed (on Debian: apt install python3-venv)." >&2; exit 1; }
+	  rm -rf $(VENV) && $(PYTHON3) -m pip install --target build/uv uv && \
+	  build/uv/bin/uv venv --seed --python $(PYTHON3) $(VENV) && cp build/uv/bin/uv $(UV); \
+	fi || { rm -rf $(VENV); echo "Cannot install uv into $(VENV). Needed: Python with venv or pip (on Debian: apt install python3-venv)," \
+	  "and the package index." >&2; exit 1; }

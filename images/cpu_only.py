@@ -2,7 +2,7 @@
 Make the CUDA build of torch run without the CUDA libraries: 2 GB of packages instead of 6.
 
     python cpu_only.py excluded CONSTRAINTS  # prints the packages to leave out, as overrides for uv
-    python cpu_only.py SITE_PACKAGES         # creates stand-ins for the missing libraries
+    python cpu_only.py SITE_PACKAGES [CC]    # creates stand-ins for the missing libraries
 
 The package index's build of torch is linked to the CUDA libraries. It does not start without them, even on a
 machine without a GPU. A stand-in replaces each library: it has the same name and the functions that torch
@@ -26,8 +26,8 @@ from pathlib import Path
 NO_DEVICE = 100
 """cudaErrorNoDevice. In the other libraries it is just a failure."""
 
-EXCLUDED = re.compile(r"(nvidia-[\w-]+|cuda-[\w-]+|triton)==")
-"""Packages of CUDA, and the compiler for it."""
+EXCLUDED = re.compile(r"(nvidia-[\w-]+|cuda-[\w-]+|triton|nixl-cu12)==")
+"""Packages of CUDA, the compiler for it, and NIXL for another CUDA than torch's."""
 
 EXPERTS = ("nixl_ep_cu12", "nixl_ep_cu13")
 """Packages for expert parallelism on GPUs. They are inside NIXL's wheels, so uv cannot leave them out."""
@@ -186,4 +186,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "excluded":
         print(excluded(Path(sys.argv[2]).read_text()), end="")
     else:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), *([sys.argv[2:]] if sys.argv[2:] else []))
