@@ -57,6 +57,8 @@ def nested(depth: int) -> dict[str, Any]:
 DOUBLING = "\n".join(f"A{level}: A{level + 1} A{level + 1}" for level in range(60))
 CHAIN = "\n".join(f"r{number} ::= r{number + 1}" for number in range(15_000))
 
+ENUM_OF_OBJECTS = [{"a": number, "b": [{"c": str(number)}]} for number in range(5_000)]
+
 EXPLOSIVE = {
     "patterns that must all match": schema(
         {"allOf": [{"type": "string", "pattern": f".*a.{{{number}}}.*"} for number in range(10, 40)]}
@@ -70,6 +72,13 @@ EXPLOSIVE = {
     ),
     "two ways at each of many levels": schema({"allOf": [branching(2) for _ in range(16)]}),
     "a schema too deep": schema(nested(100)),
+    "an enumeration of objects": schema({"enum": ENUM_OF_OBJECTS}),
+    "thousands of optional properties": schema(
+        {"type": "object", "properties": {f"property{number}": {} for number in range(8_000)}}
+    ),
+    "alternatives that must hold together": schema(
+        {"allOf": [{"anyOf": [{"properties": {f"{way}{part}": {}}} for way in "ab"]} for part in range(16)]}
+    ),
     "a reference to itself": schema(
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
     ),
@@ -80,7 +89,9 @@ EXPLOSIVE = {
 def test_grammars_explosive_is_rejected_and_the_next_is_served(grammars: Grammars, case: str) -> None:
     with pytest.raises(InvalidRequest, match="Invalid constraint") as error:
         grammars.check(EXPLOSIVE[case])
-    assert len(error.value.message) < 600
+    assert len(error.value.message) < 700
+    remedy = "leads back to itself" if case == "a reference to itself" else "Make it smaller: fewer"
+    assert remedy in error.value.message
     assert_serves(grammars, list(EXPLOSIVE).index(case))
 
 
@@ -106,6 +117,35 @@ LARGE = {
     "bounds far apart": schema({"type": "integer", "minimum": -(10**18), "maximum": 10**18 + 7}),
     "very long strings": schema({"type": "string", "minLength": 10_000, "maxLength": 1_000_000}),
     "many items": schema({"type": "array", "items": {"type": "integer"}, "maxItems": 100_000}),
+    "at least very many objects": schema(
+        {"type": "array", "items": {"properties": {"a": {}, "b": {}}}, "minItems": 50_000}
+    ),
+    "lists of lists of lists": schema(
+        {
+            "items": {
+                "items": {"items": {"type": "integer"}, "minItems": 100, "maxItems": 1000},
+                "minItems": 100,
+                "maxItems": 1000,
+            },
+            "minItems": 100,
+            "maxItems": 1000,
+        }
+    ),
+    "sixty levels": schema(nested(60)),
+    "an enumeration in each of many properties": schema(
+        {
+            "properties": {
+                f"p{number}": {"enum": [f"v{value}" for value in range(200)]} for number in range(100)
+            }
+        }
+    ),
+    "a pattern of thousands of words": schema(
+        {"pattern": "^(" + "|".join(f"w{n}x*" for n in range(5_000)) + ")$"}
+    ),
+    "a pattern of repetitions": schema({"pattern": "^([a-z]{1,100} ){1,1000}$"}),
+    "a thousand alternatives": schema(
+        {"anyOf": [{"properties": {"kind": {"const": f"k{n}"}}, "required": ["kind"]} for n in range(1_000)]}
+    ),
 }
 
 
@@ -196,6 +236,29 @@ async def test_grammars_stuck_validator_delays_only_new_constraints() -> None:
         os.kill(process, signal.SIGCONT)
     for matchers in await asyncio.gather(*waiting):
         assert allowed(matchers()) == set(ids("n"))
+    grammars.close()
+
+
+async def test_grammars_tenant_delays_no_other_tenant() -> None:
+    """However many constraints of one tenant wait, that of another one is validated next."""
+    grammars = Grammars(TOKENIZER, compile_s=60)
+    await grammars.prepare(Constraint("regex", "first"), None)
+    process, ended = grammars.validator.process, list[str]()
+    assert process is not None
+
+    async def prepare(source: str, tenant: str) -> None:
+        await grammars.prepare(Constraint("regex", source), None, tenant)
+        ended.append(source)
+
+    os.kill(process, signal.SIGSTOP)
+    try:
+        hostile = [asyncio.ensure_future(prepare(f"a{number}", "a")) for number in range(2 * THREADS)]
+        other = asyncio.ensure_future(prepare("b", "b"))
+        await asyncio.sleep(0)  # each waits for its turn or for the process
+    finally:
+        os.kill(process, signal.SIGCONT)
+    await asyncio.gather(*hostile, other)
+    assert ended.index("b") <= 2
     grammars.close()
 
 

@@ -132,6 +132,89 @@ def test_schema_references_of_all_forms_are_followed(case: str) -> None:
     assert not takes("json_schema", texts.schema(REFERENCES[case]), "8")
 
 
+KIND: Schema = {"properties": {"kind": {"const": "node"}}, "required": ["kind"]}
+CHILDREN: Schema = {"properties": {"children": {"items": {"$ref": "#/$defs/node"}, "type": "array"}}}
+RECURSIVE: dict[str, Schema] = {
+    "a part that has the whole": {
+        "$ref": "#/$defs/node",
+        "$defs": {"node": {"allOf": [KIND, {"$ref": "#/$defs/parent"}]}, "parent": CHILDREN},
+    },
+    "a part of a part": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {"allOf": [KIND, {"$ref": "#/$defs/parent"}]},
+            "parent": {"allOf": [{"$ref": "#/$defs/named"}, {"$ref": "#/$defs/children"}]},
+            "named": {"properties": {"name": {"type": "string"}}},
+            "children": CHILDREN,
+        },
+    },
+    "each reference beside something": {
+        "type": "object",
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    **KIND["properties"],
+                    "children": {"type": "array", "items": {"type": "object", "$ref": "#/$defs/node"}},
+                },
+                "required": ["kind"],
+            }
+        },
+    },
+    "alternatives that share a part": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {"oneOf": [{"$ref": "#/$defs/group"}, {"$ref": "#/$defs/frame"}]},
+            "group": {"allOf": [KIND, {"$ref": "#/$defs/parent"}]},
+            "frame": {
+                "allOf": [
+                    {"properties": {"kind": {"const": "frame"}}, "required": ["kind"]},
+                    {"$ref": "#/$defs/parent"},
+                ]
+            },
+            "parent": CHILDREN,
+        },
+    },
+    "a part twice": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {"allOf": [KIND, {"$ref": "#/$defs/parent"}, {"$ref": "#/$defs/masked"}]},
+            "masked": {"allOf": [{"properties": {"mask": {}}}, {"$ref": "#/$defs/parent"}]},
+            "parent": CHILDREN,
+        },
+    },
+    "a part of itself": {
+        "$ref": "#/$defs/node",
+        "$defs": {"node": {"allOf": [KIND, CHILDREN, {"$ref": "#/$defs/node"}]}},
+    },
+    "the root": {
+        "allOf": [KIND, {"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}}],
+    },
+}
+
+
+@pytest.mark.parametrize("case", RECURSIVE)
+def test_schema_recursion_through_parts_is_enforced(case: str) -> None:
+    schema = RECURSIVE[case]
+    enforced(schema, lenient=False)  # nothing had to be dropped
+    for lenient in (False, True):
+        source = texts.schema(schema, lenient=lenient)
+        assert takes("json_schema", source, '{"kind":"node","children":[{"kind":"node","children":[]}]}')
+        assert not takes("json_schema", source, '{"kind":"node","children":[{"kind":"other","children":[]}]}')
+        assert not takes("json_schema", source, '{"kind":"node","children":[],"else":1}')
+
+
+def test_schema_parts_that_double_end() -> None:
+    """Each definition has the next one twice: 2 ** 40 parts."""
+    definitions: Schema = {
+        f"d{at}": {"allOf": [{"$ref": f"#/$defs/d{at + 1}"}, {"$ref": f"#/$defs/d{at + 1}"}]}
+        for at in range(40)
+    }
+    schema = {"$ref": "#/$defs/d0", "$defs": {**definitions, "d40": {"type": "integer"}}}
+    GRAMMARS.check(Constraint("json_schema", texts.schema(schema, lenient=True)))
+
+
 TRANSLATED: dict[str, tuple[Schema, str, str]] = {
     "oneOf": (
         {"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"enum": ["x"]}}},
@@ -228,8 +311,8 @@ DROPPED: dict[str, tuple[Schema, Schema, str]] = {
     "a contradiction through references": (
         {"properties": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, "required": ["a"],
          "$defs": {"a": {"type": "string"}}},
-        {"properties": {"a": {}}, "required": ["a"], "type": "object", "additionalProperties": False,
-         "$defs": {"0": {"type": "string"}}},
+        {"properties": {"a": {"$ref": "#/$defs/0"}}, "required": ["a"], "type": "object",
+         "additionalProperties": False, "$defs": {"0": {}}},
         "/properties/a/allOf: ",
     ),
 }  # fmt: skip

@@ -250,6 +250,38 @@ OPENAPI: dict[str, Schema] = {
             "required": ["card", "owner"],
             "additionalProperties": False,
         },
+        "Layer": {
+            "oneOf": [{"$ref": "#/components/schemas/Group"}, {"$ref": "#/components/schemas/Frame"}],
+            "discriminator": {"propertyName": "type"},
+        },
+        "Group": {
+            "allOf": [
+                {"type": "object", "properties": {"type": {"type": "string", "enum": ["GROUP"]}},
+                 "required": ["type"]},
+                {"$ref": "#/components/schemas/HasLayers"},
+            ]
+        },
+        "Frame": {
+            "description": "Its parts contain layers, and so does a part of a part.",
+            "allOf": [
+                {"type": "object", "properties": {"type": {"type": "string", "enum": ["FRAME"]}},
+                 "required": ["type"]},
+                {"$ref": "#/components/schemas/HasMask"},
+                {"$ref": "#/components/schemas/HasLayers"},
+            ],
+        },
+        "HasLayers": {
+            "type": "object",
+            "properties": {
+                "layers": {"type": "array", "items": {"$ref": "#/components/schemas/Layer"}, "maxItems": 1},
+            },
+        },
+        "HasMask": {
+            "allOf": [
+                {"$ref": "#/components/schemas/HasLayers"},
+                {"type": "object", "properties": {"mask": {"$ref": "#/components/schemas/Layer"}}},
+            ]
+        },
         "Patch": {
             "type": "object",
             "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},

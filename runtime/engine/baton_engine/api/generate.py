@@ -130,7 +130,7 @@ class Generate:
             body, salt = await bodies.read(scope, receive), salt_of(scope)
             async with until_disconnect(receive):
                 work, names, salt = await bodies.on_thread(self._read, body, salt)
-                work = await guided(work, self._served.grammars)
+                work = await guided(work, self._served.grammars, exchange.tenant)
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted
             scope[FAILURE] = work.failure

@@ -110,13 +110,17 @@ def named(work: Work, fields: Fields) -> Work:
     return dataclasses.replace(work, constrained_by=param)
 
 
-async def guided(work: Work, grammars: Grammars) -> Work:
-    """Return `work` with its constraint compiled. Raises InvalidRequest if it cannot be enforced."""
+async def guided(work: Work, grammars: Grammars, tenant: str = "") -> Work:
+    """
+    Return `work` with its constraint compiled, in the turn of `tenant`.
+
+    Raises InvalidRequest if it cannot be enforced.
+    """
     sampling = work.parameters.sampling
     if sampling.constraint is None and sampling.thinking is None:
         return work
     try:
-        matchers = await grammars.prepare(sampling.constraint, sampling.thinking)
+        matchers = await grammars.prepare(sampling.constraint, sampling.thinking, tenant)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), param=work.constrained_by, code=error.code) from error
     return dataclasses.replace(work, matchers=matchers)

@@ -4,7 +4,7 @@ Compilation of constraints to matchers: once per constraint, with a separate mat
 Constraints come from clients and may be hostile. Their size is limited, and a separate process with limits of
 time and memory validates them first. Results are cached, including failures. Compilation is slow and runs on
 separate threads, so that it blocks neither the event loop nor the engine, and delays only requests with new
-constraints.
+constraints. A tenant has one of the threads at a time, so that its constraints wait behind each other.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import asyncio
 import contextvars
 import hashlib
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -44,7 +46,15 @@ CACHE_LIMIT = 128
 """Maximum number of cached constraints, including invalid ones."""
 
 REASON_LIMIT = 400
-"""Maximum characters of the error of a constraint."""
+"""Maximum characters of llguidance's error of a constraint."""
+
+TOO_LARGE = re.compile(r"too (complex|big|large|many|deep)|max is|limit exceeded", re.IGNORECASE)
+"""Matches errors that a smaller constraint does not have."""
+
+SMALLER = (
+    " Make it smaller: fewer alternatives, values and optional properties, lower bounds of lengths and "
+    "repetitions, fewer levels; or ask for its parts in several requests."
+)
 
 
 class Grammars:
@@ -53,12 +63,14 @@ class Grammars:
     def __init__(
         self, tokenizer: Tokenizer, *, compile_s: float = COMPILE_S, queue_s: float = QUEUE_S
     ) -> None:
-        """`queue_s` is the maximum time that `prepare` waits for a thread."""
+        """`queue_s` is the maximum time that `prepare` waits for the tenant's turn, and for a thread."""
         self._tokenizer = tokenizer
         self._queue_s = queue_s
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
         self._waiting = 0
         """Number of pending calls of `prepare`."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By tenant."""
         self.validator = ConstraintValidator(self._tokenizer_spec, compile_s)
         self._lock = threading.Lock()
         self._futures: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
@@ -92,15 +104,34 @@ class Grammars:
         return answer if thinking is None else lambda: ThinkingMatcher(thinking, answer)
 
     async def prepare(
-        self, constraint: Constraint | None, thinking: Thinking | None
+        self, constraint: Constraint | None, thinking: Thinking | None, tenant: str = ""
     ) -> Callable[[], GrammarMatcher]:
         """
         Call `matchers` from the event loop. Returns immediately for a cached constraint.
 
-        Raises as `check` does, and Overloaded if no thread is available in time.
+        Raises as `check` does, and Overloaded if the turn of `tenant`, or a thread, does not come in time.
         """
         if constraint is None or self._is_cached(constraint):
             return self.matchers(constraint, thinking)
+        if not tenant:
+            return await self._on_thread(constraint, thinking)
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._queue_s):
+                await turn.acquire()
+        except TimeoutError:
+            raise self._overloaded() from None
+        finally:
+            self._waiting -= 1
+        try:
+            return await self._on_thread(constraint, thinking)
+        finally:
+            turn.release()
+
+    async def _on_thread(
+        self, constraint: Constraint, thinking: Thinking | None
+    ) -> Callable[[], GrammarMatcher]:
         context = contextvars.copy_context()  # log lines contain the request id
         compiling = self._pool.submit(context.run, self.matchers, constraint, thinking)
         answer = asyncio.wrap_future(compiling)
@@ -108,13 +139,16 @@ class Grammars:
         try:
             await asyncio.wait((answer,), timeout=self._queue_s)
             if compiling.cancel():
-                raise Overloaded(self._waiting, THREADS, retry_after=5, what="constraints")
+                raise self._overloaded()
             return await answer
         except asyncio.CancelledError:
             answer.cancel()  # has an effect only if no thread has started it
             raise
         finally:
             self._waiting -= 1
+
+    def _overloaded(self) -> Overloaded:
+        return Overloaded(self._waiting, THREADS, retry_after=5, what="constraints")
 
     def close(self) -> None:
         """Stop the validator process and the threads."""
@@ -206,4 +240,5 @@ def _invalid(reason: str) -> InvalidRequest:
 
 def _short(reason: str) -> str:
     reason = " ".join(reason.replace("<non-verbose/>", "").split())
-    return reason if len(reason) <= REASON_LIMIT else reason[: REASON_LIMIT - 1] + "…"
+    short = reason if len(reason) <= REASON_LIMIT else reason[: REASON_LIMIT - 1] + "…"
+    return f"{short.removesuffix('.')}.{SMALLER}" if TOO_LARGE.search(reason) else short

@@ -6,7 +6,8 @@ client's schema, except for keywords that were dropped:
 
 - Objects that list their properties are closed unless the schema says otherwise, because a model under a
   grammar would invent properties until it has no tokens left. Tuples are closed likewise.
-- References of any form become references to `$defs`.
+- References of any form become references to `$defs`. llguidance cannot join a definition with other schemas
+  while it reads that definition, so what is joined is written in place, and recursion goes through values.
 - A keyword that a grammar cannot express is dropped in a lenient schema, and an error that names its place in
   a strict one. llguidance itself decides: if it rejects the schema, its parts are tried one by one.
 
@@ -43,6 +44,9 @@ REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?<?[=!])?|.", re.DOTAL
 """Matches one part of a regular expression: an escape, a class of characters, a beginning of a group."""
 REFERENCE_DEPTH = 16
 """Maximum references to the schema of a map's names."""
+
+IN_PLACE_LIMIT = 5_000
+"""Maximum references of a schema that are written in place: each may double what the one before wrote."""
 
 INEXPRESSIBLE = (
     *CONDITIONS, "not", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
@@ -186,6 +190,8 @@ class _Writer:
         self._lenient = lenient
         self._anchors: dict[str, tuple[dict[str, Any], str]] | None = None
         self._names: dict[tuple[str, frozenset[str] | None], str] = {}
+        self._in_place = 0
+        """Number of references that were written in place."""
         self._unwritten: list[tuple[str, Any, str, Names]] = []
         """Definitions: name, schema, path in the client's schema, and properties beside it."""
         self._listing: dict[str, Names] = {}
@@ -204,8 +210,21 @@ class _Writer:
             definitions[name] = self.schema(value, path, beside)
         return schema, definitions
 
-    def schema(self, value: Any, at: str, beside: Names = ()) -> dict[str, Any] | bool:
-        """Write the schema at `at`. Other schemas of its value list the properties `beside`."""
+    def _value(self, value: Any, at: str) -> dict[str, Any] | bool:
+        """Write the schema of a value within another one; with references in place, as a definition."""
+        if isinstance(value, dict) and _joins(value):
+            return {"$ref": f"#/$defs/{self._defined(value, at, ())}"}
+        return self.schema(value, at)
+
+    def schema(
+        self, value: Any, at: str, beside: Names = (), parts: set[str] | None = None
+    ) -> dict[str, Any] | bool:
+        """
+        Write the schema at `at`. Other schemas of its value list the properties `beside`.
+
+        If there are others, so that references are written in place, `parts` has the paths of what was
+        written for the same value. It grows.
+        """
         if isinstance(value, bool):
             return value
         if not isinstance(value, dict):
@@ -217,28 +236,34 @@ class _Writer:
         written: dict[str, Any] = {}
         self.places[id(written)] = at
         around = self._around(value, beside)
+        if parts is None and _several(value):
+            parts = {at}
         for key, inner in value.items():
             path = f"{at}/{_escaped(key)}"
             if key in ("properties", "patternProperties"):
                 written[key] = {
-                    name: self.schema(one, f"{path}/{_escaped(name)}") for name, one in inner.items()
+                    name: self._value(one, f"{path}/{_escaped(name)}") for name, one in inner.items()
                 }
             elif key in IN_PLACE:
-                written[key] = [
-                    self.schema(one, f"{path}/{position}", around[f"{key}/{position}"])
+                written[key] = written.get(key, []) + [
+                    self.schema(
+                        one,
+                        f"{path}/{position}",
+                        around[f"{key}/{position}"],
+                        parts if key == "allOf" or parts is None else {*parts},
+                    )
                     for position, one in enumerate(inner)
                 ]
             elif key in REFERENCES:
-                if (name := self._reference(inner, path, around[key])) is not None:
-                    written["$ref"] = f"#/$defs/{name}"
+                self._refer(inner, path, around[key], written, parts)
             elif key == "prefixItems" or (key == "items" and isinstance(inner, list)):
                 written["prefixItems"] = [
-                    self.schema(one, f"{path}/{position}") for position, one in enumerate(inner)
+                    self._value(one, f"{path}/{position}") for position, one in enumerate(inner)
                 ]
                 if key == "items" and "additionalItems" in value:
-                    written["items"] = self.schema(value["additionalItems"], f"{at}/additionalItems")
+                    written["items"] = self._value(value["additionalItems"], f"{at}/additionalItems")
             elif key in ("items", "additionalProperties"):
-                written[key] = self.schema(inner, path)
+                written[key] = self._value(inner, path)
             elif key in COUNTS:
                 if (count := _count(inner)) is not None:
                     written[key] = count
@@ -332,13 +357,24 @@ class _Writer:
 
     # --- References ---
 
-    def _reference(self, reference: Any, at: str, beside: Names) -> str | None:
-        """Return the name of the definition to which `reference` refers. None: it is dropped."""
+    def _refer(
+        self, reference: Any, at: str, beside: Names, written: dict[str, Any], parts: set[str] | None
+    ) -> None:
+        """Write what `reference` refers to: its definition, or itself beside other `parts` of the value."""
         target = self._target(reference)
         if target is None:
             self._reject(at, f"the reference {str(reference)[:60]!r} leads nowhere in this schema")
-            return None
+            return
         schema, path = target
+        if parts is None or self._in_place >= IN_PLACE_LIMIT:
+            written["$ref"] = f"#/$defs/{self._defined(schema, path, beside)}"
+        elif path not in parts:
+            self._in_place += 1
+            parts.add(path)
+            written["allOf"] = [*written.get("allOf", ()), self.schema(schema, path, beside, parts)]
+
+    def _defined(self, schema: Any, path: str, beside: Names) -> str:
+        """Return the name of the definition of a schema."""
         key = path, None if beside is None else frozenset(beside)
         name = self._names.get(key)
         if name is None:
@@ -508,6 +544,22 @@ def _without_assertions(pattern: Any) -> str:
         elif part not in (r"\b", r"\B"):
             kept.append(part)
     return "".join(kept)
+
+
+def _several(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema is several of the same value, so that llguidance has to join them."""
+    asked = schema.keys() & {*ENFORCED, *REFERENCES}
+    return len(asked) > 1 or len(schema.get("allOf", ())) > 1
+
+
+def _joins(schema: Any, *, several: bool = False) -> bool:
+    """Return whether a schema has a reference beside other schemas of the same value."""
+    if not isinstance(schema, dict):
+        return False
+    several = several or _several(schema)
+    if several and schema.keys() & {*REFERENCES}:
+        return True
+    return any(_joins(one, several=several) for key in IN_PLACE for one in schema.get(key, ()))
 
 
 def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:

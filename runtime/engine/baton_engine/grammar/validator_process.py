@@ -36,6 +36,9 @@ MASK_LIMIT_S = 0.1
 MEMORY_LIMIT = 512 * 2**20
 """Maximum additional bytes of memory after the start."""
 
+ENDLESS = "it has a reference that leads back to itself, and to nothing else"
+"""What llguidance calls NoExtensionBias."""
+
 LIMITS = LLParserLimits(
     max_items_in_row=20_000, step_max_items=500_000, max_lexer_states=50_000, verbose_errors=False
 )
@@ -99,7 +102,8 @@ def _walk(matcher: LLMatcher, vocab: int) -> str:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         seconds = time.process_time() - began
         if matcher.is_error():
-            return matcher.get_error()
+            reason = matcher.get_error()
+            return ENDLESS if "NoExtensionBias" in reason else reason
         if seconds > MASK_LIMIT_S:
             return f"it is too complex: one mask takes {seconds * 1000:.0f} ms"
         filled = np.flatnonzero(mask)
