@@ -1,9 +1,10 @@
 """
 A hostile tenant beside another one, against a router, a prefill and a decode worker with a model.
 
-    python -m benchmarks.hostile --model smollm2 --seconds 60
+    python -m benchmarks.hostile --model smollm2 --seconds 60 [--only texts choices]
 
-Both tenants have no limits. For `--seconds` the hostile one does all of this at the same time:
+Both tenants have no limits. For `--seconds` the hostile one does all of this, or `--only` some of it, at the
+same time:
 
 - texts: chats of 4 MB, one after another, from four clients.
 - choices: `n` = 128 with 32 prompts, and with 8, the most that is accepted, as streams of 200 tokens.
@@ -12,8 +13,10 @@ Both tenants have no limits. For `--seconds` the hostile one does all of this at
 - downloads: 20 connections that ask for a file of 16 MB and read nothing.
 
 The other tenant streams short chats at `--rate`. Printed are its time to the first token alone and beside the
-attack, its errors, and the largest memory of the router and its processes. Exit status 1: the 99th percentile
-is more than twice the one alone, a request failed, or the router took more than 512 MiB.
+attack, its errors, the largest memory of the router and its processes, and the processor time of each process
+in both phases. The attacker runs on the same machine: its share is what the attack costs without a server.
+Exit status 1: the 99th percentile is more than twice the one alone, a request failed, or the router took more
+than 512 MiB.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +49,7 @@ MEMORY_LIMIT = 512 * MIB
 START_S = 300.0
 TEXT_BYTES = 4_000_000
 GOOD, HOSTILE = "good", "hostile"
+KINDS = ("texts", "choices", "bodies", "parts", "downloads")
 BATON = str(Path(sys.executable).with_name("baton"))
 
 
@@ -56,8 +60,8 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def deployed(model: str, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
-    """The router's port and process."""
+def deployed(model: str, folder: Path) -> Iterator[tuple[int, dict[str, psutil.Process]]]:
+    """The router's port, and the processes by name."""
     router, prefill, decode, control = free_ports(4)
     tenants = folder / "tenants.yaml"
     keys = {name: f"sha256:{hashlib.sha256(name.encode()).hexdigest()}" for name in (GOOD, HOSTILE)}
@@ -72,12 +76,11 @@ def deployed(model: str, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
     # As in a container of that size, of whose memory it takes a fifth by default.
     command.append(f"--connection-memory={MEMORY_LIMIT // 5}")
     with ExitStack() as stack:
-        for name, one in workers.items():
-            stack.enter_context(running(one, folder / f"{name}.log"))
-        process = stack.enter_context(
-            running([*command, f"--state={folder / 'state'}"], folder / "router.log")
-        )
-        yield router, process
+        processes = {
+            name: stack.enter_context(running(one, folder / f"{name}.log"))
+            for name, one in {**workers, "router": [*command, f"--state={folder / 'state'}"]}.items()
+        }
+        yield router, processes
 
 
 def request(
@@ -143,15 +146,17 @@ class Attack:
         self.answers: Counter[str] = Counter()
         """Answers by attack and status; `cut` without one."""
 
-    async def run(self) -> None:
+    async def run(self, kinds: Sequence[str]) -> None:
         """Until SIGTERM."""
         file = await self._upload()
-        attacks: list[Awaitable[None]] = [self._again("texts", self._text) for _ in range(4)]
-        attacks += [self._again(f"choices 128 x {count}", self._choices(count)) for count in (32, 8, 8)]
-        attacks += [self._again("bodies", self._body) for _ in range(150)]
-        attacks += [self._again("parts", self._parts) for _ in range(2)]
-        attacks += [self._again("downloads", self._download(file)) for _ in range(20)]
-        under_way = asyncio.gather(*attacks)
+        attacks: dict[str, list[tuple[str, Callable[[], Awaitable[bytes]]]]] = {
+            "texts": [("texts", self._text)] * 4,
+            "choices": [(f"choices 128 x {count}", self._choices(count)) for count in (32, 8, 8)],
+            "bodies": [("bodies", self._body)] * 150,
+            "parts": [("parts", self._parts)] * 2,
+            "downloads": [("downloads", self._download(file))] * 20,
+        }
+        under_way = asyncio.gather(*(self._again(*one) for kind in kinds for one in attacks[kind]))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, under_way.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await under_way
@@ -248,7 +253,30 @@ async def memory(process: psutil.Process, most: list[int]) -> None:
         await asyncio.sleep(0.2)
 
 
-async def measure(port: int, process: psutil.Process, seconds: float, rate: float) -> bool:
+def processor_s(processes: Mapping[str, psutil.Process]) -> dict[str, float]:
+    """Processor seconds so far, by name."""
+    seconds = {}
+    for name, process in processes.items():
+        times = process.cpu_times()
+        seconds[name] = times.user + times.system
+    return seconds
+
+
+async def probe(port: int, seen_s: list[float]) -> None:
+    """Ask for /health again and again, and keep how long each answer took."""
+    while True:
+        began = time.perf_counter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: r\r\nconnection: close\r\n\r\n")
+        await reader.read()
+        writer.close()
+        seen_s.append(time.perf_counter() - began)
+        await asyncio.sleep(0.05)
+
+
+async def measure(
+    port: int, processes: Mapping[str, psutil.Process], seconds: float, rate: float, kinds: Sequence[str]
+) -> bool:
     """Print the results. Returns whether they are as they should be."""
     deadline = time.perf_counter() + START_S
     while True:
@@ -259,18 +287,26 @@ async def measure(port: int, process: psutil.Process, seconds: float, rate: floa
         if time.perf_counter() > deadline:
             raise SystemExit(f"The service did not start within {START_S:g} s: {dict(warm.errors)}")
     alone, beside, most = Client(port), Client(port), [0]
+    health_s: list[float] = []
+    begin_s = processor_s(processes)
     await alone.send(seconds, rate, random.Random(1))
-    watching = asyncio.create_task(memory(process, most))
-    attack = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.hostile", "--attack", str(port)), stdout=asyncio.subprocess.PIPE
-    )
+    alone_s = {name: now - begin_s[name] for name, now in processor_s(processes).items()}
+    watching = asyncio.create_task(memory(processes["router"], most))
+    command = (sys.executable, "-m", "benchmarks.hostile", "--attack", str(port), "--only", *kinds)
+    attack = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     await asyncio.sleep(2)
+    probing = asyncio.create_task(probe(port, health_s))
+    everybody = {**processes, "attacker": psutil.Process(attack.pid)}
+    begin_s = processor_s(everybody)
     await beside.send(seconds, rate, random.Random(2))
     held = attack.returncode is None
+    beside_s: dict[str, float] = {}
     if held:
+        beside_s = {name: now - begin_s[name] for name, now in processor_s(everybody).items()}
         attack.terminate()
     output, _ = await attack.communicate()
-    watching.cancel()
+    for task in (watching, probing):
+        task.cancel()
     for name, client in (("alone", alone), ("beside the attack", beside)):
         p50, p99 = client.percentile(0.5), client.percentile(0.99)
         count = len(client.first_tokens_s)
@@ -280,6 +316,11 @@ async def measure(port: int, process: psutil.Process, seconds: float, rate: floa
         )
     ratio = beside.percentile(0.99) / alone.percentile(0.99)
     print(f"ratio of the p99: {ratio:.2f} (at most 2)")
+    health_s.sort()
+    longest = f"p99 {health_s[int(len(health_s) * 0.99)] * 1e3:.0f} ms, longest {health_s[-1] * 1e3:.0f} ms"
+    print(f"health beside the attack: {longest}")
+    for name, spent in (("alone", alone_s), ("beside the attack", beside_s)):
+        print(f"processor time {name}:", ", ".join(f"{who} {used:.1f} s" for who, used in spent.items()))
     print(f"memory of the router: {most[0] / MIB:.0f} MiB (at most {MEMORY_LIMIT // MIB})")
     print(f"attacks{'' if held else ', which broke off'}: {output.decode().strip()}")
     return held and ratio <= 2 and not beside.errors and most[0] <= MEMORY_LIMIT
@@ -292,19 +333,20 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second of the other tenant")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="parts of the attack")
     parser.add_argument("--logs", type=Path, help="folder of the logs; default: a temporary one")
     parser.add_argument("--attack", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.attack:
         attack = Attack(given.attack)
-        asyncio.run(attack.run())
+        asyncio.run(attack.run(given.only))
         print(", ".join(f"{name} x{count}" for name, count in sorted(attack.answers.items())))
         return
     with (
         tempfile.TemporaryDirectory() as folder,
-        deployed(given.model, given.logs or Path(folder)) as (port, process),
+        deployed(given.model, given.logs or Path(folder)) as (port, processes),
     ):
-        right = asyncio.run(measure(port, process, given.seconds, given.rate))
+        right = asyncio.run(measure(port, processes, given.seconds, given.rate, given.only))
     sys.exit(0 if right else 1)
 
 
