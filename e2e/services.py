@@ -14,7 +14,7 @@ NAME = "relay"
 
 TINY = "tiny-model"
 DRAIN = {"timeout": "1m", "preStopDelay": "5s"}
-RESOURCES = {"cpu": "150m"}
+RESOURCES = {"requests": {"cpu": "150m"}}
 """CPU request of a worker. Pods without a request get only the rest of a busy machine."""
 
 LESS = {"kvCacheMemory": "256Mi", "env": [{"name": "OMP_NUM_THREADS", "value": "1"}]}
@@ -45,7 +45,7 @@ def service(prefill: int = 1, decode: int = 1, routers: int = 1) -> dict[str, An
             "engine": LESS,
             "prefill": {"replicas": prefill, "drain": DRAIN, "resources": RESOURCES},
             "decode": {"replicas": decode, "drain": DRAIN, "resources": RESOURCES},
-            "router": {"replicas": routers, "resources": {"cpu": "100m"}},
+            "router": {"replicas": routers, "resources": {"requests": {"cpu": "100m"}}},
         },
     }
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from baton_operator.crd import RESOURCES, Resource, files
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.kinds.part import Duration
-from baton_operator.manifests.drift import amount, contains
+from baton_operator.kinds.part import Duration, amount
+from baton_operator.manifests.drift import contains
 
 CRDS = Path(__file__).parents[2] / "crds"
 KINDS = pytest.mark.parametrize("kind", RESOURCES, ids=lambda one: one.kind)
@@ -127,9 +127,9 @@ NO_QUANTITIES = (
 @pytest.mark.parametrize("text", QUANTITIES)
 def test_quantity_of_kubernetes_is_read_and_compared(text: str) -> None:
     read = InferenceServiceSpec.model_validate(
-        {"model": {"uri": "hf://a/b"}, "decode": {"resources": {"memory": text}}}
+        {"model": {"uri": "hf://a/b"}, "decode": {"resources": {"limits": {"memory": text}}}}
     )
-    assert read.decode.resources.memory == text
+    assert read.decode.resources.limits == {"memory": text}
     assert contains({"memory": f"{amount(text):f}"}, {"memory": text})
 
 
@@ -137,7 +137,7 @@ def test_quantity_of_kubernetes_is_read_and_compared(text: str) -> None:
 def test_quantity_that_kubernetes_rejects_is_invalid(text: str) -> None:
     with pytest.raises(ValidationError):
         InferenceServiceSpec.model_validate(
-            {"model": {"uri": "hf://a/b"}, "decode": {"resources": {"memory": text}}}
+            {"model": {"uri": "hf://a/b"}, "decode": {"resources": {"limits": {"memory": text}}}}
         )
     with pytest.raises(ValueError):
         amount(text)
@@ -151,9 +151,12 @@ def test_crd_defaults_read_by_rules_are_in_the_schema() -> None:
 
 
 def test_crd_types_read_an_admitted_spec_by_its_field_names() -> None:
-    spec = {"model": {"uri": "hf://a/b", "allowPatterns": ["*.json"]}, "decode": {"resources": {"cpu": 2}}}
+    spec = {
+        "model": {"uri": "hf://a/b", "allowPatterns": ["*.json"]},
+        "decode": {"resources": {"requests": {"cpu": 2}}},
+    }
     read = InferenceServiceSpec.model_validate(spec)
-    assert (read.model.allow_patterns, read.decode.resources.cpu) == (["*.json"], "2")
+    assert (read.model.allow_patterns, read.decode.resources.requests) == (["*.json"], {"cpu": "2"})
     assert read.prefill is None
 
 

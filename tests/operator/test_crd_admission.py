@@ -121,10 +121,13 @@ async def test_admission_admitted_name_is_one_of_a_service(api: RealKubernetes, 
 async def test_admission_quantity_of_kubernetes_is_admitted(
     api: RealKubernetes, quantity: str | float
 ) -> None:
-    spec = {**MINIMAL, "decode": {"resources": {"memory": quantity, "sharedMemory": quantity}}}
+    spec = {
+        **MINIMAL,
+        "decode": {"resources": {"limits": {"memory": quantity}}, "sharedMemorySize": quantity},
+    }
     answer = await create(api, service(spec))
     assert answer.status_code == 201, answer.text
-    memory = InferenceServiceSpec.model_validate(answer.json()["spec"]).decode.resources.memory
+    memory = InferenceServiceSpec.model_validate(answer.json()["spec"]).decode.resources.limits["memory"]
     container = {"name": "main", "image": "none", "resources": {"requests": {"memory": memory}}}
     pod = {"metadata": {"name": "one"}, "spec": {"containers": [container]}}
     answer = await api.admin.post("/api/v1/namespaces/default/pods?dryRun=All", json=pod)
@@ -133,9 +136,11 @@ async def test_admission_quantity_of_kubernetes_is_admitted(
 
 @pytest.mark.parametrize("quantity", NO_QUANTITIES)
 async def test_admission_invalid_quantity_is_rejected(api: RealKubernetes, quantity: str) -> None:
-    answer = await create(api, service({**MINIMAL, "decode": {"resources": {"memory": quantity}}}))
+    answer = await create(
+        api, service({**MINIMAL, "decode": {"resources": {"limits": {"memory": quantity}}}})
+    )
     assert answer.status_code == 422
-    assert "spec.decode.resources.memory" in answer.json()["message"]
+    assert "spec.decode.resources.limits.memory" in answer.json()["message"]
 
 
 @pytest.mark.parametrize(

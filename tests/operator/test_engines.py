@@ -305,7 +305,8 @@ def test_change_of_engine_rolls_out_pairs_and_rolls_back() -> None:
     assert cluster.condition("Degraded") == ("True", "RolledBack")
 
 
-GPUS: Manifest = {"resources": {"gpu": {"count": 6}}, "parallelism": {"tensor": 4}}
+FOUR: Manifest = {"limits": {"nvidia.com/gpu": 4}}
+GPUS: Manifest = {"resources": {"limits": {"nvidia.com/gpu": 6}}, "parallelism": {"tensor": 4}}
 ENV = [{"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": "1"}]
 REFUSED = [
     pytest.param(VLLM, {"engine": {"args": ["--port=9000"]}}, ["spec.engine.args", "--port"], id="port"),
@@ -329,13 +330,14 @@ REFUSED = [
     pytest.param(VLLM, {"engine": {"args": ["-tp=8"]}}, ["-tp", "parallelism.tensor"], id="-tp"),
     pytest.param(VLLM, {"engine": {"env": ENV}}, ["spec.engine.env", ENV[0]["name"]], id="side channel"),
     pytest.param(VLLM, {"transfer": {"env": ENV}}, ["spec.transfer.env", ENV[0]["name"]], id="transfer.env"),
-    pytest.param(VLLM, {"decode": GPUS}, ["(4 x 1) uses 4", "gpu.count is 6"], id="accelerators"),
+    pytest.param(VLLM, {"decode": GPUS}, ["(4 x 1) uses 4", "resources.limits has 6"], id="accelerators"),
     pytest.param(
         VLLM, {"decode": {"parallelism": {"tensor": 6, "nodes": 4}}}, ["is 6", "4 nodes"], id="nodes"
     ),
     pytest.param(
-        VLLM, {"decode": {"resources": {"gpu": {"count": 4}}, "parallelism": {"tensor": 16, "nodes": 2}}},
-        ["16 accelerators on 2 nodes, 8 on each", "gpu.count is 4"], id="accelerators of each node",
+        VLLM,
+        {"decode": {"resources": FOUR, "parallelism": {"tensor": 16, "nodes": 2}}},
+        ["16 accelerators on 2 nodes, 8 on each", "resources.limits has 4"], id="accelerators of each node",
     ),
     pytest.param(
         VLLM, {"prefill": {"parallelism": {"tensor": 4}}, "decode": {"parallelism": {"tensor": 6}}},
@@ -401,7 +403,7 @@ def test_contradiction_is_refused_and_names_both(spec: Manifest, change: Manifes
         ),
         pytest.param(
             VLLM,
-            {"decode": {"resources": {"gpu": {"count": 8}}, "parallelism": {"tensor": 4}}},
+            {"decode": {"resources": {"limits": {"nvidia.com/gpu": 8}}, "parallelism": {"tensor": 4}}},
             id="data parallel",
         ),
     ],

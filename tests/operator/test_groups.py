@@ -15,11 +15,14 @@ from baton_operator.scaling.budget import gpus, of_role
 from tests.operator.fake_cluster import FakeCluster
 from tests.seeds import seeds
 
-WIDE: Manifest = {"resources": {"gpu": {"count": 8}}, "parallelism": {"tensor": 8, "pipeline": 2, "nodes": 2}}
+WIDE: Manifest = {
+    "resources": {"limits": {"nvidia.com/gpu": 8}},
+    "parallelism": {"tensor": 8, "pipeline": 2, "nodes": 2},
+}
 VLLM: Manifest = {
     "engine": {"type": "vLLM", "image": "vllm:1"},
     "model": {"uri": "pvc://models/llama-405b"},
-    "prefill": {"resources": {"gpu": {"count": 8}}, "parallelism": {"tensor": 8}},
+    "prefill": {"resources": {"limits": {"nvidia.com/gpu": 8}}, "parallelism": {"tensor": 8}},
     "decode": WIDE,
 }
 SGLANG = merged(VLLM, {"engine": {"type": "SGLang", "image": "sglang:1"}})

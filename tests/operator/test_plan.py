@@ -90,7 +90,7 @@ def test_without_prefill_workers_decode_workers_do_both() -> None:
         ({}, [], None),
         ({"parallelism": {"tensor": 2}}, ["--tensor-parallel-size=2"], None),
         (
-            {"parallelism": {"tensor": 4}, "resources": {"gpu": {"count": 4}}},
+            {"parallelism": {"tensor": 4}, "resources": {"limits": {"nvidia.com/gpu": 4}}},
             ["--tensor-parallel-size=4"],
             "4",
         ),
@@ -174,7 +174,9 @@ SPECS = {
         PAIR, "decode.podTemplate", {"spec": {"containers": [{"name": "main", "tty": True}]}}
     ),
     "quantities": changed(
-        PAIR, "decode.resources", {"cpu": "1000m", "memory": "4096Mi", "gpu": {"count": 2}}
+        PAIR,
+        "decode.resources",
+        {"requests": {"cpu": "1000m"}, "limits": {"memory": "4096Mi", "rdma/hca": 2}},
     ),
     "open": changed(PAIR, "security.networkPolicy", False),
 }
@@ -249,7 +251,7 @@ def test_plan_removed_field_is_removed_from_the_object() -> None:
         ("model.uri", "hf://a/b", False),
         ("engine.maxModelLen", 1024, False),
         ("transfer.backend", "TCP", False),
-        ("decode.resources", {"cpu": 2}, False),
+        ("decode.resources", {"requests": {"cpu": 2}}, False),
         ("decode.drain", {"timeout": "1m"}, False),
         ("prefill", {}, True),
         ("prefill.args", ["--threads=2"], False),
@@ -278,7 +280,7 @@ NAMES = {
     "scaled": "07874325",
     "exposed": "07874325",
     "overlaid": "35fb887c",
-    "quantities": "188132ae",
+    "quantities": "b7b13440",
     "open": "07874325",
 }
 

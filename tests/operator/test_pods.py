@@ -9,6 +9,7 @@ import pytest
 
 from baton_api import labels as label_names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.resources import ResourceRequirements
 from baton_operator.manifests import ports, routers
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner
@@ -138,17 +139,52 @@ def resources(**wanted: Any) -> Manifest:
     return requested
 
 
-def test_worker_requests_each_rail_and_huge_pages() -> None:
-    rails = {f"networking.gke.io.networks/rdma-{number}": 1 for number in range(1, 8)}
-    rdma = {"resourceName": "networking.gke.io.networks/rdma-0"}
-    requested = resources(memory="64Gi", rdma=rdma, extended=rails, hugepages={"2Mi": "5Gi", "1Gi": "8Gi"})
-    devices = {
-        **{f"networking.gke.io.networks/rdma-{number}": "1" for number in range(8)},
-        "hugepages-2Mi": "5Gi",
-        "hugepages-1Gi": "8Gi",
+def test_worker_has_the_resources_of_the_spec() -> None:
+    rails = {f"networking.gke.io.networks/rdma-{number}": 1 for number in range(8)}
+    limits = {"memory": "64Gi", **rails, "hugepages-2Mi": "5Gi", "hugepages-1Gi": "8Gi"}
+    requested = resources(requests={"cpu": 2, "memory": "32Gi"}, limits=limits)
+    assert requested == {
+        "requests": {"cpu": "2", "memory": "32Gi"},
+        "limits": {name: str(amount) for name, amount in limits.items()},
     }
-    # Resources other than cpu and memory must be the same in both.
-    assert requested == {"requests": {"memory": "64Gi", **devices}, "limits": {"memory": "64Gi", **devices}}
+
+
+def test_worker_uses_all_claims_unless_its_resources_name_some() -> None:
+    claims = [{"name": name, "resourceClaimTemplateName": f"one-{name}"} for name in ("gpu", "nic")]
+    for named, used in (
+        ([], [{"name": "gpu"}, {"name": "nic"}]),
+        ([{"name": "gpu", "request": "first"}], [{"name": "gpu", "request": "first"}]),
+    ):
+        cluster = FakeCluster(
+            {**MINIMAL, "decode": {"resources": {"claims": named}, "resourceClaims": claims}}
+        )
+        cluster.settle()
+        pod = first(cluster, "Deployment", "both")
+        assert pod["resourceClaims"] == claims
+        assert pod["containers"][0]["resources"] == {"claims": used}
+
+
+@pytest.mark.parametrize(
+    ("limits", "accelerators"),
+    [
+        ({}, 0),
+        ({"memory": "1Gi", "rdma/hca": 8, "vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "1Gi"}, 0),
+        ({"nvidia.com/gpu": 8, "rdma/hca": 8}, 8),
+        ({"nvidia.com/mig-1g.10gb": 2}, 2),
+        ({"nvidia.com/gpu.shared": 1}, 1),
+        ({"nvidia.com/gpu": 1, "nvidia.com/gpumem": 3000}, 1),
+        ({"amd.com/gpu": "4"}, 4),
+        ({"google.com/tpu": 4}, 4),
+        ({"aws.amazon.com/neuroncore": 2}, 2),
+        ({"habana.ai/gaudi": 1, "gpu.intel.com/i915": 1}, 2),
+        ({"huawei.com/Ascend910": 8}, 8),
+    ],
+    ids=str,
+)
+def test_accelerators_are_counted_by_the_names_of_resources(
+    limits: dict[str, Any], accelerators: int
+) -> None:
+    assert ResourceRequirements.model_validate({"limits": limits}).accelerators == accelerators
 
 
 HOST = {"spec": {"hostNetwork": True}}

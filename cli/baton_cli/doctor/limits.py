@@ -47,7 +47,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
         limit=f"{show_size(SHM_WANTED)} free",
         why="UCX keeps the queues between processes on one machine there.",
         remedy="Enlarge it: mount -o remount,size=1G /dev/shm; docker run --shm-size=1g; in a pod, an "
-        "emptyDir of medium Memory (spec.decode.resources.sharedMemory of an InferenceService).",
+        "emptyDir of medium Memory (spec.decode.sharedMemorySize of an InferenceService).",
     )
 
 

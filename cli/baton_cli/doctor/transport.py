@@ -30,7 +30,7 @@ def rdma(machine: Machine) -> Iterator[Finding]:
             why="This process cannot use the devices, so KV transfers use TCP.",
             remedy="Load ib_uverbs, or pass the devices to the container: docker run "
             "--device=/dev/infiniband; in a pod, a resource of the RDMA device plugin "
-            "(spec.decode.resources.rdma).",
+            "(spec.decode.resources.limits).",
         )
     down = [
         f"{device.name}:{port} is {state}"

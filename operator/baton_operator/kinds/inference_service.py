@@ -9,14 +9,14 @@ from pydantic import Field
 from baton_operator.kinds.engine import Engine, Transfer
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.part import Conditions, Count, Part, Rule, Time, rules
+from baton_operator.kinds.resources import ACCELERATOR, RDMA
 from baton_operator.kinds.router_spec import Exposure, Router
 from baton_operator.kinds.service_policies import Autoscaling, Objectives, Rollout, Security
 from baton_operator.kinds.worker_role import WorkerRole
 
 _SCALED = "(has(self.decode.scaling) || (has(self.prefill) && has(self.prefill.scaling)))"
-_RDMA = "(has(self.{0}) && has(self.{0}.resources) && has(self.{0}.resources.rdma))"
+_RDMA = f"(has(self.{{0}}.resources.limits) && self.{{0}}.resources.limits.exists(n, n.matches('{RDMA}')))"
 _ZERO = "(has(self.{0}) && has(self.{0}.scaling) && self.{0}.scaling.minReplicas == 0)"
-_GPUS = "(has(self.{0}) && has(self.{0}.resources) && has(self.{0}.resources.gpu))"
 _ONE_NODE = "self.{0}.parallelism.pipeline == 1 && self.{0}.parallelism.nodes == 1"
 _UNDIVIDED = "(self.engine.type == 'Baton' || self.{0}.parallelism.tensor == 1)"
 
@@ -25,10 +25,11 @@ def _of_engine(role: str) -> tuple[Rule, ...]:
     """Return what engine.type allows in a role."""
     return (
         Rule(
-            f"self.engine.type != 'Baton' || !{_GPUS.format(role)} || "
-            f"self.{role}.resources.gpu.count in [0, self.{role}.parallelism.tensor]",
-            "a worker uses parallelism.tensor accelerators: set count to that number, or raise replicas",
-            f".{role}.resources.gpu.count",
+            f"self.engine.type != 'Baton' || !has(self.{role}) || !has(self.{role}.resources.limits) || "
+            f"self.{role}.resources.limits.all(name, !name.matches(r'{ACCELERATOR}') || "
+            f"string(self.{role}.resources.limits[name]) in ['0', string(self.{role}.parallelism.tensor)])",
+            "a worker uses parallelism.tensor accelerators: request that number, or raise replicas",
+            f".{role}.resources.limits",
         ),
         Rule(
             f"self.engine.type in ['vLLM', 'SGLang'] || !has(self.{role}) || "
@@ -70,7 +71,7 @@ def _of_engine(role: str) -> tuple[Rule, ...]:
     ),
     Rule(
         f"!has(self.prefill) || {_RDMA.format('prefill')} == {_RDMA.format('decode')}",
-        "set resources.rdma for both prefill and decode, or for neither: blocks move between them",
+        "request RDMA devices for both prefill and decode, or for neither: blocks move between them",
     ),
     Rule(
         f"!({_ZERO.format('prefill')} || {_ZERO.format('decode')}) || "

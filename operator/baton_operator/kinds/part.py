@@ -8,6 +8,7 @@ that a schema admits, and rejects a schema without bounds.
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
@@ -76,13 +77,10 @@ LabelKey = Annotated[
     ),
 ]
 
-ResourceName = LabelKey
-"""An extended resource, such as nvidia.com/gpu."""
-
 Count = Annotated[int, Field(ge=0)]
 Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 
-_UNITS = (("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001))
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 
 class Duration(str):
@@ -104,7 +102,7 @@ class Duration(str):
         if not milliseconds:
             return super().__new__(cls, "0s")
         text = ""
-        for unit, length in _UNITS:
+        for unit, length in _SECONDS.items():
             count, milliseconds = divmod(milliseconds, round(length * 1000))
             text += f"{count}{unit}" if count else ""
         return super().__new__(cls, text)
@@ -124,8 +122,9 @@ class Duration(str):
             raise ValueError(
                 f"Invalid duration: {text!r}. Expected numbers with units, such as 30s or 1m30s."
             )
-        units = dict(_UNITS)
-        return sum(float(number) * units[unit] for number, unit in re.findall(r"([0-9.]+)(ms|s|m|h)", text))
+        return sum(
+            float(number) * _SECONDS[unit] for number, unit in re.findall(r"([0-9.]+)(ms|s|m|h)", text)
+        )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -158,6 +157,32 @@ Quantity = Annotated[
     BeforeValidator(lambda given: str(given) if isinstance(given, int | float) else given),
 ]
 """A quantity of Kubernetes: 500m, 16Gi, 1e9, 2. Not negative."""
+
+_QUANTITY = re.compile(QUANTITY)
+_UNITS = {
+    "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"),
+    "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
+    "T": Decimal(10**12), "P": Decimal(10**15), "E": Decimal(10**18),
+    "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30),
+    "Ti": Decimal(2**40), "Pi": Decimal(2**50), "Ei": Decimal(2**60),
+}  # fmt: skip
+
+
+def amount(quantity: str) -> Decimal:
+    """
+    Return a quantity as a number. Raises ValueError.
+
+    >>> amount("1Gi") == 1024 * amount("1Mi"), amount("500m")
+    (True, Decimal('0.500'))
+    >>> amount("1e3") == amount("1k")
+    True
+    """
+    match = _QUANTITY.fullmatch(quantity)
+    if match is None:
+        raise ValueError(f"Invalid quantity: {quantity!r}. Expected a number with a unit, such as 20Gi.")
+    number, unit = match[1], match[2] or ""
+    return Decimal(number) * _UNITS[unit] if unit in _UNITS else Decimal(number + unit)
+
 
 Anything = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
 """An object without a schema. The API server checks it when the operator uses it."""

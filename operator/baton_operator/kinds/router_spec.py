@@ -14,23 +14,13 @@ from baton_operator.kinds.part import (
     Duration,
     Label,
     Part,
-    Quantity,
     Rule,
     Subdomain,
     between,
     rules,
 )
+from baton_operator.kinds.resources import ResourceRequirements
 from baton_operator.kinds.worker_role import Drain, Placement
-
-
-class RouterResources(Part):
-    """Compute resources of one router."""
-
-    cpu: Quantity = "1"
-    """CPU request, in cores, such as 2 or 500m."""
-
-    memory: Quantity = "512Mi"
-    """Memory request and limit, such as 1Gi."""
 
 
 class RouterDrain(Drain):
@@ -138,8 +128,11 @@ class Router(Part):
     env: Environment = []
     """Additional environment variables."""
 
-    resources: RouterResources = RouterResources()
-    """Compute resources of one router."""
+    resources: ResourceRequirements = ResourceRequirements(
+        requests={"cpu": "1", "memory": "512Mi"}, limits={"memory": "512Mi"}
+    )
+    """Compute resources of one router. Default: requests of one core and 512Mi of memory, which is the limit
+    too. A value replaces the whole default."""
 
     placement: Placement = Placement()
     """Scheduling of the routers. Without topologySpread, routers are spread over nodes and zones where

@@ -16,15 +16,12 @@ from baton_operator.kinds.part import (
     Labels,
     Part,
     Quantity,
-    ResourceName,
     Rule,
     Subdomain,
     between,
     rules,
 )
-
-HUGEPAGES = r"^[1-9][0-9]*(Ki|Mi|Gi)$"
-"""A size of huge pages."""
+from baton_operator.kinds.resources import ResourceRequirements
 
 Replicas = Annotated[int, Field(ge=0, le=1000)]
 Step = Annotated[int, Field(ge=1, le=1000)]
@@ -89,29 +86,7 @@ class Scaling(Part):
     """Limits of shrinking."""
 
 
-class Gpu(Part):
-    """Accelerators of one pod: of one worker, or of each node of a worker."""
-
-    resource_name: ResourceName = "nvidia.com/gpu"
-    """Name of the extended resource of the device plugin."""
-
-    count: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of accelerators; 0 for a worker that runs on the CPU. For engine type Baton,
-    parallelism.tensor. For others, a multiple of parallelism.tensor x
-    parallelism.pipeline / parallelism.nodes."""
-
-
-class Rdma(Part):
-    """RDMA devices of one worker."""
-
-    resource_name: ResourceName
-    """Name of the extended resource of the device plugin, such as rdma/hca."""
-
-    count: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of devices."""
-
-
-class ResourceClaim(Part):
+class PodResourceClaim(Part):
     """Claim of devices through Dynamic Resource Allocation."""
 
     name: Label
@@ -119,51 +94,6 @@ class ResourceClaim(Part):
 
     resource_claim_template_name: Subdomain
     """Name of the ResourceClaimTemplate from which Kubernetes creates a claim for each pod."""
-
-
-@rules(
-    Rule(
-        "!has(self.hugepages) || size(self.hugepages) == 0 || has(self.cpu) || has(self.memory)",
-        "hugepages needs a request of cpu or memory beside it",
-        ".hugepages",
-    ),
-    Rule(
-        f"!has(self.hugepages) || self.hugepages.all(one, one.matches('{HUGEPAGES}'))",
-        "keys of hugepages are page sizes of the node, such as 2Mi or 1Gi",
-        ".hugepages",
-    ),
-    Rule(
-        "!has(self.extended) || !((has(self.gpu) && self.gpu.resourceName in self.extended) || "
-        "(has(self.rdma) && self.rdma.resourceName in self.extended))",
-        "extended must not repeat the resources of gpu and rdma",
-        ".extended",
-    ),
-)
-class Resources(Part):
-    """Compute resources and devices of one worker."""
-
-    gpu: Gpu | None = None
-    """Accelerators. Default: none; the worker runs on the CPU."""
-
-    rdma: Rdma | None = None
-    """RDMA devices. Set for both roles or for neither. Default: none."""
-
-    extended: Annotated[dict[ResourceName, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=16)] = {}
-    """Additional extended resources and their number, such as {networking.gke.io.networks/rdma-1: 1} where
-    each rail of a fabric is a separate resource."""
-
-    hugepages: Annotated[dict[Annotated[str, Field(pattern=HUGEPAGES)], Quantity], Field(max_length=4)] = {}
-    """Memory in huge pages by page size, such as {2Mi: 5Gi}. Not part of `memory`."""
-
-    cpu: Quantity | None = None
-    """CPU request, in cores, such as 8 or 500m. Default: none."""
-
-    memory: Quantity | None = None
-    """Memory request and limit, such as 64Gi. Default: none."""
-
-    shared_memory: Quantity = "1Gi"
-    """Size of /dev/shm, through which workers on one node exchange KV blocks. Used pages count as
-    memory of the pod."""
 
 
 class TopologySpread(Part):
@@ -282,14 +212,23 @@ class WorkerRole(Part):
     scaling: Scaling | None = None
     """Bounds for the autoscaler that spec.autoscaling.mode selects. Excludes replicas."""
 
-    resources: Resources = Resources()
-    """Compute resources and devices of one worker."""
+    resources: ResourceRequirements = ResourceRequirements()
+    """Compute resources and devices of each pod: of one worker, or of each node of a worker. Accelerators are
+    resources such as nvidia.com/gpu, nvidia.com/mig-1g.10gb, amd.com/gpu or google.com/tpu. Without one, a
+    worker runs on the CPU. With engine.type Baton, their number is parallelism.tensor; with others, a
+    multiple of parallelism.tensor x parallelism.pipeline / parallelism.nodes. RDMA devices: for both roles or
+    none."""
+
+    shared_memory_size: Quantity = "1Gi"
+    """Size of /dev/shm, through which workers on one node exchange KV blocks. Used pages count as
+    memory of the pod."""
 
     parallelism: Parallelism = Parallelism()
     """Distribution of one worker over accelerators and nodes. Default: one accelerator."""
 
-    resource_claims: Annotated[list[ResourceClaim], Field(max_length=8)] = []
-    """Devices of one worker through Dynamic Resource Allocation."""
+    resource_claims: Annotated[list[PodResourceClaim], Field(max_length=8)] = []
+    """Devices of each pod through Dynamic Resource Allocation. Workers use all, unless resources.claims names
+    some."""
 
     image: Image | None = None
     """Container image of this role. Default: spec.engine.image."""

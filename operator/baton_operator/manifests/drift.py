@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
-from decimal import Decimal
 from typing import Any
 
-from baton_operator.kinds.part import QUANTITY
+from baton_operator.kinds.part import amount
 from baton_operator.manifests.objects import Manifest
 
 ANNOTATION = "baton.dev/applied"
@@ -25,15 +23,6 @@ TEMPLATE = "baton.dev/template"
 
 TEMPLATE_FIELDS = ("selector", "template", "leaderWorkerTemplate")
 """Fields of Deployments and LeaderWorkerSets whose change replaces pods."""
-
-_QUANTITY = re.compile(QUANTITY)
-_UNITS = {
-    "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"),
-    "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
-    "T": Decimal(10**12), "P": Decimal(10**15), "E": Decimal(10**18),
-    "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30),
-    "Ti": Decimal(2**40), "Pi": Decimal(2**50), "Ei": Decimal(2**60),
-}  # fmt: skip
 
 
 def with_hash(desired: Manifest) -> Manifest:
@@ -102,25 +91,10 @@ def _same_quantity(existing: object, desired: object) -> bool:
     """Compare quantities: the API server normalizes them."""
     if not isinstance(existing, str) or not isinstance(desired, str):
         return False
-    if _QUANTITY.fullmatch(existing) is None or _QUANTITY.fullmatch(desired) is None:
+    try:
+        return amount(existing) == amount(desired)
+    except ValueError:
         return False
-    return amount(existing) == amount(desired)
-
-
-def amount(quantity: str) -> Decimal:
-    """
-    Return a quantity as a number. Raises ValueError.
-
-    >>> amount("1Gi") == 1024 * amount("1Mi"), amount("500m")
-    (True, Decimal('0.500'))
-    >>> amount("1e3") == amount("1k")
-    True
-    """
-    match = _QUANTITY.fullmatch(quantity)
-    if match is None:
-        raise ValueError(f"Invalid quantity: {quantity!r}. Expected a number with a unit, such as 20Gi.")
-    number, unit = match[1], match[2] or ""
-    return Decimal(number) * _UNITS[unit] if unit in _UNITS else Decimal(number + unit)
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

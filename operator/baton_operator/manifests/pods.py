@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from baton_api import labels
 from baton_operator import names
 from baton_operator.kinds.engine import Variable
+from baton_operator.kinds.resources import ResourceRequirements
 from baton_operator.kinds.worker_role import Placement
 from baton_operator.manifests.objects import Manifest, Owner, given, owned
 
@@ -45,6 +46,14 @@ def environment(*groups: Sequence[Variable]) -> list[Manifest]:
         else {"name": one.name, "value": ""}
         for one in chosen.values()
     ]
+
+
+def resources(wanted: ResourceRequirements, claims: Sequence[str] = ()) -> Manifest:
+    """Return the resources of a container. `claims`: those that it uses if it names none."""
+    named = [given(name=one.name, request=one.request) for one in wanted.claims]
+    return given(
+        requests=wanted.requests, limits=wanted.limits, claims=named or [{"name": name} for name in claims]
+    )
 
 
 def field(name: str, path: str) -> Manifest:

@@ -18,6 +18,7 @@ from baton_operator.manifests.pods import (
     field,
     placed,
     pod_security,
+    resources,
     scratch,
 )
 
@@ -144,10 +145,7 @@ def _container(
         ],
         **given(envFrom=batches.environment_sources(wanted.batches)),
         "ports": _ports(spec),
-        "resources": {
-            "requests": {"cpu": wanted.resources.cpu, "memory": wanted.resources.memory},
-            "limits": {"memory": wanted.resources.memory},
-        },
+        "resources": resources(wanted.resources),
         "securityContext": container_security(),
         "volumeMounts": [
             {"name": "weights", "mountPath": WEIGHTS_FOLDER, "readOnly": True},

@@ -24,6 +24,7 @@ from baton_operator.manifests.pods import (
     field,
     placed,
     pod_security,
+    resources,
     scratch,
 )
 from baton_operator.manifests.ports import in_node_network, ports
@@ -142,7 +143,7 @@ def _pod(owner: Owner, revision: Revision, role: Role, container: EngineContaine
     model = files(owner, revision)
     volumes, mounts = scratch("/tmp", "/cache")
     shown = mutual_tls.shown(owner, blueprint.mutual_tls)
-    memory = {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}
+    memory = {"medium": "Memory", "sizeLimit": spec.shared_memory_size}
     placement = placed(spec.placement, names.selecting(owner.name, role))
     return {
         **placement,
@@ -190,7 +191,7 @@ def _main(revision: Revision, role: Role, container: EngineContainer, mounts: li
             ),
         ],
         "ports": container.ports,
-        "resources": _resources(spec),
+        "resources": resources(spec.resources, [one.name for one in spec.resource_claims]),
         "securityContext": container_security(),
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *mounts],
         **container.probes,
@@ -202,21 +203,6 @@ def _network(revision: Revision) -> list[Variable]:
     """Return the transports that UCX may use. Default: all, and UCX chooses the fastest."""
     tcp = revision.blueprint.transfer.backend == "TCP"
     return [Variable(name="UCX_TLS", value="tcp,self")] if tcp else []
-
-
-def _resources(role: WorkerRole) -> Manifest:
-    wanted, devices = role.resources, {}
-    if wanted.gpu is not None and wanted.gpu.count:
-        devices[wanted.gpu.resource_name] = str(wanted.gpu.count)
-    if wanted.rdma is not None:
-        devices[wanted.rdma.resource_name] = str(wanted.rdma.count)
-    devices |= {name: str(count) for name, count in wanted.extended.items()}
-    devices |= {f"hugepages-{size}": amount for size, amount in wanted.hugepages.items()}
-    return given(
-        requests=given(cpu=wanted.cpu, memory=wanted.memory, **devices),
-        limits=given(memory=wanted.memory, **devices),
-        claims=[{"name": one.name} for one in role.resource_claims],
-    )
 
 
 def _domain_affinity(owner: Owner, revision: Revision) -> Manifest:

@@ -17,6 +17,7 @@ from baton_operator.cluster.api_resources import PRUNED
 from baton_operator.cluster.state import ClusterState
 from baton_operator.kinds.engine import EngineType
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.part import amount
 from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.manifests import (
     batches,
@@ -29,7 +30,7 @@ from baton_operator.manifests import (
     tickets,
     workers,
 )
-from baton_operator.manifests.drift import amount, is_current, keep_template, with_hash
+from baton_operator.manifests.drift import is_current, keep_template, with_hash
 from baton_operator.manifests.engines import checks
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.groups import GROUP_API, GROUP_KIND

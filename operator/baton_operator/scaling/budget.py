@@ -142,7 +142,7 @@ def holder(service: ServiceName, name: RoleName) -> str:
 
 def gpus(role: WorkerRole) -> int:
     """Return the GPUs of one worker."""
-    return role.resources.gpu.count * role.parallelism.nodes if role.resources.gpu else 0
+    return role.resources.accelerators * role.parallelism.nodes
 
 
 def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:

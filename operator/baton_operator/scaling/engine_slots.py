@@ -54,5 +54,4 @@ def _default(spec: InferenceServiceSpec, arguments: list[str]) -> int:
     if spec.engine.type == "SGLang":
         speculative = any(one.replace("_", "-").startswith("--speculative") for one in arguments)
         return SGLANG_SPECULATIVE_DEFAULT if speculative else SGLANG_DEFAULT
-    gpu = spec.decode.resources.gpu
-    return VLLM_DEFAULT if gpu is not None and gpu.count else VLLM_CPU_DEFAULT
+    return VLLM_DEFAULT if spec.decode.resources.accelerators else VLLM_CPU_DEFAULT

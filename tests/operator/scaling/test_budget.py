@@ -14,7 +14,7 @@ from baton_operator.cluster.state import ClusterReader
 from baton_operator.manifests.objects import Manifest
 from baton_operator.scaling.budget import GpuBudget, GpuDemand, holder
 
-GPU = {"resources": {"gpu": {"count": 1}}}
+GPU = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
 SPEC: dict[str, Any] = {
     "model": {"uri": "builtin://smollm2"},
     "decode": {"scaling": {"minReplicas": 1, "maxReplicas": 9}, **GPU},

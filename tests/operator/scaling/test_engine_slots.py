@@ -57,7 +57,7 @@ def test_decode_slots_without_an_argument_are_at_least_the_default(
 
 
 def test_decode_slots_of_vllm_depend_on_the_device() -> None:
-    gpu = {"resources": {"gpu": {"count": 1}}}
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     assert decode_slots(spec_of("vLLM", [], [], **gpu)) == DecodeSlots(VLLM_DEFAULT, exact=False)
 
 

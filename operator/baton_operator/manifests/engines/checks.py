@@ -141,12 +141,12 @@ def _check_accelerators(path: str, role: WorkerRole) -> None:
             f"{product} is {wanted.accelerators}, which {wanted.nodes} nodes ({path}.parallelism.nodes) "
             "cannot share equally. Set a multiple of the nodes."
         )
-    count = role.resources.gpu.count if role.resources.gpu else 0
+    count = role.resources.accelerators
     if count % each:
         of_nodes = f" on {wanted.nodes} nodes, {each} on each" if wanted.nodes > 1 else ""
         raise ValueError(
-            f"{product} uses {wanted.accelerators} accelerators{of_nodes}, but {path}.resources.gpu.count is "
-            f"{count}. Set the count to {each} or a multiple of it."
+            f"{product} uses {wanted.accelerators} accelerators{of_nodes}, but {path}.resources.limits has "
+            f"{count}. Request {each} or a multiple of it."
         )
 
 

@@ -11,7 +11,7 @@ import json
 
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
-from baton_operator.manifests.drift import amount
+from baton_operator.kinds.part import amount
 from baton_operator.manifests.engines.arguments import data_parallel, lora_flags
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
