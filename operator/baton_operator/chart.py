@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import yaml
+
 from baton_api import generated_files
 from baton_operator.crd import GROUP, RESOURCES, files
 from baton_operator.rbac import CLUSTER, SERVICES, Rule, own
@@ -58,16 +60,9 @@ def _template(name: str, rules: Iterable[Rule]) -> str:
     """The `rules` of a Role, as a template."""
     lines = [f'{{{{- define "{name}" -}}}}']
     for rule in rules:
-        lines += [f"# {rule.why}", f"- apiGroups: [{_listed((rule.group,))}]"]
-        lines.append(f"  resources: [{_listed(rule.resources)}]")
-        if rule.names:
-            lines.append(f"  resourceNames: [{_listed(rule.names)}]")
-        lines.append(f"  verbs: [{_listed(rule.verbs)}]")
+        entry = yaml.safe_dump([rule.manifest], default_flow_style=None, sort_keys=False, width=1000)
+        lines += [f"# {rule.why}", entry.rstrip()]
     return "\n".join([*lines, "{{- end -}}", ""])
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(word or '""' for word in words)
 
 
 def main(arguments: list[str] | None = None) -> None:

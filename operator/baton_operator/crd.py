@@ -33,23 +33,12 @@ SERVICE_NAME = "^[a-z][-a-z0-9]*$"
 HEAD = "# Generated from baton_operator by `make fix`. Do not edit.\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of `kubectl get`."""
-
-    name: str
-    path: str
-    type: str = "string"
-    wide: bool = False
-    """Shown by `-o wide` only."""
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        priority = {"priority": 1} if self.wide else {}
-        return {"name": self.name, "type": self.type, "jsonPath": self.path, **priority}
+def _column(name: str, path: str, type: str = "string", *, wide: bool = False) -> Schema:
+    """Return a column of `kubectl get`, or of `-o wide` only."""
+    return {"name": name, "type": type, "jsonPath": path, **({"priority": 1} if wide else {})}
 
 
-AGE = Column("Age", ".metadata.creationTimestamp", "date")
+AGE = _column("Age", ".metadata.creationTimestamp", "date")
 
 
 def _condition(type: str, field: str = "status") -> str:
@@ -66,7 +55,7 @@ class Resource:
     description: str
     spec: type[Part]
     status: type[Part]
-    columns: tuple[Column, ...]
+    columns: tuple[Schema, ...]
     rules: tuple[Rule, ...] = ()
     """Of the whole object."""
     scale: dict[str, str] | None = None
@@ -98,7 +87,7 @@ class Resource:
                         "storage": True,
                         "schema": {"openAPIV3Schema": self._schema},
                         "subresources": {"status": {}, **scale},
-                        "additionalPrinterColumns": [column.schema for column in self.columns],
+                        "additionalPrinterColumns": list(self.columns),
                     }
                 ],
             },
@@ -131,15 +120,15 @@ RESOURCES = (
         spec=InferenceServiceSpec,
         status=InferenceServiceStatus,
         columns=(
-            Column("Model", ".status.modelName"),
-            Column("Ready", _condition("Ready")),
-            Column("Available", _condition("Available"), wide=True),
-            Column("Reason", _condition("Ready", "reason"), wide=True),
-            Column("Prefill", _condition("PrefillReady", "message")),
-            Column("Decode", _condition("DecodeReady", "message")),
-            Column("Router", _condition("RouterReady", "message"), wide=True),
-            Column("Revision", ".status.currentRevision", wide=True),
-            Column("URL", ".status.url"),
+            _column("Model", ".status.modelName"),
+            _column("Ready", _condition("Ready")),
+            _column("Available", _condition("Available"), wide=True),
+            _column("Reason", _condition("Ready", "reason"), wide=True),
+            _column("Prefill", _condition("PrefillReady", "message")),
+            _column("Decode", _condition("DecodeReady", "message")),
+            _column("Router", _condition("RouterReady", "message"), wide=True),
+            _column("Revision", ".status.currentRevision", wide=True),
+            _column("URL", ".status.url"),
             AGE,
         ),
         rules=(
@@ -161,11 +150,11 @@ RESOURCES = (
         spec=RoleScalerSpec,
         status=RoleScalerStatus,
         columns=(
-            Column("Service", ".spec.serviceName"),
-            Column("Role", ".spec.role"),
-            Column("Desired", ".spec.replicas", "integer"),
-            Column("Replicas", ".status.replicas", "integer"),
-            Column("Reason", _condition("ScalingActive", "reason"), wide=True),
+            _column("Service", ".spec.serviceName"),
+            _column("Role", ".spec.role"),
+            _column("Desired", ".spec.replicas", "integer"),
+            _column("Replicas", ".status.replicas", "integer"),
+            _column("Reason", _condition("ScalingActive", "reason"), wide=True),
             AGE,
         ),
         scale={
@@ -182,13 +171,13 @@ RESOURCES = (
         spec=BatchJobSpec,
         status=BatchJobStatus,
         columns=(
-            Column("Service", ".spec.serviceName"),
-            Column("Phase", ".status.phase"),
-            Column("Completed", ".status.completed", "integer"),
-            Column("Failed", ".status.failed", "integer"),
-            Column("Total", ".status.total", "integer"),
-            Column("Reason", _condition("Complete", "reason"), wide=True),
-            Column("Batch", ".status.batchId", wide=True),
+            _column("Service", ".spec.serviceName"),
+            _column("Phase", ".status.phase"),
+            _column("Completed", ".status.completed", "integer"),
+            _column("Failed", ".status.failed", "integer"),
+            _column("Total", ".status.total", "integer"),
+            _column("Reason", _condition("Complete", "reason"), wide=True),
+            _column("Batch", ".status.batchId", wide=True),
             AGE,
         ),
         rules=(
@@ -206,12 +195,12 @@ RESOURCES = (
         spec=LoraAdapterSpec,
         status=LoraAdapterStatus,
         columns=(
-            Column("Service", ".spec.serviceName"),
-            Column("Model", ".status.name"),
-            Column("Loaded", ".status.loadedPods", "integer"),
-            Column("Pods", ".status.readyPods", "integer"),
-            Column("Active", _condition("Active")),
-            Column("Reason", _condition("Active", "reason")),
+            _column("Service", ".spec.serviceName"),
+            _column("Model", ".status.name"),
+            _column("Loaded", ".status.loadedPods", "integer"),
+            _column("Pods", ".status.readyPods", "integer"),
+            _column("Active", _condition("Active")),
+            _column("Reason", _condition("Active", "reason")),
             AGE,
         ),
     ),

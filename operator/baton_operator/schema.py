@@ -34,21 +34,19 @@ def structural(kind: type[Part], *, of_spec: bool = True) -> Schema:
     `of_spec`: users write it, so descriptions end with default and range, and items have no defaults.
     """
     whole = kind.model_json_schema(by_alias=True, mode="validation")
-    schema = _object(whole, whole.get("$defs", {}))
-    if of_spec:
-        _add_facts(schema)
-        _drop_defaults_of_items(schema)
-    return schema
+    return _object(whole, whole.get("$defs", {}), of_spec=of_spec)
 
 
-def _object(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+def _object(
+    schema: Schema, definitions: dict[str, Schema], *, of_spec: bool, in_list: bool = False
+) -> Schema:
     if "$ref" in schema:
         named = definitions[schema["$ref"].rpartition("/")[2]]
         schema = {**named, **{name: value for name, value in schema.items() if name != "$ref"}}
     if "anyOf" in schema:
         (some,) = (one for one in schema["anyOf"] if one.get("type") != "null")
         rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
-        return _object({**some, **rest}, definitions)
+        return _object({**some, **rest}, definitions, of_spec=of_spec, in_list=in_list)
     result = {name: schema[name] for name in _KEPT if name in schema}
     result |= {name: value for name, value in schema.items() if name.startswith("x-kubernetes-")}
     if "const" in schema:
@@ -58,20 +56,23 @@ def _object(schema: Schema, definitions: dict[str, Schema]) -> Schema:
         result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
     if "properties" in schema:
         result["properties"] = {
-            name: _object(field, definitions) for name, field in schema["properties"].items()
+            name: _object(field, definitions, of_spec=of_spec, in_list=in_list)
+            for name, field in schema["properties"].items()
         }
         if schema.get("required"):
             result["required"] = schema["required"]
     elif result.get("type") == "object" and not result.get("x-kubernetes-preserve-unknown-fields"):
         (values,) = schema.get("patternProperties", {"": schema.get("additionalProperties")}).values()
-        result["additionalProperties"] = _object(values, definitions)
+        result["additionalProperties"] = _object(values, definitions, of_spec=False, in_list=in_list)
     if "items" in schema:
-        result["items"] = _object(schema["items"], definitions)
+        result["items"] = _object(schema["items"], definitions, of_spec=of_spec, in_list=True)
         result.setdefault(LIST_TYPE, "atomic")
-    if schema.get("default") is not None:
-        result["default"] = _without_nulls(schema["default"])
+    default = schema.get("default")
+    if default is not None and not (of_spec and in_list):
+        result["default"] = _without_nulls(default)
     if "description" in result:
-        result["description"] = " ".join(result["description"].split())
+        words = [*result["description"].split(), *(_facts({**result, "default": default}) if of_spec else ())]
+        result["description"] = " ".join(words)
     return {name: result[name] for name in sorted(result, key=_order)}
 
 
@@ -87,25 +88,8 @@ def _order(name: str) -> tuple[int, str]:
     return (first.index(name) if name in first else len(first), name)
 
 
-def _add_facts(schema: Schema) -> None:
-    """Append default and range to each description below."""
-    for field in schema.get("properties", {}).values():
-        if facts := _facts(field):
-            field["description"] += f" {facts}"
-        _add_facts(field)
-        _add_facts(field.get("items", {}))
-
-
-def _drop_defaults_of_items(schema: Schema, *, in_list: bool = False) -> None:
-    if in_list:
-        schema.pop("default", None)
-    for field in schema.get("properties", {}).values():
-        _drop_defaults_of_items(field, in_list=in_list)
-    if "items" in schema:
-        _drop_defaults_of_items(schema["items"], in_list=True)
-
-
-def _facts(field: Schema) -> str:
+def _facts(field: Schema) -> list[str]:
+    """Return sentences with default and range."""
     facts = []
     default = field.get("default")
     if isinstance(default, bool):
@@ -120,4 +104,4 @@ def _facts(field: Schema) -> str:
         )
     if field.get("type") == "array" and "maxItems" in field:
         facts.append(f"At most {field['maxItems']} items.")
-    return " ".join(facts)
+    return facts

@@ -200,7 +200,7 @@ class TestCustomResources:
 def test_chart_pods_have_the_operators_security() -> None:
     manifests = render({})
     (deployment,), (test,) = of_kind(manifests, "Deployment"), of_kind(manifests, "Pod", tests=True)
-    wanted = pods.pod_security()
+    wanted = pods.identity("", [])["securityContext"]
     del wanted["fsGroup"], wanted["fsGroupChangePolicy"]  # there is no volume of others
     for pod in (deployment["spec"]["template"]["spec"], test["spec"]):
         assert pod["securityContext"] == wanted

@@ -47,7 +47,7 @@ async def test_kinds_of_baton_and_kserve_are_served_side_by_side(tmp_path: Path)
         for one in (*THEIRS, *(resource.definition for resource in RESOURCES)):
             await api.post(CRDS, one)
         names = await _accepted(api)
-        services = {
+        services: dict[str, dict[str, Any]] = {
             f"/apis/{KSERVE}/v1beta1": {"predictor": {}},
             f"/apis/{GROUP}/{VERSION}": {"model": {"uri": "builtin://smollm2"}, "decode": {}},
         }

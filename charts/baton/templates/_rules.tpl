@@ -46,23 +46,23 @@
   resources: [rolebindings]
   verbs: [list, watch, create, patch, delete]
 # Store revisions and weights of services.
-- apiGroups: [""]
+- apiGroups: ['']
   resources: [configmaps]
   verbs: [list, watch, create, patch, delete]
 # Hold model files. The operator never deletes a claim; it grows a claim to the size in the spec.
-- apiGroups: [""]
+- apiGroups: ['']
   resources: [persistentvolumeclaims]
   verbs: [list, watch, create, patch]
 # State of workers and routers. The operator sets a deletion cost before a role shrinks.
-- apiGroups: [""]
+- apiGroups: ['']
   resources: [pods]
   verbs: [list, watch, patch]
 # Addresses of routers and workers.
-- apiGroups: [""]
+- apiGroups: ['']
   resources: [services]
   verbs: [list, watch, create, patch, delete]
 # Accounts of workers, routers and batch runners.
-- apiGroups: [""]
+- apiGroups: ['']
   resources: [serviceaccounts]
   verbs: [list, watch, create, patch, delete]
 # Expose services by the Gateway API.
@@ -98,11 +98,11 @@
   resources: [endpointslices]
   verbs: [list, watch]
 # One Secret per service, which signs tickets. The operator cannot read Secrets.
-- apiGroups: [""]
+- apiGroups: ['']
   resources: [secrets]
   verbs: [create]
 # Report transitions of services.
-- apiGroups: [""]
+- apiGroups: ['']
   resources: [events]
   verbs: [create, patch]
 {{- end -}}
@@ -122,8 +122,8 @@
 # Elect the active operator.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
-  resourceNames: [{{ include "baton.lease" . }}]
   verbs: [get, update]
+  resourceNames: ['{{ include "baton.lease" . }}']
 {{- end -}}
 
 {{- define "baton.viewRules" -}}

@@ -8,6 +8,7 @@ that a schema admits, and rejects a schema without bounds.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,14 +32,14 @@ class Part(BaseModel):
 Kind = TypeVar("Kind", bound=type[Part])
 
 
+@dataclass(frozen=True, slots=True)
 class Rule:
     """A condition in the Common Expression Language. The API server checks it on every write."""
 
-    def __init__(self, expression: str, message: str, field: str = "") -> None:
-        """`field`: path that the error names, relative to the object that has the rule."""
-        self.expression = expression
-        self.message = message
-        self.field = field
+    expression: str
+    message: str
+    field: str = ""
+    """Path that the error names, relative to the object that has the rule."""
 
     @property
     def schema(self) -> dict[str, str]:

@@ -177,7 +177,7 @@ class Issuer(Part):
 
 
 @rules(
-    Rule("has(self.secretName) != has(self.issuerRef)", "tls needs either secretName or issuerRef"),
+    Rule("has(self.secretName) != has(self.issuerRef)", "set either secretName or issuerRef"),
 )
 class Tls(Part):
     """Certificate of the hosts."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from baton_operator.kinds.part import Duration, Label, Part, Rule, Subdomain, between, rules
-from baton_operator.kinds.router_spec import Issuer
+from baton_operator.kinds.router_spec import Tls
 
 
 class Objectives(Part):
@@ -151,19 +151,13 @@ class Rollout(Part):
     """Rollout in steps. Default: requests move to the new revision as its workers become ready."""
 
 
-@rules(
-    Rule("has(self.secretName) != has(self.issuerRef)", "mutualTls needs either secretName or issuerRef"),
-)
-class MutualTls(Part):
+class MutualTls(Tls):
     """Certificate with which workers and routers authenticate to each other."""
 
     secret_name: Subdomain | None = None
     """Name of an existing Secret with `tls.crt`, `tls.key` and `ca.crt`. The certificate must be valid for
     servers and clients, with the DNS name NAME.NAMESPACE.svc.cluster.local of this service. Excludes
     issuerRef."""
-
-    issuer_ref: Issuer | None = None
-    """Issuer from which cert-manager requests the certificate. Excludes secretName."""
 
 
 class Security(Part):

@@ -10,8 +10,6 @@ routers of their service, so neither the operator nor a router creates or reads 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 
 from baton_api import batch_jobs
@@ -20,9 +18,9 @@ from baton_operator.crd import GROUP, VERSION
 from baton_operator.kinds.batch_job import BatchJobSpec
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import BatchSettings
-from baton_operator.manifests.network import DNS
-from baton_operator.manifests.objects import Manifest, Owner, given, merged, owned
-from baton_operator.manifests.pods import container_security, pod_security, scratch
+from baton_operator.manifests.network import DNS, network_policy, tcp
+from baton_operator.manifests.objects import Manifest, Owner, digest, given, merged, owned
+from baton_operator.manifests.pods import container_security, from_secret, identity, scratch
 
 FILES_FOLDER = "/var/lib/baton-files"
 FILES = "files"
@@ -58,15 +56,9 @@ def environment(batches: BatchSettings) -> list[Manifest]:
     if secret is None:
         return []
     return [
-        _from_secret("BATON_ROUTER_DATABASE", secret.name, "url"),
-        _from_secret("BATON_ROUTER_BATCH_SECRET", secret.name, "runners", optional=True),
+        from_secret("BATON_ROUTER_DATABASE", secret.name, "url"),
+        from_secret("BATON_ROUTER_BATCH_SECRET", secret.name, "runners", optional=True),
     ]
-
-
-def environment_sources(batches: BatchSettings) -> list[Manifest]:
-    """Return the Secrets whose keys all become variables of the routers."""
-    secret = batches.files.credentials_secret_ref if batches.files else None
-    return [{"secretRef": {"name": secret.name}}] if secret else []
 
 
 def volumes(batches: BatchSettings) -> list[Manifest]:
@@ -83,19 +75,9 @@ def of_runners(owner: Owner, policy: bool) -> list[Manifest]:
     name = batch_jobs.account(owner.name)
     account = owned(owner, "v1", "ServiceAccount", name, {"automountServiceAccountToken": False})
     routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
-    body = {
-        "podSelector": {"matchLabels": names.selecting(owner.name, batch_jobs.ROLE)},
-        "policyTypes": ["Ingress", "Egress"],
-        "ingress": [],
-        "egress": [{"to": routers, "ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}, DNS],
-    }
-    border = owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
-    return [account, border] if policy else [account]
-
-
-def _from_secret(name: str, secret: str, key: str, optional: bool = False) -> Manifest:
-    reference = {"name": secret, "key": key, **({"optional": True} if optional else {})}
-    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
+    egress = [{"to": routers, "ports": tcp(names.ROUTER_PORT)}, DNS]
+    selected = names.selecting(owner.name, batch_jobs.ROLE)
+    return [account, *([network_policy(owner, name, selected, [], egress)] if policy else [])]
 
 
 TOKEN_FOLDER, TOKEN_FILE = "/var/run/secrets/baton", "token"
@@ -179,8 +161,7 @@ def changeable(spec: BatchJobSpec) -> Manifest:
 
 def template_hash(spec: BatchJobSpec) -> str:
     """Return the hash of podTemplate. The template of a Job has defaults and cannot be compared with it."""
-    text = json.dumps(spec.pod_template, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(spec.pod_template)
 
 
 def _deadline_s(spec: BatchJobSpec) -> int | None:
@@ -196,17 +177,11 @@ def _pod(batch_job: Manifest, spec: BatchJobSpec, service: InferenceServiceSpec,
     projected = {"sources": [{"serviceAccountToken": token}]}
     environment: list[Manifest] = [{"name": "HOME", "value": "/tmp"}]
     if (secret := spec.api_key_secret_ref) is not None:
-        reference = {"secretKeyRef": {"name": secret.name, "key": "key"}}
-        environment.append({"name": "BATON_API_KEY", "valueFrom": reference})
-    pull = service.security.image_pull_secrets
+        environment.append(from_secret("BATON_API_KEY", secret.name, "key"))
     return {
+        **identity(batch_jobs.account(spec.service_name), service.security.image_pull_secrets),
         "restartPolicy": "Never",
-        "serviceAccountName": batch_jobs.account(spec.service_name),
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
         "terminationGracePeriodSeconds": END_S,
-        "securityContext": pod_security(),
-        **given(imagePullSecrets=[{"name": name} for name in pull]),
         "containers": [
             {
                 "name": names.MAIN,

@@ -8,13 +8,11 @@ others changed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from baton_operator.kinds.part import amount
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, digest
 
 ANNOTATION = "baton.dev/applied"
 
@@ -28,7 +26,7 @@ TEMPLATE_FIELDS = ("selector", "template", "leaderWorkerTemplate")
 def with_hash(desired: Manifest) -> Manifest:
     """Return the manifest with an annotation of its hash."""
     metadata = desired["metadata"]
-    annotations = {**metadata.get("annotations", {}), ANNOTATION: _hash(desired)}
+    annotations = {**metadata.get("annotations", {}), ANNOTATION: digest(desired)}
     return {**desired, "metadata": {**metadata, "annotations": annotations}}
 
 
@@ -41,12 +39,12 @@ def keep_template(existing: Manifest | None, desired: Manifest) -> Manifest:
     pods keep what they were started with.
     """
     fields = [name for name in TEMPLATE_FIELDS if name in desired["spec"]]
-    digest = _hash({name: desired["spec"][name] for name in fields})
+    rendered = digest({name: desired["spec"][name] for name in fields})
     before = (existing or {}).get("metadata", {}).get("annotations", {}).get(TEMPLATE)
     metadata = desired["metadata"]
     annotations = metadata.get("annotations", {})
-    if existing is None or before == digest:
-        return {**desired, "metadata": {**metadata, "annotations": {**annotations, TEMPLATE: digest}}}
+    if existing is None or before == rendered:
+        return {**desired, "metadata": {**metadata, "annotations": {**annotations, TEMPLATE: rendered}}}
     kept = {name: existing["spec"][name] for name in fields}
     if before is not None:
         annotations = {**annotations, TEMPLATE: before}
@@ -80,11 +78,6 @@ def contains(existing: Any, desired: Any) -> bool:
             return not desired and existing is None
         return len(existing) == len(desired) and all(map(contains, existing, desired))
     return _same_quantity(existing, desired)
-
-
-def _hash(made_from: Any) -> str:
-    text = json.dumps(made_from, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _same_quantity(existing: object, desired: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from baton_operator.kinds.router_spec import Exposure, GatewayReference
+from baton_operator.kinds.router_spec import Exposure, GatewayReference, Issuer
 from baton_operator.manifests.conditions import Fact
 from baton_operator.manifests.objects import Manifest, Owner, given, owned
 
@@ -84,13 +84,15 @@ def _reference(pool: Manifest) -> Manifest:
 def _certificate(owner: Owner, exposure: Exposure) -> list[Manifest]:
     if exposure.tls is None or exposure.tls.issuer_ref is None:
         return []
-    issuer = exposure.tls.issuer_ref
-    body = {
-        "secretName": _secret(owner, exposure),
-        "dnsNames": list(exposure.hosts),
-        "issuerRef": {"name": issuer.name, "kind": issuer.kind},
-    }
-    return [owned(owner, CERTIFICATE_API, "Certificate", owner.name, {"spec": body})]
+    return [certificate(owner, owner.name, _secret(owner, exposure), exposure.hosts, exposure.tls.issuer_ref)]
+
+
+def certificate(
+    owner: Owner, name: str, secret: str, hosts: Sequence[str], issuer: Issuer, **more: Any
+) -> Manifest:
+    """Return the Certificate from which cert-manager creates `secret`. `more`: other fields of its spec."""
+    issued = {"secretName": secret, "dnsNames": list(hosts), "issuerRef": issuer.model_dump()}
+    return owned(owner, CERTIFICATE_API, "Certificate", name, {"spec": {**issued, **more}})
 
 
 def _secret(owner: Owner, exposure: Exposure) -> str:

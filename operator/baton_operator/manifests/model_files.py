@@ -17,7 +17,7 @@ from baton_operator import names
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.worker_role import Placement
 from baton_operator.manifests.objects import Manifest, Owner, given, owned
-from baton_operator.manifests.pods import container_security, placed, pod_security, scratch
+from baton_operator.manifests.pods import all_of_secret, container_security, identity, placed, scratch
 
 FOLDER = "/models"
 """Where the volume with a model's files is mounted."""
@@ -103,9 +103,7 @@ class ModelFiles:
     def path(self) -> str:
         """The argument MODEL of a worker."""
         match self.scheme:
-            case "builtin":
-                return self._rest
-            case "file":
+            case "builtin" | "file":
                 return self._rest
             case "pvc":
                 return f"{FOLDER}/{self._rest.partition('/')[2]}".rstrip("/")
@@ -149,11 +147,8 @@ class ModelFiles:
         near = placement.model_copy(update={"runtime_class_name": None, "topology_spread": []})
         pod = {
             **placed(near, {}),
+            **identity(account, pull_secrets),
             "restartPolicy": "Never",  # a failed pod stays, with its log and termination message
-            "serviceAccountName": account,
-            "automountServiceAccountToken": False,
-            "securityContext": pod_security(),
-            **given(imagePullSecrets=[{"name": name} for name in pull_secrets]),
             "containers": [self._fetching(names.MAIN)],
             "volumes": [_claimed(self.claim), *volumes],
         }
@@ -195,7 +190,6 @@ class ModelFiles:
         options = [f"--revision={model.revision}"] if model.revision else []
         options += [f"--allow={pattern}" for pattern in model.allow_patterns]
         _, mounts = scratch("/tmp")
-        secret = model.credentials_secret_ref
         storage = given(**{"ephemeral-storage": model.cache.size}) if model.cache.type == "None" else {}
         return {
             "name": name,
@@ -206,7 +200,7 @@ class ModelFiles:
                 {"name": RESULT_FILE, "value": TERMINATION_LOG},
                 *self._pinning,
             ],
-            **given(envFrom=[{"secretRef": {"name": secret.name}}] if secret else []),
+            **all_of_secret(model.credentials_secret_ref),
             "securityContext": container_security(),
             "resources": {
                 "requests": {"cpu": "500m", "memory": "512Mi", **storage},

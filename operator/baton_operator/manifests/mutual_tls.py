@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton_operator.kinds.service_policies import MutualTls
-from baton_operator.manifests.exposure import CERTIFICATE_API
-from baton_operator.manifests.objects import Manifest, Owner, owned
+from baton_operator.manifests import exposure
+from baton_operator.manifests.objects import Manifest, Owner
 
 FOLDER = "/etc/baton/mtls"
 VOLUME = "mtls"
@@ -61,16 +61,18 @@ def certificate(owner: Owner, wanted: MutualTls | None) -> list[Manifest]:
     """Return the Certificate from which cert-manager creates the Secret, renewed 30 days before its end."""
     if wanted is None or wanted.issuer_ref is None:
         return []
-    body = {
-        "secretName": _secret(owner, wanted),
-        "dnsNames": [peer(owner)],
-        "usages": ["digital signature", "server auth", "client auth"],
-        "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
-        "duration": "2160h0m0s",
-        "renewBefore": "720h0m0s",
-        "issuerRef": {"name": wanted.issuer_ref.name, "kind": wanted.issuer_ref.kind},
-    }
-    return [owned(owner, CERTIFICATE_API, "Certificate", f"{owner.name}-mtls", {"spec": body})]
+    made = exposure.certificate(
+        owner,
+        f"{owner.name}-mtls",
+        _secret(owner, wanted),
+        [peer(owner)],
+        wanted.issuer_ref,
+        usages=["digital signature", "server auth", "client auth"],
+        privateKey={"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+        duration="2160h0m0s",
+        renewBefore="720h0m0s",
+    )
+    return [made]
 
 
 def _secret(owner: Owner, wanted: MutualTls) -> str:

@@ -36,7 +36,29 @@ def _operators(namespace: str) -> Manifest:
     return {**_namespace(namespace), "podSelector": {"matchLabels": {labels.ROLE: names.OPERATOR}}}
 
 
-DNS = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
+def tcp(*ports: int) -> list[Manifest]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
+
+
+DNS = {"ports": [{"protocol": "UDP", "port": 53}, *tcp(53)]}
+
+
+def network_policy(
+    owner: Owner,
+    name: str,
+    selected: names.Labels,
+    ingress: list[Manifest],
+    egress: list[Manifest] | None = None,
+    labels: names.Labels | None = None,
+) -> Manifest:
+    """Return the policy of the pods with the labels `selected`. They reach everything without `egress`."""
+    body = {
+        "podSelector": {"matchLabels": selected},
+        "policyTypes": ["Ingress", *([] if egress is None else ["Egress"])],
+        "ingress": ingress,
+        **({} if egress is None else {"egress": egress}),
+    }
+    return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, labels)
 
 
 def routers(owner: Owner, spec: InferenceServiceSpec, operator_namespace: str) -> Manifest:
@@ -46,37 +68,27 @@ def routers(owner: Owner, spec: InferenceServiceSpec, operator_namespace: str) -
     Their API accepts connections from the namespaces in the spec (default: all) and from batch runners, their
     metrics from the operator and Prometheus only.
     """
-    port: Manifest = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
-    if spec.exposure.inference_pool is not None:
-        port["ports"].append({"protocol": "TCP", "port": names.PICKER_PORT})
+    picking = [names.PICKER_PORT] if spec.exposure.inference_pool is not None else []
+    api: Manifest = {"ports": tcp(names.ROUTER_PORT, *picking)}
     allowed = spec.security.ingress_namespace_labels
     if allowed:
         runners = {"podSelector": {"matchLabels": names.selecting(owner.name, batch_jobs.ROLE)}}
-        port["from"] = [{"namespaceSelector": {"matchLabels": dict(allowed)}}, runners]
+        api["from"] = [{"namespaceSelector": {"matchLabels": dict(allowed)}}, runners]
     reading = spec.security.metrics_namespace
     metrics = {
-        "ports": [{"protocol": "TCP", "port": names.ROUTER_METRICS_PORT}],
+        "ports": tcp(names.ROUTER_METRICS_PORT),
         "from": [_operators(operator_namespace), *([_namespace(reading)] if reading else [])],
     }
-    body = {
-        "podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)},
-        "policyTypes": ["Ingress"],
-        "ingress": [port, metrics],
-    }
-    name = names.router(owner.name)
-    return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
+    selected = names.selecting(owner.name, names.ROUTER)
+    return network_policy(owner, names.router(owner.name), selected, [api, metrics])
 
 
 def gateways(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
     """Return the policy with which gateways reach decode workers, at the port of the API."""
     peers = [{"namespaceSelector": {"matchLabels": dict(spec.security.ingress_namespace_labels)}}]
     role = Role.BOTH if spec.prefill is None else Role.DECODE
-    body = {
-        "podSelector": {"matchLabels": names.selecting(owner.name, role)},
-        "policyTypes": ["Ingress"],
-        "ingress": [{"from": peers, "ports": [{"protocol": "TCP", "port": names.HTTP_PORT}]}],
-    }
-    return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", f"{owner.name}-gateways", {"spec": body})
+    ingress: list[Manifest] = [{"from": peers, "ports": tcp(names.HTTP_PORT)}]
+    return network_policy(owner, f"{owner.name}-gateways", names.selecting(owner.name, role), ingress)
 
 
 def workers_policy(service: str, revision: str) -> str:
@@ -99,39 +111,28 @@ def workers(
     of_revision = {labels.SERVICE: owner.name, labels.REVISION: revision.name}
     each_other = [{"podSelector": {"matchLabels": of_revision}}]
     routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
-    health = {"protocol": "TCP", "port": names.HEALTH_PORT}  # has nothing but health and metrics
     listening = in_pod_network(revision)
-    ports = (listening.http, listening.kv_events, listening.kv_replay)
-    probed = [{"ports": [health]}] if revision.blueprint.mutual_tls else []
-    if metrics_namespace and not probed:
-        http = {"protocol": "TCP", "port": names.HTTP_PORT}
-        probed = [{"from": [_namespace(metrics_namespace)], "ports": [http]}]
-    loading = []
+    ingress: list[Manifest] = [
+        {"from": routers, "ports": tcp(listening.http, listening.kv_events, listening.kv_replay)},
+        {"from": each_other},
+    ]
+    if revision.blueprint.mutual_tls:
+        ingress.append({"ports": tcp(names.HEALTH_PORT)})  # has nothing but health and metrics
+    elif metrics_namespace:
+        ingress.append({"from": [_namespace(metrics_namespace)], "ports": tcp(names.HTTP_PORT)})
     if revision.blueprint.engine.lora is not None:
-        http = {"protocol": "TCP", "port": listening.http}
-        loading = [{"from": [_operators(operator_namespace)], "ports": [http]}]
-    body = {
-        "podSelector": {"matchLabels": of_revision},
-        "policyTypes": ["Ingress", "Egress"],
-        "ingress": [
-            {"from": routers, "ports": [{"protocol": "TCP", "port": port} for port in ports]},
-            {"from": each_other},
-            *probed,
-            *loading,
-        ],
-        "egress": [{}]
-        if files(owner, revision).init_containers
-        else [{"to": each_other}, DNS, *_tracing(revision)],
-    }
+        ingress.append({"from": [_operators(operator_namespace)], "ports": tcp(listening.http)})
+    fetching = files(owner, revision).init_containers
+    egress = [{}] if fetching else [{"to": each_other}, DNS, *_tracing(revision)]
     name = workers_policy(owner.name, revision.name)
     policy_labels = {**names.of_service(owner.name), labels.REVISION: revision.name}
-    return owned(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, policy_labels)
+    return network_policy(owner, name, of_revision, ingress, egress, policy_labels)
 
 
 def _tracing(revision: Revision) -> list[Manifest]:
     """Return the ports of tracing collectors, at any address: a policy cannot contain host names."""
     ports = sorted({port for url in _endpoints(revision) if (port := _port(url))})
-    return [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}] if ports else []
+    return [{"ports": tcp(*ports)}] if ports else []
 
 
 def _endpoints(revision: Revision) -> Iterable[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -99,6 +101,12 @@ def _merged_by_name(base: list[Manifest], over: list[Manifest]) -> list[Manifest
     overlays = {one["name"]: one for one in over}
     kept = [merged(one, overlays.pop(one["name"], None)) for one in base]
     return [*kept, *(one for one in over if one["name"] in overlays)]
+
+
+def digest(value: Any) -> str:
+    """Return 16 hexadecimal digits, equal for equal values of JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def seconds(time: str) -> float:

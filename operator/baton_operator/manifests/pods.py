@@ -1,4 +1,4 @@
-"""Parts that all pods share: security contexts, environment, placement, and disruption budgets."""
+"""Parts that pods share: identity, environment, resources, probes, placement and disruption budgets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from baton_api import labels
 from baton_operator import names
 from baton_operator.kinds.engine import Variable
+from baton_operator.kinds.model import SecretReference
 from baton_operator.kinds.resources import ResourceRequirements
 from baton_operator.kinds.worker_role import Placement
 from baton_operator.manifests.objects import Manifest, Owner, given, owned
@@ -15,16 +16,22 @@ USER = 65532
 """The user of distroless images, without rights on the node."""
 
 
-def pod_security() -> Manifest:
-    """Return the security context of a pod, as the Pod Security Standard `restricted` requires."""
+def identity(account: str, pull_secrets: Sequence[str], *, token: bool = False) -> Manifest:
+    """Return account and security context of a pod, as the Pod Security Standard `restricted` requires."""
     return {
-        "runAsNonRoot": True,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,
-        # Kubelets change the owner of each of a volume's files only if that of its root differs.
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
+        "serviceAccountName": account,
+        "automountServiceAccountToken": token,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            # Kubelets change the owner of each of a volume's files only if that of its root differs.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        **given(imagePullSecrets=[{"name": name} for name in pull_secrets]),
     }
 
 
@@ -59,6 +66,26 @@ def resources(wanted: ResourceRequirements, claims: Sequence[str] = ()) -> Manif
 def field(name: str, path: str) -> Manifest:
     """Return a variable that Kubernetes sets from a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def from_secret(name: str, secret: str, key: str, *, optional: bool = False) -> Manifest:
+    """Return a variable that kubelets read from a Secret."""
+    reference = {"name": secret, "key": key, **({"optional": True} if optional else {})}
+    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
+
+
+def all_of_secret(secret: SecretReference | None) -> Manifest:
+    """Return `envFrom` with all keys of a Secret; empty without one."""
+    return {"envFrom": [{"secretRef": {"name": secret.name}}]} if secret else {}
+
+
+def probe(path: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": timeout_s,
+        "failureThreshold": failures,
+    }
 
 
 def placed(placement: Placement, selector: names.Labels, revision: str = labels.REVISION) -> Manifest:

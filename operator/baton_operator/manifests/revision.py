@@ -11,9 +11,6 @@ ConfigMap, since they may compute other hashes.
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 from pydantic import Field
 
 from baton_api.workers import Role
@@ -23,6 +20,7 @@ from baton_operator.kinds.model import Model
 from baton_operator.kinds.part import Part
 from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.kinds.worker_role import WorkerRole
+from baton_operator.manifests.objects import digest
 
 TEMPLATE_VERSION = 1
 """Version of the rendering of pods from a spec. A higher version creates new revisions of the same specs,
@@ -73,8 +71,7 @@ class Blueprint(Part):
         # Defaults are excluded, so a field that a later version adds changes no digest.
         written = same.model_dump(by_alias=True, mode="json", exclude_defaults=True)
         written["templateVersion"] = self.template_version
-        text = json.dumps(written, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:REVISION_LENGTH]
+        return digest(written)[:REVISION_LENGTH]
 
     @property
     def roles(self) -> dict[Role, WorkerRole]:

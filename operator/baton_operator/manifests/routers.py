@@ -11,13 +11,15 @@ from baton_operator.kinds.router_spec import Authentication
 from baton_operator.kinds.worker_role import TopologySpread
 from baton_operator.manifests import batches, tickets
 from baton_operator.manifests.mutual_tls import Shown
-from baton_operator.manifests.objects import Manifest, Owner, given, merged, owned
+from baton_operator.manifests.objects import Manifest, Owner, merged, owned
 from baton_operator.manifests.pods import (
+    all_of_secret,
     container_security,
     environment,
     field,
+    identity,
     placed,
-    pod_security,
+    probe,
     resources,
     scratch,
 )
@@ -107,20 +109,15 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
     wanted = spec.router
     volumes, mounts = scratch("/tmp", STATE_FOLDER, sizes=("1Gi", STATE_SIZE))
     secrets, secret_mounts = _secrets(spec.exposure.auth)
-    configuration = {"name": names.router(owner.name)}
     spread = wanted.placement.topology_spread or SPREAD
     placement = wanted.placement.model_copy(update={"topology_spread": spread})
     return {
         **placed(placement, names.selecting(owner.name, names.ROUTER), REVISION),
-        "serviceAccountName": names.router(owner.name),
-        "automountServiceAccountToken": True,
-        "enableServiceLinks": False,
-        "securityContext": pod_security(),
+        **identity(names.router(owner.name), spec.security.image_pull_secrets, token=True),
         "terminationGracePeriodSeconds": wanted.drain.total_s + END_S,
-        **given(imagePullSecrets=[{"name": name} for name in spec.security.image_pull_secrets]),
         "containers": [_container(owner, spec, image, shown, [*mounts, *secret_mounts])],
         "volumes": [
-            {"name": "weights", "configMap": configuration},
+            {"name": "weights", "configMap": {"name": names.router(owner.name)}},
             *volumes,
             *secrets,
             *batches.volumes(wanted.batches),
@@ -143,7 +140,7 @@ def _container(
             *batches.environment(wanted.batches),
             *environment(ticket_secret, wanted.env),
         ],
-        **given(envFrom=batches.environment_sources(wanted.batches)),
+        **all_of_secret(wanted.batches.files.credentials_secret_ref if wanted.batches.files else None),
         "ports": _ports(spec),
         "resources": resources(wanted.resources),
         "securityContext": container_security(),
@@ -153,11 +150,9 @@ def _container(
             *batches.mounts(wanted.batches),
             *shown.mounts,
         ],
-        "startupProbe": _probe("/health", period=2, failures=60),
-        "readinessProbe": _probe(
-            "/ready", period=2, failures=3
-        ),  # one slow answer does not remove the router
-        "livenessProbe": _probe("/health", period=10, failures=6),
+        "startupProbe": probe("/health", 2, 5, 60),
+        "readinessProbe": probe("/ready", 2, 5, 3),  # one slow answer does not remove the router
+        "livenessProbe": probe("/health", 10, 5, 6),
     }
 
 
@@ -213,12 +208,3 @@ def _secrets(auth: Authentication) -> tuple[list[Manifest], list[Manifest]]:
     volumes = [{"name": name, "secret": {"secretName": secret.name}} for name, secret, _ in mounted]
     mounts = [{"name": name, "mountPath": folder, "readOnly": True} for name, _, folder in mounted]
     return volumes, mounts
-
-
-def _probe(path: str, period: int, failures: int) -> Manifest:
-    return {
-        "httpGet": {"path": path, "port": "http"},
-        "periodSeconds": period,
-        "timeoutSeconds": 5,
-        "failureThreshold": failures,
-    }

@@ -14,6 +14,7 @@ from baton_operator import names
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.part import Anything
 from baton_operator.manifests.objects import Key, Manifest, Owner, key, owned
+from baton_operator.manifests.pods import from_secret
 
 KEY = "secret"
 """Key of the Secret that holds the value."""
@@ -32,8 +33,7 @@ def variable(name: str, service: str, pod_template: Anything | None) -> list[Var
     """The environment variable `name`; empty if the pod template of the spec sets it."""
     if any(one.get("name") == name for one in _environment(pod_template or {})):
         return []
-    reference = {"secretKeyRef": {"name": names.tickets(service), "key": KEY}}
-    return [Variable(name=name, value_from=reference)]
+    return [Variable.model_validate(from_secret(name, names.tickets(service), KEY))]
 
 
 def missing(

@@ -22,8 +22,8 @@ from baton_operator.manifests.pods import (
     container_security,
     environment,
     field,
+    identity,
     placed,
-    pod_security,
     resources,
     scratch,
 )
@@ -148,15 +148,13 @@ def _pod(owner: Owner, revision: Revision, role: Role, container: EngineContaine
     return {
         **placement,
         **given(affinity=merged(_domain_affinity(owner, revision), placement.get("affinity"))),
-        "serviceAccountName": blueprint.service_account_name or names.workers_account(owner.name),
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
+        **identity(
+            blueprint.service_account_name or names.workers_account(owner.name), blueprint.image_pull_secrets
+        ),
         # In the node's network, cluster names are otherwise unknown.
         **({"dnsPolicy": "ClusterFirstWithHostNet"} if in_node_network(spec) else {}),
-        "securityContext": pod_security(),
         "terminationGracePeriodSeconds": container.pre_stop_s + container.stop_s + END_S,
         **given(
-            imagePullSecrets=[{"name": name} for name in blueprint.image_pull_secrets],
             initContainers=model.init_containers,
             resourceClaims=[
                 {"name": one.name, "resourceClaimTemplateName": one.resource_claim_template_name}
@@ -190,12 +188,10 @@ def _main(revision: Revision, role: Role, container: EngineContainer, mounts: li
                 spec.env,
             ),
         ],
-        "ports": container.ports,
         "resources": resources(spec.resources, [one.name for one in spec.resource_claims]),
         "securityContext": container_security(),
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *mounts],
-        **container.probes,
-        **container.lifecycle,
+        **container.served,
     }
 
 

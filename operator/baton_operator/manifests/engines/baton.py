@@ -14,15 +14,13 @@ COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
 def container(worker: WorkerPod) -> EngineContainer:
     """Return the container of a worker."""
-    drain = worker.spec.drain
     return EngineContainer(
+        worker,
         args=[*_flags(worker), *worker.arguments],
         ports=_ports(worker),
         env=_tickets(worker),
         ready="/ready",
         startup_s=worker.spec.startup_timeout.whole_seconds,
-        pre_stop_s=drain.pre_stop_delay.whole_seconds,
-        stop_s=drain.timeout.whole_seconds,
     )
 
 

@@ -26,49 +26,39 @@ GROUP_NAME_LIMIT = 29
 """Maximum characters of the name of a service with several nodes per worker: Kubernetes limits the names of
 the StatefulSets that LeaderWorkerSet creates to 52."""
 
-_ADDRESS = "the ports and the Service of the pods"
-_MODEL = "spec.model.uri"
-_NAMES = "spec.model.name and spec.model.aliases"
-_TRANSFER = "the roles of the spec, spec.transfer and the pod's address"
-_EVENTS = "the ports that routers read"
 _NODES = "parallelism.nodes of the role"
-_DRAIN = "drain.timeout of the role"
+_TRANSFER = "the roles of the spec, spec.transfer and the pod's address"
+_TENSOR, _PIPELINE = "parallelism.tensor of the role", "parallelism.pipeline of the role"
+
+_OF_BOTH = {
+    "--model": "spec.model.uri",
+    "--served-model-name": "spec.model.name and spec.model.aliases",
+    **dict.fromkeys(("--host", "--port"), "the ports and the Service of the pods"),
+    "--kv-events-config": "the ports that routers read",
+    "--tensor-parallel-size": _TENSOR,
+    "--pipeline-parallel-size": _PIPELINE,
+    **dict.fromkeys(("--nnodes", "--node-rank"), _NODES),
+}
 
 OWNED_FLAGS: Mapping[EngineType, Mapping[str, str]] = {
     "vLLM": {
-        "--model": _MODEL,
-        "--served-model-name": _NAMES,
-        "--host": _ADDRESS,
-        "--port": _ADDRESS,
+        **_OF_BOTH,
         "--kv-transfer-config": _TRANSFER,
-        "--kv-events-config": _EVENTS,
-        "--shutdown-timeout": _DRAIN,
+        "--shutdown-timeout": "drain.timeout of the role",
         **dict.fromkeys((ENABLE_LORA, MAX_LORAS, MAX_LORA_RANK), "spec.engine.lora"),
-        "--tensor-parallel-size": "parallelism.tensor of the role",
-        "-tp": "parallelism.tensor of the role",
-        "--pipeline-parallel-size": "parallelism.pipeline of the role",
-        "-pp": "parallelism.pipeline of the role",
-        **dict.fromkeys(
-            ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"), _NODES
-        ),
+        "-tp": _TENSOR,
+        "-pp": _PIPELINE,
+        **dict.fromkeys(("-n", "-r", "--master-addr", "--master-port", "--headless"), _NODES),
     },
     "SGLang": {
-        "--model-path": _MODEL,
-        "--model": _MODEL,
-        "--served-model-name": _NAMES,
-        "--host": _ADDRESS,
-        "--port": _ADDRESS,
-        "--kv-events-config": _EVENTS,
+        **_OF_BOTH,
+        "--model-path": "spec.model.uri",
         "--disaggregation-mode": _TRANSFER,
         "--disaggregation-transfer-backend": _TRANSFER,
         "--disaggregation-bootstrap-port": _TRANSFER,
-        "--tp-size": "parallelism.tensor of the role",
-        "--tp": "parallelism.tensor of the role",
-        "--tensor-parallel-size": "parallelism.tensor of the role",
-        "--pp-size": "parallelism.pipeline of the role",
-        "--pp": "parallelism.pipeline of the role",
-        "--pipeline-parallel-size": "parallelism.pipeline of the role",
-        **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"), _NODES),
+        **dict.fromkeys(("--tp-size", "--tp"), _TENSOR),
+        **dict.fromkeys(("--pp-size", "--pp"), _PIPELINE),
+        **dict.fromkeys(("--dist-init-addr", "--nccl-init-addr"), _NODES),
     },
 }
 """Flags that the operator sets, with what determines their value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.objects import Manifest, Owner
+from baton_operator.manifests.pods import probe
 from baton_operator.manifests.ports import Ports
 from baton_operator.manifests.revision import Blueprint, Revision
 
@@ -55,48 +57,53 @@ class WorkerPod:
 class EngineContainer:
     """Fields of the main container that an engine decides."""
 
+    worker: WorkerPod
     args: list[str]
     ports: list[Manifest]
-    """Named container ports; `http` is that of probes and metrics."""
+    """Named container ports; `http` is that of probes and metrics. Unused by other nodes than the first."""
+    startup_s: int
+    """Seconds from the start until the worker has to be ready."""
     command: Sequence[str] = ()
     """Empty: the entry point of the image."""
     env: Sequence[Variable] = ()
     """Variables that users may override."""
     ready: str = "/health"
     """Path that answers with status 200 once the worker accepts requests."""
-    startup_s: int = 0
-    """Seconds from the start until the worker has to be ready. 0: the pod has no probes."""
-    pre_stop_s: int = 0
-    """Seconds of the preStop hook, during which the worker still serves."""
-    stop_s: int = 0
-    """Seconds that the engine may take to stop after that."""
+    kept_s: int = 0
+    """Seconds after the drain timeout for which the engine keeps blocks that were not read."""
 
     @property
-    def probes(self) -> Manifest:
-        """Probes. Liveness has a long timeout: a slow step must not restart a worker."""
-        if not self.startup_s:
-            return {}
+    def pre_stop_s(self) -> int:
+        """Seconds of the preStop hook, during which the worker still serves."""
+        drain = self.worker.spec.drain
+        # Other nodes have to outlive the first one, which drains.
+        return drain.total_s + self.kept_s if self.worker.follower else drain.pre_stop_delay.whole_seconds
+
+    @property
+    def stop_s(self) -> int:
+        """Seconds that the engine may take to stop after that."""
+        return 0 if self.worker.follower else self.worker.spec.drain.timeout.whole_seconds + self.kept_s
+
+    @property
+    def served(self) -> Manifest:
+        """Ports, probes and the preStop hook. A slow step must not restart a worker: liveness waits long."""
+        seconds = self.pre_stop_s
+        hook = {"lifecycle": {"preStop": {"sleep": {"seconds": seconds}}}} if seconds else {}
+        if self.worker.follower:
+            return {"ports": [], **hook}
         failures = max(1, self.startup_s // STARTUP_PERIOD_S)
         return {
-            "startupProbe": _probe(self.ready, STARTUP_PERIOD_S, 5, failures),
-            "readinessProbe": _probe(self.ready, 5, 5, 2),
-            "livenessProbe": _probe("/health", 20, 15, 6),
+            "ports": self.ports,
+            "startupProbe": probe(self.ready, STARTUP_PERIOD_S, 5, failures),
+            "readinessProbe": probe(self.ready, 5, 5, 2),
+            "livenessProbe": probe("/health", 20, 15, 6),
+            **hook,
         }
 
-    @property
-    def lifecycle(self) -> Manifest:
-        """The preStop hook: the worker serves until all routers know of its deletion."""
-        seconds = self.pre_stop_s
-        return {"lifecycle": {"preStop": {"sleep": {"seconds": seconds}}}} if seconds else {}
 
-
-def _probe(path: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
-    return {
-        "httpGet": {"path": path, "port": "http"},
-        "periodSeconds": period_s,
-        "timeoutSeconds": timeout_s,
-        "failureThreshold": failures,
-    }
+def compact(values: Manifest) -> str:
+    """Return the JSON of a flag."""
+    return json.dumps(values, separators=(",", ":"))
 
 
 def event_ports(ports: Ports) -> list[Manifest]:

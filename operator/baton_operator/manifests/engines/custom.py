@@ -19,12 +19,10 @@ def container(worker: WorkerPod) -> EngineContainer:
         "BATON_PORT": str(worker.ports.http),
         "BATON_SERVED_NAME": worker.blueprint.served_names[0],
     }
-    drain = worker.spec.drain
     return EngineContainer(
+        worker,
         args=worker.arguments,
         ports=[{"name": "http", "containerPort": worker.ports.http}],
         env=[USER, *(Variable(name=name, value=value) for name, value in values.items())],
         startup_s=startup_s(worker.blueprint.model, worker.spec),
-        pre_stop_s=drain.pre_stop_delay.whole_seconds,
-        stop_s=drain.timeout.whole_seconds,
     )

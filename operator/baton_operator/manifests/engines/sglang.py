@@ -7,8 +7,6 @@ still reads the blocks included, and has no time limit of its own.
 
 from __future__ import annotations
 
-import json
-
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.manifests.engines.arguments import data_parallel
@@ -18,31 +16,24 @@ from baton_operator.manifests.engines.container import (
     USER,
     EngineContainer,
     WorkerPod,
+    compact,
     event_ports,
 )
 from baton_operator.manifests.engines.startup import startup_s
 from baton_operator.manifests.objects import Manifest
 
-COMMAND = ("python3", "-m", "sglang.launch_server")
 MODES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 
 def container(worker: WorkerPod) -> EngineContainer:
     """Return the container of a worker, or of another node of it."""
-    drain = worker.spec.drain
-    args = [f"--model-path={worker.model}", *_flags(worker), *worker.arguments]
-    variables = [USER, Variable(name="SGLANG_HOST_IP", value="$(POD_IP)")]
-    if worker.follower:
-        # Other nodes have to outlive the first one, which drains.
-        return EngineContainer(command=COMMAND, args=args, ports=[], env=variables, pre_stop_s=drain.total_s)
     return EngineContainer(
-        command=COMMAND,
-        args=args,
+        worker,
+        command=("python3", "-m", "sglang.launch_server"),
+        args=[f"--model-path={worker.model}", *_flags(worker), *worker.arguments],
         ports=_ports(worker),
-        env=variables,
+        env=[USER, Variable(name="SGLANG_HOST_IP", value="$(POD_IP)")],
         startup_s=startup_s(worker.blueprint.model, worker.spec),
-        pre_stop_s=drain.pre_stop_delay.whole_seconds,
-        stop_s=drain.timeout.whole_seconds,
     )
 
 
@@ -59,7 +50,7 @@ def _flags(worker: WorkerPod) -> list[str]:
         f"--port={ports.http}",
         f"--dtype={engine.dtype}",
         *_parallelism(worker),
-        *([] if data_parallel(worker.arguments) else [f"--kv-events-config={_json(events)}"]),
+        *([] if data_parallel(worker.arguments) else [f"--kv-events-config={compact(events)}"]),
         "--enable-metrics",
     ]
     if worker.role in MODES:
@@ -88,7 +79,3 @@ def _ports(worker: WorkerPod) -> list[Manifest]:
     if worker.role is Role.PREFILL:
         named.append({"name": "bootstrap", "containerPort": worker.ports.control})
     return named
-
-
-def _json(values: Manifest) -> str:
-    return json.dumps(values, separators=(",", ":"))

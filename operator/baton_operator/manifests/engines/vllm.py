@@ -7,8 +7,6 @@ have read them or their lease has ended: with --shutdown-timeout, vLLM counts su
 
 from __future__ import annotations
 
-import json
-
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.part import amount
@@ -19,13 +17,11 @@ from baton_operator.manifests.engines.container import (
     USER,
     EngineContainer,
     WorkerPod,
+    compact,
     event_ports,
 )
 from baton_operator.manifests.engines.startup import startup_s
 from baton_operator.manifests.objects import Manifest
-
-LEASE_S = 30
-"""Default lease of blocks in seconds (`kv_lease_duration` of NixlConnector)."""
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 
@@ -40,35 +36,23 @@ SIDE_CHANNEL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL
 
 def container(worker: WorkerPod) -> EngineContainer:
     """Return the container of a worker, or of another node of it."""
-    drain = worker.spec.drain
-    stop_s = drain.timeout.whole_seconds + (lease_s(worker) if worker.role is Role.PREFILL else 0)
-    args = [worker.model, *_flags(worker, stop_s), *worker.arguments]
-    if worker.follower:
-        # Other nodes have to outlive the first one, which drains.
-        return EngineContainer(
-            command=("vllm", "serve"),
-            args=args,
-            ports=[],
-            env=_variables(worker),
-            pre_stop_s=drain.pre_stop_delay.whole_seconds + stop_s,
-        )
     return EngineContainer(
+        worker,
         command=("vllm", "serve"),
-        args=args,
+        args=[worker.model, *_flags(worker), *worker.arguments],
         ports=_ports(worker),
         env=_variables(worker),
         startup_s=startup_s(worker.blueprint.model, worker.spec),
-        pre_stop_s=drain.pre_stop_delay.whole_seconds,
-        stop_s=stop_s,
+        kept_s=_kept_s(worker),
     )
 
 
-def lease_s(worker: WorkerPod) -> int:
-    """Return the lease of blocks in seconds: the time in which a transfer has to end."""
-    return worker.blueprint.transfer.timeout.whole_seconds
+def _kept_s(worker: WorkerPod) -> int:
+    """Return the seconds for which a worker that ends keeps its blocks: the lease of a prefill worker's."""
+    return worker.blueprint.transfer.timeout.whole_seconds if worker.role is Role.PREFILL else 0
 
 
-def _flags(worker: WorkerPod, stop_s: int) -> list[str]:
+def _flags(worker: WorkerPod) -> list[str]:
     engine, ports = worker.blueprint.engine, worker.ports
     events = {
         "enable_kv_cache_events": True,
@@ -83,14 +67,14 @@ def _flags(worker: WorkerPod, stop_s: int) -> list[str]:
         f"--port={ports.http}",
         f"--dtype={engine.dtype}",
         *_parallelism(worker),
-        *([] if data_parallel(worker.arguments) else [f"--kv-events-config={_json(events)}"]),
+        *([] if data_parallel(worker.arguments) else [f"--kv-events-config={compact(events)}"]),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
         f"--disable-access-log-for-endpoints={','.join(CHECKED)}",
-        f"--shutdown-timeout={stop_s}",
+        f"--shutdown-timeout={worker.spec.drain.timeout.whole_seconds + _kept_s(worker)}",
     ]
     if worker.role in KV_ROLES:
-        flags.append(f"--kv-transfer-config={_json(_transfer(worker))}")
+        flags.append(f"--kv-transfer-config={compact(_transfer(worker))}")
     if engine.max_model_len is not None:
         flags.append(f"--max-model-len={engine.max_model_len}")
     if engine.kv_cache_memory is not None:
@@ -114,7 +98,7 @@ def _transfer(worker: WorkerPod) -> Manifest:
         "kv_role": KV_ROLES[worker.role],
         # A decode worker that cannot read blocks computes the prompt itself.
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kv_lease_duration": lease_s(worker)},
+        "kv_connector_extra_config": {"kv_lease_duration": worker.blueprint.transfer.timeout.whole_seconds},
     }
 
 
@@ -142,7 +126,3 @@ def _bytes(memory: str) -> int:
     (4294967296, 1500000000)
     """
     return int(amount(memory.replace(" ", "").removesuffix("B").replace("K", "k").replace("ki", "Ki")))
-
-
-def _json(values: Manifest) -> str:
-    return json.dumps(values, separators=(",", ":"))
