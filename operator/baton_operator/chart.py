@@ -7,7 +7,6 @@ read neither `crds/` nor Python.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -65,17 +64,12 @@ def _template(name: str, rules: Iterable[Rule]) -> str:
     return "\n".join([*lines, "{{- end -}}", ""])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Write the files, or check that they are current."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if a file is not what would be written")
-    parser.add_argument("--folder", type=Path, default=Path("charts/baton"))
-    given = parser.parse_args(arguments)
-    texts = {given.folder / name: text for name, text in generated().items()}
-    existing = set((given.folder / "files/crds").glob("*.yaml"))
-    if status := generated_files.settle(texts, existing, check=given.check):
-        sys.exit(status)
+def main() -> int:
+    """Write the files, or check with `--check` that they are current. Returns the exit status."""
+    folder = Path("charts/baton")
+    texts = {folder / name: text for name, text in generated().items()}
+    return generated_files.settle(texts, (folder / "files/crds").glob("*.yaml"), check="--check" in sys.argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

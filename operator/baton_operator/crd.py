@@ -6,7 +6,6 @@ The files in `crds/` are for users and for the chart; the operator does not read
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,15 +222,12 @@ def files() -> dict[str, str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    parser.add_argument("--folder", type=Path, default=Path("crds"))
-    given = parser.parse_args()
-    texts = {given.folder / name: text for name, text in files().items()}
-    if status := generated_files.settle(texts, given.folder.glob("*.yaml"), check=given.check):
-        sys.exit(status)
+def main() -> int:
+    """Write the files in `crds`, or check with `--check` that they are current. Returns the exit status."""
+    folder = Path("crds")
+    texts = {folder / name: text for name, text in files().items()}
+    return generated_files.settle(texts, folder.glob("*.yaml"), check="--check" in sys.argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

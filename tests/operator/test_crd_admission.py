@@ -181,6 +181,13 @@ OTHERS: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("batchjobs", {"serviceName": "a", "batchId": "batch_1"}, "batchId", "b", "spec.batchId"),
     ("batchjobs", {"serviceName": "a", "batchId": "batch_1"}, "endpoint", "/v1/rerank", "spec.endpoint"),
     ("loraadapters", {"serviceName": "a", "uri": "hf://a/b"}, "uri", "ftp://a/b/c", "spec.uri"),
+    (
+        "loraadapters",
+        {"serviceName": "a", "uri": "hf://a/b"},
+        "uri",
+        "s3://a/b",
+        "copy other files into a claim",
+    ),
     ("loraadapters", {"serviceName": "a", "uri": "hf://a/b"}, "rank", 0, "spec.rank"),
 ]
 

@@ -28,7 +28,7 @@ REPLICAS = Row(
         Panel(
             title="Replicas",
             description="Desired and ready replicas by role. If they differ for minutes, run "
-            "`kubectl describe inferenceservice NAME`.",
+            "`kubectl describe bsvc NAME`.",
             unit=count("replicas"),
             queries=(
                 Query(SELECTED.gauge(metrics.OPERATOR_DESIRED, "role", how="max"), "{{role}} desired"),
@@ -152,7 +152,7 @@ REVISIONS = Row(
         Panel(
             title="Rollbacks",
             description="Revisions that failed and were rolled back within the window. "
-            "`kubectl describe inferenceservice NAME` shows the cause.",
+            "`kubectl describe bsvc NAME` shows the cause.",
             unit=count("rollbacks"),
             queries=(
                 Query(
@@ -183,7 +183,7 @@ CONDITIONS = Row(
     (
         Panel(
             title="Conditions that should be True",
-            description="Ready and its parts, over time. `kubectl describe inferenceservice NAME` shows why "
+            description="Ready and its parts, over time. `kubectl describe bsvc NAME` shows why "
             "one is False.",
             unit=STATE,
             queries=(Query(_conditions("!~Progressing|Degraded"), "{{service}} {{type}}"),),

@@ -76,12 +76,7 @@ class WorkerTemplate:
             return rest
         if scheme == "pvc":
             return self._in_claim(rest)
-        if scheme != "hf":
-            raise FilesNotReachable(
-                f"A running pod cannot get files from {scheme}://. Copy them into a claim that the workers "
-                "mount, and set spec.uri to pvc://CLAIM/PATH."
-            )
-        return self._in_hub(adapter, rest)
+        return self._in_hub(rest)
 
     def _in_claim(self, rest: str) -> str:
         claim, _, folder = rest.partition("/")
@@ -97,14 +92,9 @@ class WorkerTemplate:
             "Put the files on a claim that they mount, or add a volume by podTemplate of each role."
         )
 
-    def _in_hub(self, adapter: LoraAdapterSpec, repository: str) -> str:
+    def _in_hub(self, repository: str) -> str:
         if repository.count("/") != 1 or repository.startswith("/") or repository.endswith("/"):
             raise FilesNotReachable(f"hf://{repository} is not of the form hf://ORGANIZATION/NAME.")
-        if adapter.credentials_secret_ref is not None:
-            raise FilesNotReachable(
-                "Workers download an hf:// adapter themselves, so credentialsSecretRef has no effect. Remove "
-                "it, and give the workers HF_TOKEN by spec.engine.env of the InferenceService."
-            )
         if not self.downloads:
             raise FilesNotReachable(
                 "Workers download an hf:// adapter themselves, and the NetworkPolicy of these workers allows "

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from baton_operator.kinds.model import SecretReference
 from baton_operator.kinds.part import Conditions, Count, Label, Part, Rule, rules
 
 PODS_LIMIT = 256
@@ -19,8 +18,8 @@ AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
 @rules(
     Rule("self.serviceName == oldSelf.serviceName", "serviceName cannot be changed", ".serviceName"),
     Rule(
-        "self.uri.matches('^(hf|s3|gs|oci|pvc|file)://')",
-        "uri begins with hf://, s3://, gs://, oci://, pvc:// or file://",
+        "self.uri.matches('^(hf|pvc|file)://')",
+        "uri begins with hf://, pvc:// or file://: copy other files into a claim that the workers mount",
         ".uri",
     ),
 )
@@ -33,9 +32,8 @@ class LoraAdapterSpec(Part):
     uri: Annotated[str, Field(min_length=8, max_length=1024)]
     """Location of the adapter's files, which have the format of PEFT. pvc://CLAIM/PATH is a folder of a claim
     that the workers mount. file:///PATH is a folder in their container. With hf://ORGANIZATION/NAME, the
-    worker downloads the newest commit; a vLLM worker computes nothing meanwhile. s3://, gs:// and oci://
-    are not implemented in this release. Changed files need another location: workers do not notice a
-    change."""
+    worker downloads the newest commit, with HF_TOKEN from spec.engine.env of the service; a vLLM worker
+    computes nothing meanwhile. Changed files need another location: workers do not notice a change."""
 
     name: AdapterName | None = None
     """Name of the adapter in requests, as `model`. Default: the name of this object."""
@@ -44,10 +42,6 @@ class LoraAdapterSpec(Part):
     """Rank of the adapter. If it is set and above spec.engine.lora.maxRank of the service, the operator does
     not try to load the adapter. Default: the worker reads it from the adapter's
     configuration."""
-
-    credentials_secret_ref: SecretReference | None = None
-    """Secret for the download. Not implemented in this release: workers download hf:// adapters with HF_TOKEN
-    from spec.engine.env of the service."""
 
 
 class AdapterPodStatus(Part):
