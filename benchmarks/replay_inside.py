@@ -27,7 +27,7 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache import kv_feed, prompt_chunks
-from baton_router.scheduling.picker import PickRequest, RequestEnd
+from baton_router.requests.picker import PickRequest, RequestEnd
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker

@@ -24,7 +24,7 @@ from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache.block_map import WorkerBlocks
 from baton_router.cache.prompt_chunks import PromptChunks
-from baton_router.scheduling.picker import PickRequest, RequestEnd
+from baton_router.requests.picker import PickRequest, RequestEnd
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from benchmarks.model_worker import BlockCache

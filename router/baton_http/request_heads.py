@@ -1,9 +1,11 @@
 """
-What the head of a request must say before its body is read (RFC 9112, 3.2 and 6).
+Heads of requests: what they must say before the body is read, and what a proxy forwards of them.
 
 A proxy in front may have read another meaning from the same bytes. Then it would take a part of one client's
 body for the next client's request. So a head that leaves a doubt about where its body ends is an error, and
-so is one that leaves a doubt about whom it is for.
+so is one that leaves a doubt about whom it is for (RFC 9112, 3.2 and 6).
+
+Headers that belong to one connection stay on it (RFC 9110, 7.6.1).
 """
 
 from __future__ import annotations
@@ -17,6 +19,20 @@ Headers = Sequence[tuple[bytes, bytes]]
 """Names are lower-case."""
 
 VERSIONS = ("1.1", "1.0")
+
+CONNECTION_HEADERS = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
 
 _NO_HOST = re.compile(rb"[\x00-\x20\x7f-\xff/?#@,\\]")
 """Bytes that no Host header contains."""

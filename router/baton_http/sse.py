@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from baton_api.answer_usage import AnswerUsage, take_comments
 from baton_api.errors import BatonError
+from baton_http.request_heads import Headers
 
 DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")
 MESSAGE_STOP = (b'\ndata: {"type":"message_stop"}', b'\ndata: {"type": "message_stop"}')
@@ -32,6 +33,11 @@ _INDEX = re.compile(rb'"index": ?([0-9]{1,9})')
 
 LINE_LIMIT = 1024 * 1024
 """Bytes of a line that may wait for its end; a longer one passes in parts."""
+
+
+def is_event_stream(headers: Headers) -> bool:
+    """Whether a response with these headers is a stream of events."""
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
 class EventStream:

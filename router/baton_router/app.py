@@ -48,15 +48,16 @@ from baton_http.protocol import count_for
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 from baton_router import service_info
 from baton_router.dashboard.endpoints import DATA_PATHS, LiveDashboard
+from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.metrics import registry as metric_families
 from baton_router.metrics.collectors import CacheMetrics, QueueMetrics, TenantMetrics
 from baton_router.metrics.registry import CertificateMetrics, MetricFamily, RouterMetrics, WorkerStatusMetrics
-from baton_router.metrics.tracing import open_tracing
 from baton_router.proxy import responses
 from baton_router.proxy.admin_operations import ADMIN_PATHS, AdminOperations
-from baton_router.proxy.forwarding import FORWARDED, WorkerCredentials
+from baton_router.proxy.forwarding import FORWARDED
 from baton_router.proxy.proxy import Proxy
 from baton_router.proxy.responses import ResponsesProxy
+from baton_router.proxy.tracing import open_tracing
 from baton_router.scheduling.dispatch import explain
 from baton_router.scheduling.fallback_policy import choose_worker
 from baton_router.scheduling.scheduler import RequestScheduler

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -20,9 +21,7 @@ from baton_api.keys import KeyDigests
 from baton_api.logs import Format
 from baton_api.process_memory import memory_limit
 from baton_api.setting_types import Bytes, Names, Origins
-from baton_router.gateway.settings import GatewaySettings
-from baton_router.scheduling import revision_weights
-from baton_router.workers.discovery.listed import DnsName
+from baton_batches.settings import BatchSettings
 
 
 def _worker_url(url: str) -> str:
@@ -32,13 +31,55 @@ def _worker_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """A name to resolve."""
+
+    name: str
+    port: int | None
+    """None: that and the host are in SRV records."""
+
+    @classmethod
+    def parse(cls, text: str) -> DnsName:
+        """
+        >>> DnsName.parse("workers:8000"), DnsName.parse("_http._tcp.workers")
+        (DnsName(name='workers', port=8000), DnsName(name='_http._tcp.workers', port=None))
+        """
+        name, colon, port = text.rpartition(":")
+        if not colon and text.startswith("_"):
+            return cls(text, None)
+        if not name or ":" in name or "/" in text or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                f"{text!r} is nothing to ask DNS for: give NAME:PORT, or the name of SRV records, such as "
+                "_http._tcp.workers.example.org"
+            )
+        return cls(name, int(port))
+
+
 def _dns_question(text: str) -> str:
     DnsName.parse(text)
     return text
 
 
+def parse_weight(text: str) -> tuple[str, float]:
+    """
+    >>> parse_weight("6f1c2ab9=10")
+    ('6f1c2ab9', 10.0)
+    """
+    revision, _, weight = (part.strip() for part in text.partition("="))
+    try:
+        number = float(weight)
+    except ValueError:
+        number = -1.0
+    if not revision or not 0 <= number < float("inf"):
+        raise ValueError(
+            f"Invalid weight: {text!r}. Expected REVISION=NUMBER, such as 6f1c2ab9=10, with a number >= 0"
+        )
+    return revision, number
+
+
 def _revision_weight(text: str) -> str:
-    revision_weights.parse_weight(text)
+    parse_weight(text)
     return text
 
 
@@ -83,7 +124,7 @@ CONTAINER_BYTES = 512 * 1024**2
 """Memory of a router's container by default, for systems that do not say what there is."""
 
 
-class RouterSettings(GatewaySettings):
+class RouterSettings(BatchSettings):
     """Settings of one router."""
 
     model_config = SettingsConfigDict(
@@ -105,6 +146,7 @@ class RouterSettings(GatewaySettings):
         "api_key": "Authentication",
         "responses_kept": "Responses",
         "log_format": "Observability",
+        "gateway_port": "Gateway API",
     }
     """The first setting of each group in the help, and the title of the group."""
 
@@ -407,6 +449,20 @@ class RouterSettings(GatewaySettings):
 
     tracing_ratio: float = Field(default=1.0, ge=0, le=1)
     """Fraction (0-1) of requests to trace, among those whose `traceparent` does not decide."""
+
+    # --- Gateway API ---
+
+    gateway_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the endpoint picker, which Envoy gateways ask where a request goes: ext_proc over gRPC, as
+    Gateway API's inference extension defines it. 0: a free port. Requires `batonserve[gateway]`. Empty:
+    disabled."""
+
+    gateway_host: str = ""
+    """Address on which the endpoint picker listens. Empty: that of --host."""
+
+    gateway_certificate: str = "self-signed"
+    """Certificate of --gateway-port: `self-signed`, `none` for plaintext (h2c), or a folder with `tls.crt`
+    and `tls.key`, such as a mounted Secret. Changed files are used for new connections."""
 
     @property
     def connection_bytes(self) -> int:

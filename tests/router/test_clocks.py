@@ -16,7 +16,7 @@ CALENDAR_READERS = {
     "baton_router/dashboard/endpoints.py": "arrival times, for people to read",
     "baton_router/gateway/certificate.py": "validity of a self-signed certificate",
     "baton_router/gateway/exchange.py": "expiry of tickets",
-    "baton_router/metrics/tracing.py": "times of spans, beside those of other services",
+    "baton_router/proxy/tracing.py": "times of spans, beside those of other services",
     "baton_router/engines/checks.py": "expiry of tickets",
     "baton_router/proxy/admin_operations.py": "expiry of tickets",
     "baton_router/proxy/proxy.py": "expiry of tickets",

@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton_api.workers import Role
+from baton_router.settings import DnsName
 from baton_router.workers.discovery.dns import (
     EMPTY_ANSWERS_LIMIT,
     Address,
     DnsWorkers,
     LastGoodAddresses,
 )
-from baton_router.workers.discovery.listed import DnsName, ListedWorker
+from baton_router.workers.discovery.listed import ListedWorker
 from tests.router.fake_dns import FakeDns
 from tests.router.running import until
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from baton_router.proxy.timeouts import OVERDUE, SLOW, FirstByteTimeout, first_byte_s, first_token_timeout_s
-from baton_router.scheduling.picker import Grant
+from baton_router.engines.contract import OVERDUE
+from baton_router.proxy.timeouts import SLOW, FirstByteTimeout, first_byte_s
+from baton_router.requests.picker import Grant
+from baton_router.scheduling.scheduler import first_token_timeout_s
 
 PREDICTIONS = {
     "a short one has the least": (0.05, 2.05),

@@ -26,8 +26,8 @@ from baton_router.frontends.link import error_of, rejection_of
 from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.frontends.scheduler_service import SchedulerService
 from baton_router.metrics.registry import MetricFamily
+from baton_router.requests.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.scheduling.admission import QueueCapacity
-from baton_router.scheduling.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.workers.worker import Worker
 from tests.router.fake_worker import FakeWorker, hang
 from tests.router.running import until

@@ -17,12 +17,12 @@ from baton_api.errors import PoisonRequest, WorkerLost
 from baton_api.headers import PATIENT_CLASS
 from baton_api.resuming import Beginning, begin_line, tokens_line
 from baton_api.workers import Role
-from baton_router.proxy.retries import (
+from baton_router.proxy.retries import RESERVE
+from baton_router.scheduling.crash_history import (
     BATCH_LOSSES_LIMIT,
     LOSSES_LIMIT,
     REMEMBERED_LIMIT,
     REMEMBERED_S,
-    RESERVE,
     CrashHistory,
     Key,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton_router.cache.prompt_chunks import CHUNK_BYTES, PromptChunks
-from baton_router.proxy.routed_request import RoutedRequest
+from baton_router.requests.inference_request import InferenceRequest
 
 SYSTEM = {"role": "system", "content": "Be brief. " * 200}
 USER = {"role": "user", "content": "What is the capital of France?"}
@@ -20,7 +20,7 @@ ANSWER = {"role": "assistant", "content": "Paris. " * 150}
 def prompt_of(path: str = "/v1/chat/completions", **fields: Any) -> PromptChunks:
     body = json.dumps({"model": "tiny", **fields}).encode()
     scope = {"query_string": b"", "raw_path": path.encode(), "path": path, "headers": []}
-    return RoutedRequest(scope, body).prompt
+    return InferenceRequest(scope, body).prompt
 
 
 def shared(one: PromptChunks, other: PromptChunks) -> int:

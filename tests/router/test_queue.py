@@ -17,13 +17,13 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import chunk_text
+from baton_router.requests.picker import PickRequest
+from baton_router.requests.request_cost import RequestCost
 from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.dispatcher import Dispatcher
-from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import LEAST_TICK_S, TICK_S, Queue
 from baton_router.scheduling.queued_request import BATCHED_PROMPTS_S, NEARLY_DONE_S, REPLAN_S
-from baton_router.scheduling.request_cost import RequestCost
 from baton_router.settings import RouterSettings
 from baton_router.workers.costs import WorkerKind
 from baton_router.workers.worker import FULL_S, Worker, Workers

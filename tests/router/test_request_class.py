@@ -6,7 +6,7 @@ import pytest
 
 from baton_api import headers
 from baton_api.errors import Forbidden, InvalidRequest
-from baton_router.proxy.routed_request import request_class
+from baton_router.requests.inference_request import request_class
 from baton_router.tenants.tenants import DEFAULT_TENANT, Tenant
 
 SOME = Tenant(name="some", classes=frozenset({"default", "batch"}), default_class="batch")

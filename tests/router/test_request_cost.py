@@ -10,8 +10,8 @@ import pytest
 from baton_api import headers
 from baton_api.errors import InvalidRequest
 from baton_api.limits import ALL_CHOICES
-from baton_router.proxy.routed_request import RoutedRequest
-from baton_router.scheduling.request_cost import ANSWER_WEIGHT, RequestCost
+from baton_router.requests.inference_request import InferenceRequest
+from baton_router.requests.request_cost import ANSWER_WEIGHT, RequestCost
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, running_router
 from tests.router.test_quotas import ask, tenants
@@ -51,7 +51,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], RequestCost]] = {
 
 def cost_of(path: str, body: dict[str, Any]) -> RequestCost:
     scope: Any = {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
-    return RoutedRequest(scope, json.dumps({"model": "tiny", **body}).encode()).cost
+    return InferenceRequest(scope, json.dumps({"model": "tiny", **body}).encode()).cost
 
 
 @pytest.mark.parametrize(("path", "body", "expected"), BODIES.values(), ids=BODIES.keys())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_api.reports import PromptReport
-from baton_router.metrics.tracing import RequestTimes, request_phases
+from baton_router.proxy.tracing import RequestTimes, request_phases
 
 
 def report(**fields: Any) -> PromptReport:

@@ -10,7 +10,7 @@ import pytest
 from baton_api import anthropic
 from baton_api.errors import InternalError, WorkerLost
 from baton_api.resuming import Beginning, Resumption, begin_line, tokens_line, with_resumption
-from baton_router.proxy.resume_state import MessageStream, ResumableStream
+from baton_router.requests.resumable_stream import MessageStream, ResumableStream
 
 BEGUN = Beginning("chatcmpl-1", 1700000000, 42, 16)
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError
-from baton_router.scheduling.revision_weights import RevisionWeights, parse_weight
+from baton_router.scheduling.revision_weights import RevisionWeights
+from baton_router.settings import parse_weight
 
 WRONG = ["", "=1", "abc", "abc=", "abc=ten", "abc=-1", "abc=nan", "abc=inf"]
 

@@ -13,7 +13,7 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache.prompt_chunks import chunk_text
-from baton_router.scheduling.picker import Grant, PickRequest, RequestEnd
+from baton_router.requests.picker import Grant, PickRequest, RequestEnd
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from baton_router.tenants.tenants import CLASSES, TenantLimits

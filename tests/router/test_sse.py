@@ -11,7 +11,7 @@ from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import WorkerLost
 from baton_http import sse
 from baton_http.sse import EventStream, GenerateStream, ResponseStream
-from baton_router.proxy.resume_state import MessageStream, ResumableStream
+from baton_router.requests.resumable_stream import MessageStream, ResumableStream
 
 ONE = b'data: {"a": 1}\n\n'
 DONE = b"data: [DONE]\n\n"

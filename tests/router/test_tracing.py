@@ -15,7 +15,7 @@ from baton_api.headers import PROMPT
 from baton_api.reports import PromptReport
 from baton_api.resuming import Beginning, begin_line, tokens_line
 from baton_api.workers import Role
-from baton_router.metrics.tracing import open_tracing
+from baton_router.proxy.tracing import open_tracing
 from baton_router.settings import RouterSettings
 from tests.router.collector import Collector
 from tests.router.fake_worker import (

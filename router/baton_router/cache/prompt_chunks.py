@@ -18,6 +18,9 @@ from xxhash import xxh3_64_intdigest as digest
 CHUNK_BYTES = 512
 """Shorter ones find a few tokens more and cost more to look up: a prompt of 32 KB has 64."""
 
+BYTES_PER_TOKEN = 4.0
+"""Of prompts, before a worker has reported one: as in English text."""
+
 
 LABELS = {role: role.encode() for role in ("system", "developer", "user", "assistant", "tool")}
 """Of messages, the usual ones."""

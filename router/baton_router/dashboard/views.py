@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from baton_api import __version__
-from baton_router.metrics.tracing import RequestTimes, request_phases
+from baton_router.proxy.tracing import RequestTimes, request_phases
 from baton_router.scheduling.dispatch import Dispatch, explain
 from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import Queue

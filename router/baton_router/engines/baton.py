@@ -14,9 +14,8 @@ from baton_api.reports import PromptReport
 from baton_api.resuming import Resumption, with_resumption
 from baton_http.sse import EventStream
 from baton_http.upstream import Headers, UpstreamExchange
-from baton_router.engines.contract import Call, ResumeState
-from baton_router.proxy.forwarding import PROMPT
-from baton_router.proxy.resume_state import ResumableStream
+from baton_router.engines.contract import PROMPT, Call, ResumeState
+from baton_router.requests.resumable_stream import ResumableStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton_api import headers
 from baton_api.engines import EngineKind
 from baton_api.reports import Fallback, PromptReport
 from baton_api.workers import Load
 from baton_http.http_client import UpstreamPool
 from baton_http.sse import EventStream
 from baton_http.upstream import ExchangeHolder, Headers, UpstreamExchange
-from baton_router.proxy.retries import PREFILL_CRASHED
-from baton_router.proxy.routed_request import RoutedRequest
-from baton_router.scheduling.picker import Grant
+from baton_router.requests.inference_request import InferenceRequest
+from baton_router.requests.picker import Grant
+
+PROMPT = headers.PROMPT.encode()
+
+OVERDUE = "overdue"
+"""Cause of a loss after which no other worker is tried."""
 
 PREFILL_LOST = "prefill"
 """Cause of a loss for which the prefill worker of a pair is to blame."""
+
+PREFILL_CRASHED = "prefill_crashed"
+"""Cause of a loss for which a prefill worker is to blame that died or stopped with the request."""
+
+CRASH_CAUSES = frozenset({"reset", "hung", PREFILL_CRASHED})
+"""Causes of `UpstreamLost` of which the request itself may be the reason: its worker died or stopped."""
 
 PREFILL_CAUSES = frozenset({PREFILL_LOST, PREFILL_CRASHED})
 
@@ -52,7 +63,7 @@ class ResumeState(Protocol):
 class Call:
     """One request at the workers of one grant. Times are of `clock`, in seconds."""
 
-    request: RoutedRequest
+    request: InferenceRequest
     grant: Grant
     upstreams: UpstreamPool
     head: HeadOf

@@ -24,9 +24,8 @@ from baton_api.reports import PromptReport
 from baton_http.sse import EventStream
 from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
 from baton_router.engines.bodies import openai_error, with_members
-from baton_router.engines.contract import PREFILL_LOST, Call, ResumeState
+from baton_router.engines.contract import CRASH_CAUSES, PREFILL_CRASHED, PREFILL_LOST, Call, ResumeState
 from baton_router.engines.openai import estimated_report, usage_of
-from baton_router.proxy.retries import CRASH_CAUSES, PREFILL_CRASHED
 
 SESSIONS = 2**63
 """Transfer sessions (`bootstrap_room`) are random numbers below this."""

@@ -23,10 +23,9 @@ from baton_http.sse import EventStream
 from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
 from baton_router.cache.token_blocks import prompt_tail
 from baton_router.engines.bodies import openai_error, with_members
-from baton_router.engines.contract import Call, ResumeState
+from baton_router.engines.contract import OVERDUE, Call, ResumeState
 from baton_router.engines.openai import estimated_report, usage_of
 from baton_router.engines.vllm_stream import ABORTED, StreamOptions, VllmState, VllmStream, with_cached_tokens
-from baton_router.proxy.timeouts import OVERDUE
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

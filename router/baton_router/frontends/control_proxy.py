@@ -16,7 +16,7 @@ import httptools
 from baton_api.errors import NotReady
 from baton_http.http_client import request_head
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
-from baton_router.proxy.forwarding import CONNECTION_HEADERS
+from baton_http.request_heads import CONNECTION_HEADERS
 
 log = logging.getLogger(__name__)
 

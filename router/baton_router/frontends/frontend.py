@@ -26,10 +26,10 @@ from baton_http.replies import Receive, Scope, Send, request_id, send_error, sen
 from baton_router.frontends.control_proxy import ControlProxy
 from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.metrics.registry import RouterMetrics, export_families
-from baton_router.metrics.tracing import open_tracing
 from baton_router.proxy import responses
 from baton_router.proxy.forwarding import FORWARDED
 from baton_router.proxy.proxy import Proxy
+from baton_router.proxy.tracing import open_tracing
 from baton_router.scheduling.admission import QueueCapacity
 from baton_router.settings import RouterSettings
 from baton_router.tenants.access import Authenticator, tenant_of

@@ -16,7 +16,7 @@ from baton_api import errors
 from baton_api.errors import BatonError, InternalError
 from baton_api.reports import PromptReport
 from baton_router.metrics.registry import MetricFamily
-from baton_router.scheduling.picker import Grant, PickRequest, RequestEnd, WorkerLoss
+from baton_router.requests.picker import Grant, PickRequest, RequestEnd, WorkerLoss
 
 FRAME_LIMIT = 64 * 1024 * 1024
 """Bytes of one message: the chunks of the longest prompt are some hundred kilobytes."""

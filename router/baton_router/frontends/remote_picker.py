@@ -36,8 +36,8 @@ from baton_router.frontends.link import (
     WorkerFull,
 )
 from baton_router.metrics.registry import MetricFamily
+from baton_router.requests.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.scheduling.admission import QueueCapacity
-from baton_router.scheduling.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.scheduling.queue import ENTRY_BYTES
 
 log = logging.getLogger(__name__)

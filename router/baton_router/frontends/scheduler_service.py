@@ -34,7 +34,7 @@ from baton_router.frontends.link import (
     WorkerRegistry,
 )
 from baton_router.metrics.registry import MetricFamily
-from baton_router.scheduling.picker import Grant, Picker, RequestEnd
+from baton_router.requests.picker import Grant, Picker, RequestEnd
 from baton_router.workers.worker import ACCEPTING, Worker, WorkerStatus
 
 log = logging.getLogger(__name__)

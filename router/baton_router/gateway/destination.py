@@ -20,11 +20,11 @@ from baton_http.replies import REQUEST_ID
 from baton_http.upstream import Headers
 from baton_router.engines import sglang, vllm
 from baton_router.engines.bodies import with_members
+from baton_router.engines.worker_head import PREFILL, SALT, TENANT, TICKET, WorkerCredentials
 from baton_router.gateway.messages import DESTINATION
 from baton_router.proxy import responses
-from baton_router.proxy.forwarding import PREFILL, SALT, TENANT, TICKET, WorkerCredentials
-from baton_router.proxy.routed_request import CLASS, RoutedRequest
-from baton_router.scheduling.picker import Grant
+from baton_router.requests.inference_request import CLASS, InferenceRequest
+from baton_router.requests.picker import Grant
 
 _OURS = "x-baton-"
 
@@ -56,7 +56,7 @@ async def destination_of(worker: str) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def worker_body(request: RoutedRequest, grant: Grant) -> bytes:
+def worker_body(request: InferenceRequest, grant: Grant) -> bytes:
     """
     The body for the worker: unchanged, except that vLLM reads the cache salt of a tenant from it.
 
@@ -74,7 +74,7 @@ def worker_body(request: RoutedRequest, grant: Grant) -> bytes:
 
 def worker_headers(
     grant: Grant,
-    request: RoutedRequest,
+    request: InferenceRequest,
     request_id: bytes,
     destination: str,
     credentials: WorkerCredentials,

@@ -24,6 +24,8 @@ from baton_api.errors import (
     RouteNotFound,
 )
 from baton_http.replies import Scope, request_id
+from baton_router.engines.contract import PROMPT
+from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.gateway import messages
 from baton_router.gateway.destination import destination_of, removed_headers, worker_body, worker_headers
 from baton_router.gateway.messages import ProcessingRequest, ProcessingResponse
@@ -31,10 +33,9 @@ from baton_router.gateway.observed_response import ObservedResponse
 from baton_router.gateway.own_answers import OwnAnswers
 from baton_router.metrics.registry import RouterMetrics
 from baton_router.proxy import responses
-from baton_router.proxy.forwarding import FORWARDED, PROMPT, WorkerCredentials, response_headers
-from baton_router.proxy.routed_request import RoutedRequest
-from baton_router.scheduling.direct_route import DirectRoute
-from baton_router.scheduling.picker import Picker
+from baton_router.proxy.forwarding import FORWARDED, response_headers
+from baton_router.requests.inference_request import InferenceRequest
+from baton_router.requests.picker import DirectRoute, Picker
 from baton_router.tenants.access import Authenticator, error_for, tenant_of
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class GatewayExchange:
         self._response_mode = messages.FULL_DUPLEX
         self._chunks: list[bytes] = []
         self._size = self._held = 0
-        self._request: RoutedRequest | None = None
+        self._request: InferenceRequest | None = None
         self._arrived = self._granted = self._opened = 0.0
         self._rejected = 0
         self._closed = False
@@ -176,7 +177,7 @@ class GatewayExchange:
                 "workers, which store no responses. Send the whole conversation as input.",
                 param="previous_response_id",
             )
-        self._request = request = RoutedRequest(scope, body, tenant)
+        self._request = request = InferenceRequest(scope, body, tenant)
         grant = await services.picker.pick(request.pick_request(direct=DirectRoute(self._subset)))
         self.response = ObservedResponse(grant, services.picker, request)
         self._granted = time.perf_counter()

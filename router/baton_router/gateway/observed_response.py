@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from baton_api.answer_usage import AnswerUsage
 from baton_api.reports import PromptReport
-from baton_http.sse import EventStream, usage_tokens
+from baton_http.sse import EventStream, is_event_stream, usage_tokens
 from baton_http.upstream import Headers
+from baton_router.engines.contract import PROMPT
 from baton_router.proxy.attempt import BAD, BUSY, FAILED, OK
-from baton_router.proxy.forwarding import PROMPT, is_event_stream
-from baton_router.proxy.routed_request import RoutedRequest
-from baton_router.scheduling.picker import Grant, Picker, RequestEnd
+from baton_router.requests.inference_request import InferenceRequest
+from baton_router.requests.picker import Grant, Picker, RequestEnd
 
 TAIL_LIMIT = 4096
 """Bytes at the end of a response that are kept to read its usage."""
@@ -23,7 +23,7 @@ TAIL_LIMIT = 4096
 class ObservedResponse:
     """The response of one grant, which this object releases once."""
 
-    def __init__(self, grant: Grant, picker: Picker, request: RoutedRequest) -> None:
+    def __init__(self, grant: Grant, picker: Picker, request: InferenceRequest) -> None:
         self.grant = grant
         self._request = request
         self._picker = picker

@@ -1,7 +1,6 @@
 """
-Counters of requests and decisions: outcomes, models, tenant usage, and expected against actual cached tokens.
+Counters of requests: outcomes, models, and the usage of tenants.
 
-`RequestCounters` belongs to a process that holds clients' connections, `DecisionCounters` to the scheduler.
 Clients choose the model's name, so it becomes a label only after a worker was chosen for it. The number of
 label values is bounded: later names count as `other`.
 """
@@ -98,38 +97,3 @@ class BoundedLabels:
     def existing_label(self, name: str) -> str:
         """Return the label of an untrusted name; a new one counts as `other` and takes no place."""
         return name if name in self._names else OTHER
-
-
-class DecisionCounters(Collector):
-    """Counted as decisions are made and as answers begin."""
-
-    def __init__(self) -> None:
-        self._decisions = LabeledCounter(metrics.ROUTER_DECISIONS)
-        self._tokens = LabeledCounter(metrics.ROUTER_PREFIX_TOKENS)
-        self._transfer = LabeledHistogram(metrics.ROUTER_TRANSFER)
-
-    def decided(self, *, remote: bool, prefills: bool) -> None:
-        """`prefills`: whether a prefill worker could have been chosen."""
-        if remote:
-            self._decisions.add("remote", "cheaper")
-        else:
-            self._decisions.add("local", "cheaper" if prefills else "no_prefill")
-
-    def computed(self, expected: int, report: PromptReport) -> None:
-        """A prompt of which so many tokens were expected to be cached."""
-        self.cached(expected, report)
-        if report.remote:
-            self._transfer.observe(report.transfer_s)
-        elif report.fallback:
-            self._decisions.add("fallback", report.fallback)
-
-    def cached(self, expected: int, report: PromptReport) -> None:
-        """Count the prompt's tokens, if the cached ones are known."""
-        if report.cached is not None:
-            self._tokens.more(expected, "expected")
-            self._tokens.more(report.cached, "cached")
-            self._tokens.more(report.tokens, "prompt")
-
-    def collect(self) -> Iterator[Family]:
-        for one in (self._decisions, self._tokens, self._transfer):
-            yield from one.collect()

@@ -7,22 +7,17 @@ first lines of a stream, or the whole body of another response if it is not larg
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from baton_api import headers
 from baton_api.answer_usage import AnswerUsage
 from baton_api.reports import Fallback, PromptReport
 from baton_http.client_connection import ClientConnection
-from baton_http.sse import EventStream, usage_tokens
-from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
-from baton_http.upstream_exchange import Sink
+from baton_http.sse import EventStream, is_event_stream, usage_tokens
+from baton_http.upstream import Headers, Sink, UpstreamExchange, UpstreamLost
 from baton_router.engines.contract import Call, EngineDriver, ResumeState
-from baton_router.proxy.forwarding import is_event_stream, with_length
-from baton_router.proxy.routed_request import RoutedRequest
-from baton_router.scheduling.picker import Grant, Picker, RequestEnd
-
-if TYPE_CHECKING:
-    from baton_router.metrics.tracing import RequestTrace
+from baton_router.proxy.forwarding import with_length
+from baton_router.proxy.tracing import RequestTrace
+from baton_router.requests.inference_request import InferenceRequest
+from baton_router.requests.picker import Grant, Picker, RequestEnd
 
 USAGE = headers.USAGE.encode()
 
@@ -262,7 +257,7 @@ class ProxiedRequest:
     def __init__(self, client: ClientConnection, identity: bytes) -> None:
         self.client = client
         self.id = identity
-        self.request: RoutedRequest | None = None
+        self.request: InferenceRequest | None = None
         """Set once the body was read."""
         self.attempt: Attempt | None = None
         self.lost: list[str] = []

@@ -1,24 +1,19 @@
 """
-Forwarding to and from workers: heads are rewritten, bodies are untouched.
+What the proxy forwards: the paths, and the headers of a worker's response as the client gets them.
 
-Headers that belong to one connection stay on it (RFC 9110, 7.6.1). Our own `x-baton-*` pass between
-our processes only: a client's are dropped, or it could name a prefill worker of its choice. One passes,
-`x-baton-state`: where a worker reads it, `baton_router.proxy.responses` has written it.
+Bodies pass untouched. The head of a request for a worker is made by `baton_router.engines.worker_head`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-
-from baton_api import anthropic, headers, tickets, trace_context
-from baton_api.keys import AUTHORIZATION
+from baton_api import anthropic, headers
 from baton_api.reports import PromptReport
 from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 from baton_http.replies import REQUEST_ID
+from baton_http.request_heads import CONNECTION_HEADERS
 from baton_http.upstream import Headers
-from baton_router.scheduling.picker import Grant
-from baton_router.settings import RouterSettings
+from baton_router.engines.worker_head import forwarded
+from baton_router.requests.picker import Grant
 
 FORWARDED = frozenset(
     {
@@ -38,140 +33,12 @@ FORWARDED = frozenset(
 )
 """Paths whose POST goes to the worker that serves the body's `model`."""
 
-PREFILL = headers.PREFILL.encode()
-TICKET = headers.TICKET.encode()
-SALT = headers.SALT.encode()
-TENANT = headers.TENANT.encode()
-FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
-BATCH_CLASS_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.PATIENT_CLASS.encode())
 WORKER = headers.WORKER.encode()
-PROMPT = headers.PROMPT.encode()
 DECISION = headers.DECISION.encode()
 CACHED = headers.CACHED.encode()
 TIMING = headers.TIMING.encode()
-STATE = headers.STATE.encode()
 
-_OURS = b"x-baton-"
-
-CONNECTION_HEADERS = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-# The request goes out with a host, length and id of the router's; answers must not be compressed,
-# because the router reads the end of a stream.
-_REQUEST_ONLY = CONNECTION_HEADERS | {
-    b"host",
-    b"content-length",
-    b"expect",
-    b"accept-encoding",
-    REQUEST_ID,
-}
 _RESPONSE_ONLY = CONNECTION_HEADERS | {b"server", b"date", REQUEST_ID}
-
-_REQUEST_ONLY_KEYED = _REQUEST_ONLY | {AUTHORIZATION}
-_NOT_FORWARDED = {
-    (False, False): _REQUEST_ONLY,
-    (True, False): _REQUEST_ONLY_KEYED,
-    (False, True): _REQUEST_ONLY | trace_context.HEADERS,
-    (True, True): _REQUEST_ONLY_KEYED | trace_context.HEADERS,
-}
-"""By whether clients' keys stay here, and whether the router says itself what it is of a trace."""
-
-
-@dataclass(frozen=True)
-class WorkerCredentials:
-    """The credentials that prove to a worker that a request comes from this router."""
-
-    secret: bytes = b""
-    """Signs tickets for prefill workers; empty if they require no ticket."""
-    key: bytes = b""
-    """The workers' API key."""
-    passes_keys: bool = True
-    """Whether the client's key is forwarded to the worker."""
-
-    @classmethod
-    def of(cls, settings: RouterSettings) -> WorkerCredentials:
-        key = settings.worker_api_key.get_secret_value()
-        return cls(settings.ticket_secret.encode(), key.encode(), not (key or settings.requires_keys))
-
-    @cached_property
-    def line(self) -> bytes:
-        """The header line with the key; empty without a key."""
-        return b"%b: Bearer %b\r\n" % (AUTHORIZATION, self.key) if self.key else b""
-
-    @property
-    def headers(self) -> Headers:
-        return [(AUTHORIZATION, b"Bearer %b" % self.key)] if self.key else []
-
-
-def request_head(
-    target: bytes,
-    given: Headers,
-    length: int,
-    request_id: bytes,
-    host: str,
-    control: str,
-    trust: WorkerCredentials,
-    now: float,
-    method: bytes = b"POST",
-    *,
-    follow: bool = False,
-    tenant: str = "",
-    salt: str = "",
-    patient: bool = False,
-    trace: bytes = b"",
-) -> bytes:
-    """
-    The head of the request as the decode worker `host` gets it.
-
-    `control` is the control address of the prefill worker for it, empty without one; `trace` are header
-    lines that replace the client's trace headers.
-    """
-    kept_back = _NOT_FORWARDED[not trust.passes_keys, bool(trace)]
-    passing = b"".join([b"%b: %b\r\n" % header for header in _forwarded(given, kept_back)])
-    ticket = b""
-    if control and trust.secret:
-        issued = tickets.issue(trust.secret, request_id.decode(), control, now)
-        ticket = b"%b: %b\r\n" % (TICKET, issued.encode())
-    return b"%b %b HTTP/1.1\r\ncontent-length: %d\r\n%b: %b\r\n%b%b%b%b\r\n" % (
-        method,
-        target,
-        length,
-        REQUEST_ID,
-        request_id,
-        passing,
-        trace,
-        _fixed_headers(host, control, trust.line, follow, tenant, salt, patient),
-        ticket,
-    )
-
-
-@lru_cache(4096)
-def _fixed_headers(
-    host: str, control: str, key: bytes, follow: bool, tenant: str, salt: str, patient: bool
-) -> bytes:
-    """The headers that a worker gets with all requests of one kind."""
-    lines = [b"host: %b\r\n" % host.encode(), key]
-    if follow:
-        lines.append(FOLLOW_LINE)
-    if tenant:
-        lines.append(b"%b: %b\r\n" % (TENANT, tenant.encode()))
-    if salt:
-        lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
-    if patient:
-        lines.append(BATCH_CLASS_LINE)
-    if control:
-        lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
-    return b"".join(lines)
 
 
 def response_headers(
@@ -197,28 +64,10 @@ def response_headers(
             fields = [(CACHED, b"%d" % report.cached), *fields]
     if grant is not None:
         fields = [(WORKER, grant.decode.encode()), (DECISION, grant.summary), *fields]
-    return [*_forwarded(given, _RESPONSE_ONLY), (REQUEST_ID, request_id), *fields]
+    return [*forwarded(given, _RESPONSE_ONLY), (REQUEST_ID, request_id), *fields]
 
 
 def with_length(given: Headers, length: int) -> Headers:
     """The headers of a response whose body was replaced by JSON."""
     fields = [header for header in given if header[0] not in (b"content-length", b"content-type")]
     return [*fields, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
-
-
-def is_event_stream(given: Headers) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in given)
-
-
-def _forwarded(given: Headers, kept_back: frozenset[bytes]) -> Headers:
-    passing = []
-    for header in given:
-        name, value = header
-        if name not in kept_back:
-            if name[:8] != _OURS or name == STATE:
-                passing.append(header)
-        elif name == b"connection" and value not in (b"keep-alive", b"close"):
-            named = {one.strip().lower() for one in value.split(b",")}
-            if named - kept_back:
-                return _forwarded(given, kept_back | named)
-    return passing

@@ -23,16 +23,19 @@ from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
 from baton_http.upstream import UpstreamLost
-from baton_router.engines.contract import PREFILL_CAUSES, Call, ResumeState
+from baton_router.engines.contract import CRASH_CAUSES, OVERDUE, PREFILL_CAUSES, Call, ResumeState
 from baton_router.engines.registry import all_engines
+from baton_router.engines.worker_head import WorkerCredentials, request_head
 from baton_router.metrics.registry import RouterMetrics
-from baton_router.metrics.tracing import Tracing, request_line
 from baton_router.proxy.attempt import BUSY, Attempt, ProxiedRequest
-from baton_router.proxy.forwarding import WorkerCredentials, request_head, response_headers
-from baton_router.proxy.retries import CRASH_CAUSES, LOSSES_LIMIT, RetryBudget
-from baton_router.proxy.routed_request import RoutedRequest
-from baton_router.proxy.timeouts import OVERDUE, FirstByteTimeout, IdleTimeout, first_byte_s
-from baton_router.scheduling.picker import Grant, Picker, PickRequest, WorkerLoss
+from baton_router.proxy.finished_request import request_line, write_spans
+from baton_router.proxy.forwarding import response_headers
+from baton_router.proxy.retries import RetryBudget
+from baton_router.proxy.timeouts import FirstByteTimeout, IdleTimeout, first_byte_s
+from baton_router.proxy.tracing import Tracing
+from baton_router.requests.inference_request import InferenceRequest
+from baton_router.requests.picker import Grant, Picker, PickRequest, WorkerLoss
+from baton_router.scheduling.crash_history import LOSSES_LIMIT
 from baton_router.settings import RouterSettings
 from baton_router.tenants.access import error_for, tenant_of
 
@@ -98,7 +101,7 @@ class Proxy:
             if self._settings.log_requests:
                 log.info("%s", request_line(scope["path"], proxied, time.perf_counter()))
             if proxied.trace is not None:
-                proxied.trace.end(proxied)
+                write_spans(proxied.trace, proxied)
 
     def _count(self, path: str, proxied: ProxiedRequest) -> None:
         """Count a finished request."""
@@ -125,13 +128,13 @@ class Proxy:
         client = proxied.client
         body = await client.body(settings.max_body)
         arrived = proxied.arrived = time.perf_counter()
-        proxied.request = request = RoutedRequest(scope, body, tenant_of(scope))
+        proxied.request = request = InferenceRequest(scope, body, tenant_of(scope))
         request.explain = proxied.trace is not None and proxied.trace.recorded
         with client:
             opening = await self._open(request, proxied, arrived)
             await self._pass_on(request, proxied, opening, arrived)
 
-    async def _open(self, request: RoutedRequest, proxied: ProxiedRequest, arrived: float) -> bytes:
+    async def _open(self, request: InferenceRequest, proxied: ProxiedRequest, arrived: float) -> bytes:
         """Find a worker that responds and return the first part of its response; sets `proxied.attempt`."""
         self._budget.earn()
         grant = await self._picker.pick(request.pick_request())
@@ -207,7 +210,7 @@ class Proxy:
 
     def _call(
         self,
-        request: RoutedRequest,
+        request: InferenceRequest,
         proxied: ProxiedRequest,
         attempt: Attempt,
         state: ResumeState | None = None,
@@ -216,7 +219,7 @@ class Proxy:
         return Call(request, attempt.grant, self._upstreams, head, attempt, time.perf_counter, state)
 
     def _head(
-        self, request: RoutedRequest, proxied: ProxiedRequest, grant: Grant, worker: str, length: int
+        self, request: InferenceRequest, proxied: ProxiedRequest, grant: Grant, worker: str, length: int
     ) -> bytes:
         own = grant.engine is EngineKind.BATON
         return request_head(
@@ -264,7 +267,7 @@ class Proxy:
             return None
 
     async def _pass_on(
-        self, request: RoutedRequest, proxied: ProxiedRequest, opening: bytes, arrived: float
+        self, request: InferenceRequest, proxied: ProxiedRequest, opening: bytes, arrived: float
     ) -> None:
         client, attempt = proxied.client, proxied.attempt
         assert attempt is not None
@@ -309,7 +312,7 @@ class Proxy:
             idle_timeout.close()
 
     async def _resume(
-        self, request: RoutedRequest, proxied: ProxiedRequest, broken: Attempt, lost: UpstreamLost
+        self, request: InferenceRequest, proxied: ProxiedRequest, broken: Attempt, lost: UpstreamLost
     ) -> tuple[Attempt, bytes]:
         """Continue a broken stream at another worker. Raises `lost` if none can."""
         state = broken.resume_state

@@ -20,8 +20,7 @@ from baton_api.errors import BodyTooLarge
 from baton_api.response_store import ResponseStore, Turn
 from baton_http.client_connection import ClientConnection
 from baton_http.replies import Receive, Scope, Send
-from baton_http.sse import last_response_event
-from baton_router.proxy.forwarding import is_event_stream
+from baton_http.sse import is_event_stream, last_response_event
 from baton_router.settings import RouterSettings
 
 PATH = "/v1/responses"

@@ -16,17 +16,15 @@ from typing import Protocol
 from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
-from baton_router.scheduling.picker import Grant
-
-PREDICTION_ERROR = 3.0
-"""Factor by which a prediction may be wrong, on top of the predicted time."""
+from baton_router.engines.contract import OVERDUE
+from baton_router.requests.picker import Grant
 
 STEP_FACTOR = 10.0
-"""The same for the tokens of an unstreamed response: streams beside it slow it down."""
+"""Factor by which steps may be slower than the worker reports, for the tokens of an unstreamed response:
+streams beside it slow it down."""
 
 SLOW = "slow"
-OVERDUE = "overdue"
-"""Cause of a loss after which no other worker is tried."""
+"""Cause of a loss after which another worker is tried."""
 
 RETRY_S = 0.1
 """Seconds between two checks of an attempt that is still connecting."""
@@ -38,11 +36,6 @@ class CanFail(Protocol):
     def fail(self, cause: str) -> bool:
         """End it; False if nothing has begun."""
         ...
-
-
-def first_token_timeout_s(predicted_s: float, least_s: float) -> float:
-    """Seconds for a first token that was predicted to take `predicted_s`."""
-    return max(PREDICTION_ERROR * predicted_s, least_s) + predicted_s
 
 
 def first_byte_s(grant: Grant, tokens: int | None) -> float:

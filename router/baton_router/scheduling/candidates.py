@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from baton_api.engines import EngineKind
 from baton_api.errors import NotReady
-from baton_router.scheduling.direct_route import DirectRoute
+from baton_router.requests.picker import DirectRoute
 from baton_router.scheduling.fallback_policy import WorkerPair
 from baton_router.scheduling.pair_selection import LOCAL_PREFILL, PairOption, WorkerGroup
 from baton_router.workers.costs import BytesPerToken, TransferCost

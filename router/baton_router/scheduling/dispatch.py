@@ -6,16 +6,20 @@ The dispatcher makes it, the dashboard and `GET /debug/decisions` show it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
 
+from baton_api import metrics
+from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
 from baton_api.reports import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
+from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
 from baton_router.scheduling.candidates import Candidates
 from baton_router.scheduling.fallback_policy import WorkerPair
 from baton_router.scheduling.pair_selection import PairOption, PlainOption
-from baton_router.scheduling.request_cost import ONE_ANSWER, RequestCost
 from baton_router.workers.worker import Worker
 from baton_router.workers.worker_state import WorkerState
 
@@ -136,3 +140,38 @@ def _option_json(pair: WorkerPair, option: PairOption) -> dict[str, object]:
         "cached": option.cached,
         "price_s": round(option.price_s, 6),
     }
+
+
+class DecisionCounters(Collector):
+    """Counted as decisions are made and as answers begin."""
+
+    def __init__(self) -> None:
+        self._decisions = LabeledCounter(metrics.ROUTER_DECISIONS)
+        self._tokens = LabeledCounter(metrics.ROUTER_PREFIX_TOKENS)
+        self._transfer = LabeledHistogram(metrics.ROUTER_TRANSFER)
+
+    def decided(self, *, remote: bool, prefills: bool) -> None:
+        """`prefills`: whether a prefill worker could have been chosen."""
+        if remote:
+            self._decisions.add("remote", "cheaper")
+        else:
+            self._decisions.add("local", "cheaper" if prefills else "no_prefill")
+
+    def computed(self, expected: int, report: PromptReport) -> None:
+        """A prompt of which so many tokens were expected to be cached."""
+        self.cached(expected, report)
+        if report.remote:
+            self._transfer.observe(report.transfer_s)
+        elif report.fallback:
+            self._decisions.add("fallback", report.fallback)
+
+    def cached(self, expected: int, report: PromptReport) -> None:
+        """Count the prompt's tokens, if the cached ones are known."""
+        if report.cached is not None:
+            self._tokens.more(expected, "expected")
+            self._tokens.more(report.cached, "cached")
+            self._tokens.more(report.tokens, "prompt")
+
+    def collect(self) -> Iterator[Family]:
+        for one in (self._decisions, self._tokens, self._transfer):
+            yield from one.collect()

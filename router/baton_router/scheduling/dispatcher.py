@@ -17,18 +17,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from baton_api.profiles import Profile
 from baton_api.reports import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
-from baton_router.metrics.request_counters import DecisionCounters
+from baton_router.requests.picker import DirectRoute
+from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
 from baton_router.scheduling import pair_selection
 from baton_router.scheduling.candidates import CandidateCache, Candidates
-from baton_router.scheduling.direct_route import DirectRoute
-from baton_router.scheduling.dispatch import ALTERNATIVES_SHOWN, Dispatch
+from baton_router.scheduling.dispatch import ALTERNATIVES_SHOWN, DecisionCounters, Dispatch
 from baton_router.scheduling.pair_selection import (
     LOCAL_PREFILL,
     DecodeOffer,
     PlainOption,
     PrefillOffer,
 )
-from baton_router.scheduling.request_cost import ONE_ANSWER, RequestCost
 from baton_router.scheduling.revision_weights import RevisionShares
 from baton_router.workers.costs import RunningAverage
 from baton_router.workers.worker import Workers

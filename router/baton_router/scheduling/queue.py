@@ -18,10 +18,10 @@ from heapq import heappop, heappush
 from typing import cast
 
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
+from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.admission import QueueCapacity, WaitLimits, too_late, wait_limits
 from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.dispatcher import Dispatcher
-from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queued_request import (
     NEARLY_DONE_S,

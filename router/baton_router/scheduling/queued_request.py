@@ -13,12 +13,12 @@ import asyncio
 import math
 from dataclasses import dataclass
 
+from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
+from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.admission import PredictionTolerance, WaitCorrection
 from baton_router.scheduling.dispatch import Dispatch
-from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.priority_queue import PriorityQueue
 from baton_router.scheduling.tenant_queue import QueueEntry
-from baton_router.workers.costs import BYTES_PER_TOKEN
 from baton_router.workers.worker_state import WorkerState
 
 NEARLY_DONE_S = 0.020

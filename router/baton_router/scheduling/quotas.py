@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton_api.errors import RateLimited
-from baton_router.scheduling.picker import PickRequest
+from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
+from baton_router.requests.picker import PickRequest
 from baton_router.tenants.tenants import TenantLimits
-from baton_router.workers.costs import BYTES_PER_TOKEN
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from baton_api.errors import SetupError
 from baton_api.watched import WatchedFile
+from baton_router.settings import parse_weight
 
 log = logging.getLogger(__name__)
 
@@ -44,23 +45,6 @@ class RevisionWeights:
         else:
             text = ", ".join(f"{revision} {weight:g}" for revision, weight in self._weights.items())
             log.info("%s was read again: %s", path, text or "no weights")
-
-
-def parse_weight(text: str) -> tuple[str, float]:
-    """
-    >>> parse_weight("6f1c2ab9=10")
-    ('6f1c2ab9', 10.0)
-    """
-    revision, _, weight = (part.strip() for part in text.partition("="))
-    try:
-        number = float(weight)
-    except ValueError:
-        number = -1.0
-    if not revision or not 0 <= number < float("inf"):
-        raise ValueError(
-            f"Invalid weight: {text!r}. Expected REVISION=NUMBER, such as 6f1c2ab9=10, with a number >= 0"
-        )
-    return revision, number
 
 
 def read_weights(path: Path) -> Mapping[str, float]:

@@ -19,12 +19,11 @@ from baton_api.errors import PoisonRequest
 from baton_api.metrics import BackgroundTask
 from baton_api.reports import Fallback, PromptReport
 from baton_http.http_client import UpstreamPool
-from baton_router.proxy.retries import CrashHistory
-from baton_router.proxy.timeouts import first_token_timeout_s
+from baton_router.requests.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
+from baton_router.scheduling.crash_history import CrashHistory
 from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.outcome_attribution import OutcomeAttribution
-from baton_router.scheduling.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.scheduling.queue import BATCH, Queue
 from baton_router.scheduling.quotas import QuotaReservation, Quotas
 from baton_router.scheduling.revision_weights import RevisionWeights
@@ -34,6 +33,9 @@ from baton_router.workers.discovery.sources import FLAGS_SOURCE, WorkerSources
 from baton_router.workers.kv_subscriber import KvSubscribers
 from baton_router.workers.registration import WorkerRegistration
 from baton_router.workers.worker import Worker, Workers
+
+PREDICTION_ERROR = 3.0
+"""Factor by which a prediction may be wrong, on top of the predicted time."""
 
 DRAIN_CHECK_S = 0.5
 """Seconds from one look at the workers that leave to the next."""
@@ -202,3 +204,8 @@ class RequestScheduler:
         """The prefill worker has finished its part, or will not."""
         if dispatch.pair.prefill is not None and dispatch.first_byte is None and dispatch.ended is None:
             dispatch.pair.prefill.in_flight -= 1
+
+
+def first_token_timeout_s(predicted_s: float, least_s: float) -> float:
+    """Seconds for a first token that was predicted to take `predicted_s`."""
+    return max(PREDICTION_ERROR * predicted_s, least_s) + predicted_s

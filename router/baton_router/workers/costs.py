@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, field
 
 from baton_api.profiles import Profile
+from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
 
 NEVER = float("inf")
 
@@ -29,9 +30,6 @@ RELIABLE_AFTER = 10
 SMOOTHING = 0.1
 """Weight of one measurement in a moving average."""
 
-
-BYTES_PER_TOKEN = 4.0
-"""Of prompts, before a worker has reported one: as in English text."""
 
 HALF_WEIGHT_BYTES = 2048
 """Size of a prompt that changes `BytesPerToken` by half as much as the longest."""

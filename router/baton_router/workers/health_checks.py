@@ -21,7 +21,7 @@ from baton_router.engines.checks import INVALID_REPLY_ERRORS, BatonChecks, OpenA
 from baton_router.engines.contract import EngineChecks
 from baton_router.engines.sglang_checks import SglangChecks
 from baton_router.engines.vllm_checks import VllmChecks
-from baton_router.proxy.forwarding import WorkerCredentials
+from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.pairing import PairingReview
 from baton_router.workers.worker import Worker, Workers, WorkerStatus

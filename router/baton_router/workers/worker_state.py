@@ -22,10 +22,9 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_router.cache.block_map import BlockMap
 from baton_router.cache.prefix_index import PrefixIndex
-from baton_router.cache.prompt_chunks import CHUNK_BYTES, PromptChunks
+from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN, CHUNK_BYTES, PromptChunks
 from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
-    BYTES_PER_TOKEN,
     DEFAULT_PRIOR,
     BytesPerToken,
     CostPrior,

@@ -22,7 +22,8 @@ import dns.resolver
 from dns.rdtypes.IN.SRV import SRV
 
 from baton_api.workers import Role
-from baton_router.workers.discovery.listed import DnsName, ListedWorker
+from baton_router.settings import DnsName
+from baton_router.workers.discovery.listed import ListedWorker
 
 log = logging.getLogger(__name__)
 

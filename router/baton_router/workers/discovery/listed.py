@@ -52,31 +52,6 @@ class ListedWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class DnsName:
-    """A name to resolve."""
-
-    name: str
-    port: int | None
-    """None: that and the host are in SRV records."""
-
-    @classmethod
-    def parse(cls, text: str) -> DnsName:
-        """
-        >>> DnsName.parse("workers:8000"), DnsName.parse("_http._tcp.workers")
-        (DnsName(name='workers', port=8000), DnsName(name='_http._tcp.workers', port=None))
-        """
-        name, colon, port = text.rpartition(":")
-        if not colon and text.startswith("_"):
-            return cls(text, None)
-        if not name or ":" in name or "/" in text or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(
-                f"{text!r} is nothing to ask DNS for: give NAME:PORT, or the name of SRV records, such as "
-                "_http._tcp.workers.example.org"
-            )
-        return cls(name, int(port))
-
-
-@dataclass(frozen=True, slots=True)
 class ListChanges:
     """From one list to the next. A worker that became another one is removed and added."""
 

@@ -20,9 +20,9 @@ from baton_api.errors import SetupError
 from baton_api.metrics import BackgroundTask
 from baton_api.workers import Role
 from baton_http.kubernetes import KubernetesAccess
-from baton_router.settings import RouterSettings
+from baton_router.settings import DnsName, RouterSettings
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
-from baton_router.workers.discovery.listed import DnsName, ListedWorker
+from baton_router.workers.discovery.listed import ListedWorker
 
 FLAGS_SOURCE = "flags"
 

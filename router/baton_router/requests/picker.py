@@ -14,8 +14,7 @@ import msgspec
 from baton_api.engines import EngineKind
 from baton_api.reports import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
-from baton_router.scheduling.direct_route import DirectRoute
-from baton_router.scheduling.request_cost import ONE_ANSWER, RequestCost
+from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
 from baton_router.tenants.tenants import TenantLimits
 
 
@@ -45,6 +44,24 @@ class RequestEnd(msgspec.Struct, frozen=True):
     """Cached tokens of its prompt, where only the end of the response reports them."""
     charged: int = 0
     """Tokens of prompts and choices that count for the tenant's quota."""
+
+
+class DirectRoute(msgspec.Struct, frozen=True):
+    """
+    The decode workers that a gateway can send a request to; the router only chooses.
+
+    Without the router on the way, only a decode worker that fetches the prompt itself can have a prefill
+    worker.
+    """
+
+    endpoints: tuple[str, ...] | None = None
+    """Allowed decode workers, each as `IP:PORT` or `IP`. None: all."""
+
+    def reaches(self, worker: str) -> bool:
+        """Whether the decode worker with this name, its `host:port`, may be chosen."""
+        if self.endpoints is None:
+            return True
+        return worker in self.endpoints or worker.rpartition(":")[0].strip("[]") in self.endpoints
 
 
 class PickRequest(msgspec.Struct, frozen=True):

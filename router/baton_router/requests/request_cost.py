@@ -11,7 +11,7 @@ import math
 
 import msgspec
 
-from baton_router.workers.costs import BYTES_PER_TOKEN
+from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
 
 ANSWER_WEIGHT = 3.0
 """Cost of an answer token against a prompt token, for fair share."""

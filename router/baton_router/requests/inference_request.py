@@ -31,10 +31,9 @@ from baton_http.sse import EventStream, GenerateStream, ResponseStream
 from baton_http.upstream import Headers
 from baton_router.cache import prompt_chunks
 from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage
-from baton_router.proxy.resume_state import MessageStream, ResumableStream
-from baton_router.scheduling.direct_route import DirectRoute
-from baton_router.scheduling.picker import PickRequest
-from baton_router.scheduling.request_cost import RequestCost
+from baton_router.requests.picker import DirectRoute, PickRequest
+from baton_router.requests.request_cost import RequestCost
+from baton_router.requests.resumable_stream import MessageStream, ResumableStream
 from baton_router.tenants.tenants import CLASSES, DEFAULT_TENANT, Tenant
 
 NO_CHUNKS = PromptChunks((), ())
@@ -145,7 +144,7 @@ _chat = msgspec.json.Decoder(ChatBody)
 _messages = msgspec.json.Decoder(list[PromptMessage])
 
 
-class RoutedRequest:
+class InferenceRequest:
     """One request. Raises InvalidRequest if its body is not JSON, or claims to be a router's."""
 
     __slots__ = (
