@@ -190,7 +190,7 @@ class MockWorker(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if name == headers.PREFILL.encode():
             self._remote = 1
-        elif name == headers.FOLLOW.encode():
+        elif name == headers.RESUMABLE.encode():
             self._follows = True
 
     def on_body(self, body: bytes) -> None:

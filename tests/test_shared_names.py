@@ -23,14 +23,14 @@ DECLARING = ("api/baton_api/headers.py", "api/baton_api/labels.py")
 DECLARING_FOLDERS = ("api/baton_api/errors/", "api/baton_api/metrics/")
 THIS = "tests/test_shared_names.py"
 
-ORDINARY = {headers.PATIENT_CLASS, labels.OPERATOR}
+ORDINARY = {headers.BATCH_CLASS, labels.OPERATOR}
 """Words with other meanings, too: a literal does not show which one is meant."""
 
 OF_SAMPLES = ("_bucket", "_sum", "_count", "_created")
 
 PINNED = {
     "headers": """
-        server-timing x-baton-class x-baton-decision x-baton-follow x-baton-prefill x-baton-prompt
+        server-timing x-baton-class x-baton-decision x-baton-resumable x-baton-prefill x-baton-prompt
         x-baton-salt x-baton-state x-baton-tenant x-baton-ticket x-baton-usage x-baton-worker
         x-cached-tokens x-predicted-ttft-ms x-request-id x-should-retry x-slo-ttft-ms
     """,
@@ -54,25 +54,27 @@ PINNED = {
         baton_batch_retries_total baton_batch_runners baton_batch_storage_errors_total baton_batches
         baton_batches_late baton_build_info baton_operator_api_requests_total
         baton_operator_cache_unsynced_kinds baton_operator_condition baton_operator_desired_replicas
-        baton_operator_generation_weight baton_operator_leader baton_operator_objective_first_token_seconds
-        baton_operator_objective_ratio baton_operator_objective_token_seconds baton_operator_queue_depth
+        baton_operator_generation_weight baton_operator_leader
+        baton_operator_objective_first_token_seconds baton_operator_objective_ratio
+        baton_operator_objective_token_seconds baton_operator_queue_depth
         baton_operator_queue_oldest_seconds baton_operator_ready_replicas baton_operator_reconcile_seconds
         baton_operator_rollbacks_total baton_operator_watch_age_seconds
         baton_operator_watch_last_event_seconds baton_router_admission_rejects_total
-        baton_router_answers_cut_total baton_router_background_errors_total baton_router_cache_ignored
-        baton_router_cache_parity_ratio baton_router_certificate_end_timestamp_seconds
-        baton_router_certificate_life_seconds baton_router_decisions_total baton_router_demand_tokens_total
-        baton_router_generation_first_token_seconds baton_router_generation_requests_total
-        baton_router_index_bytes baton_router_index_chunks baton_router_kv_event_gaps_total
-        baton_router_kv_events_degraded baton_router_kv_events_lag_seconds baton_router_kv_events_total
-        baton_router_loop_lag_seconds baton_router_overhead_seconds baton_router_predicted_first_token_ratio
+        baton_router_answers_cut_total baton_router_background_errors_total
+        baton_router_cache_accuracy_ratio baton_router_cache_ignored
+        baton_router_certificate_end_timestamp_seconds baton_router_certificate_life_seconds
+        baton_router_decisions_total baton_router_demand_tokens_total baton_router_index_bytes
+        baton_router_index_chunks baton_router_kv_event_gaps_total baton_router_kv_events_degraded
+        baton_router_kv_events_lag_seconds baton_router_kv_events_total baton_router_loop_lag_seconds
+        baton_router_overhead_seconds baton_router_predicted_first_token_ratio
         baton_router_prefix_tokens_total baton_router_queue_age_seconds baton_router_queue_depth
-        baton_router_queued_tokens baton_router_request_seconds baton_router_requests_held
-        baton_router_requests_in_flight baton_router_requests_total baton_router_resumes_total
-        baton_router_retries_total baton_router_roster_workers baton_router_tenant_tokens_total
-        baton_router_tenants baton_router_tenants_stale baton_router_time_per_output_token_seconds
-        baton_router_time_to_first_byte_seconds baton_router_transfer_seconds baton_router_unasked_total
-        baton_router_worker_requests_in_flight baton_router_worker_state
+        baton_router_queued_tokens baton_router_registered_workers baton_router_request_seconds
+        baton_router_requests_held baton_router_requests_in_flight baton_router_requests_total
+        baton_router_resumes_total baton_router_retries_total baton_router_revision_first_token_seconds
+        baton_router_revision_requests_total baton_router_scheduler_unavailable_total
+        baton_router_tenant_tokens_total baton_router_tenants baton_router_tenants_stale
+        baton_router_time_per_output_token_seconds baton_router_time_to_first_byte_seconds
+        baton_router_transfer_seconds baton_router_worker_requests_in_flight baton_router_worker_state
         baton_worker_certificate_end_timestamp_seconds baton_worker_certificate_life_seconds
         baton_worker_decode_seconds baton_worker_forward_seconds baton_worker_generation_tokens_per_second
         baton_worker_generation_tokens_total baton_worker_info baton_worker_inter_token_latency_seconds
@@ -81,12 +83,13 @@ PINNED = {
         baton_worker_prefix_cache_evictions_total baton_worker_prefix_cache_hits_total
         baton_worker_prefix_cache_queries_total baton_worker_prompt_tokens_per_second
         baton_worker_prompt_tokens_total baton_worker_quarantined_blocks_total baton_worker_queue_seconds
-        baton_worker_queued_tokens baton_worker_request_generation_tokens baton_worker_request_prompt_tokens
-        baton_worker_request_seconds baton_worker_requests_fetching baton_worker_requests_held
-        baton_worker_requests_queued baton_worker_requests_running baton_worker_requests_running_limit
-        baton_worker_requests_total baton_worker_retractions_total baton_worker_step_seconds
-        baton_worker_time_to_first_token_seconds baton_worker_transfer_bytes_total
-        baton_worker_transfer_failures_total baton_worker_transfer_seconds
+        baton_worker_queued_tokens baton_worker_request_generation_tokens
+        baton_worker_request_prompt_tokens baton_worker_request_seconds baton_worker_requests_fetching
+        baton_worker_requests_held baton_worker_requests_queued baton_worker_requests_running
+        baton_worker_requests_running_limit baton_worker_requests_total baton_worker_retractions_total
+        baton_worker_step_seconds baton_worker_time_to_first_token_seconds
+        baton_worker_transfer_bytes_total baton_worker_transfer_failures_total
+        baton_worker_transfer_seconds
     """,
 }
 """

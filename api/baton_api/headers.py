@@ -27,14 +27,14 @@ CLASS = "x-baton-class"
 """Client to router: priority class of the request: critical, interactive, default or batch. Router to
 worker: batch only."""
 
-PATIENT_CLASS = "batch"
+BATCH_CLASS = "batch"
 """The class of requests without an interactive client."""
 
 WORKER = "x-baton-worker"
 """Router to client: name of the worker that served the request."""
 
-FOLLOW = "x-baton-follow"
-"""Router to worker: send the resume state beside the stream, or what it has cost so far where it cannot be
+RESUMABLE = "x-baton-resumable"
+"""Router to worker: report the resume state beside the stream, or what it has cost so far where it cannot be
 resumed. See `baton_api.resuming` and `baton_api.answer_usage`."""
 
 USAGE = "x-baton-usage"

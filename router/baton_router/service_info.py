@@ -71,7 +71,7 @@ def worker_json(worker: Worker, now: float) -> dict[str, Any]:
         "model": worker.model or None,
         "in_flight": worker.in_flight,
         "misses": health.misses,
-        "strikes": health.breaker.failures,
+        "consecutive_failures": health.breaker.failures,
         "load": msgspec.to_builtins(health.load) if health.load else None,
     }
 

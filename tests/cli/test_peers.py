@@ -209,7 +209,7 @@ FACTS: dict[str, bool] = {
     "--grammar-backend": "from llguidance import" in SOURCES and "import xgrammar" not in SOURCES,
     "--attention-backend": WORDS.isdisjoint({"attention", "backend", "compile"}),
     "--enable-deterministic-inference": [*inspect.signature(uniform).parameters] == ["seed", "position"],
-    "--enable-priority-scheduling": headers.CLASS == headers.CLASS and headers.PATIENT_CLASS == "batch",
+    "--enable-priority-scheduling": headers.CLASS == headers.CLASS and headers.BATCH_CLASS == "batch",
     "--enable-mixed-chunk": "mixed_chunk_tokens" in WORKER,
     "--max-prefill-tokens": "--chunked-prefill-size" in peers.WORKER_ALIASES["chunk_tokens"],
     "--watchdog-timeout": failures.FAILURES_LIMIT > 0,

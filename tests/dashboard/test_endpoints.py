@@ -53,7 +53,7 @@ async def a_pair(**settings: Any) -> AsyncIterator[RunningRouter]:
 
 
 async def now(router: RunningRouter, key: str = "") -> dict[str, Any]:
-    answer = await router.client.get("/page/now", headers=bearer(key))
+    answer = await router.client.get("/dashboard/state", headers=bearer(key))
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
     return reply
@@ -75,7 +75,7 @@ async def events(router: RunningRouter, key: str = "") -> AsyncIterator[AsyncIte
             if line.startswith("data: "):
                 yield kind, json.loads(line.removeprefix("data: "))
 
-    async with router.client.stream("GET", "/page/events", headers=bearer(key)) as answer:
+    async with router.client.stream("GET", "/dashboard/events", headers=bearer(key)) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "text/event-stream"
         yield read(answer)
@@ -91,14 +91,14 @@ async def next_request(stream: AsyncIterator[tuple[str, Any]]) -> dict[str, Any]
 
 async def test_dashboard_is_absent_without_the_setting() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
-        for path in ("/", "/page/main.js", "/page/now", "/page/events"):
+        for path in ("/", "/dashboard/main.js", "/dashboard/state", "/dashboard/events"):
             assert (await router.client.get(path)).status_code == 404
 
 
 async def test_files_are_served_with_a_strict_policy() -> None:
     async with a_pair(api_key="k-1") as router:
         names = [path.name for path in FOLDER.iterdir() if path.suffix in TYPES]
-        paths = ["/", *(f"/page/{name}" for name in names if name != "index.html")]
+        paths = ["/", *(f"/dashboard/{name}" for name in names if name != "index.html")]
         for path in paths:
             answer = await router.client.get(path)
             assert answer.status_code == 200, path
@@ -111,7 +111,12 @@ async def test_files_are_served_with_a_strict_policy() -> None:
             assert (again.status_code, again.content) == (304, b"")
             head = await router.client.head(path)
             assert (head.status_code, head.content) == (200, b"")
-        for path in ("/page/index.html", "/page/package.json", "/page/../page.py", "/page/%2e%2e/page.py"):
+        for path in (
+            "/dashboard/index.html",
+            "/dashboard/package.json",
+            "/dashboard/../page.py",
+            "/dashboard/%2e%2e/page.py",
+        ):
             assert (await router.client.get(path, headers=bearer("k-1"))).status_code == 404, path
         assert (await router.client.post("/", headers=bearer("k-1"))).status_code in (404, 405)
 
@@ -192,7 +197,7 @@ async def test_lost_worker_is_shown_beside_the_one_that_answered() -> None:
 
 async def test_endpoints_without_a_key_reveal_nothing() -> None:
     async with a_pair(api_key="k-1") as router:
-        for path in ("/page/now", "/page/events"):
+        for path in ("/dashboard/state", "/dashboard/events"):
             assert (await router.client.get(path)).status_code == 401
             assert (await router.client.get(path, headers=bearer("wrong"))).status_code == 401
             assert (await router.client.post(path, headers=bearer("k-1"))).status_code == 405
@@ -232,7 +237,7 @@ async def test_pages_are_limited_and_a_closed_one_frees_its_place() -> None:
         assert page is not None
         readers = [asyncio.ensure_future(_read(router)) for _ in range(WATCHERS_LIMIT)]
         await until(lambda: page.watched == WATCHERS_LIMIT, 60)
-        refused = await router.client.get("/page/events")
+        refused = await router.client.get("/dashboard/events")
         assert refused.status_code == 503 and "pages are open" in refused.json()["error"]["message"]
         for reader in readers:
             reader.cancel()
@@ -250,9 +255,9 @@ async def test_frontend_processes_share_one_dashboard() -> None:
             assert (await pool.post(anew(STREAM))).status_code == 200
         numbers: list[int] = []
         while len(numbers) < 4:
-            shown = (await pool.client.get("/page/now")).json()
+            shown = (await pool.client.get("/dashboard/state")).json()
             numbers = [one["number"] for one in shown["requests"] if one["outcome"] == "whole"]
-        async with pool.client.stream("GET", "/page/events") as answer:
+        async with pool.client.stream("GET", "/dashboard/events") as answer:
             lines = answer.aiter_lines()
             assert await anext(lines) == "event: service"
 
@@ -267,7 +272,7 @@ async def test_open_page_does_not_delay_the_shutdown() -> None:
 async def _read(router: RunningRouter) -> None:
     async with (
         httpx.AsyncClient(trust_env=False, timeout=60) as client,
-        client.stream("GET", f"{router.url}/page/events") as answer,
+        client.stream("GET", f"{router.url}/dashboard/events") as answer,
     ):
         async for _ in answer.aiter_bytes():
             pass

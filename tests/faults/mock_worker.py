@@ -111,7 +111,7 @@ class MockRequest:
             self.resumption = msgspec.convert(fields[BODY], Resumption)
         prompt = fields.get("messages") or fields.get("prompt") or fields.get("input")
         self.prompt = msgspec.json.encode([prompt, fields.get("seed")])
-        self.follows = headers.FOLLOW in given and self.choices == 1
+        self.follows = headers.RESUMABLE in given and self.choices == 1
 
 
 class MockWorker:

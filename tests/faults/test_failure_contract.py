@@ -114,7 +114,7 @@ async def met(crew: Crew, bad: Mock) -> bool:
     if not bad.runs or (await bad.counts()).met:
         return True
     row = (await crew.workers())[bad.name]
-    return bool(row["strikes"]) or row["state"] != "ready"
+    return bool(row["consecutive_failures"]) or row["state"] != "ready"
 
 
 async def _begun(crew: Crew) -> bool:
@@ -191,7 +191,7 @@ async def test_failure_recovered_worker_gets_one_probe_then_its_share(crew: Crew
     async with asyncio.timeout(TIMEOUT_S):
         while not await _stays_ejected(crew, bad):
             pass
-    await until(lambda: _is(crew, bad, "on_trial"), "its pause is over")
+    await until(lambda: _is(crew, bad, "half_open"), "its pause is over")
 
     async def back() -> bool:
         await crew.calls(4)

@@ -102,7 +102,7 @@ def test_router_exposes_exactly_its_metrics(telemetry: Telemetry) -> None:
     assert several.keys() | one.keys() == contract.keys()
     frontend_metrics = {
         metrics.ROUTER_REGISTERED_WORKERS.name,
-        metrics.ROUTER_UNASKED.name.removesuffix("_total"),
+        metrics.ROUTER_SCHEDULER_UNAVAILABLE.name.removesuffix("_total"),
     }
     assert several.keys() - one.keys() <= frontend_metrics, (
         "but for what only fronts have, one process shows it all"

@@ -307,7 +307,7 @@ async def test_key_name_and_equal_claim_are_two_owners(tmp_path: Path) -> None:
         assert (await get(router, f"/v1/files/{kept}", token)).status_code == 404
         assert (await get(router, "/v1/files", token)).json()["data"] == []
         assert (await ask(router, key)).status_code == 200
-        assert (await get(router, "/page/now", token)).json()["requests"] == []
+        assert (await get(router, "/dashboard/state", token)).json()["requests"] == []
         owners = set()
         for one in (key, token):
             scope = {

@@ -278,7 +278,7 @@ async def test_silent_scheduler_causes_503_after_its_timeout() -> None:
         assert [answer.status_code for answer in answers] == [503] * 4
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
         assert not worker.requests
-        await pool.counted(4, metrics.ROUTER_UNASKED.name)
+        await pool.counted(4, metrics.ROUTER_SCHEDULER_UNAVAILABLE.name)
 
 
 async def test_killed_scheduler_delays_requests_without_failures() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from baton_api import headers, metrics
 from baton_api.errors import PoisonRequest, WorkerLost
-from baton_api.headers import PATIENT_CLASS
+from baton_api.headers import BATCH_CLASS
 from baton_api.resuming import Beginning, begin_line, tokens_line
 from baton_api.workers import Role
 from baton_router.proxy.retries import RESERVE
@@ -68,9 +68,9 @@ def test_crashes_of_two_workers_reject_the_request(losses: Sequence[tuple[str, s
 def test_crashes_of_a_batch_line_are_left_to_its_runner() -> None:
     crashes = CrashHistory()
     for number in range(BATCH_LOSSES_LIMIT):
-        assert not rejected(crashes, kind=PATIENT_CLASS)
+        assert not rejected(crashes, kind=BATCH_CLASS)
         crashes.lost(KEY, f"w{number}", "1", 0.0)
-    assert rejected(crashes, kind=PATIENT_CLASS)
+    assert rejected(crashes, kind=BATCH_CLASS)
 
 
 def test_crashes_are_forgotten_after_an_answer_and_with_time() -> None:
@@ -318,7 +318,7 @@ async def test_batch_line_that_kills_its_worker_is_not_retried() -> None:
         FakeWorker(fake_worker.crash) as two,
         running_router([one, two]) as router,
     ):
-        patient = {headers.CLASS: PATIENT_CLASS}
+        patient = {headers.CLASS: BATCH_CLASS}
         answer = await router.client.post(CHAT, json=anew(QUESTION), headers=patient)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, WorkerLost.code)
         assert len(one.requests) + len(two.requests) == 1

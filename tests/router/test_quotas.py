@@ -187,7 +187,7 @@ async def test_tokens_of_every_stream_are_counted(
                 if left and b" capital" in seen:
                     break
         await until(lambda: generated(router))
-        assert worker.requests[0].header(header_names.FOLLOW)
+        assert worker.requests[0].header(header_names.RESUMABLE)
         assert b"capital" in seen and b"baton-usage" not in seen
         assert generated(router) == COUNTED
 

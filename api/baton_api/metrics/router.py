@@ -100,7 +100,7 @@ ROUTER_RETRIES = Metric(
     (Label("cause", (*LOSSES, "refused", STALE)),),
 )
 ROUTER_REVISION_REQUESTS = Metric(
-    "baton_router_generation_requests_total",
+    "baton_router_revision_requests_total",
     "counter",
     "requests",
     "Requests sent to the workers of a revision, by result. A request that failed there counts as failed,"
@@ -111,7 +111,7 @@ ROUTER_REVISION_REQUESTS = Metric(
     ),
 )
 ROUTER_REVISION_FIRST_TOKEN = Metric(
-    "baton_router_generation_first_token_seconds",
+    "baton_router_revision_first_token_seconds",
     "histogram",
     "seconds",
     "Time from the selection of a revision's workers for a stream to the first byte of the response.",
@@ -253,8 +253,8 @@ ROUTER_TRANSFER = Metric(
     "reports it.",
     buckets=TRANSFER_BUCKETS,
 )
-ROUTER_UNASKED = Metric(
-    "baton_router_unasked_total",
+ROUTER_SCHEDULER_UNAVAILABLE = Metric(
+    "baton_router_scheduler_unavailable_total",
     "counter",
     "requests",
     "Requests that a frontend process rejected with 503, by reason. `away`: it has no connection to the "
@@ -266,7 +266,7 @@ ROUTER_UNASKED = Metric(
 # --- Workers ---
 
 ROUTER_REGISTERED_WORKERS = Metric(
-    "baton_router_roster_workers",
+    "baton_router_registered_workers",
     "gauge",
     "workers",
     "Ready workers that the scheduler process has reported to this frontend process.",
@@ -281,7 +281,7 @@ ROUTER_WORKER_STATE = Metric(
         ROLE,
         Label(
             "state",
-            ("starting", "ready", "not_ready", "draining", "ejected", "on_trial", "full", "down"),
+            ("starting", "ready", "not_ready", "draining", "ejected", "half_open", "full", "down"),
         ),
     ),
 )
@@ -302,7 +302,7 @@ ROUTER_INDEX_BYTES = Metric(
     "baton_router_index_bytes", "gauge", "bytes", "Estimated memory of the prefix index."
 )
 ROUTER_CACHE_ACCURACY = Metric(
-    "baton_router_cache_parity_ratio",
+    "baton_router_cache_accuracy_ratio",
     "gauge",
     "ratio",
     "Cached prompt tokens divided by the prompt tokens that the prefix index expected to be cached, over "

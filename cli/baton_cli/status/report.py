@@ -51,7 +51,7 @@ class ServiceStatus:
         return self.serving and not self.problems
 
 
-WELL = frozenset({"ready", "on_trial", "full"})
+WELL = frozenset({"ready", "half_open", "full"})
 PASSING = frozenset({"starting", "draining"})
 
 WORKER_REMEDIES = {

@@ -14,7 +14,7 @@ NOW = Scope("5m")
 UNAVAILABLE = NOW.gauge(
     metrics.ROUTER_WORKER_STATE, *BY_SERVICE, "role", "worker", how="max", state="=~down|ejected"
 )
-AVAILABLE = NOW.gauge(metrics.ROUTER_WORKER_STATE, *BY_SERVICE, state="=~ready|full|on_trial")
+AVAILABLE = NOW.gauge(metrics.ROUTER_WORKER_STATE, *BY_SERVICE, state="=~ready|full|half_open")
 
 QUEUE_AGE = NOW.gauge(metrics.ROUTER_QUEUE_AGE, *BY_SERVICE, "class", how="max", class_="!=batch")
 QUEUE_DEPTH = NOW.gauge(metrics.ROUTER_QUEUE_DEPTH, *BY_SERVICE, class_="!=batch")
@@ -92,7 +92,8 @@ ALERTS = (
         severity="ticket",
         summary=f"{SERVICE}: {{{{ $value | humanizePercentage }}}} of requests are rejected because the "
         "scheduler process does not answer.",
-        expression=f"{_ratio_of_requests(NOW.rate(metrics.ROUTER_UNASKED, *BY_SERVICE))} > 0.01",
+        expression=_ratio_of_requests(NOW.rate(metrics.ROUTER_SCHEDULER_UNAVAILABLE, *BY_SERVICE))
+        + " > 0.01",
     ),
     Alert(
         name="BatonRouterSlow",

@@ -208,7 +208,9 @@ OVERHEAD = Row(
             unit=REQUESTS_PER_SECOND,
             queries=(
                 Query(
-                    or_zero(SELECTED.rate(metrics.ROUTER_UNASKED, "reason") + " > 0", reason="none"),
+                    or_zero(
+                        SELECTED.rate(metrics.ROUTER_SCHEDULER_UNAVAILABLE, "reason") + " > 0", reason="none"
+                    ),
                     "{{reason}}",
                 ),
             ),

@@ -161,7 +161,7 @@ def parse_counters(text: str) -> Counter[CounterKey]:
     """
     Return the counters of a router, summed over its processes. Raises ValueError.
 
-    >>> name = "baton_router_generation_requests_total"
+    >>> name = "baton_router_revision_requests_total"
     >>> parse_counters(f'{name}{{revision="6f1c2ab9",result="failed"}} 3.0\\n')
     Counter({('6f1c2ab9', 'failed'): 3.0})
     """

@@ -1,9 +1,9 @@
 """
 The dashboard's HTTP endpoints and static files.
 
-`GET /page/now` is the current state as JSON. `GET /page/events` streams it as server-sent events: first the
-whole state, then changes, `service` at most once a second and `requests` at most four times. Without an
-open page nothing is computed.
+`GET /dashboard/state` is the current state as JSON. `GET /dashboard/events` streams it as server-sent events:
+first the whole state, then changes, `service` at most once a second and `requests` at most four times.
+Without an open dashboard nothing is computed.
 
 All files come from this server, no script or style is inline, and `require-trusted-types-for` keeps a browser
 from parsing strings as markup.
@@ -30,8 +30,8 @@ from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.tenants.access import tenant_of
 from baton_router.tenants.tenants import Tenant
 
-NOW = "/page/now"
-EVENTS = "/page/events"
+NOW = "/dashboard/state"
+EVENTS = "/dashboard/events"
 DATA_PATHS = frozenset({NOW, EVENTS})
 
 POLL_S = 0.25
@@ -159,7 +159,7 @@ def _event(kind: bytes, value: dict[str, Any]) -> bytes:
 
 
 FOLDER = Path(__file__).parent / "web"
-PREFIX = "/page/"
+PREFIX = "/dashboard/"
 """Where the files are, but for the document, which is at `/`."""
 
 CONTENT_SECURITY_POLICY = "; ".join(

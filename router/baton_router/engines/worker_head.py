@@ -21,8 +21,8 @@ PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
 SALT = headers.SALT.encode()
 TENANT = headers.TENANT.encode()
-FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
-BATCH_CLASS_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.PATIENT_CLASS.encode())
+FOLLOW_LINE = b"%b: 1\r\n" % headers.RESUMABLE.encode()
+BATCH_CLASS_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.BATCH_CLASS.encode())
 STATE = headers.STATE.encode()
 
 _OURS = b"x-baton-"

@@ -126,7 +126,7 @@ class Frontend:
         return sum(one.ready for one in self._picker.workers)
 
     def _count_rejected(self, reason: str) -> None:
-        self.metrics.unasked.labels(reason).inc()
+        self.metrics.scheduler_unavailable.labels(reason).inc()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()

@@ -234,7 +234,7 @@ class Proxy:
             follow=own and request.events is not None,
             tenant=request.tenant.turn if own else "",
             salt=request.tenant.salt if own else "",
-            patient=own and request.urgency[0] == headers.PATIENT_CLASS,
+            patient=own and request.urgency[0] == headers.BATCH_CLASS,
             trace=b"" if proxied.trace is None else proxied.trace.lines,
         )
 
@@ -252,7 +252,7 @@ class Proxy:
             affordable = attempt.status not in BUSY or self._budget.spend()
         elif lost.cause in CRASH_CAUSES:
             # A batch runner sends its lines again by its own rules, which find what kills workers.
-            runs_in_batch = pick_request.kind == headers.PATIENT_CLASS
+            runs_in_batch = pick_request.kind == headers.BATCH_CLASS
             failed = _failed_worker(attempt.grant, lost)
             affordable = not runs_in_batch and self._budget.spend_after_crash(failed)
         else:

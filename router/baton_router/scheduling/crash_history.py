@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from baton_api.errors import PoisonRequest
-from baton_api.headers import PATIENT_CLASS
+from baton_api.headers import BATCH_CLASS
 
 LOSSES_LIMIT = 2
 """Workers that one request may lose."""
@@ -72,7 +72,7 @@ class CrashHistory:
             return
         self._expire(now)
         losses = self._lost.get(key)
-        limit = BATCH_LOSSES_LIMIT if kind == PATIENT_CLASS else LOSSES_LIMIT
+        limit = BATCH_LOSSES_LIMIT if kind == BATCH_CLASS else LOSSES_LIMIT
         if losses is not None and len(losses.workers) >= limit:
             raise PoisonRequest(len(losses.workers))
 

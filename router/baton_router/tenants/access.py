@@ -46,7 +46,8 @@ FOR_TENANTS = frozenset(
     {
         "/generate", "/tokenize", "/detokenize",
         *RERANK_PATHS, *SCORE_PATHS,
-        "/version", "/openapi.json", "/model_info", "/get_model_info", "/page/now", "/page/events",
+        "/version", "/openapi.json", "/model_info", "/get_model_info",
+        "/dashboard/state", "/dashboard/events",
     }
 )  # fmt: skip
 """Paths for every tenant besides /v1; the other ones show or change data of other tenants too."""

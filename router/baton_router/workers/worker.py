@@ -34,7 +34,7 @@ class WorkerStatus(enum.StrEnum):
     """It finishes its requests and takes no new ones."""
     EJECTED = "ejected"
     """Health checks succeed, but requests failed."""
-    HALF_OPEN = "on_trial"
+    HALF_OPEN = "half_open"
     """Its ejection is over; the next request decides."""
     FULL = "full"
     """It rejected a request a moment ago, because it had no capacity."""

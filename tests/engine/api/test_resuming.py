@@ -15,7 +15,7 @@ from baton_api.answer_usage import COMMENT, take_comments
 from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_line, read_numbers, with_resumption
 from tests.engine.api.api import MODEL, USER, Api, open_api
 
-FOLLOW = {headers.FOLLOW: "1"}
+FOLLOW = {headers.RESUMABLE: "1"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 

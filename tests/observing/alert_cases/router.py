@@ -85,8 +85,11 @@ CASES = (
     Case(
         "BatonSchedulerUnreachable",
         "ticket",
-        {**ENOUGH_REQUESTS, **counter(metrics.ROUTER_UNASKED, 6, **SERVICE, reason="away")},
-        {**ENOUGH_REQUESTS, **stopped_counter(metrics.ROUTER_UNASKED, 6, 10, **SERVICE, reason="away")},
+        {**ENOUGH_REQUESTS, **counter(metrics.ROUTER_SCHEDULER_UNAVAILABLE, 6, **SERVICE, reason="away")},
+        {
+            **ENOUGH_REQUESTS,
+            **stopped_counter(metrics.ROUTER_SCHEDULER_UNAVAILABLE, 6, 10, **SERVICE, reason="away"),
+        },
     ),
     Case(
         "BatonRouterSlow",

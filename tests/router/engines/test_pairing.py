@@ -136,7 +136,7 @@ async def test_workers_without_a_pair_have_a_warning(
             assert words in warning and prefill.name in warning and decode.name in warning
         model = getattr(decode, "model", "tiny")
         assert (await router.post({**CHAT, "model": model})).status_code == 200, "the rest serves on"
-        page = (await router.client.get("/page/now")).json()["service"]["workers"]
+        page = (await router.client.get("/dashboard/state")).json()["service"]["workers"]
         assert [row["warnings"] for row in page] == list(warnings.values())
         await checked_again(router)
         logged = [record for record in caplog.records if "no pair" in record.getMessage()]

@@ -55,7 +55,7 @@ export class Feed {
     let timer = setTimeout(() => silence.abort(), SILENCE_MS);
     const signal = AbortSignal.any([until, silence.signal]);
     try {
-      const response = await fetch("page/events", { headers: authorization(), signal, cache: "no-store" });
+      const response = await fetch("dashboard/events", { headers: authorization(), signal, cache: "no-store" });
       if (!response.ok) return await refusalOf(response);
       this.#changed("live", "");
       begun();

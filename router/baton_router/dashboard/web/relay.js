@@ -12,7 +12,7 @@ const LETTER = 7; // pixels, about
 const MOST_MOVING = 120;
 
 const CLASSES = ["critical", "interactive", "default", "batch"];
-const STATES = { ready: "ready", starting: "starting", not_ready: "not ready", on_trial: "on trial" };
+const STATES = { ready: "ready", starting: "starting", not_ready: "not ready", half_open: "half open" };
 
 export class Relay {
   #place;
@@ -147,7 +147,7 @@ function worker(card, label) {
   const { x, y, width, height, worker: one } = card;
   const kind = one.role === "prefill" ? "prefill" : "decode";
   const inside = width - 28;
-  const well = one.state === "ready" || one.state === "on_trial";
+  const well = one.state === "ready" || one.state === "half_open";
   const busy = one.role === "prefill" ? one.computing : one.generating + one.computing;
   const state = stateOf(one);
   return svg(

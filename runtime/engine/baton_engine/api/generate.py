@@ -84,7 +84,7 @@ def salt_of(scope: Scope) -> str:
 def is_patient(scope: Scope) -> bool:
     """Return whether the request has the batch class, which only lowers its priority."""
     given: bytes = dict(scope["headers"]).get(headers.CLASS.encode(), b"")
-    return given == headers.PATIENT_CLASS.encode()
+    return given == headers.BATCH_CLASS.encode()
 
 
 def require_generation(served: Served) -> None:
@@ -137,7 +137,7 @@ class Generate:
             if self._served.tracing is not None:
                 exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
             remote = named_remote(scope, self._served, exchange.request_id)
-            followed = headers.FOLLOW.encode() in dict(scope["headers"])
+            followed = headers.RESUMABLE.encode() in dict(scope["headers"])
             answer_log = self._log.read(exchange, work)
             choices = Choices(
                 self._served, work, exchange, remote, answer_log, salt, patient=is_patient(scope)

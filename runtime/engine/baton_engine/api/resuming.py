@@ -1,11 +1,11 @@
 """
 Streams that another worker can resume: the state in the stream, and its use.
 
-On request of a router (`x-baton-follow`), the stream contains resume state between its events: the beginning
-of the answer and, after the events of each piece, its tokens. With the request and these tokens, any worker
-of the model can continue with the next token. The tokens become part of the prompt. The transcript processes
-them again without emitting events, because the client has received them. Random numbers depend only on seed
-and position, so the resumed answer equals the uninterrupted one.
+On request of a router (`x-baton-resumable`), the stream contains resume state between its events: the
+beginning of the answer and, after the events of each piece, its tokens. With the request and these tokens,
+any worker of the model can continue with the next token. The tokens become part of the prompt. The transcript
+processes them again without emitting events, because the client has received them. Random numbers depend only
+on seed and position, so the resumed answer equals the uninterrupted one.
 """
 
 from __future__ import annotations
