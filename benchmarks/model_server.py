@@ -23,7 +23,7 @@ import msgspec
 import uvloop
 
 from baton_api import headers
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Role
 from benchmarks.model_cluster import MODEL, Body, Cluster, ServedWorker
 from benchmarks.model_worker import Text, Timing, answer_text, text_of

@@ -23,7 +23,7 @@ from typing import Any
 
 from baton_api.errors import BatonError
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache import kv_feed, prompt_chunks
@@ -193,7 +193,7 @@ class Inside:
 
     def look(self) -> None:
         """Check the health of the workers, and connect to the events of restarted ones."""
-        worker_states = self.scheduler.dispatcher.worker_states
+        worker_states = self.scheduler.planner.worker_states
         for worker in self.workers.values():
             load, before = worker.load, worker.seen.health.load
             worker.seen.answered(load)
@@ -223,8 +223,8 @@ class Inside:
             grant = await self.scheduler.pick(PickRequest(MODEL, prompt))
         except BatonError:
             return ""
-        dispatch = next(
-            one for one in reversed(self.scheduler.dispatcher.dispatches) if one.number == grant.number
+        placement = next(
+            one for one in reversed(self.scheduler.planner.placements) if one.number == grant.number
         )
         whole = False
         try:
@@ -249,7 +249,7 @@ class Inside:
                     tail=f"{text.blocks[-1]:016x}" if text.blocks else "",
                 ),
             )
-            self.compared.append((dispatch.expected_cached, done.cached))
+            self.compared.append((placement.expected_cached, done.cached))
             one.wait, one.tokens, one.cached = self._loop.time() - sent, text.tokens, done.cached
             answer = answer_text(text, tokens)
             await decode.generate(text, tokens, lambda count: None)
@@ -278,7 +278,7 @@ async def replay(
     began = time.process_time()
     await play(arrivals, inside, rate * scale, loop.time, TIMEOUT_S)
     watch.cancel()
-    worker_states = inside.scheduler.dispatcher.worker_states
+    worker_states = inside.scheduler.planner.worker_states
     expected = sum(one for one, _ in inside.compared)
     states = [worker_states.of(one.seen) for one in inside.workers.values()]
     return summarize(inside.requests, [one.usage for one in inside.workers.values()], loop.time(), scale) | {

@@ -19,7 +19,7 @@ import time
 import psutil
 
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache.block_map import WorkerBlocks
@@ -58,7 +58,7 @@ async def send(count: int) -> None:
     urls = [f"http://127.0.0.1:{port}" for port in range(1, PREFILL + DECODE + 1)]
     settings = RouterSettings(decode=tuple(urls[PREFILL:]), prefill=tuple(urls[:PREFILL]))
     scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(1), lambda: now)
-    worker_states = scheduler.dispatcher.worker_states
+    worker_states = scheduler.planner.worker_states
     tellers: dict[str, Teller] = {}
     for worker in scheduler.workers.all:
         control = "x:1" if worker.listed is Role.PREFILL else ""

@@ -41,7 +41,7 @@ USAGE = "x-baton-usage"
 """Worker to router: tokens of a whole answer. See `baton_api.answer_usage`."""
 
 PROMPT = "x-baton-prompt"
-"""Worker to router and client: report of the prompt. See `baton_api.reports`."""
+"""Worker to router and client: report of the prompt. See `baton_api.prompt_report`."""
 
 DECISION = "x-baton-decision"
 """Router to client: where the router planned to compute the prompt, and its prediction."""

@@ -33,8 +33,8 @@ class ClientConnection:
     __slots__ = (
         "_cycle",
         "_direct",
+        "_disconnected",
         "_finished",
-        "_gone",
         "_heard",
         "_loop",
         "_receive",
@@ -62,7 +62,7 @@ class ClientConnection:
         self._send = send
         self._loop = cycle.loop  # to ask for the running one costs a call of the system
         self._finished = False
-        self._gone = False
+        self._disconnected = False
 
     async def body(self, limit: int) -> bytes:
         """
@@ -72,7 +72,7 @@ class ClientConnection:
         """
         cycle = self._cycle
         cycle.keeps = True
-        if self._heard and (here := cycle.taken()) is not None:
+        if self._heard and (here := cycle.buffered_body()) is not None:
             self.read = True
             return self._within(here, limit)
         body = bytearray()
@@ -154,19 +154,19 @@ class ClientConnection:
         self._task = task
         if self._cycle.disconnected:
             raise ClientDisconnected
-        self._cycle.on_gone = self._left
+        self._cycle.on_disconnect = self._on_disconnect
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cycle.on_gone = None
-        if self._gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+        self._cycle.on_disconnect = None
+        if self._disconnected and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise ClientDisconnected from error
 
-    def _left(self) -> None:
+    def _on_disconnect(self) -> None:
         if not self._finished:
-            self._gone = True
+            self._disconnected = True
             self._task.cancel()
 
     def _within(self, body: bytes, limit: int) -> bytes:

@@ -14,8 +14,8 @@ No request is an upgrade. Clients offer HTTP/2 or a websocket in a request that 
 httptools ends such a request at its head. Its body is then read by a parser of its own. What cannot be
 understood is answered once, in its turn, and nothing that follows is read (`baton_http.request_heads`).
 
-ASGI passes dictionaries and checks the spelling of every header. The proxy forwards what a parser has
-checked already, so it finds the `RequestCycle` in the scope and calls it: `start`, `write`, `on_gone`. Both
+ASGI passes dictionaries and checks the spelling of every header. The proxy forwards what a parser has checked
+already, so it finds the `RequestCycle` in the scope and calls it: `start`, `write`, `on_disconnect`. Both
 interfaces keep the same state: an answer may begin on one and end on the other.
 """
 
@@ -152,7 +152,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         cycles = self._answered, self.cycle, *(cycle for cycle, _ in self.pipeline)
         for cycle in dict.fromkeys(cycles):
             if isinstance(cycle, RequestCycle):
-                cycle.leave()
+                cycle.disconnect()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal:
@@ -360,9 +360,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if last is not None and last.more_body:  # the body of this request is what is wrong
             if self.pipeline:
                 self.pipeline.popleft()
-                last.leave()
+                last.disconnect()
                 return
-            last.leave()
+            last.disconnect()
             if last.response_complete:
                 self._end(b"")  # it has its answer
                 return
@@ -469,7 +469,7 @@ class RequestCycle(RequestResponseCycle):
             on_response=listener.on_response_complete,
         )
         self.loop = listener.loop
-        self.on_gone: Callable[[], None] | None = None
+        self.on_disconnect: Callable[[], None] | None = None
         """Called when the client disconnects before the response is complete."""
         self._head = b""
         """Head of a response that has started, until its first piece of body is sent."""
@@ -509,7 +509,7 @@ class RequestCycle(RequestResponseCycle):
             self.hold(max(0, self.held - size))
         return message
 
-    def taken(self) -> bytes | None:
+    def buffered_body(self) -> bytes | None:
         """The body of the request if it has arrived completely."""
         if self.more_body:
             return None
@@ -580,7 +580,7 @@ class RequestCycle(RequestResponseCycle):
             self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """The client is gone, or the request cannot be read."""
         self.release()
         if self.response_complete:
@@ -588,9 +588,9 @@ class RequestCycle(RequestResponseCycle):
         self.disconnected = True
         self.waiting_for_100_continue = False
         self.message_event.set()
-        on_gone, self.on_gone = self.on_gone, None
-        if on_gone is not None:
-            on_gone()
+        on_disconnect, self.on_disconnect = self.on_disconnect, None
+        if on_disconnect is not None:
+            on_disconnect()
 
 
 def count_for(scope: Any, tenant: str) -> None:

@@ -54,12 +54,12 @@ from baton_router.metrics.collectors import CacheMetrics, QueueMetrics, TenantMe
 from baton_router.metrics.registry import CertificateMetrics, MetricFamily, RouterMetrics, WorkerStatusMetrics
 from baton_router.proxy import responses
 from baton_router.proxy.admin_operations import ADMIN_PATHS, AdminOperations
-from baton_router.proxy.forwarding import FORWARDED
+from baton_router.proxy.forwarding import PROXIED_PATHS
 from baton_router.proxy.proxy import Proxy
 from baton_router.proxy.responses import ResponsesProxy
 from baton_router.proxy.tracing import open_tracing
-from baton_router.scheduling.dispatch import explain
 from baton_router.scheduling.fallback_policy import choose_worker
+from baton_router.scheduling.placement import explain
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from baton_router.tenants.access import (
@@ -138,7 +138,7 @@ class RouterApp:
         try:
             from baton_router.gateway.endpoint_picker import EndpointPicker
             from baton_router.gateway.exchange import GatewayServices
-            from baton_router.gateway.own_answers import OwnAnswers
+            from baton_router.gateway.local_endpoints import LocalEndpoints
         except ModuleNotFoundError as error:
             raise SetupError(
                 f"--gateway-port needs more packages ({error}): {installing.command('gateway')}."
@@ -148,11 +148,11 @@ class RouterApp:
             self.access,
             self.metrics,
             WorkerCredentials.of(self.settings),
-            OwnAnswers(self),
+            LocalEndpoints(self),
             self.settings.max_body,
             self.memory,
         )
-        return EndpointPicker(services, self.refusal)
+        return EndpointPicker(services, self.unready_reason)
 
     async def start_endpoint_picker(self) -> None:
         """Serve gateways, if the settings say so. Raises SetupError."""
@@ -167,9 +167,9 @@ class RouterApp:
             self.background.errors,
             WorkerStatusMetrics(self.workers, time.monotonic),
             certificate,
-            CacheMetrics(self.workers, scheduler.dispatcher.worker_states, scheduler.kv_subscribers),
+            CacheMetrics(self.workers, scheduler.planner.worker_states, scheduler.kv_subscribers),
             QueueMetrics(scheduler.queue, time.monotonic),
-            scheduler.dispatcher.metrics,
+            scheduler.planner.metrics,
             scheduler.outcomes.revision_requests,
             scheduler.outcomes.revision_first_tokens,
             self.storage.metrics,
@@ -197,13 +197,13 @@ class RouterApp:
             await self.access.enter(scope)
             count_for(scope, tenant_of(scope).id)
         except BatonError as error:
-            if path in FORWARDED:
+            if path in PROXIED_PATHS:
                 self.metrics.counters.refused(path, error.status)
             await send_error(send, error, request_id(scope["headers"]), path=path)
             return
         if scope["method"] == "POST" and path == responses.PATH:
             await self._responses(scope, receive, send)
-        elif scope["method"] == "POST" and path in FORWARDED:
+        elif scope["method"] == "POST" and path in PROXIED_PATHS:
             await self._proxy(scope, receive, send)
         elif scope["method"] == ADMIN_PATHS.get(path):
             await self._admin_operations(scope, receive, send)
@@ -245,14 +245,14 @@ class RouterApp:
 
     def check_ready(self) -> None:
         """Raise NotReady if new requests should go elsewhere."""
-        if refusal := self.refusal():
-            raise NotReady(refusal, public="This service is not ready to take requests.")
+        if reason := self.unready_reason():
+            raise NotReady(reason, public="This service is not ready to take requests.")
 
-    def refusal(self) -> str | None:
+    def unready_reason(self) -> str | None:
         """Why no new request should come here now; None if it may."""
         if self.draining:
             return "The router is draining."
-        return self.background.ended() or self.workers.unready(time.monotonic())
+        return self.background.ended() or self.workers.unready_reason(time.monotonic())
 
 
 def create_app(settings: RouterSettings) -> RouterApp:
@@ -330,7 +330,7 @@ def _add_operations(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/debug/decisions")
     async def decisions() -> JSONResponse:
-        latest = reversed(router.scheduler.dispatcher.dispatches)
+        latest = reversed(router.scheduler.planner.placements)
         return JSONResponse({"data": [explain(one) for one in latest]})
 
     @app.get("/workers")
@@ -413,7 +413,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> JSONResponse:
         method, path = request.method, request.url.path
-        if error.status_code == 405 or path in FORWARDED or path in ADMIN_PATHS:
+        if error.status_code == 405 or path in PROXIED_PATHS or path in ADMIN_PATHS:
             allowed = ADMIN_PATHS.get(path) or (error.headers or {}).get("Allow") or "POST"
             return _error_response(request, MethodNotAllowed(method, path, allowed))
         if error.status_code == 404:

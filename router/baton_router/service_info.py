@@ -50,7 +50,7 @@ def model_info(workers: Workers, names: Sequence[str]) -> dict[str, Any]:
 def server_info(settings: RouterSettings, workers: Workers, created: int, now: float) -> dict[str, Any]:
     return {
         **version(),
-        "status": workers.refusal(now) or "ready",
+        "status": workers.unavailable_reason(now) or "ready",
         "started": created,
         "models": [model_card(workers, name, created) for name in workers.models()],
         "settings": settings.model_dump(mode="json", exclude=set(HIDDEN_SETTINGS)),

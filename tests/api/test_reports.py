@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_api.reports import Fallback, PromptReport
+from baton_api.prompt_report import Fallback, PromptReport
 
 REPORT = PromptReport(
     tokens=270, cached=240, held=16, queue_s=0.001, compute_s=0.12, transfer_s=0.003, remote=True

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Role
 from baton_router.dashboard.endpoints import FOLDER, TYPES, WATCHERS_LIMIT
 from tests.router.fake_worker import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 from baton_engine.adapters import AdapterRegistry
 from baton_engine.model.decoder import Model
 from baton_engine.model.lora import read_lora

@@ -11,7 +11,7 @@ import pytest
 
 from baton_api import tickets
 from baton_api.messages import Pong
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_engine.api.choices import report_of
 from baton_engine.requests import FinishReason, Request
 from baton_engine.transfer.loopback import LoopbackTransfer

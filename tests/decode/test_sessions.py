@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill, TokenChoice
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 from baton_api.sampling import SamplingParams
 from baton_decode.sessions import (
     Action,

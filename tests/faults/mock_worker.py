@@ -24,7 +24,7 @@ import msgspec
 
 from baton_api import headers
 from baton_api.errors import InternalError
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.resuming import BODY, Beginning, Resumption, begin_line, tokens_line
 from baton_api.workers import Load, Role
 from baton_router.workers.costs import WorkerKind
@@ -381,7 +381,7 @@ class Events:
 
 def compute_s(uncached: int, context: int) -> float:
     """Reported time of a prompt, as a router expects it of an unknown worker."""
-    return WorkerKind().newcomer().seconds(uncached, context)
+    return WorkerKind().new_worker().seconds(uncached, context)
 
 
 def plain(status: int, body: bytes, *lines: str) -> bytes:

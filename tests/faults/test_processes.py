@@ -13,7 +13,7 @@ import pytest
 
 from baton_api import headers as header_names
 from baton_api import metrics
-from baton_api.reports import Fallback, PromptReport
+from baton_api.prompt_report import Fallback, PromptReport
 from tests.faults.cluster import LONG_PROMPT, POLL_S, TIMEOUT_S, Cluster, until
 
 pytestmark = [

@@ -79,7 +79,7 @@ async def test_prefix_index_separates_prompts_of_two_tenants(file: str) -> None:
         changes = [0]
         for key in ("acme-1", "ops", "acme-2"):
             await ask(router, key)
-            changes.append(len(router.router.scheduler.dispatcher.worker_states))
+            changes.append(len(router.router.scheduler.planner.worker_states))
         assert changes[0] < changes[1] < changes[2] == changes[3] == 2 * changes[1]
 
 

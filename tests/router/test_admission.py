@@ -8,12 +8,12 @@ import random
 import pytest
 
 from baton_router.scheduling.admission import (
+    INITIAL_FACTOR,
     MAX_CORRECTION,
     MIN_CORRECTION,
-    MIN_TOLERANCE,
-    TOLERANCE,
-    PredictionTolerance,
-    WaitCorrection,
+    MIN_FACTOR,
+    DeadlineFactor,
+    WaitBias,
     WaitLimits,
     too_late,
     wait_limits,
@@ -52,40 +52,40 @@ def test_too_late_compares_prediction_and_objective(name: str) -> None:
     assert too_late(kind, wait_limits(kind, None, 10.0, 300.0), predicted, capacity, 1.5) is late
 
 
-def test_tolerance_falls_with_late_requests_and_recovers() -> None:
-    tolerance = PredictionTolerance()
-    assert tolerance.times == TOLERANCE
+def test_deadline_factor_falls_with_late_requests_and_recovers() -> None:
+    deadline_factor = DeadlineFactor()
+    assert deadline_factor.value == INITIAL_FACTOR
     for _ in range(100):
-        tolerance.waited(in_vain=True)
-    assert tolerance.times == MIN_TOLERANCE
+        deadline_factor.waited(in_vain=True)
+    assert deadline_factor.value == MIN_FACTOR
     for _ in range(1000):
-        tolerance.waited(in_vain=False)
-    assert tolerance.times == TOLERANCE
+        deadline_factor.waited(in_vain=False)
+    assert deadline_factor.value == INITIAL_FACTOR
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_tolerance_settles_at_a_twentieth_of_late_requests(seed: int) -> None:
-    """If a higher tolerance makes more requests late, it settles where few are late."""
+def test_deadline_factor_settles_at_a_twentieth_of_late_requests(seed: int) -> None:
+    """If a higher deadline_factor makes more requests late, it settles where few are late."""
     rng = random.Random(seed)
-    tolerance, vain = PredictionTolerance(), 0
+    deadline_factor, vain = DeadlineFactor(), 0
     for number in range(20_000):
-        in_vain = rng.random() < max(0.0, tolerance.times - 0.9)
-        tolerance.waited(in_vain=in_vain)
+        in_vain = rng.random() < max(0.0, deadline_factor.value - 0.9)
+        deadline_factor.waited(in_vain=in_vain)
         vain += in_vain and number >= 10_000
     assert vain / 10_000 == pytest.approx(0.05, abs=0.02)
 
 
 def test_wait_correction_learns_the_ratio() -> None:
-    pace = WaitCorrection()
+    bias = WaitBias()
     for _ in range(500):
-        pace.learn(10.0, 2.0)
-    assert pace.corrected(10.0) == pytest.approx(2.0)
+        bias.learn(10.0, 2.0)
+    assert bias.corrected(10.0) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_wait_correction_stays_between_its_bounds(seed: int) -> None:
     rng = random.Random(seed)
-    pace = WaitCorrection()
+    bias = WaitBias()
     for _ in range(500):
-        pace.learn(rng.uniform(-1, 1), rng.uniform(0, 100))
-        assert MIN_CORRECTION <= pace.ratio <= MAX_CORRECTION
+        bias.learn(rng.uniform(-1, 1), rng.uniform(0, 100))
+        assert MIN_CORRECTION <= bias.ratio <= MAX_CORRECTION

@@ -71,7 +71,7 @@ async def test_models_and_ready_are_503_until_a_decode_worker_is_ready() -> None
                 assert 1 <= int(answer.headers["retry-after"]) <= 120
             assert (await router.client.get("/health")).status_code == 200
             worker.ready = True
-            await until(lambda: router.router.refusal() is None)
+            await until(lambda: router.router.unready_reason() is None)
             for path in ("/ready", "/v1/models", "/v1/models/tiny"):
                 assert (await router.client.get(path)).status_code == 200
 
@@ -79,7 +79,7 @@ async def test_models_and_ready_are_503_until_a_decode_worker_is_ready() -> None
 async def test_dead_worker_is_down_and_its_successor_is_used() -> None:
     async with FakeWorker() as worker, running_router([worker], health_interval_s=0.1) as router:
         await worker.die()
-        await until(lambda: router.router.refusal())
+        await until(lambda: router.router.unready_reason())
         view = (await router.client.get("/workers")).json()["data"][0]
         assert view["state"] == "down"
         assert "connect" in view["reason"]
@@ -116,7 +116,7 @@ async def test_worker_with_no_or_an_invalid_reply_is_down(nonsense: bytes) -> No
         await until(lambda: router.router.workers.decode[0].health.down)
         assert (await router.client.get("/ready")).status_code == 503
         worker.silent, worker.nonsense = False, b""
-        await until(lambda: router.router.refusal() is None)
+        await until(lambda: router.router.unready_reason() is None)
 
 
 async def test_metrics_count_requests_and_show_states() -> None:

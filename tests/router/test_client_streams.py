@@ -134,7 +134,7 @@ async def test_sdk_raises_the_class_of_the_error() -> None:
         with pytest.raises(openai.NotFoundError, match="tiny"):
             await client.chat.completions.create(model="other", messages=[MESSAGE])
         worker.ready = False
-        await until(lambda: router.router.refusal())
+        await until(lambda: router.router.unready_reason())
         with pytest.raises(openai.InternalServerError):
             await client.chat.completions.create(model="tiny", messages=[MESSAGE], stream=True)
 

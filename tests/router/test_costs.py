@@ -87,8 +87,8 @@ def test_recursion_equals_the_textbook_least_squares(seed: int) -> None:
 
 
 def test_tokens_with_a_long_context_cost_more() -> None:
-    cost = WorkerKind().newcomer()
-    truth = WorkerKind().newcomer()
+    cost = WorkerKind().new_worker()
+    truth = WorkerKind().new_worker()
     truth.line.coefficients = (0.01, 0.05, 0.02)
     rng = random.Random(1)
     for _ in range(400):
@@ -103,7 +103,7 @@ def test_tokens_with_a_long_context_cost_more() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(5))
 def test_prompts_that_are_all_alike_keep_the_fit_stable(seed: int, noise: float) -> None:
-    cost, rng = WorkerKind().newcomer(), random.Random(seed)
+    cost, rng = WorkerKind().new_worker(), random.Random(seed)
     for number in range(4000):
         uncached = rng.randint(48, 53)
         cost.learn(uncached, uncached + 42, (1e-4 + 2e-5 * uncached) * rng.uniform(1 - noise, 1 + noise))
@@ -113,7 +113,7 @@ def test_prompts_that_are_all_alike_keep_the_fit_stable(seed: int, noise: float)
 
 
 def test_prediction_is_never_in_the_past() -> None:
-    prefill, step = WorkerKind().newcomer(), StepCost()
+    prefill, step = WorkerKind().new_worker(), StepCost()
     for _ in range(50):
         prefill.learn(1000, 1000, 0.001)
         step.learn(1, 100, 0.0001)
@@ -184,20 +184,20 @@ def test_bookings_are_released_completely(seed: int) -> None:
 
 def test_untried_worker_is_assumed_to_be_like_its_peers() -> None:
     kind, other_kind = WorkerKind(), WorkerKind()
-    first, second = kind.newcomer(), kind.newcomer()
+    first, second = kind.new_worker(), kind.new_worker()
     guess = first.seconds(1000, 1000)
     for size in range(100, 5000, 50):
         first.learn(size, size, 0.001 + size * 1e-6)
-    later = kind.newcomer()
+    later = kind.new_worker()
     for untried in (second, later):
         assert untried.seconds(1000, 1000) == pytest.approx(first.seconds(1000, 1000), rel=0.2)
-        assert not untried.taught
-    assert other_kind.newcomer().seconds(1000, 1000) == guess
+        assert not untried.is_calibrated
+    assert other_kind.new_worker().seconds(1000, 1000) == guess
 
 
 def test_tried_worker_uses_its_own_measurements() -> None:
     kind = WorkerKind()
-    quick, slow = kind.newcomer(), kind.newcomer()
+    quick, slow = kind.new_worker(), kind.new_worker()
     for size in range(100, 5000, 50):
         quick.learn(size, size, 0.001 + size * 1e-6)
         slow.learn(size, size, 0.1 + size * 1e-4)
@@ -208,7 +208,7 @@ def test_tried_worker_uses_its_own_measurements() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_law_prediction_is_monotonic(seed: int) -> None:
     rng = random.Random(seed)
-    cost, step = WorkerKind().newcomer(), StepCost()
+    cost, step = WorkerKind().new_worker(), StepCost()
     for _ in range(200):
         size = rng.randint(1, 4000)
         cost.learn(size, size, rng.uniform(0.0, 0.05))  # noise, and nothing else
@@ -234,12 +234,12 @@ PROFILE = Profile(
 
 def test_profile_applies_until_something_is_measured() -> None:
     prior = CostPrior.of(PROFILE)
-    cost = WorkerKind(prior).newcomer()
+    cost = WorkerKind(prior).new_worker()
     for uncached, context in ((100, 100), (500, 4000)):
         assert cost.seconds(uncached, context) == pytest.approx(PROFILE.prefill.seconds(uncached, context))
     step = StepCost(LeastSquares(prior.step))
     assert step.seconds(8, 5000) == pytest.approx(PROFILE.step.seconds(8, 5000))
-    assert not cost.taught
+    assert not cost.is_calibrated
     for _ in range(60):
         cost.learn(100, 100, 1.0)
     assert cost.seconds(100, 100) == pytest.approx(1.0, rel=0.1)
@@ -259,7 +259,7 @@ def test_router_starts_with_its_configured_profiles(tmp_path: Path) -> None:
         return RequestScheduler(settings, UpstreamPool(1.0), random.Random(0), lambda: 0.0)
 
     profiles.write(PROFILE, tmp_path / "there.json")
-    states = scheduler(tmp_path / "there.json").dispatcher.worker_states
+    states = scheduler(tmp_path / "there.json").planner.worker_states
     assert states.transfer("a", "b").start_s == PROFILE.transfer.start_s
     with pytest.raises(SetupError, match="Cannot read the profile"):
         scheduler(tmp_path / "none.json")

@@ -150,15 +150,15 @@ SLICES: dict[str, tuple[list[EndpointSlice], list[ListedWorker]]] = {
     "no ports": ([pieces(endpoints=ONE, ports=None)], []),
     "not ready": (
         [pieces(endpoints=[endpoint("10.0.0.1", ready=False)])],
-        [worker("10.0.0.1", standing=ListedStatus.UNREADY)],
+        [worker("10.0.0.1", discovery_status=ListedStatus.UNREADY)],
     ),
     "ready for a Service that publishes all, and not serving": (
         [pieces(endpoints=[endpoint("10.0.0.1", ready=True, serving=False)])],
-        [worker("10.0.0.1", standing=ListedStatus.UNREADY)],
+        [worker("10.0.0.1", discovery_status=ListedStatus.UNREADY)],
     ),
     "terminating and serving": (
         [pieces(endpoints=[endpoint("10.0.0.1", ready=False, serving=True, terminating=True)])],
-        [worker("10.0.0.1", standing=ListedStatus.TERMINATING)],
+        [worker("10.0.0.1", discovery_status=ListedStatus.TERMINATING)],
     ),
     "a pod with two families is one worker": (
         [

@@ -16,7 +16,7 @@ import pytest
 from baton_api import headers, metrics, tickets
 from baton_api.errors import Overloaded, Unauthorized
 from baton_api.keys import API_KEY
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Role
 from tests.router.engines.fake_sglang import FakeSglang, Sessions
 from tests.router.engines.fake_vllm import FakeVllm
@@ -80,7 +80,7 @@ def rejected(reply: RoutedHead | Rejected) -> Rejected:
 
 def booked(running: RunningRouter) -> int:
     """Streams that are booked at workers."""
-    states = running.router.scheduler.dispatcher.worker_states
+    states = running.router.scheduler.planner.worker_states
     return sum(states.of(worker).streams.count for worker in running.router.workers.decode)
 
 
@@ -100,7 +100,7 @@ async def test_request_gets_destination_and_serves(mode: int) -> None:
         assert await stream.forward(head, client) == whole_stream()
         await until(lambda: not booked(running))
         await stream.done()
-        (latest,) = running.router.scheduler.dispatcher.dispatches
+        (latest,) = running.router.scheduler.planner.placements
         assert latest.complete and latest.answered == 8
         assert running.metric(metrics.ROUTER_REQUESTS.name, code="200", path="/v1/chat/completions") == 1
 
@@ -159,8 +159,8 @@ async def test_vllm_decode_worker_serves_alone_with_salt(mode: int, tmp_path: Pa
             sent = json.loads(head.body)
             assert sent.pop("cache_salt") and sent == long
             assert headers.PREFILL not in head.headers and headers.SALT not in head.headers
-            (dispatch,) = running.router.scheduler.dispatcher.dispatches
-            assert dispatch.pair.prefill is None
+            (placement,) = running.router.scheduler.planner.placements
+            assert placement.pair.prefill is None
             await stream.done()
             theirs = {**STREAM, "kv_transfer_params": {"remote_engine_id": "other"}}
             refused = rejected(await gateway.stream(mode).request(theirs, headers=key))
@@ -190,7 +190,7 @@ async def test_prompt_is_learned_and_reported() -> None:
             again = gateway.stream()
             assert routed(await again.request(long)).destination == head.destination
             again.cut()
-        (first, *_) = running.router.scheduler.dispatcher.dispatches
+        (first, *_) = running.router.scheduler.planner.placements
         assert first.report is not None and first.report.cached == 32
 
 
@@ -341,7 +341,7 @@ async def test_cut_stream_releases_grant_incomplete(mode: int, point: str) -> No
         else:
             stream.cut()
         await until(lambda: not booked(running) and not running.router.scheduler._granted)
-        (latest,) = running.router.scheduler.dispatcher.dispatches
+        (latest,) = running.router.scheduler.planner.placements
         assert latest.ended is not None and not latest.complete
         worker = running.router.workers.decode[0]
         assert worker.in_flight == 0
@@ -354,7 +354,7 @@ async def test_stream_without_end_event_is_incomplete() -> None:
         await stream.response_headers(200, {"content-type": "text/event-stream"})
         await stream.response_body(event("The"), end=True)
         await until(lambda: not booked(running))
-        (latest,) = running.router.scheduler.dispatcher.dispatches
+        (latest,) = running.router.scheduler.planner.placements
         assert not latest.complete
         await stream.done()
 
@@ -369,7 +369,7 @@ async def test_usage_of_whole_answer_is_counted() -> None:
         await stream.done()
         await until(lambda: running.metric(metrics.ROUTER_TENANT_TOKENS.name, kind="generated") == 7)
         assert running.metric(metrics.ROUTER_TENANT_TOKENS.name, kind="cached") == 32
-        (latest,) = running.router.scheduler.dispatcher.dispatches
+        (latest,) = running.router.scheduler.planner.placements
         assert latest.complete and latest.answered == 7
 
 
@@ -395,7 +395,7 @@ async def test_other_endpoint_served_teaches_nothing() -> None:
         await stream.response_headers(200, {headers.PROMPT: REPORT}, served=other)
         await stream.response_body(whole_answer(), end=True)
         await stream.done()
-        (latest,) = running.router.scheduler.dispatcher.dispatches
+        (latest,) = running.router.scheduler.planner.placements
         assert latest.report is None and not latest.complete and not booked(running)
 
 

@@ -17,7 +17,7 @@ from baton_api import headers, metrics
 from baton_api.background import BackgroundTasks
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import SnapshotFrame, block_number, frame
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Role
 from baton_engine.kv.events import Change, Removed, Stored
 from baton_engine.kv.publisher import KvPublisher
@@ -287,7 +287,7 @@ async def test_evicted_blocks_are_not_expected_at_the_worker() -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5120}]}
         assert (await running.post(body)).status_code == 200
         prompt = chunk_messages([PromptMessage("user", "x" * 5120)], None, root_name("", "tiny"))
-        states = router.scheduler.dispatcher.worker_states
+        states = router.scheduler.planner.worker_states
         await until(lambda: len(states.blocks) == 10)
         assert list(states.held(prompt, states.match(prompt)).values()) == [5120]
         worker.publish([Removed(name) for name in reversed(names[10:])])

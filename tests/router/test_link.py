@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from baton_api.background import BackgroundTasks
 from baton_api.errors import ModelNotFound, NotReady, Overloaded, QuotaExceeded
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_http.upstream import UpstreamLost

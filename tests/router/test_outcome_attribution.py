@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_api.reports import Fallback, PromptReport
+from baton_api.prompt_report import Fallback, PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.scheduling.fallback_policy import WorkerPair

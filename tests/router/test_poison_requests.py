@@ -38,9 +38,11 @@ from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, u
 KEY = ("alice", 7)
 
 
-def rejected(crashes: CrashHistory, key: Key = KEY, kind: str = "default", now: float = 0.0) -> bool:
+def rejected(
+    crashes: CrashHistory, key: Key = KEY, priority_class: str = "default", now: float = 0.0
+) -> bool:
     try:
-        crashes.check(key, kind, now)
+        crashes.check(key, priority_class, now)
     except PoisonRequest:
         return True
     return False
@@ -68,9 +70,9 @@ def test_crashes_of_two_workers_reject_the_request(losses: Sequence[tuple[str, s
 def test_crashes_of_a_batch_line_are_left_to_its_runner() -> None:
     crashes = CrashHistory()
     for number in range(BATCH_LOSSES_LIMIT):
-        assert not rejected(crashes, kind=BATCH_CLASS)
+        assert not rejected(crashes, priority_class=BATCH_CLASS)
         crashes.lost(KEY, f"w{number}", "1", 0.0)
-    assert rejected(crashes, kind=BATCH_CLASS)
+    assert rejected(crashes, priority_class=BATCH_CLASS)
 
 
 def test_crashes_are_forgotten_after_an_answer_and_with_time() -> None:

@@ -255,7 +255,7 @@ def test_law_requests_leave_exactly_once(seed: int) -> None:
         if action < 0.5:
             one = entry(
                 rng.uniform(0, 3), now - rng.random(), tenant=f"t{rng.randrange(6)}", level=rng.randrange(4),
-                cost=rng.uniform(1, 500), objective_s=rng.choice([math.inf, rng.uniform(0, 40)]),
+                cost=rng.uniform(1, 500), ttft_slo_s=rng.choice([math.inf, rng.uniform(0, 40)]),
                 max_wait_s=rng.choice([math.inf, rng.uniform(0, 60)]), retried=rng.random() < 0.1,
             )  # fmt: skip
             queue.add(one)

@@ -238,7 +238,7 @@ async def test_worker_with_progressing_requests_is_not_down() -> None:
         worker.silent = True
         before = worker.connections
         async for _ in answer.aiter_raw():
-            assert router.router.refusal() is None
+            assert router.router.unready_reason() is None
             if worker.connections > before + 5:  # each look that nothing came of has ended its own
                 break
 

@@ -13,14 +13,14 @@ import pytest
 
 from baton_api import headers
 from baton_api.errors import BatonError, ModelNotFound, NotInTime, NotReady, Overloaded
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.requests.picker import PickRequest
 from baton_router.requests.request_cost import RequestCost
-from baton_router.scheduling.dispatch import Dispatch
-from baton_router.scheduling.dispatcher import Dispatcher
+from baton_router.scheduling.placement import Placement
+from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import LEAST_TICK_S, TICK_S, Queue
 from baton_router.scheduling.queued_request import BATCHED_PROMPTS_S, NEARLY_DONE_S, REPLAN_S
@@ -55,12 +55,12 @@ class Cluster:
         config = RouterSettings.model_validate(
             {"prefill_tokens": 100_000, "local_prefill_max_tokens": 0, **settings}
         )
-        self.dispatcher = Dispatcher(self.workers, random.Random(1), config.local_prefill_max_tokens)
-        self.queue = Queue(config, self.dispatcher, lambda: self.now)
+        self.planner = PlacementPlanner(self.workers, random.Random(1), config.local_prefill_max_tokens)
+        self.queue = Queue(config, self.planner, lambda: self.now)
         for one in self.workers.all:
             self.teach(one)
-        self.gone: list[str] = []
-        self.tasks: dict[str, asyncio.Task[Dispatch]] = {}
+        self.placed: list[str] = []
+        self.tasks: dict[str, asyncio.Task[Placement]] = {}
 
     @property
     def now(self) -> float:
@@ -71,30 +71,30 @@ class Cluster:
         self._now = value
 
     def teach(self, worker: Worker) -> None:
-        cost = self.dispatcher.worker_states.of(worker).prefill_cost
+        cost = self.planner.worker_states.of(worker).prefill_cost
         for size in range(100, 12_000, 100):
             cost.learn(size, size, 4 * size * SECONDS_PER_BYTE)
 
     @staticmethod
     def worker(role: Role, port: int, **load: Any) -> Worker:
-        dispatch = Worker(
+        placement = Worker(
             Upstream("127.0.0.1", port, 1.0), Role.PREFILL if role is Role.PREFILL else Role.DECODE
         )
         report = {"model": "tiny", "total_blocks": 100_000, "free_blocks": 100_000, "epoch": "1", **load}
         control = "x:1" if role is Role.PREFILL else ""
-        dispatch.answered(Load(role=role, control=control, compatibility="c", **report))
-        return dispatch
+        placement.answered(Load(role=role, control=control, compatibility="c", **report))
+        return placement
 
     def request(self, size: int = SHORT, model: str = "tiny", **fields: Any) -> PickRequest:
         return PickRequest(model, chunk_text(self.rng.randbytes(size), 7), size=size, **fields)
 
-    async def send(self, name: str, size: int = SHORT, **fields: Any) -> asyncio.Task[Dispatch]:
+    async def send(self, name: str, size: int = SHORT, **fields: Any) -> asyncio.Task[Placement]:
         """A request, as far as it comes by itself."""
 
-        async def go() -> Dispatch:
-            dispatch = await self.queue.dispatch(self.request(size, **fields))
-            self.gone.append(name)
-            return dispatch
+        async def go() -> Placement:
+            placement = await self.queue.place(self.request(size, **fields))
+            self.placed.append(name)
+            return placement
 
         self.tasks[name] = task = asyncio.create_task(go())
         await self.settle()
@@ -109,25 +109,25 @@ class Cluster:
         self.queue.changed()
         await self.settle()
 
-    async def computed(self, dispatch: Dispatch) -> None:
+    async def computed(self, placement: Placement) -> None:
         report = PromptReport(
-            tokens=dispatch.tokens, cached=0, held=0, queue_s=0.0, compute_s=dispatch.compute_s,
-            transfer_s=0.001, remote=dispatch.pair.prefill is not None,
+            tokens=placement.tokens, cached=0, held=0, queue_s=0.0, compute_s=placement.compute_s,
+            transfer_s=0.001, remote=placement.pair.prefill is not None,
         )  # fmt: skip
-        self.dispatcher.began(dispatch, report, self.now)
+        self.planner.began(placement, report, self.now)
         self.queue.changed()
         await self.settle()
 
-    async def finish(self, task: asyncio.Task[Dispatch]) -> None:
-        dispatch = task.result()
-        await self.computed(dispatch)
-        self.dispatcher.release(dispatch, self.now, complete=True)
+    async def finish(self, task: asyncio.Task[Placement]) -> None:
+        placement = task.result()
+        await self.computed(placement)
+        self.planner.release(placement, self.now, complete=True)
         self.queue.changed()
         await self.settle()
 
     @property
     def booked(self) -> int:
-        states = [self.dispatcher.worker_states.of(one) for one in self.workers.all]
+        states = [self.planner.worker_states.of(one) for one in self.workers.all]
         return sum(one.prefills.waiting + one.streams.count for one in states)
 
 
@@ -146,17 +146,17 @@ async def cluster_of(*args: int, **settings: Any) -> AsyncIterator[Cluster]:
     assert not any(cluster.queue.count(level) for level in range(4))
     for task in cluster.tasks.values():
         if not task.cancelled() and task.exception() is None:
-            cluster.dispatcher.release(task.result(), cluster.now, complete=False)
+            cluster.planner.release(task.result(), cluster.now, complete=False)
     assert cluster.booked == 0
 
 
 async def test_idle_worker_gets_a_request_in_the_same_iteration() -> None:
     async with cluster_of(1, 2) as cluster:
         for _ in range(2):
-            waiting = cluster.queue.dispatch(cluster.request(LONG))
+            waiting = cluster.queue.place(cluster.request(LONG))
             with pytest.raises(StopIteration) as stopped:
                 waiting.send(None)
-            cluster.dispatcher.release(stopped.value.value, cluster.now, complete=True)
+            cluster.planner.release(stopped.value.value, cluster.now, complete=True)
 
 
 async def test_busy_worker_gets_its_next_prompt_at_the_first_token() -> None:
@@ -164,9 +164,9 @@ async def test_busy_worker_gets_its_next_prompt_at_the_first_token() -> None:
         first = await cluster.send("first", LONG)
         await cluster.send("second", LONG)
         await cluster.pass_time(1.0)
-        assert cluster.gone == ["first"]
+        assert cluster.placed == ["first"]
         await cluster.computed(first.result())
-        assert cluster.gone == ["first", "second"]
+        assert cluster.placed == ["first", "second"]
 
 
 async def test_nearly_idle_worker_gets_the_next_prompt() -> None:
@@ -174,20 +174,20 @@ async def test_nearly_idle_worker_gets_the_next_prompt() -> None:
         await cluster.send("first", 2000)  # 0.2 s
         await cluster.send("second", LONG)
         await cluster.pass_time(0.2 - NEARLY_DONE_S - 0.02)
-        assert cluster.gone == ["first"]
+        assert cluster.placed == ["first"]
         await cluster.pass_time(0.03)
-        assert cluster.gone == ["first", "second"]
+        assert cluster.placed == ["first", "second"]
 
 
 async def test_many_short_prompts_are_computed_together() -> None:
     async with cluster_of() as cluster:
         for one in cluster.workers.all:  # an engine that takes the same for any short prompt
-            cost = cluster.dispatcher.worker_states.of(one).prefill_cost = WorkerKind().newcomer()
+            cost = cluster.planner.worker_states.of(one).prefill_cost = WorkerKind().new_worker()
             for size in range(50, 200):
                 cost.learn(size, size, 0.025)
         for number in range(40):
             await cluster.send(f"{number}", 400)
-        assert len(cluster.gone) == pytest.approx(BATCHED_PROMPTS_S / 0.025, abs=2)
+        assert len(cluster.placed) == pytest.approx(BATCHED_PROMPTS_S / 0.025, abs=2)
 
 
 async def test_worker_without_reports_is_limited_by_tokens() -> None:
@@ -195,16 +195,16 @@ async def test_worker_without_reports_is_limited_by_tokens() -> None:
         cluster.decodes[0].answered(Load(role=Role.DECODE, model="tiny", epoch="2"))  # as if just started
         for number in range(12):
             await cluster.send(f"{number}", 400)
-        assert len(cluster.gone) == 10
+        assert len(cluster.placed) == 10
 
 
 async def test_single_prompt_starts_whatever_its_length() -> None:
     async with cluster_of(prefill_tokens=10) as cluster:
         first = await cluster.send("first", LONG)
         await cluster.send("second", LONG)
-        assert cluster.gone == ["first"]
+        assert cluster.placed == ["first"]
         await cluster.finish(first)
-        assert cluster.gone == ["first", "second"]
+        assert cluster.placed == ["first", "second"]
 
 
 async def test_unstreamed_prompt_counts_as_computed_when_predicted() -> None:
@@ -212,9 +212,9 @@ async def test_unstreamed_prompt_counts_as_computed_when_predicted() -> None:
         await cluster.send("whole", LONG, streams=False)  # 4 s
         await cluster.send("next", LONG)
         await cluster.pass_time(3.8)
-        assert cluster.gone == ["whole"]
+        assert cluster.placed == ["whole"]
         await cluster.pass_time(0.3)
-        assert cluster.gone == ["whole", "next"]
+        assert cluster.placed == ["whole", "next"]
 
 
 async def test_shortest_goes_first_and_a_higher_class_before() -> None:
@@ -222,21 +222,23 @@ async def test_shortest_goes_first_and_a_higher_class_before() -> None:
         tasks = [await cluster.send("first", LONG)]
         await cluster.send("long", LONG)
         await cluster.send("short", 8000)
-        await cluster.send("urgent", LONG, kind="critical")
-        await cluster.send("batch", SHORT, kind="batch")
+        await cluster.send("urgent", LONG, priority_class="critical")
+        await cluster.send("batch", SHORT, priority_class="batch")
         for name in ("urgent", "short", "long", "batch"):
             await cluster.finish(tasks[-1])
             tasks.append(cluster.tasks[name])
-            assert cluster.gone[-1] == name
+            assert cluster.placed[-1] == name
 
 
 async def test_retried_request_goes_first() -> None:
     async with cluster_of(2) as cluster:
         first = await cluster.send("first", LONG)
-        await cluster.send("critical", SHORT, kind="critical")
-        await cluster.send("again", LONG, kind="critical", excluded=(cluster.decodes[0].name,), retried=True)
+        await cluster.send("critical", SHORT, priority_class="critical")
+        await cluster.send(
+            "again", LONG, priority_class="critical", excluded=(cluster.decodes[0].name,), retried=True
+        )
         await cluster.finish(first)
-        assert cluster.gone == ["first", "again"]
+        assert cluster.placed == ["first", "again"]
         assert cluster.tasks["again"].result().pair.decode is cluster.decodes[1]
 
 
@@ -252,7 +254,7 @@ async def test_waiting_at_a_frontend_counts_in_order_and_age() -> None:
         await cluster.pass_time(1.1)
         assert isinstance(expiring.exception(), NotInTime)
         await cluster.finish(first)
-        assert cluster.gone == ["first", "old"]
+        assert cluster.placed == ["first", "old"]
 
 
 async def test_full_worker_is_not_asked_again_at_once() -> None:
@@ -261,9 +263,9 @@ async def test_full_worker_is_not_asked_again_at_once() -> None:
         worker.health = worker.health.full(cluster.now)
         await cluster.send("again", retried=True)
         await cluster.pass_time(FULL_S - 0.1)
-        assert cluster.gone == []
+        assert cluster.placed == []
         await cluster.pass_time(0.2)
-        assert cluster.gone == ["again"]
+        assert cluster.placed == ["again"]
 
 
 async def test_batch_leaves_a_tenth_of_the_blocks_free() -> None:
@@ -272,13 +274,13 @@ async def test_batch_leaves_a_tenth_of_the_blocks_free() -> None:
         cluster.decodes[0].answered(full)
         await cluster.send("default", SHORT)
         await cluster.computed(cluster.tasks["default"].result())
-        await cluster.send("batch", SHORT, kind="batch")
-        assert cluster.gone == ["default"]
+        await cluster.send("batch", SHORT, priority_class="batch")
+        assert cluster.placed == ["default"]
         cluster.decodes[0].answered(
             Load(role=Role.DECODE, model="tiny", epoch="1", total_blocks=100, free_blocks=10)
         )
         await cluster.pass_time(0.1)
-        assert cluster.gone == ["default", "batch"]
+        assert cluster.placed == ["default", "batch"]
 
 
 async def test_request_beside_a_batch_starts_at_once_planned_once() -> None:
@@ -288,15 +290,15 @@ async def test_request_beside_a_batch_starts_at_once_planned_once() -> None:
         for name in ("one", "two"):
             await cluster.send(name, SHORT)
             await cluster.computed(cluster.tasks[name].result())
-        await cluster.send("batch", SHORT, kind="batch")
-        assert cluster.gone == ["one", "two"] and len(cluster.queue) == 1
-        before = cluster.dispatcher.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
-        sending = cluster.queue.dispatch(cluster.request(SHORT, kind="interactive"))
+        await cluster.send("batch", SHORT, priority_class="batch")
+        assert cluster.placed == ["one", "two"] and len(cluster.queue) == 1
+        before = cluster.planner.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
+        sending = cluster.queue.place(cluster.request(SHORT, priority_class="interactive"))
         with pytest.raises(StopIteration) as stopped:
             sending.send(None)
-        dispatch = stopped.value.value
-        assert before is not None and dispatch.number == before.number + 1
-        cluster.dispatcher.release(dispatch, cluster.now, complete=True)
+        placement = stopped.value.value
+        assert before is not None and placement.number == before.number + 1
+        cluster.planner.release(placement, cluster.now, complete=True)
 
 
 async def test_queue_of_one_model_delays_no_other_model() -> None:
@@ -304,11 +306,11 @@ async def test_queue_of_one_model_delays_no_other_model() -> None:
         cluster.workers.decode += (cluster.worker(Role.DECODE, 8300, model="other"),)
         for name in ("first", "second"):
             await cluster.send(name, LONG)
-        assert cluster.gone == ["first"] and len(cluster.queue) == 1
-        sending = cluster.queue.dispatch(cluster.request(LONG, model="other"))
+        assert cluster.placed == ["first"] and len(cluster.queue) == 1
+        sending = cluster.queue.place(cluster.request(LONG, model="other"))
         with pytest.raises(StopIteration) as stopped:
             sending.send(None)
-        cluster.dispatcher.release(stopped.value.value, cluster.now, complete=True)
+        cluster.planner.release(stopped.value.value, cluster.now, complete=True)
 
 
 async def test_waiting_request_for_a_shared_worker_is_not_overtaken() -> None:
@@ -320,17 +322,17 @@ async def test_waiting_request_for_a_shared_worker_is_not_overtaken() -> None:
         await cluster.send("shared", LONG // 20, model="other")
         await cluster.send("own", LONG)
         await cluster.send("waiting", LONG, model="other")
-        assert cluster.gone == ["shared", "own"]
+        assert cluster.placed == ["shared", "own"]
         cluster.now += 0.2  # the shared worker is done, but not reported yet
         await cluster.send("comer", SHORT)
-        assert cluster.gone == ["shared", "own", "waiting"]
+        assert cluster.placed == ["shared", "own", "waiting"]
 
 
 async def test_late_interactive_request_is_rejected_with_retry_after() -> None:
     async with cluster_of() as cluster:
-        await cluster.send("first", LONG, kind="interactive", objective_s=5.0)
-        await cluster.send("in time", LONG // 2, kind="interactive", objective_s=5.0)
-        late = await cluster.send("late", LONG, kind="interactive", objective_s=5.0)
+        await cluster.send("first", LONG, priority_class="interactive", ttft_slo_s=5.0)
+        await cluster.send("in time", LONG // 2, priority_class="interactive", ttft_slo_s=5.0)
+        late = await cluster.send("late", LONG, priority_class="interactive", ttft_slo_s=5.0)
         error = late.exception()
         assert isinstance(error, NotInTime)
         assert error.headers[headers.PREDICTED] == "10000"
@@ -342,19 +344,19 @@ async def test_late_interactive_request_is_rejected_with_retry_after() -> None:
 
 async def test_request_is_never_late_on_an_idle_cluster() -> None:
     async with cluster_of() as cluster:
-        await cluster.send("long", LONG, kind="interactive", objective_s=0.1)
-        assert cluster.gone == ["long"]
+        await cluster.send("long", LONG, priority_class="interactive", ttft_slo_s=0.1)
+        assert cluster.placed == ["long"]
 
 
 @pytest.mark.parametrize(
     ("fields", "seconds"),
-    [({}, 20.0), ({"objective_s": 2.0}, 2.0), ({"kind": "interactive", "objective_s": 20.0}, 30.0)],
+    [({}, 20.0), ({"ttft_slo_s": 2.0}, 2.0), ({"priority_class": "interactive", "ttft_slo_s": 20.0}, 30.0)],
 )
 async def test_expired_wait_is_reported_with_its_error(fields: dict[str, Any], seconds: float) -> None:
     async with cluster_of(wait_s=20.0) as cluster:
         await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG, **fields)
-        batch = await cluster.send("batch", LONG, kind="batch")
+        batch = await cluster.send("batch", LONG, priority_class="batch")
         await cluster.pass_time(seconds - 0.1)
         assert not waiting.done()
         await cluster.pass_time(0.2)
@@ -375,7 +377,7 @@ async def test_request_waits_for_an_unready_worker_to_recover() -> None:
         assert not recovered.done()
         worker.health = before
         await cluster.pass_time(0.5)
-        assert cluster.gone == ["recovered"]
+        assert cluster.placed == ["recovered"]
         worker.health = before.missed(1, "it does not answer")
         lost = await cluster.send("lost")
         await cluster.pass_time(5.0)
@@ -426,7 +428,7 @@ async def test_request_that_leaves_while_granted_is_released() -> None:
     async with cluster_of() as cluster:
         first = await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG)
-        cluster.dispatcher.release(first.result(), cluster.now, complete=True)
+        cluster.planner.release(first.result(), cluster.now, complete=True)
         cluster.queue.changed()
         loop = asyncio.get_running_loop()
         loop.call_later(0, waiting.cancel)  # behind the look that gives it a worker, before it hears of that
@@ -442,7 +444,7 @@ async def test_requests_wait_for_workers_of_their_model_only() -> None:
         for number in range(5):
             await cluster.send(f"{number}", LONG)
         await cluster.send("other", LONG, model="other")
-        assert cluster.gone == ["first", "other"]
+        assert cluster.placed == ["first", "other"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -451,14 +453,14 @@ async def test_law_no_request_is_lost(seed: int) -> None:
     rng = random.Random(seed)
     async with cluster_of(2, 2, queue_requests=40, wait_s=20.0, recovery_s=3.0) as cluster:
         healths = [(one, one.health) for one in cluster.workers.all]
-        running: list[asyncio.Task[Dispatch]] = []
+        running: list[asyncio.Task[Placement]] = []
         for number in range(250):
             action = rng.random()
             if action < 0.5:
                 await cluster.send(
                     f"{number}", rng.choice([SHORT, LONG // 8, LONG]), tenant=f"t{rng.randrange(3)}",
-                    kind=rng.choice(["critical", "interactive", "default", "batch"]),
-                    objective_s=rng.choice([None, 3.0]), streams=rng.random() < 0.7,
+                    priority_class=rng.choice(["critical", "interactive", "default", "batch"]),
+                    ttft_slo_s=rng.choice([None, 3.0]), streams=rng.random() < 0.7,
                 )  # fmt: skip
             elif action < 0.65:
                 await cluster.pass_time(rng.expovariate(2))
@@ -494,14 +496,14 @@ async def test_law_no_request_is_lost(seed: int) -> None:
 
 async def test_held_request_waits_for_the_first_worker_to_start() -> None:
     async with cluster_of(0, 0, hold_s=120.0, recovery_s=5.0) as cluster:
-        held = [await cluster.send(kind, SHORT, kind=kind) for kind in ("interactive", "default")]
+        held = [await cluster.send(kind, SHORT, priority_class=kind) for kind in ("interactive", "default")]
         await cluster.pass_time(100.0)
-        assert (cluster.queue.held, cluster.gone) == (2, [])
+        assert (cluster.queue.held, cluster.placed) == (2, [])
         assert cluster.queue.queued_tokens == 2 * SHORT // 4
         assert cluster.queue.demand["prompt"] == 2 * SHORT // 4
-        cluster.workers.come(cluster.worker(Role.DECODE, 8100))
+        cluster.workers.add(cluster.worker(Role.DECODE, 8100))
         await cluster.pass_time(0.1)
-        assert cluster.gone == ["interactive", "default"]
+        assert cluster.placed == ["interactive", "default"]
         assert cluster.queue.held == 0
         assert all(one.done() for one in held)
 
@@ -509,7 +511,7 @@ async def test_held_request_waits_for_the_first_worker_to_start() -> None:
 async def test_held_request_is_rejected_when_its_time_ends() -> None:
     async with cluster_of(0, 0, hold_s=60.0) as cluster:
         waits = await cluster.send("waits")
-        hasty = await cluster.send("hasty", objective_s=2.0)
+        hasty = await cluster.send("hasty", ttft_slo_s=2.0)
         await cluster.pass_time(3.0)
         assert isinstance(hasty.exception(), NotReady)
         await cluster.pass_time(58.0)
@@ -568,7 +570,7 @@ def loop_time() -> float:
     return 100.0 + asyncio.get_running_loop().time()
 
 
-async def seconds_until(task: asyncio.Task[Dispatch]) -> float:
+async def seconds_until(task: asyncio.Task[Placement]) -> float:
     """Of the loop's time, until the request goes or gets its error."""
     before = asyncio.get_running_loop().time()
     await asyncio.wait([task], timeout=60.0)
@@ -639,10 +641,10 @@ async def test_queue_prompts_ahead_count_as_backlog(
     async with cluster_of(2, 0) as cluster:
         rng = random.Random(7)
 
-        async def send(name: str, held: int, more: int, kind: str = "default") -> asyncio.Task[Dispatch]:
+        async def send(name: str, held: int, more: int, kind: str = "default") -> asyncio.Task[Placement]:
             prompt = chunk_text(PREFIX[:held] + rng.randbytes(more), 7)
-            ask = PickRequest("tiny", prompt, size=held + more, kind=kind)
-            cluster.tasks[name] = task = asyncio.create_task(cluster.queue.dispatch(ask))
+            ask = PickRequest("tiny", prompt, size=held + more, priority_class=kind)
+            cluster.tasks[name] = task = asyncio.create_task(cluster.queue.place(ask))
             await cluster.settle()
             return task
 
@@ -668,19 +670,19 @@ async def test_queue_prompt_cached_meanwhile_passes_shorter_ones(cached: bool) -
         blocker = await cluster.send("blocker", 8_000)
         long = chunk_text(PREFIX, 7)
 
-        async def ask() -> Dispatch:
-            dispatch = await cluster.queue.dispatch(PickRequest("tiny", long, size=len(PREFIX)))
-            cluster.gone.append("long")
-            return dispatch
+        async def ask() -> Placement:
+            placement = await cluster.queue.place(PickRequest("tiny", long, size=len(PREFIX)))
+            cluster.placed.append("long")
+            return placement
 
         cluster.tasks["long"] = asyncio.create_task(ask())
         await cluster.send("shorter", 6_000)
         if cached:
             state = blocker.result().decode_state
-            cluster.dispatcher.worker_states.sent(long, state, 0)
+            cluster.planner.worker_states.sent(long, state, 0)
         await cluster.pass_time(REPLAN_S + 0.01)
         await cluster.finish(blocker)
-        assert cluster.gone[:2] == ["blocker", "long" if cached else "shorter"]
+        assert cluster.placed[:2] == ["blocker", "long" if cached else "shorter"]
 
 
 SHORT_ANSWER = RequestCost(answer_limit=1)
@@ -707,8 +709,8 @@ async def test_queue_tenants_take_turns_by_tokens(dear: dict[str, Any], cheap: d
             await cluster.send(f"cheap {number}", tenant="cheap", **cheap)
         for _ in range(40):
             await cluster.finish(task)
-            task = cluster.tasks[cluster.gone[-1]]
-        dear_count = sum(name.startswith("dear") for name in cluster.gone)
+            task = cluster.tasks[cluster.placed[-1]]
+        dear_count = sum(name.startswith("dear") for name in cluster.placed)
         assert 2 <= dear_count <= 14
 
 
@@ -723,14 +725,14 @@ async def test_queue_held_requests_start_before_a_new_one() -> None:
     """They wait for their model, and delay no other."""
     async with cluster_of(0, 0, hold_s=60.0) as cluster:
         held = await cluster.send("held", LONG)
-        cluster.workers.come(cluster.worker(Role.DECODE, 8100))
-        cluster.workers.come(cluster.worker(Role.DECODE, 8300, model="other"))
-        other = cluster.queue.dispatch(cluster.request(LONG, model="other"))
+        cluster.workers.add(cluster.worker(Role.DECODE, 8100))
+        cluster.workers.add(cluster.worker(Role.DECODE, 8300, model="other"))
+        other = cluster.queue.place(cluster.request(LONG, model="other"))
         with pytest.raises(StopIteration) as stopped:
             other.send(None)
-        cluster.dispatcher.release(stopped.value.value, cluster.now, complete=True)
+        cluster.planner.release(stopped.value.value, cluster.now, complete=True)
         await cluster.send("late", LONG)
-        assert held.done() and cluster.gone == ["held", "late"]
+        assert held.done() and cluster.placed == ["held", "late"]
 
 
 ALL_ATTEMPTED = "Every worker that serves this model was tried for this request."
@@ -763,7 +765,7 @@ async def test_queue_demand_counts_uncached_tokens_of_all() -> None:
         prompt = chunk_text(cluster.rng.randbytes(4000), 7)
         for number in range(2):
             cluster.tasks[f"{number}"] = task = asyncio.create_task(
-                cluster.queue.dispatch(PickRequest("tiny", prompt, size=4000))
+                cluster.queue.place(PickRequest("tiny", prompt, size=4000))
             )
             await cluster.settle()
             await cluster.finish(task)
@@ -775,11 +777,11 @@ async def test_queue_client_leaving_at_its_grant_releases_incomplete() -> None:
     async with cluster_of(1, 0) as cluster:
         first = await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG)
-        cluster.dispatcher.release(first.result(), cluster.now, complete=True)
+        cluster.planner.release(first.result(), cluster.now, complete=True)
         cluster.queue.changed()
         asyncio.get_running_loop().call_later(0, waiting.cancel)
         await cluster.settle()
-        last = cluster.dispatcher.dispatches[-1]
+        last = cluster.planner.placements[-1]
         assert last is not first.result()
         assert (last.ended, last.complete) == (cluster.now, False)
 
@@ -800,7 +802,7 @@ async def test_queue_rejects_count_each_request() -> None:
     async with cluster_of(1, 0, wait_s=5.0) as cluster:
         await cluster.send("first", LONG)
         for number in range(3):
-            await cluster.send(f"late {number}", LONG, kind="interactive", objective_s=2.0)
+            await cluster.send(f"late {number}", LONG, priority_class="interactive", ttft_slo_s=2.0)
         for number in range(2):
             await cluster.send(f"patient {number}", LONG)
         await cluster.pass_time(5.1)
@@ -812,10 +814,10 @@ async def test_queue_waiting_request_is_not_planned_at_each_event() -> None:
         await cluster.send("first", LONG)
         for number in range(5):
             await cluster.send(f"{number}", LONG)
-        before = cluster.dispatcher.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
+        before = cluster.planner.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
         for _ in range(5):
             await cluster.pass_time(0.01)
-        after = cluster.dispatcher.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
+        after = cluster.planner.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
         assert before is not None and after is not None
         assert after.number == before.number + 1
 
@@ -828,7 +830,7 @@ async def test_queue_late_requests_make_admission_stricter(kind: str, in_vain: b
     async with cluster_of(1, 0) as cluster:
         for number in range(12):
             first = await cluster.send(f"first {number}", LONG)
-            waiting = await cluster.send(f"waiting {number}", LONG, kind=kind, objective_s=20.0)
+            waiting = await cluster.send(f"waiting {number}", LONG, priority_class=kind, ttft_slo_s=20.0)
             if in_vain:
                 await cluster.pass_time(31.0)
                 assert isinstance(waiting.exception(), NotInTime)
@@ -838,5 +840,5 @@ async def test_queue_late_requests_make_admission_stricter(kind: str, in_vain: b
                 await cluster.finish(first)
                 await cluster.finish(waiting)
         await cluster.send("first", 2000)  # 0.2 s
-        late = await cluster.send("late", LONG, kind="interactive", objective_s=4.2 / 1.2)
+        late = await cluster.send("late", LONG, priority_class="interactive", ttft_slo_s=4.2 / 1.2)
         assert late.done() is not accepted

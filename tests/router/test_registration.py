@@ -21,7 +21,7 @@ A, B = ListedWorker("10.0.0.1", 8000, Role.DECODE), ListedWorker("10.0.0.2", 800
 PREFILL = ListedWorker("10.0.0.3", 8000, Role.PREFILL)
 
 
-def standing(one: ListedWorker, status: ListedStatus) -> ListedWorker:
+def with_status(one: ListedWorker, status: ListedStatus) -> ListedWorker:
     return ListedWorker(one.host, one.port, one.role, one.revision, status)
 
 
@@ -87,7 +87,7 @@ def test_unlisted_worker_gets_no_requests_and_finishes_its_own() -> None:
     assert router.workers.leaving == (leaving,)
     leaving.in_flight = 0
     router.passes(0.5)
-    assert leaving.gone and router.workers.all == router.workers.listed == (router.worker(B),)
+    assert leaving.removed and router.workers.all == router.workers.listed == (router.worker(B),)
 
 
 def test_expired_drain_releases_the_worker_with_its_requests() -> None:
@@ -96,9 +96,9 @@ def test_expired_drain_releases_the_worker_with_its_requests() -> None:
     late.in_flight = 1
     router.lists(B)
     router.passes(DRAIN_S)
-    assert late.expired and not late.gone  # the requests that it has are being failed
+    assert late.expired and not late.removed  # the requests that it has are being failed
     router.passes(RELEASE_S)
-    assert late.gone and router.workers.leaving == ()
+    assert late.removed and router.workers.leaving == ()
 
 
 def test_terminating_worker_gets_no_requests_until_it_recovers() -> None:
@@ -107,7 +107,7 @@ def test_terminating_worker_gets_no_requests_until_it_recovers() -> None:
         (ListedStatus.TERMINATING, WorkerStatus.DRAINING),
         (ListedStatus.UNREADY, WorkerStatus.NOT_READY),
     ):
-        router.lists(standing(A, status), B)
+        router.lists(with_status(A, status), B)
         assert router.worker(A).state(0.0) is state
         assert router.worker(A).reason == f"it is listed as {status.name.lower()}"
         assert router.names(router.workers.serving("tiny", (), 0.0)) == [B.name]
@@ -126,7 +126,7 @@ def test_worker_listed_again_before_its_end_continues() -> None:
     assert router.workers.decode == (worker,) and not router.workers.leaving
     assert worker.ready(router.now) and router.worker_states.of(worker) is worker_state
     router.passes(2 * DRAIN_S)  # its time does not run any more
-    assert not worker.gone and not worker.expired
+    assert not worker.removed and not worker.expired
 
 
 def test_address_with_another_role_is_another_worker() -> None:
@@ -135,7 +135,7 @@ def test_address_with_another_role_is_another_worker() -> None:
     before.in_flight = 1
     router.worker_states.of(before)
     router.lists(ListedWorker(A.host, A.port, Role.PREFILL, "next"))
-    assert before.gone and not router.workers.leaving and not router.workers.decode
+    assert before.removed and not router.workers.leaving and not router.workers.decode
     (after,) = router.workers.prefill
     assert (after.name, after.revision) == (before.name, "next")
     assert after.upstream is not before.upstream
@@ -226,7 +226,7 @@ def test_law_slots_are_reused_and_finally_free(seed: int) -> None:
         assert len({worker.name for worker in status}) == len(status)
         slots = [router.worker_states.of(worker).slot for worker in status]
         assert len(set(slots)) == len(slots) and all(0 <= slot < most for slot in slots)
-        assert all(not worker.gone for worker in status)
+        assert all(not worker.removed for worker in status)
     for worker in running:
         worker.in_flight -= 1
     router.lists()

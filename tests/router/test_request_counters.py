@@ -13,7 +13,7 @@ import pytest
 from baton_api import headers as header_names
 from baton_api import metrics
 from baton_api.headers import PROMPT
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Role
 from baton_http.sse import usage_tokens
 from baton_router.metrics.registry import LoopLag

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_router.proxy.tracing import RequestTimes, request_phases
 
 

@@ -12,19 +12,19 @@ import pytest
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import PromptChunks, chunk_text
-from baton_router.scheduling.dispatch import Dispatch
-from baton_router.scheduling.dispatcher import Dispatcher
+from baton_router.scheduling.placement import Placement
+from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.revision_weights import AHEAD_LIMIT
 from baton_router.workers.discovery.listed import ListedStatus
 from baton_router.workers.worker import Worker, Workers
 
 
 def worker(role: Role, port: int, revision: str, **load: Any) -> Worker:
-    dispatch = Worker(Upstream("127.0.0.1", port, 1.0), role, revision)
+    placement = Worker(Upstream("127.0.0.1", port, 1.0), role, revision)
     report = {"model": "tiny", "total_blocks": 10_000, "free_blocks": 10_000, "epoch": "1", **load}
     control = "x:1" if role is Role.PREFILL else ""
-    dispatch.answered(Load(role=role, control=control, compatibility="same", **report))
-    return dispatch
+    placement.answered(Load(role=role, control=control, compatibility="same", **report))
+    return placement
 
 
 class Cluster:
@@ -36,18 +36,18 @@ class Cluster:
         self.workers = Workers()
         for revision in ("old", "new"):
             for role in (Role.DECODE, Role.DECODE, Role.PREFILL, Role.PREFILL):
-                self.workers.come(worker(role, next(ports), revision))
-        self.dispatcher = Dispatcher(self.workers, random.Random(0), 512, lambda: self.weights)
+                self.workers.add(worker(role, next(ports), revision))
+        self.planner = PlacementPlanner(self.workers, random.Random(0), 512, lambda: self.weights)
         self.now = 0.0
 
-    def serve(self, prompt: PromptChunks, *excluded: str) -> Dispatch:
-        dispatch = self.dispatcher.plan("tiny", prompt, excluded, self.now)
-        assert dispatch is not None
-        self.dispatcher.book(dispatch, self.now)
+    def serve(self, prompt: PromptChunks, *excluded: str) -> Placement:
+        placement = self.planner.plan("tiny", prompt, excluded, self.now)
+        assert placement is not None
+        self.planner.book(placement, self.now)
         self.now += 0.1
-        self.dispatcher.began(dispatch, None, self.now)
-        self.dispatcher.release(dispatch, self.now, complete=True)
-        return dispatch
+        self.planner.began(placement, None, self.now)
+        self.planner.release(placement, self.now, complete=True)
+        return placement
 
     def generations(self, count: int, seed: int = 0) -> Counter[str]:
         rng = random.Random(seed)
@@ -98,7 +98,7 @@ def test_revision_without_weight_serves_if_no_other_can() -> None:
     cluster = Cluster(new=100.0)
     assert cluster.generations(20) == {"new": 20}
     for one in cluster.of("new"):
-        one.standing = ListedStatus.UNREADY
+        one.discovery_status = ListedStatus.UNREADY
     assert cluster.generations(20) == {"old": 20}  # better one without a weight than none
 
 
@@ -107,13 +107,13 @@ def test_request_tried_everywhere_goes_to_the_next_revision() -> None:
     prompt = text(rng)
     excluded: list[str] = []
     for revision in ("new", "new", "old", "old"):
-        dispatch = cluster.serve(prompt, *excluded)
-        assert dispatch.pair.decode.revision == revision
-        excluded.append(dispatch.pair.decode.name)
+        placement = cluster.serve(prompt, *excluded)
+        assert placement.pair.decode.revision == revision
+        excluded.append(placement.pair.decode.name)
 
 
 def test_draining_revision_gets_no_new_requests() -> None:
     cluster = Cluster(old=50.0, new=50.0)
     for one in cluster.of("old"):
-        one.standing = ListedStatus.TERMINATING
+        one.discovery_status = ListedStatus.TERMINATING
     assert cluster.generations(20) == {"new": 20}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from baton_api.errors import BatonError
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache.prompt_chunks import chunk_text
@@ -74,9 +74,9 @@ class Cluster:
             chunk_text(b"a" * 700 * rng.randrange(12) + rng.randbytes(rng.randrange(90_000)), 7),
             excluded=excluded,
             tenant=f"t{rng.randrange(3)}",
-            kind=rng.choice(list(CLASSES)),
+            priority_class=rng.choice(list(CLASSES)),
             limits=LIMITS if rng.random() < 0.5 else None,
-            objective_s=rng.choice([None, 2.0]),
+            ttft_slo_s=rng.choice([None, 2.0]),
             streams=rng.random() < 0.7,
             size=5_000,
         )
@@ -119,7 +119,7 @@ class Cluster:
     def left(self) -> dict[str, int]:
         """Return the remaining state of requests by place; all 0 without requests."""
         scheduler = self.scheduler
-        states = scheduler.dispatcher.worker_states
+        states = scheduler.planner.worker_states
         seen = [states.of(worker) for worker in scheduler.workers.all]
         return {
             "computing": sum(one.prefills.waiting for one in seen),
@@ -179,7 +179,7 @@ async def test_law_no_state_remains_after_any_end(seed: int) -> None:
             break
     assert not cluster.picking
     assert cluster.left() == dict.fromkeys(cluster.left(), 0)
-    index = cluster.scheduler.dispatcher.worker_states
+    index = cluster.scheduler.planner.worker_states
     for one in LISTED:
         cluster.listed.discard(one)
     cluster.notify()

@@ -28,12 +28,12 @@ ORDERS: dict[str, tuple[float, list[QueueEntry]]] = {
     "who has waited ten times the difference goes before": (101, [entry(LONG, 0), entry(SHORT, 99.5)]),
     "who came first, of short ones": (1, [entry(SHORT_S, 0), entry(0.5 * SHORT_S, 0.001), entry(0, 0.002)]),
     "and not before that": (98, [entry(SHORT, 97.5), entry(LONG, 0)]),
-    "a deadline that is near": (7, [entry(2, 0, objective_s=10), entry(SHORT, 7)]),
-    "a deadline that is not": (4, [entry(SHORT, 4), entry(2, 0, objective_s=10)]),
-    "a deadline that cannot be met": (9, [entry(SHORT, 9), entry(50, 9), entry(2, 0, objective_s=10)]),
-    "one that can be met in the last moment": (7.5, [entry(50, 7), entry(2, 0, objective_s=10)]),
-    "the nearest deadline": (7, [entry(2, 0, objective_s=10), entry(1.9, 0.4, objective_s=10)]),
-    "who was sent before": (1, [entry(LONG, 0, retried=True), entry(1, 0, objective_s=2.5), entry(SHORT)]),
+    "a deadline that is near": (7, [entry(2, 0, ttft_slo_s=10), entry(SHORT, 7)]),
+    "a deadline that is not": (4, [entry(SHORT, 4), entry(2, 0, ttft_slo_s=10)]),
+    "a deadline that cannot be met": (9, [entry(SHORT, 9), entry(50, 9), entry(2, 0, ttft_slo_s=10)]),
+    "one that can be met in the last moment": (7.5, [entry(50, 7), entry(2, 0, ttft_slo_s=10)]),
+    "the nearest deadline": (7, [entry(2, 0, ttft_slo_s=10), entry(1.9, 0.4, ttft_slo_s=10)]),
+    "who was sent before": (1, [entry(LONG, 0, retried=True), entry(1, 0, ttft_slo_s=2.5), entry(SHORT)]),
     "who starves, the oldest first": (50, [entry(9, 1, starved=True), entry(1, 2, starved=True), entry(0)]),
 }  # fmt: skip
 
@@ -48,11 +48,11 @@ def test_tenant_queue_has_the_expected_order(name: str) -> None:
         assert list(line.ordered(now)) == expected
 
 
-@pytest.mark.parametrize("fields", [{}, {"starved": True}, {"missed": True}, {"objective_s": 60.0}])
+@pytest.mark.parametrize("fields", [{}, {"starved": True}, {"missed": True}, {"ttft_slo_s": 60.0}])
 def test_repriced_entry_has_the_order_of_a_new_one(fields: dict[str, Any]) -> None:
     """A prompt whose prefix was cached meanwhile goes before shorter ones; deadlines and turns stay."""
     repriced, fresh = TenantQueue(), TenantQueue()
-    others = [entry(SHORT), entry(1), entry(LONG, 0, objective_s=50)]
+    others = [entry(SHORT), entry(1), entry(LONG, 0, ttft_slo_s=50)]
     moved = entry(LONG, 0, **fields)
     for one in (*others, moved):
         repriced.add(one)
@@ -84,7 +84,7 @@ def test_law_iteration_visits_all_once_while_requests_leave(seed: int) -> None:
         action = rng.random()
         if action < 0.5:
             objective = rng.choice([math.inf, rng.uniform(0, 20)])
-            one = entry(rng.uniform(0, 5), now, objective_s=objective, **rng.choice(STATES))
+            one = entry(rng.uniform(0, 5), now, ttft_slo_s=objective, **rng.choice(STATES))
             waiting[one.number] = one
             line.add(one)
         elif action < 0.8 and waiting:

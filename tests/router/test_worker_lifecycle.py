@@ -70,9 +70,7 @@ class Cluster:
         watched = {name.rpartition(" ")[2] for name in tasks if name.startswith(("watch ", "KV events of "))}
         lines = self.router.metrics.text().decode().splitlines()
         measured = {line.partition('worker="')[2].partition('"')[0] for line in lines} - {""}
-        slots = [
-            self.router.scheduler.dispatcher.worker_states.of(one).slot for one in self.router.workers.all
-        ]
+        slots = [self.router.scheduler.planner.worker_states.of(one).slot for one in self.router.workers.all]
         leaks = [f"{name} is looked at" for name in watched - listed]
         leaks += [f"{name} is measured" for name in measured - listed]
         leaks += [f"slot {slot}" for slot in slots if slot >= self._most]

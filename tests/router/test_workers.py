@@ -110,7 +110,7 @@ def test_law_ready_worker_answered_last_and_success_ends_down(seed: int) -> None
         assert (state is WorkerStatus.DOWN) == (misses >= 3)
         assert not health.breaker.opened or health.breaker.until <= now + PAUSE_LIMIT_S
         if state is WorkerStatus.READY:
-            assert health.load is not None and not health.refusal
+            assert health.load is not None and not health.unavailable_reason
         if see is restarted:
             assert state in (WorkerStatus.READY, WorkerStatus.EJECTED, WorkerStatus.HALF_OPEN)
 
@@ -129,7 +129,7 @@ def ports(workers: Sequence[Worker]) -> list[int]:
 
 def test_usable_falls_back_to_health_without_listed_workers() -> None:
     lost, ending, unwell, well = (worker(port=number) for number in (1, 2, 3, 4))
-    lost.standing, ending.standing = ListedStatus.UNREADY, ListedStatus.TERMINATING
+    lost.discovery_status, ending.discovery_status = ListedStatus.UNREADY, ListedStatus.TERMINATING
     unwell.health = not_ready(unwell.health)
     assert ports(usable([lost, ending, unwell], 100.0)) == [1, 2]
     assert ports(usable([lost, ending, unwell, well], 100.0)) == [4]
@@ -182,7 +182,7 @@ WRONG = {
 def test_misplaced_worker_is_not_ready_with_the_reason(listed: Role, load: dict[str, object]) -> None:
     created = worker(listed, 1, **load)
     assert created.health.state(0.0) is WorkerStatus.NOT_READY
-    assert created.health.refusal
+    assert created.health.unavailable_reason
 
 
 def test_worker_of_role_both_is_a_decode_worker() -> None:

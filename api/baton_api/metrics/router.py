@@ -14,7 +14,7 @@ from baton_api.metrics.metric import (
     Label,
     Metric,
 )
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 
 CLASSES = ("critical", "interactive", "default", "batch")
 CLASS = Label("class", CLASSES)

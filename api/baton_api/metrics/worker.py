@@ -12,7 +12,7 @@ from baton_api.metrics.metric import (
     Label,
     Metric,
 )
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 
 TRANSPORT = Label("transport", bound="8 transports, such as nixl/ucx shm; empty before the first read")
 FAILURES = tuple(one.value for one in Fallback)

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton_api import __version__, anthropic, limits
 from baton_api import headers as header_names
-from baton_api.openapi import answers, kept, requests
+from baton_api.openapi import files_and_batches, requests, responses
 from baton_api.openapi.values import COUNT, TEXT, Schema, one_of, ref
 from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 
@@ -86,7 +86,7 @@ def document(models: Sequence[str], server: str, *, keyed: bool = False) -> Sche
         if server in operation.served_by:
             for path in (operation.path, *operation.others):
                 paths.setdefault(path, {})[operation.method] = operation.described(path)
-    components = requests.schemas(models) | answers.schemas() | kept.schemas()
+    components = requests.schemas(models) | responses.schemas() | files_and_batches.schemas()
     described: Schema = {
         "openapi": "3.1.0",
         "info": {

@@ -124,11 +124,11 @@ class LiveDashboard:
 
     def _service(self, tenant: Tenant) -> dict[str, Any]:
         scheduler = self._scheduler
-        dispatches = scheduler.dispatcher.dispatches
+        placements = scheduler.planner.placements
         return service_view(
             scheduler.workers,
             scheduler.queue,
-            dispatches,
+            placements,
             tenant,
             self._clock(),
             self._epoch,
@@ -136,7 +136,7 @@ class LiveDashboard:
         )
 
     def _news(self, watch: RequestWatch) -> list[dict[str, Any]]:
-        return watch.news(self._scheduler.dispatcher.dispatches, self._epoch)
+        return watch.news(self._scheduler.planner.placements, self._epoch)
 
     @staticmethod
     def _clock() -> float:

@@ -1,7 +1,7 @@
 """
 The dashboard's data: the service with its workers, queue and rates, and each request as a timeline.
 
-All data come from the scheduler's records (`dispatcher.Dispatch`); the dashboard stores no data of its own.
+All data come from the scheduler's records (`planner.Placement`); the dashboard stores no data of its own.
 An open dashboard receives a request when it is new, has its first token, or has ended; a slow client skips
 states. It shows names and numbers only, never text. A tenant that is not an admin sees its own requests, and
 neither addresses nor the load and queue of others.
@@ -19,7 +19,7 @@ from typing import Any
 
 from baton_api import __version__
 from baton_router.proxy.tracing import RequestTimes, request_phases
-from baton_router.scheduling.dispatch import Dispatch, explain
+from baton_router.scheduling.placement import Placement, explain
 from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import Queue
 from baton_router.tenants.tenants import Tenant
@@ -32,15 +32,15 @@ WORKERS_LIMIT = 64
 def service_view(
     workers: Workers,
     queue: Queue,
-    dispatches: Iterable[Dispatch],
+    placements: Iterable[Placement],
     tenant: Tenant,
     now: float,
     epoch: Epoch,
     draining: bool,
 ) -> dict[str, Any]:
     """The page's `service`; `now` is of the router's clock."""
-    own = [dispatch for dispatch in dispatches if visible(dispatch, tenant)]
-    running = [dispatch for dispatch in own if dispatch.ended is None]
+    own = [placement for placement in placements if visible(placement, tenant)]
+    running = [placement for placement in own if placement.ended is None]
     shown = [one for one in workers.all if not one.names or any(map(tenant.may_use, one.names))]
     return {
         "version": __version__,
@@ -57,8 +57,8 @@ def service_view(
 
 
 def _refusal(workers: Workers, tenant: Tenant, now: float) -> str | None:
-    refusal = workers.refusal(now)
-    return refusal if refusal is None or tenant.admin else "No decode worker is ready."
+    reason = workers.unavailable_reason(now)
+    return reason if reason is None or tenant.admin else "No decode worker is ready."
 
 
 def _waiting(queue: Queue, now: float) -> list[dict[str, Any]]:
@@ -73,9 +73,9 @@ def _waiting(queue: Queue, now: float) -> list[dict[str, Any]]:
     ]
 
 
-def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float) -> dict[str, Any]:
+def _worker(worker: Worker, running: list[Placement], tenant: Tenant, now: float) -> dict[str, Any]:
     load = worker.health.load if tenant.admin else None
-    own = [dispatch for dispatch in running if worker in (dispatch.pair.decode, dispatch.pair.prefill)]
+    own = [placement for placement in running if worker in (placement.pair.decode, placement.pair.prefill)]
     prefills = worker.listed == "prefill"
     return {
         "name": display_name(worker.name, tenant),
@@ -86,9 +86,9 @@ def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float)
         "reason": worker.reason if tenant.admin else "",
         "warnings": list(worker.warnings) if tenant.admin else [],
         "computing": sum(
-            dispatch.first_byte is None and dispatch.computing_worker is worker for dispatch in own
+            placement.first_byte is None and placement.computing_worker is worker for placement in own
         ),
-        "generating": 0 if prefills else sum(dispatch.first_byte is not None for dispatch in own),
+        "generating": 0 if prefills else sum(placement.first_byte is not None for placement in own),
         "load": None
         if load is None
         else {
@@ -124,46 +124,46 @@ class ServiceRates:
     """Of those, how many were in a cache."""
 
 
-def service_rates(dispatches: Iterable[Dispatch], now: float) -> ServiceRates:
-    """`dispatches` in any order; those that are too old do not count."""
+def service_rates(placements: Iterable[Placement], now: float) -> ServiceRates:
+    """`placements` in any order; those that are too old do not count."""
     requests = prompt = cached = 0
     firsts: list[float] = []
     tokens = 0.0
-    for dispatch in dispatches:
+    for placement in placements:
         if (
-            dispatch.ended is not None
-            and dispatch.ended < now - WINDOW_S
-            and dispatch.decided < now - WINDOW_S
+            placement.ended is not None
+            and placement.ended < now - WINDOW_S
+            and placement.decided < now - WINDOW_S
         ):
             continue
-        requests += dispatch.decided >= now - WINDOW_S
-        tokens += _tokens(dispatch, now)
-        if dispatch.first_byte is None or dispatch.first_byte < now - WINDOW_S:
+        requests += placement.decided >= now - WINDOW_S
+        tokens += _tokens(placement, now)
+        if placement.first_byte is None or placement.first_byte < now - WINDOW_S:
             continue
-        if dispatch.streams:
-            firsts.append(dispatch.first_byte - dispatch.arrived)
-        if dispatch.report is not None:
-            prompt += dispatch.report.tokens
-            cached += dispatch.report.cached or 0
+        if placement.streams:
+            firsts.append(placement.first_byte - placement.arrived)
+        if placement.report is not None:
+            prompt += placement.report.tokens
+            cached += placement.report.cached or 0
     return ServiceRates(
         requests, median(firsts) if firsts else None, tokens / TOKENS_WINDOW_S, prompt, cached
     )
 
 
-def _tokens(dispatch: Dispatch, now: float) -> float:
+def _tokens(placement: Placement, now: float) -> float:
     """How many tokens of the answer came in the window."""
-    if dispatch.first_byte is None or not dispatch.streams:
+    if placement.first_byte is None or not placement.streams:
         return 0.0
     since = now - TOKENS_WINDOW_S
-    end = now if dispatch.ended is None else dispatch.ended
-    inside = end - max(since, dispatch.first_byte)
+    end = now if placement.ended is None else placement.ended
+    inside = end - max(since, placement.first_byte)
     if inside < 0 or end < since:
         return 0.0
-    if dispatch.ended is None:
-        load = dispatch.pair.decode.health.load
+    if placement.ended is None:
+        load = placement.pair.decode.health.load
         return inside / load.step_s if load is not None and load.step_s else 0.0
-    whole = dispatch.ended - dispatch.first_byte
-    return (dispatch.answered or 0) * (inside / whole if whole > 0 else 1.0)
+    whole = placement.ended - placement.first_byte
+    return (placement.answered or 0) * (inside / whole if whole > 0 else 1.0)
 
 
 _SECRET = secrets.token_bytes(16)
@@ -173,9 +173,9 @@ Epoch = Callable[[float], float]
 """Milliseconds since 1970 of a time of the router's clock."""
 
 
-def visible(dispatch: Dispatch, tenant: Tenant) -> bool:
+def visible(placement: Placement, tenant: Tenant) -> bool:
     """Whether this tenant may see that there was such a request."""
-    return tenant.admin or dispatch.tenant == tenant.id
+    return tenant.admin or placement.tenant == tenant.id
 
 
 def display_name(worker: str, tenant: Tenant) -> str:
@@ -185,15 +185,15 @@ def display_name(worker: str, tenant: Tenant) -> str:
     return f"worker-{hashlib.blake2s(worker.encode(), key=_SECRET, digest_size=4).hexdigest()}"
 
 
-def times_of(dispatch: Dispatch) -> RequestTimes:
+def times_of(placement: Placement) -> RequestTimes:
     return RequestTimes(
-        dispatch.arrived, dispatch.decided, dispatch.first_byte, dispatch.ended, dispatch.streams
+        placement.arrived, placement.decided, placement.first_byte, placement.ended, placement.streams
     )
 
 
-def outcome(dispatch: Dispatch) -> str:
+def outcome(placement: Placement) -> str:
     """
-    Return the outcome of a dispatch.
+    Return the outcome of a placement.
 
     - `running`: it has not ended.
     - `whole`: the answer is complete.
@@ -201,38 +201,38 @@ def outcome(dispatch: Dispatch) -> str:
     - `refused`: the worker answered without computing the prompt.
     - `cut`: the answer ended early, usually because the client left.
     """
-    if dispatch.ended is None:
+    if placement.ended is None:
         return "running"
-    if dispatch.first_byte is None:
+    if placement.first_byte is None:
         return "lost"
-    if dispatch.complete:
+    if placement.complete:
         return "whole"
-    return "refused" if dispatch.report is None else "cut"
+    return "refused" if placement.report is None else "cut"
 
 
-def request_view(dispatch: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
+def request_view(placement: Placement, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
     """
     Return one record of the dashboard's `requests`; times are milliseconds since 1970.
 
     Only admins get the prices of the other options, because they reveal how busy other tenants are.
     """
-    report = dispatch.report
-    decision = explain(dispatch)
-    prefill = dispatch.pair.prefill
-    size = dispatch.decode_state.block_size
+    report = placement.report
+    decision = explain(placement)
+    prefill = placement.pair.prefill
+    size = placement.decode_state.block_size
     moved = report.tokens - report.held if report is not None and report.remote else 0
     return {
-        "number": dispatch.number if tenant.admin else round(1000 * epoch(dispatch.decided)),
-        "tenant": dispatch.tenant.partition(":")[2],
-        "class": dispatch.kind,
-        "model": dispatch.pair.decode.model,
-        "decode": display_name(dispatch.pair.decode.name, tenant),
+        "number": placement.number if tenant.admin else round(1000 * epoch(placement.decided)),
+        "tenant": placement.tenant.partition(":")[2],
+        "class": placement.priority_class,
+        "model": placement.pair.decode.model,
+        "decode": display_name(placement.pair.decode.name, tenant),
         "prefill": display_name(prefill.name, tenant) if prefill else None,
-        "outcome": outcome(dispatch),
-        "streams": dispatch.streams,
+        "outcome": outcome(placement),
+        "streams": placement.streams,
         "phases": [
             {"name": one.name, "start": epoch(one.start), "end": None if one.end is None else epoch(one.end)}
-            for one in request_phases(times_of(dispatch), report)
+            for one in request_phases(times_of(placement), report)
         ],
         "prompt_tokens": report.tokens if report else None,
         "cached_tokens": report.cached if report else None,
@@ -240,13 +240,13 @@ def request_view(dispatch: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, 
         "remote": report.remote if report else None,
         "fallback": report.fallback if report else "",
         "blocks_moved": -(-moved // size) if size else 0,
-        "answer_tokens": dispatch.answered,
+        "answer_tokens": placement.answered,
         "decision": {
-            "estimated_tokens": dispatch.tokens,
-            "expected_cached": dispatch.option.cached,
+            "estimated_tokens": placement.tokens,
+            "expected_cached": placement.option.cached,
             "price_s": decision["price_s"],
             "predicted_first_token_s": decision["predicted_first_token_s"],
-            "first_token_s": decision["first_byte_s"] if dispatch.streams else None,
+            "first_token_s": decision["first_byte_s"] if placement.streams else None,
             "others": decision["others"] if tenant.admin else [],
         },
     }
@@ -266,41 +266,41 @@ class RequestWatch:
         self.tenant = tenant
         self._last = 0
         """The number of the newest request that was sent."""
-        self._running: dict[int, Dispatch] = {}
+        self._running: dict[int, Placement] = {}
         """Requests sent that have not ended; the oldest first."""
         self._first_bytes: dict[int, float | None] = {}
         """Their times of the first byte, as last sent."""
 
-    def news(self, dispatches: deque[Dispatch], epoch: Epoch) -> list[dict[str, Any]]:
+    def news(self, placements: deque[Placement], epoch: Epoch) -> list[dict[str, Any]]:
         """The records of what has changed since the last call, the oldest first."""
-        changed = [dispatch for dispatch in self._running.values() if self._has_changed(dispatch)]
-        changed += self._new(dispatches)
-        for dispatch in changed:
-            self._follow(dispatch)
-        return [request_view(dispatch, self.tenant, epoch) for dispatch in changed[-REQUESTS_LIMIT:]]
+        changed = [placement for placement in self._running.values() if self._has_changed(placement)]
+        changed += self._new(placements)
+        for placement in changed:
+            self._follow(placement)
+        return [request_view(placement, self.tenant, epoch) for placement in changed[-REQUESTS_LIMIT:]]
 
-    def _has_changed(self, dispatch: Dispatch) -> bool:
-        return dispatch.ended is not None or dispatch.first_byte != self._first_bytes[dispatch.number]
+    def _has_changed(self, placement: Placement) -> bool:
+        return placement.ended is not None or placement.first_byte != self._first_bytes[placement.number]
 
-    def _new(self, dispatches: deque[Dispatch]) -> list[Dispatch]:
-        dispatches_found: list[Dispatch] = []
+    def _new(self, placements: deque[Placement]) -> list[Placement]:
+        dispatches_found: list[Placement] = []
         newest = self._last
-        for dispatch in reversed(dispatches):
-            if dispatch.number <= self._last or len(dispatches_found) == REQUESTS_LIMIT:
+        for placement in reversed(placements):
+            if placement.number <= self._last or len(dispatches_found) == REQUESTS_LIMIT:
                 break
-            newest = max(newest, dispatch.number)
-            if visible(dispatch, self.tenant):
-                dispatches_found.append(dispatch)
+            newest = max(newest, placement.number)
+            if visible(placement, self.tenant):
+                dispatches_found.append(placement)
         self._last = newest
         return dispatches_found[::-1]
 
-    def _follow(self, dispatch: Dispatch) -> None:
-        if dispatch.ended is not None:
-            self._running.pop(dispatch.number, None)
-            self._first_bytes.pop(dispatch.number, None)
+    def _follow(self, placement: Placement) -> None:
+        if placement.ended is not None:
+            self._running.pop(placement.number, None)
+            self._first_bytes.pop(placement.number, None)
             return
-        self._running[dispatch.number] = dispatch
-        self._first_bytes[dispatch.number] = dispatch.first_byte
+        self._running[placement.number] = placement
+        self._first_bytes[placement.number] = placement.first_byte
         if len(self._running) > FOLLOWED_LIMIT:
             oldest = next(iter(self._running))
             del self._running[oldest], self._first_bytes[oldest]

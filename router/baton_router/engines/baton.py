@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton_api.engines import EngineKind
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.resuming import Resumption, with_resumption
 from baton_http.sse import EventStream
 from baton_http.upstream import Headers, UpstreamExchange

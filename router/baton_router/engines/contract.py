@@ -17,7 +17,7 @@ from typing import Protocol
 
 from baton_api import headers
 from baton_api.engines import EngineKind
-from baton_api.reports import Fallback, PromptReport
+from baton_api.prompt_report import Fallback, PromptReport
 from baton_api.workers import Load
 from baton_http.http_client import UpstreamPool
 from baton_http.sse import EventStream

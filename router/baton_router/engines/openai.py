@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_api.engines import EngineKind
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_http.sse import EventStream
 from baton_http.upstream import Headers, UpstreamExchange
 from baton_router.engines.bodies import openai_error

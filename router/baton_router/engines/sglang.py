@@ -20,7 +20,7 @@ import msgspec
 
 from baton_api.engines import EngineKind
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_http.sse import EventStream
 from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
 from baton_router.engines.bodies import openai_error, with_members

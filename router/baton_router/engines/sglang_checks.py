@@ -58,7 +58,7 @@ class SglangChecks:
         self._api = api
 
     async def load(self) -> tuple[Load, str]:
-        refusal = await self._api.ready("/health")
+        unavailable_reason = await self._api.ready("/health")
         reply = await self._api.get("/server_info")
         if reply.status != OK:
             reply = await self._api.get("/get_server_info")
@@ -100,10 +100,10 @@ class SglangChecks:
             version=info.version,
             local_prefill=info.disaggregation_mode != MODES[Role.DECODE],
         )
-        return load, refusal or _refusal(self._api.role, info.disaggregation_mode)
+        return load, unavailable_reason or _role_mismatch(self._api.role, info.disaggregation_mode)
 
 
-def _refusal(role: Role, mode: str) -> str:
+def _role_mismatch(role: Role, mode: str) -> str:
     """Why a healthy worker cannot serve in its role, as a clause; empty if it can."""
     if role is Role.PREFILL and mode != MODES[Role.PREFILL]:
         return (

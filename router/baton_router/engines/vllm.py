@@ -17,7 +17,7 @@ import msgspec
 from baton_api.engines import EngineKind
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.hashing import client_salt
-from baton_api.reports import Fallback, PromptReport
+from baton_api.prompt_report import Fallback, PromptReport
 from baton_http.http_client import ReplyTooLarge, read_body
 from baton_http.sse import EventStream
 from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost

@@ -74,7 +74,7 @@ class VllmChecks:
         self._step_s = 0.0
 
     async def load(self) -> tuple[Load, str]:
-        refusal = await self._api.ready("/health")
+        unavailable_reason = await self._api.ready("/health")
         models = await self._api.models()
         reply = await self._api.get("/metrics")
         text = reply.body.decode("utf-8", "replace") if reply.status == OK else ""
@@ -82,7 +82,7 @@ class VllmChecks:
         if not base:
             raise msgspec.DecodeError("it serves no model")
         epoch = str(total(text, EPOCH) or "")
-        if not refusal and (self._process is None or self._process.epoch != epoch):
+        if not unavailable_reason and (self._process is None or self._process.epoch != epoch):
             self._process = await self._ask(epoch, base[0].id)
         process = self._process or _Process(epoch, "", "", _EventSource())
         cache = label_values(text, CACHE)
@@ -116,7 +116,7 @@ class VllmChecks:
             engine=EngineKind.VLLM,
             version=process.version,
         )
-        return load, refusal or _refusal(load, process)
+        return load, unavailable_reason or _role_mismatch(load, process)
 
     async def _ask(self, epoch: str, model: str) -> _Process:
         version = _versions.decode((await self._api.get("/version")).body).version
@@ -142,7 +142,7 @@ class VllmChecks:
         return self._step_s
 
 
-def _refusal(load: Load, process: _Process) -> str:
+def _role_mismatch(load: Load, process: _Process) -> str:
     """Why a healthy worker cannot serve in its role, as a clause; empty if it can."""
     if load.role is not Role.PREFILL:
         return ""

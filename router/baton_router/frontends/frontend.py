@@ -27,7 +27,7 @@ from baton_router.frontends.control_proxy import ControlProxy
 from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.metrics.registry import RouterMetrics, export_families
 from baton_router.proxy import responses
-from baton_router.proxy.forwarding import FORWARDED
+from baton_router.proxy.forwarding import PROXIED_PATHS
 from baton_router.proxy.proxy import Proxy
 from baton_router.proxy.tracing import open_tracing
 from baton_router.scheduling.admission import QueueCapacity
@@ -76,7 +76,7 @@ class Frontend:
             await self._lifespan(receive, send)
             return
         path = scope["path"]
-        if path in FORWARDED and scope["method"] == "POST":
+        if path in PROXIED_PATHS and scope["method"] == "POST":
             try:
                 await self.access.enter(scope)
                 count_for(scope, tenant_of(scope).id)

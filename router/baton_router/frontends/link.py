@@ -14,7 +14,7 @@ import msgspec
 
 from baton_api import errors
 from baton_api.errors import BatonError, InternalError
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_router.metrics.registry import MetricFamily
 from baton_router.requests.picker import Grant, PickRequest, RequestEnd, WorkerLoss
 

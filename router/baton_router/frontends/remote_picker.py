@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton_api.errors import NotReady, Overloaded
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_http.http_client import UpstreamPool
 from baton_router.frontends import link
 from baton_router.frontends.link import (

@@ -93,7 +93,7 @@ def worker_headers(
         fields.append((TENANT, request.tenant.turn.encode()))
     if request.tenant.salt:
         fields.append((SALT, request.tenant.salt.encode()))
-    if request.urgency[0] == headers.BATCH_CLASS:
+    if request.priority_class == headers.BATCH_CLASS:
         fields.append((CLASS, headers.BATCH_CLASS.encode()))
     if request.target.partition(b"?")[0] == responses.PATH.encode():
         fields.append((responses.STATE, b"0"))  # the worker keeps no responses: another one may get the next

@@ -36,10 +36,10 @@ FRAMING = 64 * 1024
 class EndpointPicker:
     """Belongs to one event loop."""
 
-    def __init__(self, services: GatewayServices, refusal: Callable[[], str | None]) -> None:
-        """`refusal`: why the router should get no requests now; None if it may."""
+    def __init__(self, services: GatewayServices, unready_reason: Callable[[], str | None]) -> None:
+        """`unready_reason`: why the router should get no requests now; None if it may."""
         self._services = services
-        self._refusal = refusal
+        self._unready_reason = unready_reason
         self._server: Any = None
         self.port = 0
         """Set once it listens."""
@@ -91,7 +91,7 @@ class EndpointPicker:
         if request.service not in CHECKED:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"Unknown service: {request.service[:100]!r}.")
         status = health_pb2.HealthCheckResponse
-        serving = request.service == LIVENESS or self._refusal() is None
+        serving = request.service == LIVENESS or self._unready_reason() is None
         return status(status=status.SERVING if serving else status.NOT_SERVING)
 
     def _handlers(self) -> tuple[Any, ...]:

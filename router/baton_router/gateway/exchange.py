@@ -28,12 +28,12 @@ from baton_router.engines.contract import PROMPT
 from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.gateway import messages
 from baton_router.gateway.destination import destination_of, removed_headers, worker_body, worker_headers
+from baton_router.gateway.local_endpoints import LocalEndpoints
 from baton_router.gateway.messages import ProcessingRequest, ProcessingResponse
-from baton_router.gateway.observed_response import ObservedResponse
-from baton_router.gateway.own_answers import OwnAnswers
+from baton_router.gateway.response_tracker import ResponseTracker
 from baton_router.metrics.registry import RouterMetrics
 from baton_router.proxy import responses
-from baton_router.proxy.forwarding import FORWARDED, response_headers
+from baton_router.proxy.forwarding import PROXIED_PATHS, response_headers
 from baton_router.requests.inference_request import InferenceRequest
 from baton_router.requests.picker import DirectRoute, Picker
 from baton_router.tenants.access import Authenticator, error_for, tenant_of
@@ -62,7 +62,7 @@ class GatewayServices:
     access: Authenticator
     metrics: RouterMetrics
     credentials: WorkerCredentials
-    own: OwnAnswers
+    own: LocalEndpoints
     max_body: int
     memory: SharedCapacity
     """Of request bodies."""
@@ -84,7 +84,7 @@ class GatewayExchange:
         self._arrived = self._granted = self._opened = 0.0
         self._rejected = 0
         self._closed = False
-        self.response: ObservedResponse | None = None
+        self.response: ResponseTracker | None = None
         """Set once workers are granted."""
         self._finished = False
         """Whether the gateway has an immediate response."""
@@ -140,7 +140,7 @@ class GatewayExchange:
             self._finished = True
             return [await self._services.own.answer(scope)]
         await self._services.access.enter(scope)
-        if path not in FORWARDED:
+        if path not in PROXIED_PATHS:
             raise RouteNotFound(method, path)
         if method != "POST":
             raise MethodNotAllowed(method, path, "POST")
@@ -179,7 +179,7 @@ class GatewayExchange:
             )
         self._request = request = InferenceRequest(scope, body, tenant)
         grant = await services.picker.pick(request.pick_request(direct=DirectRoute(self._subset)))
-        self.response = ObservedResponse(grant, services.picker, request)
+        self.response = ResponseTracker(grant, services.picker, request)
         self._granted = time.perf_counter()
         services.metrics.overhead.observe(self._granted - self._arrived)
         destination = await destination_of(grant.decode)
@@ -205,7 +205,7 @@ class GatewayExchange:
         elsewhere = bool(served) and served != response.grant.decode
         response.begin(messages.status_of(message.response_headers), given, elsewhere=elsewhere)
         self._opened = time.perf_counter()
-        self._services.metrics.first_byte.observe(self._opened - self._arrived, request.urgency[0])
+        self._services.metrics.first_byte.observe(self._opened - self._arrived, request.priority_class)
         if message.response_headers.end_of_stream or self._response_mode == messages.NO_BODY:
             self._end()
         grant = response.grant if request.tenant.admin else None
@@ -243,7 +243,7 @@ class GatewayExchange:
         self._services.memory.add(tenant_of(self._scope).id, -self._held)
         if self.response is not None:
             self.response.release()
-        if self._scope.get("path") in FORWARDED:
+        if self._scope.get("path") in PROXIED_PATHS:
             self._count(self._scope["path"])
 
     def _hold(self, size: int) -> None:
@@ -260,8 +260,8 @@ class GatewayExchange:
         if request is None:
             counters.refused(path, status)
             return
-        urgency = request.urgency[0]
-        counters.ended(path, request.model, urgency, status, granted=response is not None)
+        priority_class = request.priority_class
+        counters.ended(path, request.model, priority_class, status, granted=response is not None)
         if response is None:
             return
         counters.used(
@@ -269,6 +269,6 @@ class GatewayExchange:
         )
         if response.complete:
             now = time.perf_counter()
-            counters.served(now - self._arrived, urgency)
+            counters.served(now - self._arrived, priority_class)
             if request.streams:
-                counters.streamed(response.tokens, now - self._opened, urgency)
+                counters.streamed(response.tokens, now - self._opened, priority_class)

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from baton_api import metrics
 from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 
 TENANT_LABELS = 100
 MODEL_LABELS = 100
@@ -32,14 +32,14 @@ class RequestCounters(Collector):
         self._models = BoundedLabels(MODEL_LABELS)
         self._tenants = BoundedLabels(TENANT_LABELS)
 
-    def ended(self, path: str, model: str | None, kind: str, status: int, *, granted: bool) -> None:
+    def ended(self, path: str, model: str | None, priority_class: str, status: int, *, granted: bool) -> None:
         """
-        A request to generate. `path` and `kind` are among those that there are; `granted`: a worker was
-        found for it, so that the name of the model means something.
+        A request to generate. `path` and `priority_class` are among those that there are; `granted`: a worker
+        was found for it, so that the name of the model means something.
         """
         if model is not None:
             model = self._models.label(model) if granted else self._models.existing_label(model)
-        self._requests.add(path, model or "", kind, status)
+        self._requests.add(path, model or "", priority_class, status)
 
     def refused(self, path: str, status: int) -> None:
         """One of which the body was not read to its end, or makes no sense."""
@@ -60,14 +60,14 @@ class RequestCounters(Collector):
         if actual_s > 0:
             self._prediction.observe(predicted_s / actual_s)
 
-    def served(self, seconds: float, urgency: str) -> None:
+    def served(self, seconds: float, priority_class: str) -> None:
         """Observe the seconds from a request's arrival to its complete answer."""
-        self._time.observe(seconds, urgency)
+        self._time.observe(seconds, priority_class)
 
-    def streamed(self, tokens: int, seconds: float, urgency: str) -> None:
+    def streamed(self, tokens: int, seconds: float, priority_class: str) -> None:
         """Observe a complete stream of `tokens`, `seconds` after its first token."""
         if tokens > 1:
-            self._per_token.observe(seconds / (tokens - 1), urgency)
+            self._per_token.observe(seconds / (tokens - 1), priority_class)
 
     def collect(self) -> Iterator[Family]:
         for one in (self._requests, self._tokens, self._time, self._per_token, self._prediction):

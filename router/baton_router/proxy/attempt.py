@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from baton_api import headers
 from baton_api.answer_usage import AnswerUsage
-from baton_api.reports import Fallback, PromptReport
+from baton_api.prompt_report import Fallback, PromptReport
 from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream, is_event_stream, usage_tokens
 from baton_http.upstream import Headers, Sink, UpstreamExchange, UpstreamLost

@@ -78,7 +78,7 @@ def _attributes(proxied: ProxiedRequest, path: str) -> list[bytes]:
         request = proxied.request
         model = (request.model or "")[:MODEL_LIMIT]
         attributes.append(otlp.attribute(MODEL, model))  # a client's word, which no cache may keep
-        attributes.append(otlp.cached_attributes(REQUEST, request.tenant.name, request.urgency[0]))
+        attributes.append(otlp.cached_attributes(REQUEST, request.tenant.name, request.priority_class))
     if proxied.attempt is not None:
         grant = proxied.attempt.grant
         attributes += [
@@ -95,7 +95,7 @@ def request_line(path: str, proxied: ProxiedRequest, now: float) -> str:
     if request is not None:
         parts += [
             f"tenant={request.tenant.name}" if request.tenant.name else "",
-            f"class={request.urgency[0]}",
+            f"class={request.priority_class}",
         ]
     if attempt is not None:
         grant, report = attempt.grant, attempt.report

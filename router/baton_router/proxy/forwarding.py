@@ -7,7 +7,7 @@ Bodies pass untouched. The head of a request for a worker is made by `baton_rout
 from __future__ import annotations
 
 from baton_api import anthropic, headers
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 from baton_http.replies import REQUEST_ID
 from baton_http.request_heads import CONNECTION_HEADERS
@@ -15,7 +15,7 @@ from baton_http.upstream import Headers
 from baton_router.engines.worker_head import forwarded
 from baton_router.requests.picker import Grant
 
-FORWARDED = frozenset(
+PROXIED_PATHS = frozenset(
     {
         "/v1/chat/completions",
         "/v1/completions",

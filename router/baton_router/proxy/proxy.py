@@ -57,7 +57,7 @@ OK = 200
 
 
 class Proxy:
-    """Serves the paths of `forwarding.FORWARDED`."""
+    """Serves the paths of `forwarding.PROXIED_PATHS`."""
 
     def __init__(
         self,
@@ -109,7 +109,9 @@ class Proxy:
         if request is None:
             accounts.refused(path, proxied.status)
             return
-        accounts.ended(path, request.model, request.urgency[0], proxied.status, granted=attempt is not None)
+        accounts.ended(
+            path, request.model, request.priority_class, proxied.status, granted=attempt is not None
+        )
         if attempt is None or proxied.status not in (OK, CLIENT_CLOSED_REQUEST):
             return
         prompt, generated = attempt.charged
@@ -117,11 +119,11 @@ class Proxy:
             prompt = attempt.report.tokens  # of an answer that was resumed
         accounts.used(request.tenant.name, prompt, attempt.report, max(generated, attempt.tokens))
         if proxied.status == OK:
-            now, urgency = time.perf_counter(), request.urgency[0]
+            now, priority_class = time.perf_counter(), request.priority_class
             if attempt.ended:
-                accounts.served(now - proxied.arrived, urgency)
+                accounts.served(now - proxied.arrived, priority_class)
                 if proxied.opened and not proxied.resumes:
-                    accounts.streamed(attempt.tokens, now - proxied.opened, urgency)
+                    accounts.streamed(attempt.tokens, now - proxied.opened, priority_class)
 
     async def _serve(self, scope: Scope, proxied: ProxiedRequest) -> None:
         settings = self._settings
@@ -234,7 +236,7 @@ class Proxy:
             follow=own and request.events is not None,
             tenant=request.tenant.turn if own else "",
             salt=request.tenant.salt if own else "",
-            patient=own and request.urgency[0] == headers.BATCH_CLASS,
+            patient=own and request.priority_class == headers.BATCH_CLASS,
             trace=b"" if proxied.trace is None else proxied.trace.lines,
         )
 
@@ -252,7 +254,7 @@ class Proxy:
             affordable = attempt.status not in BUSY or self._budget.spend()
         elif lost.cause in CRASH_CAUSES:
             # A batch runner sends its lines again by its own rules, which find what kills workers.
-            runs_in_batch = pick_request.kind == headers.BATCH_CLASS
+            runs_in_batch = pick_request.priority_class == headers.BATCH_CLASS
             failed = _failed_worker(attempt.grant, lost)
             affordable = not runs_in_batch and self._budget.spend_after_crash(failed)
         else:
@@ -280,7 +282,7 @@ class Proxy:
             await client.send(opening, more=False)
             return
         proxied.opened = time.perf_counter()
-        self._metrics.first_byte.observe(proxied.opened - arrived, request.urgency[0])
+        self._metrics.first_byte.observe(proxied.opened - arrived, request.priority_class)
         if attempt.grant.first_token_s and attempt.events is not None:
             self._metrics.counters.began(attempt.grant.first_token_s, proxied.opened - proxied.sent)
         piece = opening

@@ -8,7 +8,7 @@ Spans of requests for tracing: where the time of one request went, across servic
       continuation           generation at another worker, after the first one was lost
 
 The router makes all spans when the client has its whole answer (`finished_request`), and writes them once, as
-the bytes that `baton_api.otlp` sends (`docs/adr/0024-the-router-creates-spans-from-workers-measurements.md`).
+the bytes that `baton_api.otlp` sends (ADR 24).
 A request that is not recorded has only the header line for its worker. Names and numbers only, never text.
 
 The lengths of phases are the worker's, by its clock. They are placed between the router's times: the
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from baton_api import otlp, trace_context
 from baton_api.otlp import Attributes
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.spans import Spans, open_spans
 from baton_api.trace_context import TraceContext
 from baton_http.upstream import Headers

@@ -1,5 +1,5 @@
 """
-A request as it arrived, with what it is routed by: model, prompt chunks, class and objective.
+What is asked of a model: the request as it arrived, with the fields by which it is routed.
 
 The body stays the bytes that arrived. The router reads it only to choose workers; an invalid body goes to a
 worker, which rejects it in its own words.
@@ -145,7 +145,7 @@ _messages = msgspec.json.Decoder(list[PromptMessage])
 
 
 class InferenceRequest:
-    """One request. Raises InvalidRequest if its body is not JSON, or claims to be a router's."""
+    """One request to a model. Raises InvalidRequest if its body is not JSON, or claims to be a router's."""
 
     __slots__ = (
         "_digest",
@@ -156,12 +156,13 @@ class InferenceRequest:
         "headers",
         "model",
         "path",
+        "priority_class",
         "prompt",
         "streams",
         "target",
         "tenant",
         "tokens_ahead",
-        "urgency",
+        "ttft_slo_s",
     )
 
     def __init__(self, scope: Scope, body: bytes, tenant: Tenant = DEFAULT_TENANT) -> None:
@@ -189,7 +190,7 @@ class InferenceRequest:
         """Number of the token that brings the first byte of the answer at the latest; None if unknown."""
         self.streams = options.stream is True
         self.cost = _cost(options, others, generates=self.events is not None)
-        self.urgency = request_class(self.headers, tenant)
+        self.priority_class, self.ttft_slo_s = request_class(self.headers, tenant)
         self.explain = False
         """Whether the scheduler reports the prices of the options."""
 
@@ -207,25 +208,23 @@ class InferenceRequest:
         `direct` is set if a gateway sends the request to the decode worker.
         """
         tenant = self.tenant
-        kind, objective_s = self.urgency
-        limits = tenant.limits
         return PickRequest(
-            self.model,
-            self.prompt,
-            excluded,
-            tenant.id,
-            kind,
-            None if limits is DEFAULT_TENANT.limits else limits,
-            objective_s,
-            self.streams,
-            self.cost,
-            len(self.body),
-            waited_s is not None,
-            resumed,
-            waited_s or 0.0,
-            self._digest,
-            self.explain,
-            direct,
+            model=self.model,
+            prompt=self.prompt,
+            excluded=excluded,
+            tenant=tenant.id,
+            priority_class=self.priority_class,
+            limits=None if tenant.limits is DEFAULT_TENANT.limits else tenant.limits,
+            ttft_slo_s=self.ttft_slo_s,
+            streams=self.streams,
+            cost=self.cost,
+            size=len(self.body),
+            retried=waited_s is not None,
+            resumed=resumed,
+            waited_s=waited_s or 0.0,
+            digest=self._digest,
+            explain=self.explain,
+            direct=direct,
         )
 
     @property
@@ -351,21 +350,21 @@ def request_class(raw: Headers, tenant: Tenant) -> tuple[str, float | None]:
 
     Raises InvalidRequest for an invalid value, and Forbidden for a class that the tenant may not use.
     """
-    kind, objective_s = tenant.default_class, None
+    priority_class, ttft_slo_s = tenant.default_class, None
     for name, value in raw:
         if name == CLASS:
-            kind = value.decode("latin-1").strip().lower()
-            _check_class(kind, tenant)
+            priority_class = value.decode("latin-1").strip().lower()
+            _check_class(priority_class, tenant)
         elif name == OBJECTIVE:
-            objective_s = _seconds(value)
-    return kind, objective_s
+            ttft_slo_s = _seconds(value)
+    return priority_class, ttft_slo_s
 
 
-def _check_class(kind: str, tenant: Tenant) -> None:
-    if kind not in CLASSES:
+def _check_class(priority_class: str, tenant: Tenant) -> None:
+    if priority_class not in CLASSES:
         raise InvalidRequest(f"{headers.CLASS} must be one of {', '.join(CLASSES)}.", param=headers.CLASS)
-    if kind not in tenant.classes:
-        raise Forbidden(f"send requests of the class {kind}", tenant.name)
+    if priority_class not in tenant.classes:
+        raise Forbidden(f"send requests of the class {priority_class}", tenant.name)
 
 
 def _seconds(value: bytes) -> float:

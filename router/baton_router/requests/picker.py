@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from baton_api.engines import EngineKind
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
 from baton_router.tenants.tenants import TenantLimits
@@ -74,11 +74,11 @@ class PickRequest(msgspec.Struct, frozen=True):
     """Names of workers that lost or rejected this request."""
     tenant: str = ""
     """Tenant id."""
-    kind: str = "default"
+    priority_class: str = "default"
     """Request class."""
     limits: TenantLimits | None = None
     """Limits of the tenant; None if unlimited."""
-    objective_s: float | None = None
+    ttft_slo_s: float | None = None
     """Target time to first token; None if unset."""
     streams: bool = True
     """Whether the response is streamed, so that it begins when the prompt is computed."""

@@ -18,15 +18,15 @@ from typing import Protocol
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import Overloaded
 
-TOLERANCE = 1.5
+INITIAL_FACTOR = 1.5
 """Maximum wait of an interactive request, in multiples of its objective, and the initial maximum of its
 predicted time: a prediction may be wrong."""
 
-MIN_TOLERANCE = 0.8
+MIN_FACTOR = 0.8
 TIGHTEN = 0.05
 RELAX = 0.0025
-"""Change of the tolerance with each request that waited without success, and with each other one. About one
-in twenty may wait without success."""
+"""Change of the factor with each request that waited without success, and with each other one. About
+one in twenty may wait without success."""
 
 SMOOTHING = 0.05
 MIN_CORRECTION = 0.05
@@ -37,43 +37,47 @@ MAX_CORRECTION = 4.0
 class WaitLimits:
     """How long a request may wait."""
 
-    objective_s: float
+    ttft_slo_s: float
     """To the first token; infinite without an objective."""
     max_wait_s: float
     """Seconds after which the request is rejected."""
 
 
-def wait_limits(kind: str, wanted_s: float | None, interactive_s: float, wait_s: float) -> WaitLimits:
+def wait_limits(
+    priority_class: str, ttft_slo_s: float | None, interactive_s: float, wait_s: float
+) -> WaitLimits:
     """
-    The limits of a request of the class `kind` with the objective `wanted_s`, if it has one.
+    The limits of a request of the class `priority_class` with the objective `ttft_slo_s`, if it has one.
 
     `interactive_s` is the default objective of interactive requests, `wait_s` the maximum wait without
     objective.
     """
-    if kind == "batch":
+    if priority_class == "batch":
         return WaitLimits(math.inf, math.inf)
-    if kind == "interactive":
-        objective = interactive_s if wanted_s is None else wanted_s
-        return WaitLimits(objective, TOLERANCE * objective)
-    if wanted_s is None:
+    if priority_class == "interactive":
+        objective = interactive_s if ttft_slo_s is None else ttft_slo_s
+        return WaitLimits(objective, INITIAL_FACTOR * objective)
+    if ttft_slo_s is None:
         return WaitLimits(math.inf, wait_s)
-    return WaitLimits(wanted_s, wanted_s)
+    return WaitLimits(ttft_slo_s, ttft_slo_s)
 
 
-def too_late(kind: str, on: WaitLimits, predicted_s: float, blocks_free_s: float, tolerance: float) -> bool:
+def too_late(
+    priority_class: str, on: WaitLimits, predicted_s: float, blocks_free_s: float, deadline_factor: float
+) -> bool:
     """
     Whether a request would be answered too late, so that it is better rejected at once.
 
-    `tolerance`: maximum ratio of prediction to objective for an interactive request. `blocks_free_s`: the
-    part of the prediction that no reordering of the queue can shorten, the time until any decode worker has
-    KV blocks.
+    `deadline_factor`: maximum ratio of prediction to objective for an interactive request. `blocks_free_s`:
+    the part of the prediction that no reordering of the queue can shorten, the time until any decode worker
+    has KV blocks.
     """
-    if kind == "interactive":
-        return predicted_s > tolerance * on.objective_s
+    if priority_class == "interactive":
+        return predicted_s > deadline_factor * on.ttft_slo_s
     return blocks_free_s > on.max_wait_s
 
 
-class PredictionTolerance:
+class DeadlineFactor:
     """
     How far a predicted time may exceed the objective; lowered while admitted requests time out.
 
@@ -81,18 +85,18 @@ class PredictionTolerance:
     rejected at once can go elsewhere.
     """
 
-    __slots__ = ("times",)
+    __slots__ = ("value",)
 
     def __init__(self) -> None:
-        self.times = TOLERANCE
+        self.value = INITIAL_FACTOR
 
     def waited(self, *, in_vain: bool) -> None:
         """Count an interactive request that left the queue; `in_vain` if it timed out."""
-        self.times += -TIGHTEN if in_vain else RELAX
-        self.times = min(TOLERANCE, max(MIN_TOLERANCE, self.times))
+        self.value += -TIGHTEN if in_vain else RELAX
+        self.value = min(INITIAL_FACTOR, max(MIN_FACTOR, self.value))
 
 
-class WaitCorrection:
+class WaitBias:
     """Ratio of actual to predicted waits; the prediction computes one prompt after the other."""
 
     __slots__ = ("ratio",)

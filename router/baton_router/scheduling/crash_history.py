@@ -66,13 +66,14 @@ class CrashHistory:
         """A worker gave the whole answer: the request is not what kills workers."""
         self._lost.pop(key, None)
 
-    def check(self, key: Key, kind: str, now: float) -> None:
-        """Raise PoisonRequest if a request of the class `kind` has lost as many workers as it may."""
+    def check(self, key: Key, priority_class: str, now: float) -> None:
+        """Raise PoisonRequest if a request of the class `priority_class` has lost as many workers as it
+        may."""
         if not self._lost:
             return
         self._expire(now)
         losses = self._lost.get(key)
-        limit = BATCH_LOSSES_LIMIT if kind == BATCH_CLASS else LOSSES_LIMIT
+        limit = BATCH_LOSSES_LIMIT if priority_class == BATCH_CLASS else LOSSES_LIMIT
         if losses is not None and len(losses.workers) >= limit:
             raise PoisonRequest(len(losses.workers))
 

@@ -3,8 +3,8 @@ The queue: requests wait here, not in the engines, until a worker has capacity.
 
 A worker gets the next prompt shortly before it would be idle. All other prompts can still be reordered, go to
 another worker, or leave without a trace. A request passes at once if a worker is free and no queued request
-goes before it: an idle cluster adds no delay, nor does a waiting batch. The waiting room decides the order,
-the dispatcher the pair of workers. This module decides when to check, and what happens to requests that time
+goes before it: an idle cluster adds no delay, nor does a waiting batch. The priority queue decides the order,
+and the planner the pair of workers. This module decides when to check, and what happens to requests that time
 out.
 """
 
@@ -20,8 +20,8 @@ from typing import cast
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
 from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.admission import QueueCapacity, WaitLimits, too_late, wait_limits
-from baton_router.scheduling.dispatch import Dispatch
-from baton_router.scheduling.dispatcher import Dispatcher
+from baton_router.scheduling.placement import Placement
+from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queued_request import (
     NEARLY_DONE_S,
@@ -50,15 +50,17 @@ BATCH = "batch"
 class Queue:
     """All queued requests. Belongs to one event loop."""
 
-    def __init__(self, settings: RouterSettings, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: RouterSettings, planner: PlacementPlanner, clock: Callable[[], float]
+    ) -> None:
         self._settings = settings
-        self._dispatcher = dispatcher
+        self._planner = planner
         self._clock = clock
         self._numbers = itertools.count()
         self._pools: dict[Hashable, RequestPool] = {}
         """By the decode workers that can serve them; by model while none can."""
         self._capacity = QueueCapacity(settings.queue_requests, settings.queue_bytes)
-        self._unreported: list[tuple[float, int, Dispatch]] = []
+        self._unreported: list[tuple[float, int, Placement]] = []
         """Requests whose prompt's end is not reported, by its predicted time; a heap."""
         self._timer: asyncio.Handle | None = None
         self._due = 0.0
@@ -94,7 +96,7 @@ class Queue:
         for pool in self._pools.values():
             yield from (cast(QueuedRequest, entry) for entry in pool.entries)
 
-    async def dispatch(self, request: PickRequest) -> Dispatch:
+    async def place(self, request: PickRequest) -> Placement:
         """
         Assign the request to workers as soon as they have capacity and no other request goes first.
 
@@ -105,7 +107,7 @@ class Queue:
         if self._unreported:
             self._assume_computed(now)
         try:
-            dispatch = self._dispatcher.plan(
+            placement = self._planner.plan(
                 request.model,
                 request.prompt,
                 request.excluded,
@@ -117,23 +119,23 @@ class Queue:
             if not self._settings.recovery_s and not self._settings.hold_s:
                 self._count_demand(request, None)
                 raise
-            dispatch = None
-            self._count_demand(request, dispatch)
+            placement = None
+            self._count_demand(request, placement)
         else:
-            self._count_demand(request, dispatch)
-            if dispatch is None:
+            self._count_demand(request, placement)
+            if placement is None:
                 raise NotReady(request.none_left)
-            if not self._must_wait(request, dispatch, now) and self._can_go(request, dispatch, now):
-                self._book(request, dispatch, now)
-                return dispatch
-        return await self._wait(request, dispatch, now)
+            if not self._must_wait(request, placement, now) and self._can_go(request, placement, now):
+                self._book(request, placement, now)
+                return placement
+        return await self._wait(request, placement, now)
 
-    def _must_wait(self, request: PickRequest, dispatch: Dispatch, now: float) -> bool:
+    def _must_wait(self, request: PickRequest, placement: Placement, now: float) -> bool:
         """Whether a queued request goes before a request that arrives now."""
         if not self._capacity:
             return False
-        slots = {state.slot for state in dispatch.candidates.decode_states}
-        level = LEVELS[request.kind]
+        slots = {state.slot for state in placement.candidates.decode_states}
+        level = LEVELS[request.priority_class]
         return any(
             pool.entries.precedes(level, now)
             for key, pool in self._pools.items()
@@ -141,7 +143,7 @@ class Queue:
             and (not slots.isdisjoint(key) if isinstance(key, frozenset) else key == request.model)
         )
 
-    def _count_demand(self, request: PickRequest, plan: Dispatch | None) -> None:
+    def _count_demand(self, request: PickRequest, plan: Placement | None) -> None:
         """Count the tokens of a request when it arrives for the first time."""
         if request.retried or request.excluded:
             return
@@ -149,15 +151,15 @@ class Queue:
         # Without any prefill worker all prompts are local, and none of them because that is cheaper.
         if plan is not None and plan.pair.prefill is None and plan.candidates.prefills:
             self.demand["local"] += plan.uncached + plan.others
-        self.demand["answer"] += round(request.cost.answer_tokens(self._dispatcher.answer_tokens))
+        self.demand["answer"] += round(request.cost.answer_tokens(self._planner.answer_tokens))
 
     def changed(self) -> None:
         """Check the queue soon: a worker may have become free."""
         if self._capacity:
             self._check_in(0.0)
 
-    async def _wait(self, request: PickRequest, plan: Dispatch | None, now: float) -> Dispatch:
-        among = self._dispatcher.candidates(request.model, now, request.direct) if plan else None
+    async def _wait(self, request: PickRequest, plan: Placement | None, now: float) -> Placement:
+        among = self._planner.candidates(request.model, now, request.direct) if plan else None
         pool = self._pool(frozenset(state.slot for state in among.decode_states) if among else request.model)
         entry = self._entry(request, plan, now)
         if not entry.retried:
@@ -171,7 +173,7 @@ class Queue:
         except asyncio.CancelledError:
             if entry.future.done() and not entry.future.cancelled() and not entry.future.exception():
                 # It went in the same moment in which its client left.
-                self._dispatcher.release(entry.future.result(), self._clock(), complete=False)
+                self._planner.release(entry.future.result(), self._clock(), complete=False)
                 self.changed()
             raise
         finally:
@@ -185,19 +187,21 @@ class Queue:
             pool = self._pools[key] = RequestPool()
         return pool
 
-    def _entry(self, request: PickRequest, plan: Dispatch | None, now: float) -> QueuedRequest:
+    def _entry(self, request: PickRequest, plan: Placement | None, now: float) -> QueuedRequest:
         settings = self._settings
-        limits = wait_limits(request.kind, request.objective_s, settings.interactive_s, settings.wait_s)
+        limits = wait_limits(
+            request.priority_class, request.ttft_slo_s, settings.interactive_s, settings.wait_s
+        )
         prompt = plan.uncached + plan.others if plan else 1 + request.cost.others()
         return QueuedRequest(
             number=next(self._numbers),
             tenant=request.tenant,
-            level=LEVELS[request.kind],
+            level=LEVELS[request.priority_class],
             arrived=now - request.waited_s,
             best_s=plan.compute_s if plan else 0.0,
-            cost=request.cost.fair_share(prompt, self._dispatcher.answer_tokens),
+            cost=request.cost.fair_share(prompt, self._planner.answer_tokens),
             size=request.size + ENTRY_BYTES,
-            objective_s=limits.objective_s,
+            ttft_slo_s=limits.ttft_slo_s,
             max_wait_s=limits.max_wait_s if plan else self._max_wait_s(request, limits),
             retried=request.retried,
             request=request,
@@ -212,7 +216,7 @@ class Queue:
         if not settings.hold_s:
             return min(limits.max_wait_s, settings.recovery_s)
         # Workers take as long to start for one class as for another; only who says so wants it sooner.
-        return settings.hold_s if request.objective_s is None else min(limits.max_wait_s, settings.hold_s)
+        return settings.hold_s if request.ttft_slo_s is None else min(limits.max_wait_s, settings.hold_s)
 
     def _admit(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
         """Raise the reason if waiting is useless."""
@@ -226,12 +230,14 @@ class Queue:
         states = entry.plan.candidates.prefill_states or entry.plan.candidates.decode_states
         soonest = min(state.prefills.backlog_s(now) for state in states)
         entry.predicted_s = soonest + pool.entries.seconds_before(entry) / len(states)
-        blocks_free_s = self._dispatcher.blocks_free_s(entry.plan)
-        predicted = pool.pace.corrected(entry.predicted_s) + blocks_free_s + entry.best_s
-        limits = WaitLimits(entry.objective_s, entry.max_wait_s)
-        if too_late(entry.request.kind, limits, predicted, blocks_free_s, pool.tolerance.times):
+        blocks_free_s = self._planner.blocks_free_s(entry.plan)
+        predicted = pool.wait_bias.corrected(entry.predicted_s) + blocks_free_s + entry.best_s
+        limits = WaitLimits(entry.ttft_slo_s, entry.max_wait_s)
+        if too_late(
+            entry.request.priority_class, limits, predicted, blocks_free_s, pool.deadline_factor.value
+        ):
             self.rejects["late"] += 1
-            raise NotInTime(predicted, min(entry.objective_s, entry.max_wait_s))
+            raise NotInTime(predicted, min(entry.ttft_slo_s, entry.max_wait_s))
 
     def _check_in(self, seconds: float) -> None:
         """Check the queue in `seconds` or earlier."""
@@ -318,12 +324,12 @@ class Queue:
 
     def _replan(
         self, entry: QueuedRequest, ahead: dict[int, float], now: float, queued_s: float = 0.0
-    ) -> Dispatch | None:
+    ) -> Placement | None:
         """Where it would go now; None if nowhere, in which case its future may hold the error."""
         request = entry.request
         entry.plan, entry.planned = None, now
         try:
-            entry.plan = self._dispatcher.plan(
+            entry.plan = self._planner.plan(
                 request.model,
                 request.prompt,
                 request.excluded,
@@ -345,9 +351,9 @@ class Queue:
     def _learn(self, pool: RequestPool, entry: QueuedRequest, now: float, *, in_vain: bool = False) -> None:
         """Record a wait. Timeouts count too; without them, waits would look shorter."""
         if entry.predicted_s > NEARLY_DONE_S:
-            pool.pace.learn(entry.predicted_s, now - entry.arrived)
-        if entry.request.kind == INTERACTIVE:
-            pool.tolerance.waited(in_vain=in_vain)
+            pool.wait_bias.learn(entry.predicted_s, now - entry.arrived)
+        if entry.request.priority_class == INTERACTIVE:
+            pool.deadline_factor.waited(in_vain=in_vain)
 
     def _give_up(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
         if entry.future.done():
@@ -362,19 +368,19 @@ class Queue:
             self._learn(pool, entry, now, in_vain=True)
             entry.future.set_exception(NotInTime(waited, entry.max_wait_s, waited=True))
 
-    def _book(self, request: PickRequest, dispatch: Dispatch, now: float) -> None:
-        self._dispatcher.book(dispatch, now)
+    def _book(self, request: PickRequest, placement: Placement, now: float) -> None:
+        self._planner.book(placement, now)
         if not request.streams:
-            heappush(self._unreported, (now + dispatch.option.first_token_s, dispatch.number, dispatch))
+            heappush(self._unreported, (now + placement.option.first_token_s, placement.number, placement))
 
     def _assume_computed(self, now: float) -> None:
         """Treat prompts of unstreamed answers as computed at the predicted time; no worker reports it."""
         while self._unreported and self._unreported[0][0] <= now:
-            self._dispatcher.computed(heappop(self._unreported)[2], now)
+            self._planner.computed(heappop(self._unreported)[2], now)
 
-    def _can_go(self, request: PickRequest, dispatch: Dispatch, now: float) -> bool:
-        if not has_capacity(dispatch.prefill_state, dispatch.uncached, self._settings.prefill_tokens, now):
+    def _can_go(self, request: PickRequest, placement: Placement, now: float) -> bool:
+        if not has_capacity(placement.prefill_state, placement.uncached, self._settings.prefill_tokens, now):
             return False
-        if request.retried and dispatch.pair.decode.health.full_until > now:
+        if request.retried and placement.pair.decode.health.full_until > now:
             return False  # to ask it again at once would be no use
-        return request.kind != BATCH or has_spare_blocks(dispatch.decode_state)
+        return request.priority_class != BATCH or has_spare_blocks(placement.decode_state)

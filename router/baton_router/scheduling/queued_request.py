@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
 from baton_router.requests.picker import PickRequest
-from baton_router.scheduling.admission import PredictionTolerance, WaitCorrection
-from baton_router.scheduling.dispatch import Dispatch
+from baton_router.scheduling.admission import DeadlineFactor, WaitBias
+from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.priority_queue import PriorityQueue
 from baton_router.scheduling.tenant_queue import QueueEntry
 from baton_router.workers.worker_state import WorkerState
@@ -43,7 +43,7 @@ def has_capacity(state: WorkerState, tokens: int, most: int, now: float) -> bool
 def busy_s(state: WorkerState, now: float) -> float:
     """Seconds until the worker can take more; 0 or less if it can now."""
     prefills = state.prefills
-    if not prefills.waiting or not state.prefill_cost.taught:
+    if not prefills.waiting or not state.prefill_cost.is_calibrated:
         return 0.0  # without reports of its speed, only the tokens are counted
     left = prefills.backlog_s(now)
     # Prompts that are computed together share the constant part of the time.
@@ -96,8 +96,8 @@ class QueuedRequest(QueueEntry):
     """A queued request and the future that its client awaits."""
 
     request: PickRequest
-    future: asyncio.Future[Dispatch]
-    plan: Dispatch | None
+    future: asyncio.Future[Placement]
+    plan: Placement | None
     """The last plan; None if no worker could serve it."""
     planned: float
     predicted_s: float = 0.0
@@ -123,16 +123,16 @@ class QueuedRequest(QueueEntry):
 class RequestPool:
     """Requests that wait for the same workers."""
 
-    __slots__ = ("entries", "pace", "tolerance", "wakeup")
+    __slots__ = ("deadline_factor", "entries", "wait_bias", "wakeup")
 
     def __init__(self) -> None:
         self.entries = PriorityQueue()
         self.wakeup = QueueWakeup()
-        self.pace = WaitCorrection()
-        self.tolerance = PredictionTolerance()
+        self.wait_bias = WaitBias()
+        self.deadline_factor = DeadlineFactor()
 
 
-def prompt_tokens(request: PickRequest, plan: Dispatch | None) -> int:
+def prompt_tokens(request: PickRequest, plan: Placement | None) -> int:
     """Tokens of all prompts to compute, estimated."""
     if plan is not None:
         return plan.uncached + plan.others

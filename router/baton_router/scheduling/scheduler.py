@@ -17,13 +17,13 @@ from baton_api import profiles
 from baton_api.background import BackgroundTasks
 from baton_api.errors import PoisonRequest
 from baton_api.metrics import BackgroundTask
-from baton_api.reports import Fallback, PromptReport
+from baton_api.prompt_report import Fallback, PromptReport
 from baton_http.http_client import UpstreamPool
 from baton_router.requests.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
 from baton_router.scheduling.crash_history import CrashHistory
-from baton_router.scheduling.dispatch import Dispatch
-from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.outcome_attribution import OutcomeAttribution
+from baton_router.scheduling.placement import Placement
+from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.queue import BATCH, Queue
 from baton_router.scheduling.quotas import QuotaReservation, Quotas
 from baton_router.scheduling.revision_weights import RevisionWeights
@@ -59,19 +59,19 @@ class RequestScheduler:
         self.workers = workers = Workers()
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         measured = [profiles.read(one) for one in settings.profile]
-        self.dispatcher = Dispatcher(workers, rng, settings.local_prefill_max_tokens, weights, measured)
+        self.planner = PlacementPlanner(workers, rng, settings.local_prefill_max_tokens, weights, measured)
         self.kv_subscribers = KvSubscribers(
-            workers, self.dispatcher.worker_states, settings, clock, self.background
+            workers, self.planner.worker_states, settings, clock, self.background
         )
-        self.outcomes = OutcomeAttribution(self.dispatcher.worker_states.transfer)
-        self.queue = Queue(settings, self.dispatcher, clock)
-        self._quotas = Quotas(self.queue.rejects, lambda: self.dispatcher.answer_tokens)
+        self.outcomes = OutcomeAttribution(self.planner.worker_states.transfer)
+        self.queue = Queue(settings, self.planner, clock)
+        self._quotas = Quotas(self.queue.rejects, lambda: self.planner.answer_tokens)
         self._crashes = CrashHistory()
         self._reserved: dict[int, QuotaReservation] = {}
-        self._granted: dict[int, Dispatch] = {}
+        self._granted: dict[int, Placement] = {}
         self._sources = WorkerSources(settings, rng)
         self.registration = WorkerRegistration(
-            workers, self.dispatcher.worker_states, upstreams, settings.worker_drain_s, clock
+            workers, self.planner.worker_states, upstreams, settings.worker_drain_s, clock
         )
         self.registration.on_workers(FLAGS_SOURCE, self._sources.flags)
         workers.unlisted = self._sources.why_none
@@ -98,112 +98,113 @@ class RequestScheduler:
 
     async def pick(self, request: PickRequest) -> Grant:
         now = self._clock()
-        if request.kind != BATCH:
+        if request.priority_class != BATCH:
             self.wanted_at = now
         self._check_poison(request, now)
         reserved = self._quotas.reserve(request, now) if request.limits is not None else None
         try:
-            dispatch = await self.queue.dispatch(request)
+            placement = await self.queue.place(request)
         except BaseException:
             if reserved is not None:
                 reserved.cancel(self._clock())
             raise
         if reserved is not None:
-            self._reserved[dispatch.number] = reserved
-        dispatch.arrived, dispatch.tenant, dispatch.digest = (
+            self._reserved[placement.number] = reserved
+        placement.arrived, placement.tenant, placement.digest = (
             now - request.waited_s,
             request.tenant,
             request.digest,
         )
-        dispatch.kind, dispatch.streams = request.kind, request.streams
-        decode, prefill = dispatch.pair.decode, dispatch.pair.prefill
+        placement.priority_class, placement.streams = request.priority_class, request.streams
+        decode, prefill = placement.pair.decode, placement.pair.prefill
         decode.in_flight += 1
         if prefill is not None:
             prefill.in_flight += 1
-        self._granted[dispatch.number] = dispatch
-        self.outcomes.sent(dispatch.number, dispatch.pair, dispatch.decided)
+        self._granted[placement.number] = placement
+        self.outcomes.sent(placement.number, placement.pair, placement.decided)
+        load = decode.health.load
         return Grant(
-            dispatch.number,
-            decode.name,
-            prefill.name if prefill else "",
-            prefill.control if prefill else "",
-            dispatch.summary.encode(),
-            self._first_token_timeout_s(dispatch),
-            decode.health.load.step_s if decode.health.load else 0.0,
-            len(dispatch.candidates.decodes) > 1,
-            dispatch.option.first_token_s,
-            dispatch.costs if request.explain else "",
-            decode.engine_kind,
-            dispatch.prefill_state.named_blocks,
-            request.model or "" if decode.is_adapter(request.model) else "",
-            dispatch.tokens + dispatch.others,
-            self.dispatcher.answer_tokens,
+            number=placement.number,
+            decode=decode.name,
+            prefill=prefill.name if prefill else "",
+            control=prefill.control if prefill else "",
+            summary=placement.summary.encode(),
+            first_token_timeout_s=self._first_token_timeout_s(placement),
+            step_s=load.step_s if load else 0.0,
+            has_alternative=len(placement.candidates.decodes) > 1,
+            first_token_s=placement.option.first_token_s,
+            costs=placement.costs if request.explain else "",
+            engine=decode.engine_kind,
+            block_size=placement.prefill_state.named_blocks,
+            adapter=request.model or "" if decode.is_adapter(request.model) else "",
+            prompt_tokens=placement.tokens + placement.others,
+            usual_tokens=self.planner.answer_tokens,
         )
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
-        dispatch, now = self._granted[grant.number], self._clock()
-        self.outcomes.answered(dispatch.number, dispatch.pair, report, now)
+        placement, now = self._granted[grant.number], self._clock()
+        self.outcomes.answered(placement.number, placement.pair, report, now)
         lost_prefill = report is not None and report.fallback == Fallback.LOST
-        if lost_prefill and dispatch.pair.prefill is not None:
-            self._crashed(dispatch, dispatch.pair.prefill, now)
-        if dispatch.streams and dispatch.first_byte is None:
-            self.outcomes.first_byte(dispatch.pair, now - dispatch.decided)
-        self._computed(dispatch)
-        self.dispatcher.began(dispatch, report, now)
+        if lost_prefill and placement.pair.prefill is not None:
+            self._crashed(placement, placement.pair.prefill, now)
+        if placement.streams and placement.first_byte is None:
+            self.outcomes.first_byte(placement.pair, now - placement.decided)
+        self._computed(placement)
+        self.planner.began(placement, report, now)
         self.queue.changed()
 
     def failed(self, grant: Grant, loss: WorkerLoss = UNREACHABLE) -> None:
-        dispatch, now = self._granted[grant.number], self._clock()
-        decode, prefill = dispatch.pair.decode, dispatch.pair.prefill
+        placement, now = self._granted[grant.number], self._clock()
+        decode, prefill = placement.pair.decode, placement.pair.prefill
         if prefill is not None and (loss.prefill_crashed or (loss.at_prefill and loss.crashed)):
-            self._crashed(dispatch, prefill, now)
+            self._crashed(placement, prefill, now)
         if prefill is not None and loss.at_prefill:
-            self.outcomes.prefill_failed(dispatch.number, prefill, now)
+            self.outcomes.prefill_failed(placement.number, prefill, now)
             return
-        self.outcomes.failed(dispatch.number, dispatch.pair, now)
+        self.outcomes.failed(placement.number, placement.pair, now)
         if loss.crashed:
-            self._crashed(dispatch, decode, now)
+            self._crashed(placement, decode, now)
 
-    def _crashed(self, dispatch: Dispatch, worker: Worker, now: float) -> None:
+    def _crashed(self, placement: Placement, worker: Worker, now: float) -> None:
         """A worker died or stopped while it had the request."""
         epoch = worker.health.load.epoch if worker.health.load else ""
-        self._crashes.lost((dispatch.tenant, dispatch.digest), worker.name, epoch, now)
+        self._crashes.lost((placement.tenant, placement.digest), worker.name, epoch, now)
 
     def full(self, grant: Grant) -> None:
         self.outcomes.full(self._granted[grant.number].pair, self._clock())
 
     def release(self, grant: Grant, end: RequestEnd) -> None:
-        dispatch = self._granted.pop(grant.number)
-        self.outcomes.release(dispatch.number, dispatch.pair)
-        dispatch.pair.decode.in_flight -= 1
-        if end.complete and (dispatch.report is None or not dispatch.report.fallback):
-            self._crashes.answered((dispatch.tenant, dispatch.digest))
-        self._computed(dispatch)
+        placement = self._granted.pop(grant.number)
+        self.outcomes.release(placement.number, placement.pair)
+        placement.pair.decode.in_flight -= 1
+        if end.complete and (placement.report is None or not placement.report.fallback):
+            self._crashes.answered((placement.tenant, placement.digest))
+        self._computed(placement)
         now = self._clock()
-        if dispatch.first_byte is None:
+        if placement.first_byte is None:
             self.queue.changed()
-        self.dispatcher.release(dispatch, now, complete=end.complete, tokens=end.tokens, cached=end.cached)
-        if self._reserved and (reserved := self._reserved.pop(dispatch.number, None)) is not None:
+        self.planner.release(placement, now, complete=end.complete, tokens=end.tokens, cached=end.cached)
+        if self._reserved and (reserved := self._reserved.pop(placement.number, None)) is not None:
             reserved.settle(end.charged, now)
 
     def _check_poison(self, request: PickRequest, now: float) -> None:
         if request.resumed:
             return
         try:
-            self._crashes.check((request.tenant, request.digest), request.kind, now)
+            self._crashes.check((request.tenant, request.digest), request.priority_class, now)
         except PoisonRequest:
             self.queue.rejects["poison"] += 1
             raise
 
-    def _first_token_timeout_s(self, dispatch: Dispatch) -> float:
-        if len(dispatch.candidates.decodes) < 2 or not dispatch.prefill_state.prefill_cost.taught:
+    def _first_token_timeout_s(self, placement: Placement) -> float:
+        if len(placement.candidates.decodes) < 2 or not placement.prefill_state.prefill_cost.is_calibrated:
             return 0.0
-        return first_token_timeout_s(dispatch.option.first_token_s, self._settings.first_byte_s)
+        return first_token_timeout_s(placement.option.first_token_s, self._settings.first_byte_s)
 
-    def _computed(self, dispatch: Dispatch) -> None:
+    def _computed(self, placement: Placement) -> None:
         """The prefill worker has finished its part, or will not."""
-        if dispatch.pair.prefill is not None and dispatch.first_byte is None and dispatch.ended is None:
-            dispatch.pair.prefill.in_flight -= 1
+        if placement.pair.prefill is not None and placement.first_byte is None and placement.ended is None:
+            placement.pair.prefill.in_flight -= 1
 
 
 def first_token_timeout_s(predicted_s: float, least_s: float) -> float:

@@ -45,7 +45,7 @@ class QueueEntry:
     """In tokens, charged to the tenant."""
     size: int
     """Bytes of memory."""
-    objective_s: float = math.inf
+    ttft_slo_s: float = math.inf
     """To the first token, from its arrival."""
     max_wait_s: float = math.inf
     """Maximum wait from the arrival on."""
@@ -59,7 +59,7 @@ class QueueEntry:
     @property
     def deadline(self) -> float:
         """When its first token should be there."""
-        return self.arrived + (1 - MARGIN) * self.objective_s
+        return self.arrived + (1 - MARGIN) * self.ttft_slo_s
 
     @property
     def first(self) -> bool:
@@ -68,7 +68,7 @@ class QueueEntry:
 
     @property
     def rank(self) -> float:
-        # best_s - AGEING * (now - arrived), of which `now` is the same for all.
+        # best_s - AGING * (now - arrived), of which `now` is the same for all.
         return max(self.best_s, SHORT_S) + AGING * self.arrived
 
     @property
@@ -102,7 +102,7 @@ class TenantQueue:
             self._last.add(entry.arrived, entry.number, entry)
         else:
             self._ranked.add(entry.rank, entry.number, entry)
-            if entry.objective_s < math.inf:
+            if entry.ttft_slo_s < math.inf:
                 self._urgent.add(entry.urgent_from, entry.number, entry)
         self.seconds += entry.best_s
 

@@ -74,7 +74,7 @@ class WorkerKind:
         self._typical = LeastSquares(prior.prefill)
         self._untried: list[LeastSquares] = []
 
-    def newcomer(self) -> PrefillCost:
+    def new_worker(self) -> PrefillCost:
         """The costs of one more worker of this kind."""
         line = LeastSquares(self._typical.coefficients)
         self._untried.append(line)
@@ -112,7 +112,7 @@ class PrefillCost:
         return seconds
 
     @property
-    def taught(self) -> bool:
+    def is_calibrated(self) -> bool:
         """Whether it is more than a guess."""
         return self.line.measurements >= RELIABLE_AFTER
 
@@ -128,9 +128,9 @@ class StepCost:
     line: LeastSquares = field(default_factory=lambda: LeastSquares(DEFAULT_PRIOR.step))
 
     def seconds(self, running: int, context: int) -> float:
-        return self.beside(running, context, 0)[0]
+        return self.with_added_stream(running, context, 0)[0]
 
-    def beside(self, running: int, context: int, tokens: int) -> tuple[float, float]:
+    def with_added_stream(self, running: int, context: int, tokens: int) -> tuple[float, float]:
         """The same as it is, and with one stream of `tokens` more."""
         constant, each, share = self.line.coefficients
         each, share = (each if each > 0 else 0.0), (share if share > 0 else 0.0)

@@ -89,7 +89,7 @@ async def _check(worker: Worker, settings: RouterSettings, checks: WorkerChecks)
     started = loop.time()
     try:
         async with asyncio.timeout(settings.health_interval_s):
-            load, refusal = await checks.load()
+            load, unavailable_reason = await checks.load()
     except (UpstreamLost, TimeoutError, *INVALID_REPLY_ERRORS) as error:
         if isinstance(error, TimeoutError) and worker.upstream.heard >= started:
             return  # it is slow to answer this, but requests hear of it: it is alive
@@ -98,7 +98,7 @@ async def _check(worker: Worker, settings: RouterSettings, checks: WorkerChecks)
         if worker.health.down:
             worker.upstream.fail_silent(loop.time() - settings.health_interval_s)
     else:
-        worker.answered(load, refusal)
+        worker.answered(load, unavailable_reason)
 
 
 class WorkerChecks:

@@ -59,7 +59,7 @@ class WorkerRegistration:
         for one in change.added:
             self._add(one)
         for one in change.status_changed:
-            self._set_status(self._by_name[one.name], one.standing)
+            self._set_status(self._by_name[one.name], one.discovery_status)
 
     def release_expired(self) -> None:
         """Remove leaving workers that are done or whose drain time is over."""
@@ -81,24 +81,24 @@ class WorkerRegistration:
             worker.upstream.secure,
             worker.engine,
         ):
-            self._workers.stay(worker)
-            self._set_status(worker, one.standing)
+            self._workers.restore(worker)
+            self._set_status(worker, one.discovery_status)
             return
         if worker is not None:  # another pod has its address now, and will not answer its requests
             self._forget(worker)
         self._upstreams.set_tls(one.name, one.secure)
         worker = Worker(self._upstreams.get(one.name), one.role, one.revision, engine=one.engine)
         self._by_name[one.name] = worker
-        self._set_status(worker, one.standing)
-        self._workers.come(worker)
+        self._set_status(worker, one.discovery_status)
+        self._workers.add(worker)
         revision = f" of revision {worker.revision}" if worker.revision else ""
         log.info("The %s worker %s%s is listed.", worker.listed, worker.name, revision)
 
-    def _set_status(self, worker: Worker, standing: ListedStatus) -> None:
-        if worker.standing is not standing:
-            log.info("The worker %s is listed as %s.", worker.name, standing.name.lower())
-            worker.standing = standing
-        if standing is ListedStatus.TERMINATING:
+    def _set_status(self, worker: Worker, discovery_status: ListedStatus) -> None:
+        if worker.discovery_status is not discovery_status:
+            log.info("The worker %s is listed as %s.", worker.name, discovery_status.name.lower())
+            worker.discovery_status = discovery_status
+        if discovery_status is ListedStatus.TERMINATING:
             self._deadlines.setdefault(worker, self._clock() + self._drain_s)
         else:
             self._deadlines.pop(worker, None)
@@ -107,11 +107,11 @@ class WorkerRegistration:
     def _remove(self, worker: Worker) -> None:
         now = self._clock()
         self._deadlines.setdefault(worker, now + self._drain_s)
-        self._workers.leave(worker, now)
+        self._workers.start_draining(worker, now)
         log.info("The worker %s is not listed any more; it has %d requests.", worker.name, worker.in_flight)
 
     def _forget(self, worker: Worker) -> None:
         del self._by_name[worker.name], self._deadlines[worker]
-        self._workers.gone(worker)
+        self._workers.remove(worker)
         self._worker_states.forget(worker)
         self._upstreams.drop(worker.name)

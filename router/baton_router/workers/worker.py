@@ -57,7 +57,7 @@ class WorkerHealth:
 
     load: Load | None = None
     """The last reported load."""
-    refusal: str = "it has not answered yet"
+    unavailable_reason: str = "it has not answered yet"
     """Why it takes no requests, as a clause; empty if it does."""
     misses: int = 0
     down: bool = False
@@ -72,25 +72,26 @@ class WorkerHealth:
             return WorkerStatus.STARTING
         if self.load.draining:
             return WorkerStatus.DRAINING
-        if self.refusal:
+        if self.unavailable_reason:
             return WorkerStatus.NOT_READY
         if not self.breaker.opened:
             return WorkerStatus.FULL if now < self.full_until else WorkerStatus.READY
         return WorkerStatus.EJECTED if self.breaker.refuses(now) else WorkerStatus.HALF_OPEN
 
-    def answered(self, load: Load, refusal: str = "") -> WorkerHealth:
-        """A health check succeeded; `refusal` is why the worker is not ready, if it is not."""
+    def answered(self, load: Load, unavailable_reason: str = "") -> WorkerHealth:
+        """A health check succeeded; `unavailable_reason` is why the worker is not ready, if it is not."""
         same_process = self.load is not None and self.load.epoch == load.epoch
         if same_process and not self.down:
-            return replace(self, load=load, refusal=refusal, misses=0)
-        return WorkerHealth(load=load, refusal=refusal)  # the history of an earlier process does not count
+            return replace(self, load=load, unavailable_reason=unavailable_reason, misses=0)
+        # The history of an earlier process does not count.
+        return WorkerHealth(load=load, unavailable_reason=unavailable_reason)
 
     def missed(self, limit: int, reason: str) -> WorkerHealth:
         """A health check failed; after `limit` failures in a row the worker is down."""
         misses = self.misses + 1
         if misses < limit:
             return replace(self, misses=misses)
-        return replace(self, misses=misses, down=True, refusal=reason)
+        return replace(self, misses=misses, down=True, unavailable_reason=reason)
 
     def judged(self, breaker: CircuitBreaker) -> WorkerHealth:
         """`breaker` is the state after a request was sent or ended."""
@@ -109,7 +110,7 @@ class Worker:
         upstream: Upstream,
         listed: Role,
         revision: str = "",
-        standing: ListedStatus = ListedStatus.SERVING,
+        discovery_status: ListedStatus = ListedStatus.SERVING,
         engine: EngineKind | None = None,
     ) -> None:
         """`engine` as its source reports; None if the router must find out."""
@@ -119,12 +120,12 @@ class Worker:
         """DECODE or PREFILL: the role under which it is listed."""
         self.revision = revision
         """Its revision."""
-        self._standing = standing
+        self._discovery_status = discovery_status
         self.group = revision
         """Only workers of one group can be a pair."""
         self.expired = False
         """Whether its drain time is over."""
-        self.gone = False
+        self.removed = False
         """Whether it is no longer listed and has no requests."""
         self.health = WorkerHealth()
         self.warnings: tuple[str, ...] = ()
@@ -180,29 +181,33 @@ class Worker:
         """As observed, unless its source reports worse."""
         seen = self.health.state(now)
         if (
-            self.standing is ListedStatus.SERVING
+            self.discovery_status is ListedStatus.SERVING
             or seen is WorkerStatus.DOWN
             or seen is WorkerStatus.STARTING
         ):
             return seen
-        return WorkerStatus.DRAINING if self.standing is ListedStatus.TERMINATING else WorkerStatus.NOT_READY
+        return (
+            WorkerStatus.DRAINING
+            if self.discovery_status is ListedStatus.TERMINATING
+            else WorkerStatus.NOT_READY
+        )
 
     @property
-    def standing(self) -> ListedStatus:
+    def discovery_status(self) -> ListedStatus:
         """The status that its source reports."""
-        return self._standing
+        return self._discovery_status
 
-    @standing.setter
-    def standing(self, standing: ListedStatus) -> None:
-        self._standing = standing
+    @discovery_status.setter
+    def discovery_status(self, discovery_status: ListedStatus) -> None:
+        self._discovery_status = discovery_status
         self.health = replace(self.health)  # a new value invalidates caches that compare it
 
     @property
     def reason(self) -> str:
         """Why it takes no requests, as a clause; empty if it does."""
-        if self.health.refusal or self.standing is ListedStatus.SERVING:
-            return self.health.refusal
-        return f"it is listed as {self.standing.name.lower()}"
+        if self.health.unavailable_reason or self.discovery_status is ListedStatus.SERVING:
+            return self.health.unavailable_reason
+        return f"it is listed as {self.discovery_status.name.lower()}"
 
     @property
     def pressure(self) -> tuple[int, int]:
@@ -218,14 +223,14 @@ class Worker:
         others = max(0, load.running + load.queued - self._in_flight_reported)
         return self.in_flight + others, load.queued_tokens
 
-    def answered(self, load: Load, refusal: str = "") -> None:
+    def answered(self, load: Load, unavailable_reason: str = "") -> None:
         """See `WorkerHealth.answered`. A worker with the wrong role responds, but is not ready."""
         if (load.role == Role.PREFILL) != (self.listed == Role.PREFILL):
-            refusal = f"its role is {load.role}, but it is listed under {self.listed}"
-        elif self.listed == Role.PREFILL and not load.control and not refusal:
-            refusal = "it reports no control address"
+            unavailable_reason = f"its role is {load.role}, but it is listed under {self.listed}"
+        elif self.listed == Role.PREFILL and not load.control and not unavailable_reason:
+            unavailable_reason = "it reports no control address"
         self._in_flight_reported = self.in_flight
-        self.health = self.health.answered(load, refusal)
+        self.health = self.health.answered(load, unavailable_reason)
         self.group = f"{self.revision}/{load.compatibility}"
 
 
@@ -256,7 +261,7 @@ class Workers:
     def all(self) -> tuple[Worker, ...]:
         return self.decode + self.prefill + self.leaving
 
-    def come(self, worker: Worker) -> None:
+    def add(self, worker: Worker) -> None:
         """Add a listed worker."""
         if worker.listed is Role.PREFILL:
             self.prefill += (worker,)
@@ -264,10 +269,10 @@ class Workers:
             self.decode += (worker,)
         self._tell()
 
-    def leave(self, worker: Worker, now: float) -> None:
-        """Remove a worker from the list: it gets no new requests and stays until it is `gone`."""
+    def start_draining(self, worker: Worker, now: float) -> None:
+        """Remove a worker from the list: it gets no new requests and stays until `remove`."""
         before = set(self.models())
-        worker.standing = ListedStatus.TERMINATING
+        worker.discovery_status = ListedStatus.TERMINATING
         self.decode = tuple(one for one in self.decode if one is not worker)
         self.prefill = tuple(one for one in self.prefill if one is not worker)
         self.leaving += (worker,)
@@ -275,14 +280,14 @@ class Workers:
         self._gone_models.update(dict.fromkeys(before.difference(self.models()), now))
         self._tell()
 
-    def stay(self, worker: Worker) -> None:
+    def restore(self, worker: Worker) -> None:
         """List a leaving worker again."""
         self.leaving = tuple(one for one in self.leaving if one is not worker)
-        self.come(worker)
+        self.add(worker)
 
-    def gone(self, worker: Worker) -> None:
+    def remove(self, worker: Worker) -> None:
         """Remove a leaving worker."""
-        worker.gone = True
+        worker.removed = True
         self.leaving = tuple(one for one in self.leaving if one is not worker)
         self._tell()
 
@@ -305,7 +310,7 @@ class Workers:
         loads = [one.health.load for one in self.decode if model in one.names]
         return min((load.max_model_len for load in loads if load and load.max_model_len), default=None)
 
-    def refusal(self, now: float) -> str | None:
+    def unavailable_reason(self, now: float) -> str | None:
         """Why no request can be served now; None if one can."""
         if not self.decode:
             return f"There is no decode worker: {self.unlisted()}."
@@ -314,9 +319,9 @@ class Workers:
         states = ", ".join(f"{worker.name} is {worker.state(now)}" for worker in self.decode)
         return f"No decode worker is ready: {states}."
 
-    def unready(self, now: float) -> str | None:
+    def unready_reason(self, now: float) -> str | None:
         """Why no request should be sent here now; None if one can be served or may wait."""
-        return None if self.holding and self.complete() else self.refusal(now)
+        return None if self.holding and self.complete() else self.unavailable_reason(now)
 
     def serving(self, model: str | None, excluded: Collection[str], now: float) -> Sequence[Worker]:
         """
@@ -331,7 +336,9 @@ class Workers:
             raise ModelNotFound(model, self.models())
         candidates = usable(matching, now)
         if not candidates:
-            raise NotReady(self._refusal(model, now), public="No worker that serves this model is ready.")
+            raise NotReady(
+                self._unserved_reason(model, now), public="No worker that serves this model is ready."
+            )
         if not excluded:
             return candidates
         return preferred([worker for worker in matching if worker.name not in excluded], now)
@@ -351,11 +358,11 @@ class Workers:
             return False
         return model is not None and now - self._gone_models.get(model, -MODEL_GONE_S) >= MODEL_GONE_S
 
-    def _refusal(self, model: str | None, now: float) -> str:
+    def _unserved_reason(self, model: str | None, now: float) -> str:
         gone = self._gone_models.get(model or "")
         if gone is not None and model not in self.models():
             return f"No worker serves {model!r}: the last one that did went {now - gone:.0f} s ago."
-        return self.refusal(now) or f"No worker that serves {model!r} is ready."
+        return self.unavailable_reason(now) or f"No worker that serves {model!r} is ready."
 
 
 def usable(workers: Sequence[Worker], now: float) -> Sequence[Worker]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from baton_api.engines import EngineKind
 from baton_api.profiles import Profile
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_router.cache.block_map import BlockMap
 from baton_router.cache.prefix_index import PrefixIndex
@@ -177,8 +177,8 @@ class WorkerStates:
         epoch = load.epoch if load else ""
         state = self._states.get(worker)
         if state is None or (state.epoch != epoch and epoch):
-            if worker.gone:
-                return WorkerState(NO_SLOT, epoch, WorkerKind().newcomer())
+            if worker.removed:
+                return WorkerState(NO_SLOT, epoch, WorkerKind().new_worker())
             state = self._register(worker, epoch, state, load)
         if load is not None:
             state.reported(load)
@@ -281,7 +281,7 @@ class WorkerStates:
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = WorkerKind(self._priors.get(worker.model, DEFAULT_PRIOR))
-        state = self._states[worker] = WorkerState(slot, epoch, kind.newcomer(), kind.prior)
+        state = self._states[worker] = WorkerState(slot, epoch, kind.new_worker(), kind.prior)
         tokens = load.total_blocks * load.block_size if load else 0
         self._index.register(slot, max(64, int(CAPACITY_FACTOR * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
         return state

@@ -17,7 +17,7 @@ from baton_api import logs
 from baton_api.errors import TransferFailed
 from baton_api.hashing import chain_hash
 from baton_api.messages import Chunk, Commit, Failed
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 from baton_decode.links import Link
 from baton_decode.sessions import (
     Action,

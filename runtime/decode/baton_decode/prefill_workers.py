@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from baton_api import logs, tickets
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Pong
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 from baton_decode.fetching import FetchContext, FetchEngine, FetchRequest, FetchTask, whole_hash
 from baton_decode.links import Link
 from baton_engine.kv.cache import KVCache

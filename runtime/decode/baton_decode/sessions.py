@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.transfer import Pulled
 

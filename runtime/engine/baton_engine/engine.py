@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from baton_api.errors import BatonError, InternalError, NotReady
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 from baton_engine import forward_pass
 from baton_engine.batch import PassInterrupted
 from baton_engine.devices import release_memory

@@ -279,7 +279,8 @@ class Request:
     tail: bytes = b""
     """Chain hash of the prompt's last full block; empty without one, or before the engine computed it."""
     fallback: str = ""
-    """Why `remote` did not fetch the prompt, mostly a value of `baton_api.reports.Fallback`; else empty."""
+    """Why `remote` did not fetch the prompt, mostly a value of `baton_api.prompt_report.Fallback`; else
+    empty."""
 
     @property
     def root(self) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton_api.headers import PROMPT, SALT
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from tests.engine.api.api import MODEL, Api
 
 TEXT = "once upon a time there was a cache, and nobody knew whose it was; " * 3

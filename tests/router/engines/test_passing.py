@@ -126,18 +126,18 @@ async def test_cached_tokens_at_the_end_of_a_stream_are_learned() -> None:
         worker.cached = 8
         events = events_of(await streamed(router, CHAT))
         assert all("usage" not in event for event in events), "the client did not request it"
-        (dispatch,) = router.router.scheduler.dispatcher.dispatches
-        await until(lambda: dispatch.ended is not None)
-        assert dispatch.report is not None and dispatch.report.cached == 8
+        (placement,) = router.router.scheduler.planner.placements
+        await until(lambda: placement.ended is not None)
+        assert placement.report is not None and placement.report.cached == 8
         assert router.metric(metrics.ROUTER_PREFIX_TOKENS.name, kind="cached") == 8
 
 
 async def test_unknown_cached_tokens_stay_unknown() -> None:
     async with FakeVllm() as worker, running_router([worker]) as router:
         await streamed(router, CHAT)
-        (dispatch,) = router.router.scheduler.dispatcher.dispatches
-        await until(lambda: dispatch.ended is not None)
-        assert dispatch.report is not None and dispatch.report.cached is None
+        (placement,) = router.router.scheduler.planner.placements
+        await until(lambda: placement.ended is not None)
+        assert placement.report is not None and placement.report.cached is None
         assert router.metric(metrics.ROUTER_PREFIX_TOKENS.name, kind="prompt") == 0
 
 

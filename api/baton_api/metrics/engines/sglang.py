@@ -11,7 +11,7 @@ from __future__ import annotations
 from baton_api.metrics import worker
 from baton_api.metrics.engines.mapping import EngineMapping, MappedMetric, SourceSeries
 from baton_api.metrics.metric import Metric
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 
 ALL_PRIORITIES = {"priority": ("",)}
 """With priorities, a queue also has a series for each of them."""

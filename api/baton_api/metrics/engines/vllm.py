@@ -9,7 +9,7 @@ from __future__ import annotations
 from baton_api.metrics import worker
 from baton_api.metrics.engines.mapping import EngineMapping, MappedMetric, SourceSeries
 from baton_api.metrics.metric import Metric
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 
 NIXL = {"transport": "nixl"}
 """vLLM reports no transport below NIXL."""

@@ -51,7 +51,7 @@ class Conditions(msgspec.Struct, frozen=True):
     terminating: bool | None = None
 
     @property
-    def standing(self) -> ListedStatus:
+    def discovery_status(self) -> ListedStatus:
         if self.terminating:
             return ListedStatus.TERMINATING
         # A Service may set `ready` for every endpoint with an address; `serving` always follows the probe.
@@ -112,7 +112,7 @@ def workers_in(slices: Iterable[EndpointSlice], port: str) -> frozenset[ListedWo
                 slice_port.port,
                 role,
                 labels.get(REVISION, ""),
-                endpoint.conditions.standing,
+                endpoint.conditions.discovery_status,
                 slice_port.secure,
                 ENGINES.get(labels.get(label_names.ENGINE, "")),
             )

@@ -35,7 +35,7 @@ class ListedWorker:
     """DECODE or PREFILL; role both is listed as DECODE."""
     revision: str = ""
     """Its revision; workers of different revisions are never a pair."""
-    standing: ListedStatus = ListedStatus.SERVING
+    discovery_status: ListedStatus = ListedStatus.SERVING
     secure: bool = False
     """Whether TLS is used."""
     engine: EngineKind | None = None
@@ -96,7 +96,7 @@ def _merge_entries(one: ListedWorker, other: ListedWorker) -> ListedWorker:
         one.port,
         min(one.role, other.role),
         max(one.revision, other.revision),
-        max(one.standing, other.standing),
+        max(one.discovery_status, other.discovery_status),
         one.secure or other.secure,
         max(filter(None, (one.engine, other.engine)), default=None),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_api.trace_context import TraceContext
 from baton_engine.metrics.tracing import WorkerTrace
 from baton_engine.requests import RelayRecord

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from baton_api.metrics import FIRST_TOKEN_BUCKETS, STEP_BUCKETS
-from baton_api.reports import Fallback
+from baton_api.prompt_report import Fallback
 from baton_engine.requests import FetchResult, PromptTiming
 from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence

@@ -18,7 +18,7 @@ PATHS = frozenset({"/v1/models", "/health", "/ready", "/ping", "/version", "/ope
 MODEL = "/v1/models/"
 
 
-class OwnAnswers:
+class LocalEndpoints:
     """Passes requests to the router's own application."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:

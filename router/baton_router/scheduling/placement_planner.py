@@ -1,7 +1,7 @@
 """
-The dispatcher: it prices every option to serve a request, books the best one, and learns from the outcome.
+The planner: it prices every option to serve a request, books the best one, and learns from the outcome.
 
-One request is one `Dispatch`, from its decision to its end. However it ends, it is released once, and no
+One request is one `Placement`, from its decision to its end. However it ends, it is released once, and no
 booking remains.
 """
 
@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from baton_api.profiles import Profile
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.requests.picker import DirectRoute
 from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
 from baton_router.scheduling import pair_selection
 from baton_router.scheduling.candidates import CandidateCache, Candidates
-from baton_router.scheduling.dispatch import ALTERNATIVES_SHOWN, DecisionCounters, Dispatch
 from baton_router.scheduling.pair_selection import (
     LOCAL_PREFILL,
     DecodeOffer,
     PlainOption,
     PrefillOffer,
 )
+from baton_router.scheduling.placement import ALTERNATIVES_SHOWN, DecisionCounters, Placement
 from baton_router.scheduling.revision_weights import RevisionShares
 from baton_router.workers.costs import RunningAverage
 from baton_router.workers.worker import Workers
@@ -35,7 +35,7 @@ from baton_router.workers.worker_state import ACCURACY_REQUESTS, WorkerState, Wo
 
 log = logging.getLogger(__name__)
 
-DISPATCHES_LIMIT = 1_000
+PLACEMENTS_LIMIT = 1_000
 EXPECTED_ANSWER_TOKENS = 200.0
 """Before the first answer has ended."""
 
@@ -43,7 +43,7 @@ NO_BACKLOG: Mapping[int, float] = {}
 NO_WEIGHTS: Mapping[str, float] = {}
 
 
-class Dispatcher:
+class PlacementPlanner:
     """Belongs to one thread, and never waits."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Dispatcher:
         self.metrics = DecisionCounters()
         self.worker_states = WorkerStates(profiles)
         self._candidate_cache = CandidateCache(workers, self.worker_states)
-        self.dispatches: deque[Dispatch] = deque(maxlen=DISPATCHES_LIMIT)
+        self.placements: deque[Placement] = deque(maxlen=PLACEMENTS_LIMIT)
         """The last ones, the newest at the end."""
 
     def candidates(
@@ -86,7 +86,7 @@ class Dispatcher:
         direct: DirectRoute | None = None,
         queued_s: float = 0.0,
         cost: RequestCost = ONE_ANSWER,
-    ) -> Dispatch | None:
+    ) -> Placement | None:
         """
         Choose among the workers whose names are not in `excluded`; None if none is left. This books nothing.
 
@@ -116,7 +116,7 @@ class Dispatcher:
             each = math.ceil(others / max(1, cost.prompts - 1))
             others_s = others / each * prefill_state.prefill_cost.seconds(each, each)
             option = option._replace(first_token_s=option.first_token_s + others_s)
-        return Dispatch(
+        return Placement(
             number=next(self._numbers),
             pair=candidates.pair(option),
             option=option,
@@ -161,67 +161,67 @@ class Dispatcher:
             candidates.pair_only,
         )
 
-    def book(self, dispatch: Dispatch, now: float) -> None:
+    def book(self, placement: Placement, now: float) -> None:
         """The request goes where it was planned, which must have been in this same moment."""
-        dispatch.decided = dispatch.arrived = now
+        placement.decided = placement.arrived = now
         # Workers give other tenants a turn after each prompt, so only the first one is in the way of others.
-        compute_s = dispatch.compute_s - dispatch.others_s
-        dispatch.prefill_state.prefills.book(dispatch.number, compute_s, dispatch.uncached, now)
-        dispatch.decode_state.streams.book(
-            dispatch.number, dispatch.tokens + dispatch.others, max(1, dispatch.cost.choices)
+        compute_s = placement.compute_s - placement.others_s
+        placement.prefill_state.prefills.book(placement.number, compute_s, placement.uncached, now)
+        placement.decode_state.streams.book(
+            placement.number, placement.tokens + placement.others, max(1, placement.cost.choices)
         )
         sent = self.worker_states.sent
-        dispatch.assumed_chunks = [
-            (state, sent(dispatch.prompt, state, matched)) for state, matched in dispatch.matched
+        placement.assumed_chunks = [
+            (state, sent(placement.prompt, state, matched)) for state, matched in placement.matched
         ]
-        self.dispatches.append(dispatch)
+        self.placements.append(placement)
         self.metrics.decided(
-            remote=dispatch.pair.prefill is not None, prefills=bool(dispatch.candidates.prefills)
+            remote=placement.pair.prefill is not None, prefills=bool(placement.candidates.prefills)
         )
-        if dispatch.weights:
-            self._shares.sent(dispatch.weights, dispatch.pair.decode.revision)
+        if placement.weights:
+            self._shares.sent(placement.weights, placement.pair.decode.revision)
 
     @property
     def answer_tokens(self) -> float:
         """Expected tokens of an answer, before it begins."""
         return self._answer_tokens.value
 
-    def blocks_free_s(self, dispatch: Dispatch) -> float:
+    def blocks_free_s(self, placement: Placement) -> float:
         """Seconds until the worker that is to generate has room for all of the prompt."""
-        state = dispatch.decode_state
+        state = placement.decode_state
         streams = state.streams
         if (
             not streams.count
             or not state.total_blocks
-            or dispatch.tokens > state.total_blocks * state.block_size
+            or placement.tokens > state.total_blocks * state.block_size
         ):
             return 0.0  # one that can never fit is for the worker to refuse
         return self._blocks_free_s(
-            state, dispatch.tokens, state.step_cost.seconds(streams.count, streams.tokens)
+            state, placement.tokens, state.step_cost.seconds(streams.count, streams.tokens)
         )
 
-    def computed(self, dispatch: Dispatch, now: float) -> None:
+    def computed(self, placement: Placement, now: float) -> None:
         """The prompt is computed, or believed to be: the worker can begin with another."""
-        dispatch.prefill_state.prefills.release(dispatch.number, now)
+        placement.prefill_state.prefills.release(placement.number, now)
 
-    def began(self, dispatch: Dispatch, report: PromptReport | None, now: float) -> None:
+    def began(self, placement: Placement, report: PromptReport | None, now: float) -> None:
         """The first byte of the answer arrived, and with it the worker's report of the prompt."""
-        if dispatch.first_byte is not None:
+        if placement.first_byte is not None:
             return
-        dispatch.first_byte, dispatch.report = now, report
-        waited_s = dispatch.prefill_state.prefills.waited_s(dispatch.number, dispatch.decided)
-        dispatch.prefill_state.prefills.release(dispatch.number, now)
-        if report is not None and dispatch.cost.prompts == 1:  # else it may be the report of any of them
-            self.metrics.computed(dispatch.expected_cached, report)
-            self.worker_states.computed(dispatch.prompt, report, dispatch.assumed_chunks)
+        placement.first_byte, placement.report = now, report
+        waited_s = placement.prefill_state.prefills.waited_s(placement.number, placement.decided)
+        placement.prefill_state.prefills.release(placement.number, now)
+        if report is not None and placement.cost.prompts == 1:  # else it may be the report of any of them
+            self.metrics.computed(placement.expected_cached, report)
+            self.worker_states.computed(placement.prompt, report, placement.assumed_chunks)
             compute_s = report.compute_s
             if report.estimated:
                 compute_s = 0.0 if waited_s is None else max(0.0, compute_s - waited_s)
-            self._learn(dispatch, report, compute_s)
+            self._learn(placement, report, compute_s)
 
     def release(
         self,
-        dispatch: Dispatch,
+        placement: Placement,
         now: float,
         *,
         complete: bool,
@@ -234,48 +234,48 @@ class Dispatcher:
         `tokens` are those of the answer, if they were counted. `cached` are those of the prompt, where only
         the end of the answer reports them.
         """
-        if dispatch.ended is not None:
+        if placement.ended is not None:
             return
-        if dispatch.report is not None and dispatch.cost.prompts == 1:
-            self._learn_cached(dispatch, dispatch.report.completed(cached))
-        dispatch.ended, dispatch.complete, dispatch.answered = now, complete, tokens
-        dispatch.decode_state.streams.release(dispatch.number)
-        if dispatch.first_byte is None:
-            dispatch.prefill_state.prefills.release(dispatch.number, now)
-            for state, chunks in dispatch.assumed_chunks:
+        if placement.report is not None and placement.cost.prompts == 1:
+            self._learn_cached(placement, placement.report.completed(cached))
+        placement.ended, placement.complete, placement.answered = now, complete, tokens
+        placement.decode_state.streams.release(placement.number)
+        if placement.first_byte is None:
+            placement.prefill_state.prefills.release(placement.number, now)
+            for state, chunks in placement.assumed_chunks:
                 self.worker_states.lost(chunks, state)
         elif complete:
-            self.worker_states.answered(dispatch.prompt, dispatch.decode_state)
-            if tokens is not None and dispatch.cost.choices:
-                self._answer_tokens.learn(tokens / dispatch.cost.choices)
-        dispatch.drop_prompt()
+            self.worker_states.answered(placement.prompt, placement.decode_state)
+            if tokens is not None and placement.cost.choices:
+                self._answer_tokens.learn(tokens / placement.cost.choices)
+        placement.drop_prompt()
 
-    def _learn_cached(self, dispatch: Dispatch, report: PromptReport) -> None:
+    def _learn_cached(self, placement: Placement, report: PromptReport) -> None:
         """Learn from cached tokens that were unknown when the answer began."""
-        if report is dispatch.report or report.cached is None:
+        if report is placement.report or report.cached is None:
             return
-        dispatch.report = report
-        self.metrics.cached(dispatch.expected_cached, report)
-        if not report.remote or dispatch.pair.prefill is not None:
-            expected = dispatch.expected_cached * report.tokens / dispatch.tokens
-            self._check_accuracy(dispatch, expected, report.cached)
+        placement.report = report
+        self.metrics.cached(placement.expected_cached, report)
+        if not report.remote or placement.pair.prefill is not None:
+            expected = placement.expected_cached * report.tokens / placement.tokens
+            self._check_accuracy(placement, expected, report.cached)
 
-    def _learn(self, dispatch: Dispatch, report: PromptReport, compute_s: float) -> None:
+    def _learn(self, placement: Placement, report: PromptReport, compute_s: float) -> None:
         """`compute_s` as reported or estimated; 0 if unknown."""
-        if dispatch.prompt.bytes:
-            dispatch.candidates.bytes_per_token.learn(dispatch.prompt.bytes, report.tokens)
-        if report.remote and dispatch.pair.prefill is None:
+        if placement.prompt.bytes:
+            placement.candidates.bytes_per_token.learn(placement.prompt.bytes, report.tokens)
+        if report.remote and placement.pair.prefill is None:
             return
-        expected = dispatch.expected_cached * report.tokens / dispatch.tokens
+        expected = placement.expected_cached * report.tokens / placement.tokens
         cached = min(int(expected), report.tokens) if report.cached is None else report.cached
-        state = dispatch.prefill_state if report.remote else dispatch.decode_state
+        state = placement.prefill_state if report.remote else placement.decode_state
         if compute_s > 0:
             state.prefill_cost.learn(max(1, report.tokens - cached), report.tokens, compute_s)
-        if state is dispatch.prefill_state and report.cached is not None:
-            self._check_accuracy(dispatch, expected, report.cached)
+        if state is placement.prefill_state and report.cached is not None:
+            self._check_accuracy(placement, expected, report.cached)
         if report.remote and report.transfer_s > 0:
             moved = report.tokens - report.held
-            dispatch.candidates.transfers[dispatch.option.prefill][dispatch.option.decode].learn(
+            placement.candidates.transfers[placement.option.prefill][placement.option.decode].learn(
                 moved, report.transfer_s
             )
 
@@ -286,20 +286,22 @@ class Dispatcher:
             revision: weight for revision in candidates.by_revision if (weight := weights.get(revision, 0.0))
         }
 
-    def _check_accuracy(self, dispatch: Dispatch, expected_cached: float, actual: int) -> None:
-        accuracy = dispatch.prefill_state.accuracy
+    def _check_accuracy(self, placement: Placement, expected_cached: float, actual: int) -> None:
+        accuracy = placement.prefill_state.accuracy
         if not accuracy.learn(expected_cached, actual):
             return
         if accuracy.broken:
             log.warning(
                 "Worker %s had only %.0f %% of the expected prompt tokens cached, over about the last %d "
                 "requests. The router chooses it by its load only until that changes.",
-                dispatch.computing_worker.name,
+                placement.computing_worker.name,
                 100 * accuracy.ratio,
                 ACCURACY_REQUESTS,
             )
         else:
-            log.info("The worker %s holds again what it is believed to hold.", dispatch.computing_worker.name)
+            log.info(
+                "The worker %s holds again what it is believed to hold.", placement.computing_worker.name
+            )
 
     def _prefill_offer(
         self,
@@ -336,7 +338,7 @@ class Dispatcher:
         compute_s = state.prefill_cost.seconds(tokens - cached, tokens)
         streams, blocks_free_s, slowdown_s = state.streams.count, 0.0, 0.0
         if streams:
-            step_s, slower_s = state.step_cost.beside(streams, state.streams.tokens, tokens)
+            step_s, slower_s = state.step_cost.with_added_stream(streams, state.streams.tokens, tokens)
             if slower_s > step_s:
                 slowdown_s = streams * (slower_s - step_s) * self._answer_tokens.value
             if state.total_blocks:

@@ -1,7 +1,7 @@
 """
 The record of one request: which pair of workers was chosen for it, why, and what came of it.
 
-The dispatcher makes it, the dashboard and `GET /debug/decisions` show it.
+The planner makes it, the dashboard and `GET /debug/decisions` show it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from baton_api import metrics
 from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
 from baton_router.scheduling.candidates import Candidates
@@ -26,7 +26,7 @@ from baton_router.workers.worker_state import WorkerState
 ALTERNATIVES_SHOWN = 3
 
 
-class Dispatch(msgspec.Struct, eq=False):
+class Placement(msgspec.Struct, eq=False):
     """Where one request was sent, why there, and what came of it. Times are of the router's clock."""
 
     number: int
@@ -67,7 +67,7 @@ class Dispatch(msgspec.Struct, eq=False):
     """Its id."""
     digest: int = 0
     """Of the request's body."""
-    kind: str = ""
+    priority_class: str = ""
     """The request's class."""
     streams: bool = True
     complete: bool = False
@@ -109,25 +109,25 @@ class Dispatch(msgspec.Struct, eq=False):
         )
 
 
-def explain(dispatch: Dispatch) -> dict[str, object]:
-    """A dispatch as `GET /debug/decisions` shows it."""
-    options = [option for option in dispatch.options if option != dispatch.option][:ALTERNATIVES_SHOWN]
+def explain(placement: Placement) -> dict[str, object]:
+    """A placement as `GET /debug/decisions` shows it."""
+    options = [option for option in placement.options if option != placement.option][:ALTERNATIVES_SHOWN]
     return {
-        "number": dispatch.number,
-        "decode": dispatch.pair.decode.name,
-        "prefill": dispatch.pair.prefill.name if dispatch.pair.prefill else None,
-        "prompt_bytes": dispatch.prompt.bytes,
-        "tokens": dispatch.tokens,
-        "cached": dispatch.option.cached,
-        "price_s": round(dispatch.option.price_s, 6),
-        "predicted_first_token_s": round(dispatch.option.first_token_s, 6),
+        "number": placement.number,
+        "decode": placement.pair.decode.name,
+        "prefill": placement.pair.prefill.name if placement.pair.prefill else None,
+        "prompt_bytes": placement.prompt.bytes,
+        "tokens": placement.tokens,
+        "cached": placement.option.cached,
+        "price_s": round(placement.option.price_s, 6),
+        "predicted_first_token_s": round(placement.option.first_token_s, 6),
         "first_byte_s": None
-        if dispatch.first_byte is None
-        else round(dispatch.first_byte - dispatch.decided, 6),
-        "actual_tokens": dispatch.report.tokens if dispatch.report else None,
-        "actual_cached": dispatch.report.cached if dispatch.report else None,
+        if placement.first_byte is None
+        else round(placement.first_byte - placement.decided, 6),
+        "actual_tokens": placement.report.tokens if placement.report else None,
+        "actual_cached": placement.report.cached if placement.report else None,
         "others": [
-            _option_json(dispatch.candidates.pair(PairOption._make(option)), PairOption._make(option))
+            _option_json(placement.candidates.pair(PairOption._make(option)), PairOption._make(option))
             for option in options
         ],
     }

@@ -8,7 +8,7 @@ was whole.
 from __future__ import annotations
 
 from baton_api.answer_usage import AnswerUsage
-from baton_api.reports import PromptReport
+from baton_api.prompt_report import PromptReport
 from baton_http.sse import EventStream, is_event_stream, usage_tokens
 from baton_http.upstream import Headers
 from baton_router.engines.contract import PROMPT
@@ -20,7 +20,7 @@ TAIL_LIMIT = 4096
 """Bytes at the end of a response that are kept to read its usage."""
 
 
-class ObservedResponse:
+class ResponseTracker:
     """The response of one grant, which this object releases once."""
 
     def __init__(self, grant: Grant, picker: Picker, request: InferenceRequest) -> None:
