@@ -15,6 +15,7 @@ import msgspec
 
 from baton_api import anthropic, headers
 from baton_api.errors import BatonError
+from baton_http.upstream import Headers
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -54,6 +55,12 @@ async def send_json(
     ]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})
+
+
+def with_length(given: Headers, length: int) -> Headers:
+    """The headers of a response whose body was replaced by JSON."""
+    fields = [header for header in given if header[0] not in (b"content-length", b"content-type")]
+    return [*fields, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
 
 
 def request_id(given: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton_router.engines.contract import OVERDUE
+from baton_router.engines.engine_request import OVERDUE
 from baton_router.proxy.timeouts import SLOW, FirstByteTimeout, first_byte_s
 from baton_router.requests.picker import Grant
 from baton_router.scheduling.scheduler import first_token_timeout_s

@@ -13,8 +13,8 @@ from baton_api.engines import EngineKind
 from baton_api.prompt_report import PromptReport
 from baton_api.resuming import Resumption, with_resumption
 from baton_http.sse import EventStream
-from baton_http.upstream import Headers, UpstreamExchange
-from baton_router.engines.contract import PROMPT, Call, ResumeState
+from baton_http.upstream import UpstreamExchange
+from baton_router.engines.engine_request import PROMPT, EngineRequest, ResumeState
 from baton_router.requests.resumable_stream import ResumableStream
 
 
@@ -31,39 +31,40 @@ class BatonState:
 
 
 class BatonEngine:
-    """Implements `contract.EngineDriver`."""
+    """Implements `engine_request.EngineDriver`."""
 
     kind = EngineKind.BATON
 
-    async def send(self, call: Call) -> UpstreamExchange:
-        body = call.request.body
-        if isinstance(call.state, BatonState):
-            body = with_resumption(body, call.state.resumption)
-        worker = call.grant.decode
-        return await call.upstreams.get(worker).request(call.head(worker, len(body)), body, call.holder)
+    async def send(self, attempt: EngineRequest) -> UpstreamExchange:
+        body = attempt.request.body
+        if isinstance(attempt.state, BatonState):
+            body = with_resumption(body, attempt.state.resumption)
+        worker = attempt.grant.decode
+        return await attempt.upstreams.get(worker).request(
+            attempt.head.for_worker(worker, len(body)), body, attempt
+        )
 
-    def stream(self, call: Call) -> EventStream | None:
-        events = call.request.events
+    def stream(self, attempt: EngineRequest) -> EventStream | None:
+        events = attempt.request.events
         if events is None:
             return None
-        if isinstance(call.state, BatonState) and issubclass(events, ResumableStream):
-            return events(call.state.resumption)
+        if isinstance(attempt.state, BatonState) and issubclass(events, ResumableStream):
+            return events(attempt.state.resumption)
         return events()
 
-    def report(
-        self, call: Call, given: Headers, events: EventStream | None, opening: bytes
-    ) -> PromptReport | None:
-        for name, value in given:
+    def report(self, attempt: EngineRequest, opening: bytes) -> PromptReport | None:
+        for name, value in attempt.headers:
             if name == PROMPT:
                 return PromptReport.decode(value.decode("latin-1"))
         return None
 
-    def whole(self, call: Call, status: int, body: bytes) -> bytes:
+    def client_body(self, attempt: EngineRequest, body: bytes) -> bytes:
         return body
 
-    def cached_tokens(self, events: EventStream | None) -> int | None:
+    def cached_tokens(self, attempt: EngineRequest) -> int | None:
         return None
 
-    def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
+    def resume_state(self, attempt: EngineRequest) -> ResumeState | None:
+        events = attempt.events
         resumption = events.resumption if isinstance(events, ResumableStream) else None
         return BatonState(resumption) if resumption is not None else None

@@ -1,7 +1,7 @@
 """
 Health checks of one worker by its engine, and finding out which engine it is.
 
-Each class implements `contract.EngineChecks`. An engine is found out by asking for what only it serves:
+An engine is found out by asking for what only it serves:
 Baton's `/load`, vLLM's `/version`, SGLang's `/server_info`; anything else with `/v1/models` speaks OpenAI's
 API.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -52,6 +52,18 @@ _models = msgspec.json.Decoder(ModelList)
 _objects = msgspec.json.Decoder(dict[str, Any])
 
 
+class EngineChecks(Protocol):
+    """The health checks of one worker, by one engine. Keeps what was learned from one to the next."""
+
+    async def load(self) -> tuple[Load, str]:
+        """
+        The worker's load, and why it takes no requests, as a clause (empty if it does).
+
+        Raises UpstreamLost, and `INVALID_REPLY_ERRORS` for an invalid reply.
+        """
+        ...
+
+
 class WorkerApi:
     """Short requests to one worker."""
 
@@ -89,7 +101,7 @@ class WorkerApi:
 
 
 class BatonChecks:
-    """Implements `contract.EngineChecks` for Baton's workers."""
+    """Implements `EngineChecks` for Baton's workers."""
 
     def __init__(self, api: WorkerApi) -> None:
         self._api = api
@@ -122,7 +134,7 @@ class BatonChecks:
 
 
 class OpenAiChecks:
-    """Implements `contract.EngineChecks` for servers that report only their models."""
+    """Implements `EngineChecks` for servers that report only their models."""
 
     def __init__(self, api: WorkerApi) -> None:
         self._api = api

@@ -12,9 +12,9 @@ import msgspec
 from baton_api.engines import EngineKind
 from baton_api.prompt_report import PromptReport
 from baton_http.sse import EventStream
-from baton_http.upstream import Headers, UpstreamExchange
+from baton_http.upstream import UpstreamExchange
 from baton_router.engines.bodies import openai_error
-from baton_router.engines.contract import Call, ResumeState
+from baton_router.engines.engine_request import EngineRequest, ResumeState
 
 
 class _Details(msgspec.Struct):
@@ -26,45 +26,45 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Whole(msgspec.Struct):
+class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
-_wholes = msgspec.json.Decoder(_Whole)
+_answers = msgspec.json.Decoder(_Answer)
 
 
 class OpenAiEngine:
-    """Implements `contract.EngineDriver`."""
+    """Implements `engine_request.EngineDriver`."""
 
     kind = EngineKind.OPENAI
 
-    async def send(self, call: Call) -> UpstreamExchange:
-        worker, body = call.grant.decode, call.request.body
-        return await call.upstreams.get(worker).request(call.head(worker, len(body)), body, call.holder)
+    async def send(self, attempt: EngineRequest) -> UpstreamExchange:
+        worker, body = attempt.grant.decode, attempt.request.body
+        return await attempt.upstreams.get(worker).request(
+            attempt.head.for_worker(worker, len(body)), body, attempt
+        )
 
-    def stream(self, call: Call) -> EventStream | None:
-        return call.request.events() if call.request.events is not None else None
+    def stream(self, attempt: EngineRequest) -> EventStream | None:
+        return attempt.request.events() if attempt.request.events is not None else None
 
-    def report(
-        self, call: Call, given: Headers, events: EventStream | None, opening: bytes
-    ) -> PromptReport | None:
+    def report(self, attempt: EngineRequest, opening: bytes) -> PromptReport | None:
         tokens, cached = usage_of(opening)
         return estimated_report(tokens, cached) if tokens else None
 
-    def whole(self, call: Call, status: int, body: bytes) -> bytes:
-        return body if status < 400 else openai_error(status, body, call.request.path)
+    def client_body(self, attempt: EngineRequest, body: bytes) -> bytes:
+        return body if attempt.status < 400 else openai_error(attempt.status, body, attempt.request.path)
 
-    def cached_tokens(self, events: EventStream | None) -> int | None:
+    def cached_tokens(self, attempt: EngineRequest) -> int | None:
         return None
 
-    def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
+    def resume_state(self, attempt: EngineRequest) -> ResumeState | None:
         return None
 
 
 def usage_of(body: bytes) -> tuple[int, int | None]:
     """Tokens of the prompt and cached ones, by the usage of a whole answer; 0 and None without one."""
     try:
-        usage = _wholes.decode(body).usage
+        usage = _answers.decode(body).usage
     except (msgspec.DecodeError, UnicodeDecodeError):
         return 0, None
     if usage is None:

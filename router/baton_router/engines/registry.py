@@ -6,7 +6,7 @@ import random
 
 from baton_api.engines import EngineKind
 from baton_router.engines.baton import BatonEngine
-from baton_router.engines.contract import EngineDriver
+from baton_router.engines.engine_request import EngineDriver
 from baton_router.engines.openai import OpenAiEngine
 from baton_router.engines.sglang import SglangEngine
 from baton_router.engines.vllm import VllmEngine

@@ -22,9 +22,15 @@ from baton_api.engines import EngineKind
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.prompt_report import PromptReport
 from baton_http.sse import EventStream
-from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
+from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.engines.bodies import openai_error, with_members
-from baton_router.engines.contract import CRASH_CAUSES, PREFILL_CRASHED, PREFILL_LOST, Call, ResumeState
+from baton_router.engines.engine_request import (
+    CRASH_CAUSES,
+    PREFILL_CRASHED,
+    PREFILL_LOST,
+    EngineRequest,
+    ResumeState,
+)
 from baton_router.engines.openai import estimated_report, usage_of
 
 SESSIONS = 2**63
@@ -89,12 +95,14 @@ def read_options(body: bytes) -> SglangBody | None:
     return options
 
 
-async def _prefill(call: Call, body: bytes) -> None:
+async def _prefill(attempt: EngineRequest, body: bytes) -> None:
     """The prefill worker's half of a request; if it fails, the decode worker's exchange ends."""
-    worker = call.grant.prefill
+    worker = attempt.grant.prefill
     half = _Half()
     try:
-        exchange = await call.upstreams.get(worker).request(call.head(worker, len(body)), body, half)
+        exchange = await attempt.upstreams.get(worker).request(
+            attempt.head.for_worker(worker, len(body)), body, half
+        )
         try:
             while await exchange.read():
                 pass  # the client gets the decode worker's answer
@@ -104,9 +112,9 @@ async def _prefill(call: Call, body: bytes) -> None:
     except UpstreamLost as lost:
         cause = PREFILL_CRASHED if lost.cause in CRASH_CAUSES else PREFILL_LOST
     if cause:
-        call.prefill_lost = cause
-        if call.holder.exchange is not None:
-            call.holder.exchange.fail(cause)
+        attempt.prefill_lost = cause
+        if attempt.exchange is not None:
+            attempt.exchange.fail(cause)
 
 
 class _Half:
@@ -117,41 +125,41 @@ class _Half:
 
 
 class SglangEngine:
-    """Implements `contract.EngineDriver`."""
+    """Implements `engine_request.EngineDriver`."""
 
     kind = EngineKind.SGLANG
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    async def send(self, call: Call) -> UpstreamExchange:
-        grant, body = call.grant, call.request.body
-        options = read_options(body) if call.request.path in GENERATING else None
+    async def send(self, attempt: EngineRequest) -> UpstreamExchange:
+        grant, body = attempt.grant, attempt.request.body
+        options = read_options(body) if attempt.request.path in GENERATING else None
         if options is not None and grant.prefill:
             prefill = urlsplit(f"//{grant.control}")
             host, port = prefill.hostname or "", prefill.port or 0
             body = with_members(body, bootstrap_members(host, port, options.prompts, self._rng))
-            call.beside = asyncio.create_task(_prefill(call, body), name=f"prefill at {grant.prefill}")
-        head = call.head(grant.decode, len(body))
-        exchange = await call.upstreams.get(grant.decode).request(head, body, call.holder)
-        if call.prefill_lost:
-            exchange.fail(call.prefill_lost)
+            attempt.prefill_task = asyncio.create_task(
+                _prefill(attempt, body), name=f"prefill at {grant.prefill}"
+            )
+        head = attempt.head.for_worker(grant.decode, len(body))
+        exchange = await attempt.upstreams.get(grant.decode).request(head, body, attempt)
+        if attempt.prefill_lost:
+            exchange.fail(attempt.prefill_lost)
         return exchange
 
-    def stream(self, call: Call) -> EventStream | None:
-        return call.request.events() if call.request.events is not None else None
+    def stream(self, attempt: EngineRequest) -> EventStream | None:
+        return attempt.request.events() if attempt.request.events is not None else None
 
-    def report(
-        self, call: Call, given: Headers, events: EventStream | None, opening: bytes
-    ) -> PromptReport | None:
+    def report(self, attempt: EngineRequest, opening: bytes) -> PromptReport | None:
         tokens, cached = usage_of(opening)
-        return estimated_report(tokens, cached, remote=bool(call.grant.prefill)) if tokens else None
+        return estimated_report(tokens, cached, remote=bool(attempt.grant.prefill)) if tokens else None
 
-    def whole(self, call: Call, status: int, body: bytes) -> bytes:
-        return body if status < 400 else openai_error(status, body, call.request.path)
+    def client_body(self, attempt: EngineRequest, body: bytes) -> bytes:
+        return body if attempt.status < 400 else openai_error(attempt.status, body, attempt.request.path)
 
-    def cached_tokens(self, events: EventStream | None) -> int | None:
+    def cached_tokens(self, attempt: EngineRequest) -> int | None:
         return None
 
-    def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
+    def resume_state(self, attempt: EngineRequest) -> ResumeState | None:
         return None

@@ -52,7 +52,7 @@ _events_configs = msgspec.json.Decoder(_EventsConfig)
 
 
 class SglangChecks:
-    """Implements `contract.EngineChecks`."""
+    """Implements `checks.EngineChecks`."""
 
     def __init__(self, api: WorkerApi) -> None:
         self._api = api

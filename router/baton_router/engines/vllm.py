@@ -20,10 +20,10 @@ from baton_api.hashing import client_salt
 from baton_api.prompt_report import Fallback, PromptReport
 from baton_http.http_client import ReplyTooLarge, read_body
 from baton_http.sse import EventStream
-from baton_http.upstream import Headers, UpstreamExchange, UpstreamLost
+from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.cache.token_blocks import prompt_tail
 from baton_router.engines.bodies import openai_error, with_members
-from baton_router.engines.contract import OVERDUE, Call, ResumeState
+from baton_router.engines.engine_request import OVERDUE, EngineRequest, ResumeState
 from baton_router.engines.openai import estimated_report, usage_of
 from baton_router.engines.vllm_stream import ABORTED, StreamOptions, VllmState, VllmStream, with_cached_tokens
 
@@ -164,84 +164,86 @@ def salt_members(salt: str, options: VllmBody) -> dict[str, Any]:
     return {"cache_salt": client_salt(salt, options.cache_salt) if options.cache_salt else salt}
 
 
-def common_members(call: Call, options: VllmBody) -> dict[str, Any]:
+def common_members(attempt: EngineRequest, options: VllmBody) -> dict[str, Any]:
     """The members that both workers get: the tenant's cache salt, and what a resumed answer has so far."""
-    members = salt_members(call.request.tenant.salt, options)
-    if isinstance(call.state, VllmState):
-        members |= options.left(call.state.passed)
-        if call.request.path == COMPLETIONS:
-            members["prompt"] = call.state.tokens
+    members = salt_members(attempt.request.tenant.salt, options)
+    if isinstance(attempt.state, VllmState):
+        members |= options.left(attempt.state.passed)
+        if attempt.request.path == COMPLETIONS:
+            members["prompt"] = attempt.state.tokens
     return members
 
 
-def transfer_members(call: Call, params: dict[str, Any]) -> dict[str, Any]:
+def transfer_members(attempt: EngineRequest, params: dict[str, Any]) -> dict[str, Any]:
     """`kv_transfer_params`; in a resumed chat also the token ids that replace its messages."""
-    if isinstance(call.state, VllmState) and call.request.path == CHAT:
-        params = {**params, "prompt_token_ids": call.state.tokens}
+    if isinstance(attempt.state, VllmState) and attempt.request.path == CHAT:
+        params = {**params, "prompt_token_ids": attempt.state.tokens}
     return {TRANSFER: params} if params else {}
 
 
-def prefill_body(call: Call, options: VllmBody) -> bytes:
+def prefill_body(attempt: EngineRequest, options: VllmBody) -> bytes:
     """The body for the prefill worker: the prompt, one token, and no stream."""
-    members = common_members(call, options)
+    members = common_members(attempt, options)
     members |= {"stream": False, "max_tokens": 1, "return_token_ids": True}
-    if call.request.path == CHAT:
+    if attempt.request.path == CHAT:
         members["max_completion_tokens"] = 1
     if options.stream_options is not None:
         members["stream_options"] = None
     if options.min_tokens:
         members["min_tokens"] = 0
-    return with_members(call.request.body, members | transfer_members(call, REMOTE_DECODE))
+    return with_members(attempt.request.body, members | transfer_members(attempt, REMOTE_DECODE))
 
 
-def decode_body(call: Call, options: VllmBody, transfer: dict[str, Any]) -> bytes:
+def decode_body(attempt: EngineRequest, options: VllmBody, transfer: dict[str, Any]) -> bytes:
     """The body for the decode worker, with the prefill worker's `transfer`, empty without one."""
-    members = common_members(call, options)
+    members = common_members(attempt, options)
     if options.stream and not options.echo:  # a stream with both has the prompt's ids, but not its text
         members["return_token_ids"] = True
     if options.stream:
         members["stream_options"] = {**(options.stream_options or {}), "include_usage": True}
-    return with_members(call.request.body, members | transfer_members(call, transfer))
+    return with_members(attempt.request.body, members | transfer_members(attempt, transfer))
 
 
 class VllmEngine:
-    """Implements `contract.EngineDriver`."""
+    """Implements `engine_request.EngineDriver`."""
 
     kind = EngineKind.VLLM
 
-    async def send(self, call: Call) -> UpstreamExchange:
-        grant = call.grant
-        options = read_options(call.request.body) if call.request.path in GENERATING else None
-        body = call.request.body
+    async def send(self, attempt: EngineRequest) -> UpstreamExchange:
+        grant = attempt.grant
+        options = read_options(attempt.request.body) if attempt.request.path in GENERATING else None
+        body = attempt.request.body
         if options is not None:
-            call.options = options
+            attempt.options = options
             transfer: dict[str, Any] = {}
             if grant.prefill and options.pairs:
-                transfer = await self._prefill(call, options)
-            body = decode_body(call, options, transfer)
-        call.decode_sent = call.clock()
-        head = call.head(grant.decode, len(body))
-        return await call.upstreams.get(grant.decode).request(head, body, call.holder)
+                transfer = await self._prefill(attempt, options)
+            body = decode_body(attempt, options, transfer)
+        attempt.decode_sent = attempt.clock()
+        head = attempt.head.for_worker(grant.decode, len(body))
+        return await attempt.upstreams.get(grant.decode).request(head, body, attempt)
 
-    async def _prefill(self, call: Call, options: VllmBody) -> dict[str, Any]:
-        """Let the prefill worker compute the prompt; empty, with `call.fallback`, if it did not."""
-        upstream = call.upstreams.get(call.grant.prefill)
-        body = prefill_body(call, options)
+    async def _prefill(self, attempt: EngineRequest, options: VllmBody) -> dict[str, Any]:
+        """Let the prefill worker compute the prompt; empty, with `attempt.fallback`, if it did not."""
+        upstream = attempt.upstreams.get(attempt.grant.prefill)
+        body = prefill_body(attempt, options)
         try:
-            exchange = await upstream.request(call.head(call.grant.prefill, len(body)), body, call.holder)
+            exchange = await upstream.request(
+                attempt.head.for_worker(attempt.grant.prefill, len(body)), body, attempt
+            )
             reply = await read_body(exchange, REPLY_LIMIT)
         except UpstreamLost as lost:
             if lost.cause == OVERDUE:
                 raise
-            call.fallback = Fallback.UNREACHABLE if lost.cause == "connect" else Fallback.LOST
+            attempt.fallback = Fallback.UNREACHABLE if lost.cause == "connect" else Fallback.LOST
             return {}
         except ReplyTooLarge:
-            call.fallback = Fallback.PROTOCOL
+            attempt.fallback = Fallback.PROTOCOL
             return {}
         finally:
-            call.holder.exchange = None
+            attempt.exchange = None
         if exchange.status != OK:
-            call.fallback = _fallback_of(exchange.status)
+            attempt.fallback = _fallback_of(exchange.status)
             return {}
         try:
             answer = _replies.decode(reply)
@@ -250,32 +252,31 @@ class VllmEngine:
                 _transfers.decode(answer.kv_transfer_params).remote_prefill_cached_tokens if params else None
             )
         except msgspec.DecodeError:
-            call.fallback = Fallback.PROTOCOL
+            attempt.fallback = Fallback.PROTOCOL
             return {}
         if not params:
-            call.fallback = Fallback.PROTOCOL  # it has no connector, or is set up to send nothing
+            attempt.fallback = Fallback.PROTOCOL  # it has no connector, or is set up to send nothing
             return {}
         tokens = len(answer.tokens) or answer.usage.prompt_tokens
-        call.prefill_s = call.clock() - call.started
-        call.prompt_tokens, call.cached, call.tail = tokens, cached, tail_of(call, answer.tokens)
+        attempt.prefill_s = attempt.clock() - attempt.started
+        attempt.prompt_tokens, attempt.cached, attempt.tail = tokens, cached, tail_of(attempt, answer.tokens)
         return params
 
-    def stream(self, call: Call) -> EventStream | None:
-        options = call.options
+    def stream(self, attempt: EngineRequest) -> EventStream | None:
+        options = attempt.options
         if not isinstance(options, VllmBody):
-            return call.request.events() if call.request.events is not None else None
-        state = call.state if isinstance(call.state, VllmState) else None
+            return attempt.request.events() if attempt.request.events is not None else None
+        state = attempt.state if isinstance(attempt.state, VllmState) else None
         wanted = StreamOptions(options.usage, bool(options.return_token_ids))
-        return VllmStream(wanted, state, _cached_at_prefill(call))
+        return VllmStream(wanted, state, _cached_at_prefill(attempt))
 
-    def report(
-        self, call: Call, given: Headers, events: EventStream | None, opening: bytes
-    ) -> PromptReport | None:
-        now, remote = call.clock(), bool(call.prefill_s)
-        tokens, cached = call.prompt_tokens, call.cached
-        tail = call.tail
+    def report(self, attempt: EngineRequest, opening: bytes) -> PromptReport | None:
+        events = attempt.events
+        now, remote = attempt.clock(), bool(attempt.prefill_s)
+        tokens, cached = attempt.prompt_tokens, attempt.cached
+        tail = attempt.tail
         if not remote and isinstance(events, VllmStream):
-            tokens, tail = len(events.prompt_tokens), tail_of(call, events.prompt_tokens)
+            tokens, tail = len(events.prompt_tokens), tail_of(attempt, events.prompt_tokens)
         elif not remote:
             tokens, cached = usage_of(opening)
         if not tokens:
@@ -284,27 +285,29 @@ class VllmEngine:
         return estimated_report(
             tokens,
             cached,
-            compute_s=call.prefill_s if remote else (now - call.started if streams else 0.0),
-            transfer_s=now - call.decode_sent if remote and streams else 0.0,
+            compute_s=attempt.prefill_s if remote else (now - attempt.started if streams else 0.0),
+            transfer_s=now - attempt.decode_sent if remote and streams else 0.0,
             remote=remote,
             tail=tail,
-            fallback=call.fallback or "",
+            fallback=attempt.fallback or "",
         )
 
-    def whole(self, call: Call, status: int, body: bytes) -> bytes:
-        if status >= 400:
-            return openai_error(status, body, call.request.path)
+    def client_body(self, attempt: EngineRequest, body: bytes) -> bytes:
+        if attempt.status >= 400:
+            return openai_error(attempt.status, body, attempt.request.path)
         if ABORTED in body:
-            raise UpstreamLost(call.grant.decode, "aborted")
-        cached = _cached_at_prefill(call)
+            raise UpstreamLost(attempt.grant.decode, "aborted")
+        cached = _cached_at_prefill(attempt)
         return body if cached is None else with_cached_tokens(body, cached)
 
-    def cached_tokens(self, events: EventStream | None) -> int | None:
+    def cached_tokens(self, attempt: EngineRequest) -> int | None:
+        events = attempt.events
         return events.cached if isinstance(events, VllmStream) else None
 
-    def resume_state(self, call: Call, events: EventStream | None) -> ResumeState | None:
+    def resume_state(self, attempt: EngineRequest) -> ResumeState | None:
+        events = attempt.events
         state = events.state if isinstance(events, VllmStream) else None
-        options = call.options
+        options = attempt.options
         if state is None or not isinstance(options, VllmBody):
             return None
         if state.ending:
@@ -312,18 +315,18 @@ class VllmEngine:
         return state if options.resumable and not state.tool_call else None
 
 
-def _cached_at_prefill(call: Call) -> int | None:
+def _cached_at_prefill(attempt: EngineRequest) -> int | None:
     """The cached tokens of a prompt that a prefill worker computed; None if unknown, or without one."""
-    return call.cached if call.prefill_s else None
+    return attempt.cached if attempt.prefill_s else None
 
 
-def tail_of(call: Call, tokens: list[int]) -> str:
+def tail_of(attempt: EngineRequest, tokens: list[int]) -> str:
     """The name of the prompt's last full block; empty if the worker's KV events are not followed."""
-    options = call.options
-    if not call.grant.block_size or not tokens or not isinstance(options, VllmBody):
+    options = attempt.options
+    if not attempt.grant.block_size or not tokens or not isinstance(options, VllmBody):
         return ""
-    salt = common_members(call, options).get("cache_salt") or options.cache_salt or ""
-    return prompt_tail(tokens, call.grant.block_size, salt, call.grant.adapter)
+    salt = common_members(attempt, options).get("cache_salt") or options.cache_salt or ""
+    return prompt_tail(tokens, attempt.grant.block_size, salt, attempt.grant.adapter)
 
 
 def _fallback_of(status: int) -> Fallback:

@@ -64,7 +64,7 @@ class _Process(msgspec.Struct):
 
 
 class VllmChecks:
-    """Implements `contract.EngineChecks`."""
+    """Implements `checks.EngineChecks`."""
 
     def __init__(self, api: WorkerApi) -> None:
         self._api = api

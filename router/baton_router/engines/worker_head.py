@@ -21,7 +21,7 @@ PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
 SALT = headers.SALT.encode()
 TENANT = headers.TENANT.encode()
-FOLLOW_LINE = b"%b: 1\r\n" % headers.RESUMABLE.encode()
+RESUMABLE_LINE = b"%b: 1\r\n" % headers.RESUMABLE.encode()
 BATCH_CLASS_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.BATCH_CLASS.encode())
 STATE = headers.STATE.encode()
 
@@ -73,61 +73,65 @@ class WorkerCredentials:
         return [(AUTHORIZATION, b"Bearer %b" % self.key)] if self.key else []
 
 
-def request_head(
-    target: bytes,
-    given: Headers,
-    length: int,
-    request_id: bytes,
-    host: str,
-    control: str,
-    trust: WorkerCredentials,
-    now: float,
-    method: bytes = b"POST",
-    *,
-    follow: bool = False,
-    tenant: str = "",
-    salt: str = "",
-    patient: bool = False,
-    trace: bytes = b"",
-) -> bytes:
-    """
-    The head of the request as the decode worker `host` gets it.
+class WorkerHead:
+    """The head of one request for the workers of one grant; only the address and the length are added."""
 
-    `control` is the control address of the prefill worker for it, empty without one; `trace` are header
-    lines that replace the client's trace headers.
-    """
-    kept_back = _NOT_FORWARDED[not trust.passes_keys, bool(trace)]
-    passing = b"".join([b"%b: %b\r\n" % header for header in forwarded(given, kept_back)])
-    ticket = b""
-    if control and trust.secret:
-        issued = tickets.issue(trust.secret, request_id.decode(), control, now)
-        ticket = b"%b: %b\r\n" % (TICKET, issued.encode())
-    return b"%b %b HTTP/1.1\r\ncontent-length: %d\r\n%b: %b\r\n%b%b%b%b\r\n" % (
-        method,
-        target,
-        length,
-        REQUEST_ID,
-        request_id,
-        passing,
-        trace,
-        _fixed_headers(host, control, trust.line, follow, tenant, salt, patient),
-        ticket,
-    )
+    __slots__ = ("_first", "_last", "_passing", "_per_worker")
+
+    def __init__(
+        self,
+        target: bytes,
+        given: Headers,
+        request_id: bytes,
+        credentials: WorkerCredentials,
+        now: float,
+        *,
+        control: str = "",
+        method: bytes = b"POST",
+        resumable: bool = False,
+        tenant: str = "",
+        salt: str = "",
+        batch: bool = False,
+        trace: bytes = b"",
+    ) -> None:
+        """
+        `given` are the client's headers. `control` is the control address of the prefill worker, empty
+        without one; `now` is Unix time, for its ticket. `resumable` asks for the resume state. `trace` are
+        header lines that replace the client's trace headers.
+        """
+        kept_back = _NOT_FORWARDED[not credentials.passes_keys, bool(trace)]
+        self._first = b"%b %b HTTP/1.1\r\ncontent-length: " % (method, target)
+        self._passing = b"\r\n%b: %b\r\n%b%b" % (
+            REQUEST_ID,
+            request_id,
+            b"".join([b"%b: %b\r\n" % header for header in forwarded(given, kept_back)]),
+            trace,
+        )
+        self._per_worker = control, credentials.line, resumable, tenant, salt, batch
+        self._last = b"\r\n"
+        if control and credentials.secret:
+            issued = tickets.issue(credentials.secret, request_id.decode(), control, now)
+            self._last = b"%b: %b\r\n\r\n" % (TICKET, issued.encode())
+
+    def for_worker(self, worker: str, length: int) -> bytes:
+        """The head for `worker`, its `host:port`, with a body of `length` bytes."""
+        fixed = _fixed_headers(worker, *self._per_worker)
+        return b"%b%d%b%b%b" % (self._first, length, self._passing, fixed, self._last)
 
 
 @lru_cache(4096)
 def _fixed_headers(
-    host: str, control: str, key: bytes, follow: bool, tenant: str, salt: str, patient: bool
+    host: str, control: str, key: bytes, resumable: bool, tenant: str, salt: str, batch: bool
 ) -> bytes:
     """The headers that a worker gets with all requests of one kind."""
     lines = [b"host: %b\r\n" % host.encode(), key]
-    if follow:
-        lines.append(FOLLOW_LINE)
+    if resumable:
+        lines.append(RESUMABLE_LINE)
     if tenant:
         lines.append(b"%b: %b\r\n" % (TENANT, tenant.encode()))
     if salt:
         lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
-    if patient:
+    if batch:
         lines.append(BATCH_CLASS_LINE)
     if control:
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))

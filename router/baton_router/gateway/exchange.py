@@ -24,7 +24,7 @@ from baton_api.errors import (
     RouteNotFound,
 )
 from baton_http.replies import Scope, request_id
-from baton_router.engines.contract import PROMPT
+from baton_router.engines.engine_request import PROMPT
 from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.gateway import messages
 from baton_router.gateway.destination import destination_of, removed_headers, worker_body, worker_headers

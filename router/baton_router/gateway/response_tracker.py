@@ -11,13 +11,9 @@ from baton_api.answer_usage import AnswerUsage
 from baton_api.prompt_report import PromptReport
 from baton_http.sse import EventStream, is_event_stream, usage_tokens
 from baton_http.upstream import Headers
-from baton_router.engines.contract import PROMPT
-from baton_router.proxy.attempt import BAD, BUSY, FAILED, OK
+from baton_router.engines.engine_request import BAD, BUSY, FAILED, OK, PROMPT, TAIL_LIMIT
 from baton_router.requests.inference_request import InferenceRequest
 from baton_router.requests.picker import Grant, Picker, RequestEnd
-
-TAIL_LIMIT = 4096
-"""Bytes at the end of a response that are kept to read its usage."""
 
 
 class ResponseTracker:

@@ -20,7 +20,7 @@ from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import read_body
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
 from baton_http.upstream import Headers, UpstreamLost
-from baton_router.engines.worker_head import WorkerCredentials, request_head
+from baton_router.engines.worker_head import WorkerCredentials, WorkerHead
 from baton_router.scheduling.fallback_policy import FallbackPolicy, choose_pair
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers, WorkerStatus
@@ -113,9 +113,10 @@ class AdminOperations:
         worker: Worker,
         control: str = "",
     ) -> bytes:
-        return request_head(
-            path.encode(), given, length, name, worker.name, control, self._trust, time.time(), method=method
+        head = WorkerHead(
+            path.encode(), given, name, self._trust, time.time(), control=control, method=method
         )
+        return head.for_worker(worker.name, length)
 
 
 def _parse_counts(worker: Worker, answer: bytes) -> dict[str, int]:

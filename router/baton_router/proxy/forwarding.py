@@ -65,9 +65,3 @@ def response_headers(
     if grant is not None:
         fields = [(WORKER, grant.decode.encode()), (DECISION, grant.summary), *fields]
     return [*forwarded(given, _RESPONSE_ONLY), (REQUEST_ID, request_id), *fields]
-
-
-def with_length(given: Headers, length: int) -> Headers:
-    """The headers of a response whose body was replaced by JSON."""
-    fields = [header for header in given if header[0] not in (b"content-length", b"content-type")]
-    return [*fields, (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import random
 import time
-from functools import partial
 
 from baton_api import headers, logs
 from baton_api.engines import EngineKind
@@ -21,15 +20,24 @@ from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
 from baton_api.metrics import STALE
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
-from baton_http.replies import Receive, Scope, Send, request_id, send_error
+from baton_http.replies import Receive, Scope, Send, send_error
 from baton_http.upstream import UpstreamLost
-from baton_router.engines.contract import CRASH_CAUSES, OVERDUE, PREFILL_CAUSES, Call, ResumeState
+from baton_router.engines.engine_request import (
+    BUSY,
+    CRASH_CAUSES,
+    OK,
+    OVERDUE,
+    PREFILL_CAUSES,
+    EngineRequest,
+    ResumeState,
+)
 from baton_router.engines.registry import all_engines
-from baton_router.engines.worker_head import WorkerCredentials, request_head
+from baton_router.engines.worker_head import WorkerCredentials, WorkerHead
 from baton_router.metrics.registry import RouterMetrics
-from baton_router.proxy.attempt import BUSY, Attempt, ProxiedRequest
-from baton_router.proxy.finished_request import request_line, write_spans
+from baton_router.proxy import finished_request
+from baton_router.proxy.finished_request import CLIENT_CLOSED_REQUEST
 from baton_router.proxy.forwarding import response_headers
+from baton_router.proxy.request_context import RequestContext
 from baton_router.proxy.retries import RetryBudget
 from baton_router.proxy.timeouts import FirstByteTimeout, IdleTimeout, first_byte_s
 from baton_router.proxy.tracing import Tracing
@@ -37,12 +45,9 @@ from baton_router.requests.inference_request import InferenceRequest
 from baton_router.requests.picker import Grant, Picker, PickRequest, WorkerLoss
 from baton_router.scheduling.crash_history import LOSSES_LIMIT
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import error_for, tenant_of
+from baton_router.tenants.access import error_for
 
 log = logging.getLogger(__name__)
-
-CLIENT_CLOSED_REQUEST = 499
-"""Status of requests whose client disconnected before the response."""
 
 RESUMES_LIMIT = 3
 """Maximum workers that may resume one response."""
@@ -52,8 +57,6 @@ RESUMED_COMMENT = b": resumed\n\n"
 
 IDLE_STEPS = 50.0
 """Steps of a worker without a token after which a stream counts as idle."""
-
-OK = 200
 
 
 class Proxy:
@@ -72,117 +75,92 @@ class Proxy:
         self._upstreams = upstreams
         self._metrics = metrics
         self._tracing = tracing
-        self._trust = WorkerCredentials.of(settings)
-        self._engines = all_engines(random.Random())
+        self._credentials = WorkerCredentials.of(settings)
+        self._drivers = all_engines(random.Random())
         self._budget = RetryBudget(settings.retry_ratio, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        proxied = ProxiedRequest(ClientConnection(scope, receive, send), request_id(scope["headers"]))
-        logs.about(request_id=proxied.id.decode())
+        context = RequestContext(scope, receive, send)
+        logs.about(request_id=context.id.decode())
         if self._tracing is not None:
-            proxied.trace = self._tracing.begin(scope["headers"], scope["path"])
+            context.trace = self._tracing.begin(scope["headers"], context.path)
         self._metrics.in_flight += 1
         try:
-            await self._serve(scope, proxied)
+            await self._serve(context)
         except ClientDisconnected:
-            proxied.status = proxied.status or CLIENT_CLOSED_REQUEST
+            context.status = context.status or CLIENT_CLOSED_REQUEST
         except BatonError as error:
-            await self._fail(proxied, error, scope, send)
+            await self._fail(context, error)
         except asyncio.CancelledError:  # the server has waited for us as long as it will
-            await self._fail(proxied, NotReady("The router is stopping."), scope, send)
+            await self._fail(context, NotReady("The router is stopping."))
         except Exception:
-            log.exception("Request %s failed inside the router.", proxied.id.decode())
-            await self._fail(proxied, InternalError(), scope, send)
+            log.exception("Request %s failed inside the router.", context.id.decode())
+            await self._fail(context, InternalError())
         finally:
-            if proxied.attempt is not None:
-                proxied.attempt.close()
+            if context.attempt is not None:
+                context.attempt.close()
             self._metrics.in_flight -= 1
-            self._count(scope["path"], proxied)
+            finished_request.count(context, self._metrics.counters, time.perf_counter())
             if self._settings.log_requests:
-                log.info("%s", request_line(scope["path"], proxied, time.perf_counter()))
-            if proxied.trace is not None:
-                write_spans(proxied.trace, proxied)
+                log.info("%s", finished_request.log_line(context, time.perf_counter()))
+            if context.trace is not None:
+                finished_request.write_spans(context, context.trace)
 
-    def _count(self, path: str, proxied: ProxiedRequest) -> None:
-        """Count a finished request."""
-        request, attempt, accounts = proxied.request, proxied.attempt, self._metrics.counters
-        if request is None:
-            accounts.refused(path, proxied.status)
-            return
-        accounts.ended(
-            path, request.model, request.priority_class, proxied.status, granted=attempt is not None
-        )
-        if attempt is None or proxied.status not in (OK, CLIENT_CLOSED_REQUEST):
-            return
-        prompt, generated = attempt.charged
-        if not prompt and attempt.report is not None:
-            prompt = attempt.report.tokens  # of an answer that was resumed
-        accounts.used(request.tenant.name, prompt, attempt.report, max(generated, attempt.tokens))
-        if proxied.status == OK:
-            now, priority_class = time.perf_counter(), request.priority_class
-            if attempt.ended:
-                accounts.served(now - proxied.arrived, priority_class)
-                if proxied.opened and not proxied.resumes:
-                    accounts.streamed(attempt.tokens, now - proxied.opened, priority_class)
-
-    async def _serve(self, scope: Scope, proxied: ProxiedRequest) -> None:
-        settings = self._settings
-        client = proxied.client
-        body = await client.body(settings.max_body)
-        arrived = proxied.arrived = time.perf_counter()
-        proxied.request = request = InferenceRequest(scope, body, tenant_of(scope))
-        request.explain = proxied.trace is not None and proxied.trace.recorded
+    async def _serve(self, context: RequestContext) -> None:
+        client = context.client
+        body = await client.body(self._settings.max_body)
+        context.arrived = time.perf_counter()
+        request = context.inference_request(body)
         with client:
-            opening = await self._open(request, proxied, arrived)
-            await self._pass_on(request, proxied, opening, arrived)
+            attempt, opening = await self._open(context, request)
+            await self._pass_on(context, attempt, opening)
 
-    async def _open(self, request: InferenceRequest, proxied: ProxiedRequest, arrived: float) -> bytes:
-        """Find a worker that responds and return the first part of its response; sets `proxied.attempt`."""
+    async def _open(self, context: RequestContext, request: InferenceRequest) -> tuple[EngineRequest, bytes]:
+        """Find a worker that responds; returns the attempt and the first part of the response."""
         self._budget.earn()
         grant = await self._picker.pick(request.pick_request())
-        proxied.granted = proxied.sent = time.perf_counter()
-        self._metrics.overhead.observe(proxied.granted - arrived)
+        context.granted = context.sent = time.perf_counter()
+        self._metrics.overhead.observe(context.granted - context.arrived)
         until = asyncio.get_running_loop().time() + self._settings.answer_s
         excluded: list[str] = []
         attempts = 0
         while True:
-            proxied.attempt = attempt = self._attempt(grant)
+            context.attempt = attempt = self._attempt(context, request, grant)
             opening = b""
             lost: UpstreamLost | None = None
             slow_s = 0.0 if attempts == self._settings.retries else first_byte_s(grant, request.tokens_ahead)
             try:
-                opening = await self._try(
-                    self._call(request, proxied, attempt), proxied, attempt, slow_s, until
-                )
+                opening = await self._try(context, attempt, slow_s, until)
             except UpstreamLost as error:
                 lost = error
             else:
                 if attempt.exchange is not None and attempt.exchange.resent:
                     self._metrics.retries.labels(STALE).inc()
-                if attempt.taken:
-                    return opening
+                if attempt.accepted:
+                    return attempt, opening
             attempts += 1
             if lost is not None or attempt.status not in BUSY:
                 # A full worker is healthy, and may have capacity the next time.
                 excluded.append(_failed_worker(grant, lost))
-            waited_s = time.perf_counter() - arrived
+            waited_s = time.perf_counter() - context.arrived
             next_grant = await self._next_grant(
                 request.pick_request(tuple(excluded), waited_s), attempts, attempt, lost
             )
             if next_grant is not None:
                 attempt.close()
                 grant = next_grant
-                proxied.sent = time.perf_counter()
-                if proxied.trace is not None:
-                    proxied.trace.note("retry", cause=lost.cause if lost else "refused", worker=grant.decode)
-                self._metrics.retries.labels(lost.cause if lost else "refused").inc()
+                context.sent = time.perf_counter()
+                cause = lost.cause if lost else "refused"
+                if context.trace is not None:
+                    context.trace.note("retry", cause=cause, worker=grant.decode)
+                self._metrics.retries.labels(cause).inc()
             elif lost is not None:
-                raise self._final(proxied, lost)
+                raise self._final(context, lost)
             else:
-                return opening
+                return attempt, opening
 
     async def _try(
-        self, call: Call, proxied: ProxiedRequest, attempt: Attempt, slow_s: float, until: float
+        self, context: RequestContext, attempt: EngineRequest, slow_s: float, until: float
     ) -> bytes:
         """
         Send the request to its workers and wait for the first part of the response.
@@ -192,13 +170,13 @@ class Proxy:
         """
         timeout = FirstByteTimeout(attempt, slow_s, until, self._budget.spend)
         try:
-            return await attempt.open(call)
+            return await attempt.open()
         except UpstreamLost as lost:
             grant = attempt.grant
             if lost.cause in CRASH_CAUSES and grant.prefill and grant.engine is EngineKind.BATON:
                 # Baton's decode worker cannot say any more that it had lost the prefill worker before.
                 attempt.prefill_refuses = await self._upstreams.get(grant.prefill).refuses()
-            self._lost(proxied, attempt, lost)
+            self._lost(context, attempt, lost)
             attempt.close()
             raise
         except BaseException:
@@ -207,41 +185,34 @@ class Proxy:
         finally:
             timeout.close()
 
-    def _attempt(self, grant: Grant) -> Attempt:
-        return Attempt(grant, self._picker, self._engines[grant.engine])
-
-    def _call(
+    def _attempt(
         self,
+        context: RequestContext,
         request: InferenceRequest,
-        proxied: ProxiedRequest,
-        attempt: Attempt,
+        grant: Grant,
         state: ResumeState | None = None,
-    ) -> Call:
-        head = partial(self._head, request, proxied, attempt.grant)
-        return Call(request, attempt.grant, self._upstreams, head, attempt, time.perf_counter, state)
-
-    def _head(
-        self, request: InferenceRequest, proxied: ProxiedRequest, grant: Grant, worker: str, length: int
-    ) -> bytes:
-        own = grant.engine is EngineKind.BATON
-        return request_head(
+    ) -> EngineRequest:
+        ours = grant.engine is EngineKind.BATON
+        head = WorkerHead(
             request.target,
             request.headers,
-            length,
-            proxied.id,
-            worker,
-            grant.control if own else "",
-            self._trust,
+            context.id,
+            self._credentials,
             time.time(),
-            follow=own and request.events is not None,
-            tenant=request.tenant.turn if own else "",
-            salt=request.tenant.salt if own else "",
-            patient=own and request.priority_class == headers.BATCH_CLASS,
-            trace=b"" if proxied.trace is None else proxied.trace.lines,
+            control=grant.control if ours else "",
+            resumable=ours and request.events is not None,
+            tenant=request.tenant.turn if ours else "",
+            salt=request.tenant.salt if ours else "",
+            batch=ours and request.priority_class == headers.BATCH_CLASS,
+            trace=b"" if context.trace is None else context.trace.lines,
+        )
+        driver = self._drivers[grant.engine]
+        return EngineRequest(
+            request, grant, driver, self._picker, self._upstreams, head, time.perf_counter, state
         )
 
     async def _next_grant(
-        self, pick_request: PickRequest, attempts: int, attempt: Attempt, lost: UpstreamLost | None
+        self, pick_request: PickRequest, attempts: int, attempt: EngineRequest, lost: UpstreamLost | None
     ) -> Grant | None:
         """
         The next worker to try; None if the last response or loss goes to the client.
@@ -268,33 +239,30 @@ class Proxy:
         except BatonError:
             return None
 
-    async def _pass_on(
-        self, request: InferenceRequest, proxied: ProxiedRequest, opening: bytes, arrived: float
-    ) -> None:
-        client, attempt = proxied.client, proxied.attempt
-        assert attempt is not None
-        proxied.status = attempt.status
-        queued_s = proxied.granted - arrived
+    async def _pass_on(self, context: RequestContext, attempt: EngineRequest, opening: bytes) -> None:
+        client, request = context.client, attempt.request
+        context.status = attempt.status
+        queued_s = context.granted - context.arrived
         grant = attempt.grant if request.tenant.admin else None
-        response_fields = response_headers(attempt.headers, proxied.id, grant, attempt.report, queued_s)
+        response_fields = response_headers(attempt.headers, context.id, grant, attempt.report, queued_s)
         await client.start(attempt.status, response_fields)
         if attempt.ended:
             await client.send(opening, more=False)
             return
-        proxied.opened = time.perf_counter()
-        self._metrics.first_byte.observe(proxied.opened - arrived, request.priority_class)
+        context.opened = time.perf_counter()
+        self._metrics.first_byte.observe(context.opened - context.arrived, request.priority_class)
         if attempt.grant.first_token_s and attempt.events is not None:
-            self._metrics.counters.began(attempt.grant.first_token_s, proxied.opened - proxied.sent)
+            self._metrics.counters.began(attempt.grant.first_token_s, context.opened - context.sent)
         piece = opening
         while True:
             try:
                 await self._copy(client, attempt, piece)
                 return
             except UpstreamLost as lost:
-                self._lost(proxied, attempt, lost)
-                attempt, piece = await self._resume(request, proxied, attempt, lost)
+                self._lost(context, attempt, lost)
+                attempt, piece = await self._resume(context, attempt, lost)
 
-    async def _copy(self, client: ClientConnection, attempt: Attempt, piece: bytes) -> None:
+    async def _copy(self, client: ClientConnection, attempt: EngineRequest, piece: bytes) -> None:
         """Forward the response to its end. Raises UpstreamLost."""
         assert attempt.exchange is not None
         settings, grant, events = self._settings, attempt.grant, attempt.events
@@ -314,8 +282,8 @@ class Proxy:
             idle_timeout.close()
 
     async def _resume(
-        self, request: InferenceRequest, proxied: ProxiedRequest, broken: Attempt, lost: UpstreamLost
-    ) -> tuple[Attempt, bytes]:
+        self, context: RequestContext, broken: EngineRequest, lost: UpstreamLost
+    ) -> tuple[EngineRequest, bytes]:
         """Continue a broken stream at another worker. Raises `lost` if none can."""
         state = broken.resume_state
         if state is None:
@@ -323,51 +291,50 @@ class Proxy:
         if state.ending:
             broken.end()
             return broken, state.ending
-        excluded = proxied.lost
+        request, excluded = broken.request, context.lost
         excluded.append(broken.grant.decode)
         broken.close()
         loop = asyncio.get_running_loop()
-        while proxied.resumes < RESUMES_LIMIT and proxied.crashes <= LOSSES_LIMIT:
-            proxied.resumes += 1
+        while context.resumes < RESUMES_LIMIT and context.crashes <= LOSSES_LIMIT:
+            context.resumes += 1
             try:
                 grant = await self._picker.pick(request.pick_request(tuple(excluded), 0.0, resumed=True))
             except BatonError:
                 break
             excluded.append(grant.decode)
-            attempt = self._attempt(grant)
+            attempt = self._attempt(context, request, grant, state)
             if grant.engine is not broken.grant.engine:
                 attempt.close()  # it could not read the state
                 continue
-            slow_s = 0.0 if proxied.resumes == RESUMES_LIMIT else first_byte_s(grant, 1)
+            slow_s = 0.0 if context.resumes == RESUMES_LIMIT else first_byte_s(grant, 1)
             until = loop.time() + self._settings.answer_s
             try:
-                call = self._call(request, proxied, attempt, state)
-                opening = await self._try(call, proxied, attempt, slow_s, until)
+                opening = await self._try(context, attempt, slow_s, until)
             except UpstreamLost:
                 continue
             if attempt.status != OK:
                 attempt.close()
                 continue
-            proxied.attempt = attempt
-            if proxied.trace is not None:
-                proxied.trace.resumed(grant.decode, state.passed)
+            context.attempt = attempt
+            if context.trace is not None:
+                context.trace.resumed(grant.decode, state.passed)
             self._metrics.resumes.labels("resumed").inc()
             log.warning(
                 "The answer to request %s continues at %s after %d tokens, because %s",
-                proxied.id.decode(),
+                context.id.decode(),
                 grant.decode,
                 state.passed,
                 lost,
             )
             return attempt, RESUMED_COMMENT + opening
         self._metrics.resumes.labels("failed").inc()
-        raise self._final(proxied, lost)
+        raise self._final(context, lost)
 
-    def _lost(self, proxied: ProxiedRequest, attempt: Attempt, lost: UpstreamLost) -> None:
+    def _lost(self, context: RequestContext, attempt: EngineRequest, lost: UpstreamLost) -> None:
         """Record that a worker was lost while it had the request, and perhaps its prefill worker before."""
         attempt.lost = True
         crashed = lost.cause in CRASH_CAUSES
-        proxied.crashes += crashed + attempt.prefill_crashed
+        context.crashes += crashed + attempt.prefill_crashed
         loss = WorkerLoss(
             crashed=crashed,
             at_prefill=lost.cause in PREFILL_CAUSES,
@@ -375,26 +342,26 @@ class Proxy:
         )
         self._picker.failed(attempt.grant, loss)
 
-    def _final(self, proxied: ProxiedRequest, lost: UpstreamLost) -> BatonError:
+    def _final(self, context: RequestContext, lost: UpstreamLost) -> BatonError:
         """The error for the client when no other worker is tried."""
-        if proxied.crashes < LOSSES_LIMIT:
+        if context.crashes < LOSSES_LIMIT:
             return lost
-        poison = PoisonRequest(proxied.crashes)
+        poison = PoisonRequest(context.crashes)
         poison.__cause__ = lost
         return poison
 
-    async def _fail(self, proxied: ProxiedRequest, error: BatonError, scope: Scope, send: Send) -> None:
+    async def _fail(self, context: RequestContext, error: BatonError) -> None:
         """Report the error to the client, as far as that is still possible."""
-        client, tenant = proxied.client, tenant_of(scope)
+        client, tenant = context.client, context.tenant
         if not client.started:
-            proxied.status = error.status
+            context.status = error.status
             shown, close = error_for(error, tenant), not client.read
-            await send_error(send, shown, proxied.id, close=close, path=scope["path"])
+            await send_error(context.send, shown, context.id, close=close, path=context.path)
             return
         cause = error.cause if isinstance(error, UpstreamLost) else "router"
         self._metrics.cut.labels(cause).inc()
-        log.warning("The response to request %s was cut: %s (%s)", proxied.id.decode(), error, cause)
-        events = proxied.attempt.events if proxied.attempt else None
+        log.warning("The response to request %s was cut: %s (%s)", context.id.decode(), error, cause)
+        events = context.attempt.events if context.attempt else None
         await client.cut(events.error(error_for(error, tenant)) if events else b"")
 
 

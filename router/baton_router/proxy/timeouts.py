@@ -16,7 +16,7 @@ from typing import Protocol
 from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
-from baton_router.engines.contract import OVERDUE
+from baton_router.engines.engine_request import OVERDUE
 from baton_router.requests.picker import Grant
 
 STEP_FACTOR = 10.0

@@ -17,8 +17,14 @@ from baton_api.engines import EngineKind
 from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
 from baton_http.upstream import UpstreamLost
-from baton_router.engines.checks import INVALID_REPLY_ERRORS, BatonChecks, OpenAiChecks, WorkerApi, detect
-from baton_router.engines.contract import EngineChecks
+from baton_router.engines.checks import (
+    INVALID_REPLY_ERRORS,
+    BatonChecks,
+    EngineChecks,
+    OpenAiChecks,
+    WorkerApi,
+    detect,
+)
 from baton_router.engines.sglang_checks import SglangChecks
 from baton_router.engines.vllm_checks import VllmChecks
 from baton_router.engines.worker_head import WorkerCredentials
