@@ -58,7 +58,6 @@ from baton_router.proxy.forwarding import PROXIED_PATHS
 from baton_router.proxy.proxy import Proxy
 from baton_router.proxy.responses import ResponsesProxy
 from baton_router.proxy.tracing import open_tracing
-from baton_router.scheduling.fallback_policy import choose_worker
 from baton_router.scheduling.placement import explain
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
@@ -125,9 +124,7 @@ class RouterApp:
             self._beside,
             BatchJobApi(kubernetes_access(settings)),
         )
-        self._admin_operations = AdminOperations(
-            settings, self.workers, choose_worker, random.Random(), time.monotonic
-        )
+        self._admin_operations = AdminOperations(settings, self.workers, random.Random(), time.monotonic)
         self.dashboard = LiveDashboard(self.scheduler, lambda: self.draining) if settings.dashboard else None
         self.endpoint_picker = None if settings.gateway_port is None else self._endpoint_picker()
         self._register_metrics(CertificateMetrics(lambda: mutual_tls.validity(tls)))

@@ -140,7 +140,7 @@ class RouterSettings(BatchSettings):
         "host": "Server",
         "decode": "Workers",
         "revision_weight": "Rollouts",
-        "profile": "Scheduling",
+        "policy": "Scheduling",
         "queue_requests": "Queue",
         "retries": "Retries and timeouts",
         "api_key": "Authentication",
@@ -303,6 +303,11 @@ class RouterSettings(BatchSettings):
     change and overrides --revision-weight."""
 
     # --- Scheduling ---
+
+    policy: str = "predicted-time"
+    """Policy that chooses among the workers that can serve a request. predicted-time: the lowest predicted
+    time to first token, with the delay of other requests. least-requests: the fewest requests at the
+    worker."""
 
     profile: tuple[Path, ...] = ()
     """Profile written by `baton bench --find`; repeatable, one per model. It provides the speed of workers

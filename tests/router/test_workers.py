@@ -189,17 +189,6 @@ def test_worker_of_role_both_is_a_decode_worker() -> None:
     assert worker(role=Role.BOTH).health.state(0.0) is WorkerStatus.READY
 
 
-def test_pressure_counts_own_requests_and_reported_others() -> None:
-    created = worker(running=3, queued=2, queued_tokens=70)
-    assert created.pressure == (5, 70)
-    created.in_flight += 2
-    assert created.pressure == (7, 70)
-    created.answered(Load(role=Role.DECODE, model="tiny", epoch="1", running=6))  # two of the six are ours
-    assert created.pressure == (6, 0)
-    created.in_flight -= 2
-    assert created.pressure == (4, 0)
-
-
 def test_prefill_workers_fit_only_by_equal_digest() -> None:
     decode = worker(compatibility="a")
     same, other, aside = (

@@ -2,7 +2,7 @@
 Admin operations, sent to workers: abort a request, flush the caches, probe that a pair works.
 
 The router keeps no list of requests, so an abort goes to all workers. The probe generates one token through a
-pair that is chosen as for any request.
+pair of workers, another one each time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from baton_http.http_client import read_body
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
 from baton_http.upstream import Headers, UpstreamLost
 from baton_router.engines.worker_head import WorkerCredentials, WorkerHead
-from baton_router.scheduling.fallback_policy import FallbackPolicy, choose_pair
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers, WorkerStatus
 
@@ -48,13 +47,11 @@ class AdminOperations:
         self,
         settings: RouterSettings,
         workers: Workers,
-        policy: FallbackPolicy,
         rng: random.Random,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._workers = workers
-        self._policy = policy
         self._rng = rng
         self._clock = clock
         self._trust = WorkerCredentials.of(settings)
@@ -97,11 +94,12 @@ class AdminOperations:
         return 200, msgspec.json.encode(sums)
 
     async def _probe(self, given: Headers, name: bytes) -> tuple[int, bytes]:
-        """Generate one token through a pair."""
-        pair = choose_pair(self._policy, self._workers, None, (), self._clock(), self._rng)
-        assert pair is not None  # no worker is excluded
-        control = pair.prefill.control if pair.prefill else ""
-        return await _ask(pair.decode, self._head(b"GET", PROBE, given, 0, name, pair.decode, control))
+        """Generate one token through a pair, chosen at random. Raises NotReady."""
+        now = self._clock()
+        decode = self._rng.choice(self._workers.serving(None, (), now))
+        prefills = self._workers.prefills(decode, now)
+        control = self._rng.choice(prefills).control if prefills else ""
+        return await _ask(decode, self._head(b"GET", PROBE, given, 0, name, decode, control))
 
     def _head(
         self,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from baton_api.engines import EngineKind
 from baton_api.errors import NotReady
 from baton_router.requests.picker import DirectRoute
-from baton_router.scheduling.fallback_policy import WorkerPair
 from baton_router.scheduling.pair_selection import LOCAL_PREFILL, PairOption, WorkerGroup
 from baton_router.workers.costs import BytesPerToken, TransferCost
 from baton_router.workers.worker import Worker, WorkerHealth, Workers, WorkerStatus, usable
@@ -21,6 +21,14 @@ from baton_router.workers.worker_state import WorkerState, WorkerStates
 
 EJECTED_CACHE_S = 0.05
 """For so long one relies on it that a worker that was put aside still is."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPair:
+    """The generating worker, and the one that computes the prompt; without `prefill`, `decode` does both."""
+
+    decode: Worker
+    prefill: Worker | None
 
 
 class Candidates:

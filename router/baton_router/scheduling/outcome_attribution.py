@@ -14,7 +14,7 @@ from collections.abc import Callable
 from baton_api import metrics
 from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
 from baton_api.prompt_report import Fallback, PromptReport
-from baton_router.scheduling.fallback_policy import WorkerPair
+from baton_router.scheduling.candidates import WorkerPair
 from baton_router.workers.circuit_breaker import CircuitBreaker
 from baton_router.workers.costs import TransferCost
 from baton_router.workers.worker import Worker

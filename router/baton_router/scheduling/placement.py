@@ -17,8 +17,7 @@ from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
 from baton_api.prompt_report import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
-from baton_router.scheduling.candidates import Candidates
-from baton_router.scheduling.fallback_policy import WorkerPair
+from baton_router.scheduling.candidates import Candidates, WorkerPair
 from baton_router.scheduling.pair_selection import PairOption, PlainOption
 from baton_router.workers.worker import Worker
 from baton_router.workers.worker_state import WorkerState

@@ -28,6 +28,7 @@ from baton_router.scheduling.pair_selection import (
     PrefillOffer,
 )
 from baton_router.scheduling.placement import ALTERNATIVES_SHOWN, DecisionCounters, Placement
+from baton_router.scheduling.policies import PredictedTime, RoutingPolicy
 from baton_router.scheduling.revision_weights import RevisionShares
 from baton_router.workers.costs import RunningAverage
 from baton_router.workers.worker import Workers
@@ -53,11 +54,14 @@ class PlacementPlanner:
         local_prefill_limit: int,
         weights: Callable[[], Mapping[str, float]] = dict,
         profiles: Iterable[Profile] = (),
+        policy: RoutingPolicy | None = None,
     ) -> None:
         """
         `local_prefill_limit`: maximum tokens that a decode worker computes beside its streams. `profiles`: by
-        model, measured in advance. `weights`: share of requests by revision; if empty, revisions compete.
+        model, measured in advance. `policy`: PredictedTime by default. `weights`: share of requests by
+        revision; if empty, revisions compete.
         """
+        self.policy = policy or PredictedTime()
         self._weights = weights
         self._shares = RevisionShares()
         self._rng = rng
@@ -320,7 +324,7 @@ class PlacementPlanner:
         backlog_s = prefills.backlog_s(now) if prefills.waiting else 0.0
         if ahead:
             backlog_s += ahead.get(state.slot, 0.0)
-        return pair_selection.prefill_offer(cached, backlog_s, prefills.waiting, compute_s, queued_s)
+        return self.policy.prefill_offer(cached, backlog_s, prefills.waiting, compute_s, queued_s)
 
     def _decode_offer(
         self,
@@ -346,7 +350,7 @@ class PlacementPlanner:
         backlog_s = prefills.backlog_s(now) if prefills.waiting else 0.0
         if ahead:
             backlog_s += ahead.get(state.slot, 0.0)
-        return pair_selection.decode_offer(
+        return self.policy.decode_offer(
             cached, backlog_s, prefills.waiting, compute_s, streams, blocks_free_s, slowdown_s, queued_s
         )
 

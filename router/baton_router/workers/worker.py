@@ -132,7 +132,6 @@ class Worker:
         """Why it serves with less than it was listed for, as clauses: see `workers.pairing`."""
         self.in_flight = 0
         """Requests of this router at the worker."""
-        self._in_flight_reported = 0
 
     @property
     def name(self) -> str:
@@ -209,27 +208,12 @@ class Worker:
             return self.health.unavailable_reason
         return f"it is listed as {self.discovery_status.name.lower()}"
 
-    @property
-    def pressure(self) -> tuple[int, int]:
-        """
-        Its load for comparison: requests, then queued prompt tokens.
-
-        Requests of this router are exact; requests of other routers are the reported ones beyond ours at that
-        time.
-        """
-        load = self.health.load
-        if load is None:
-            return self.in_flight, 0
-        others = max(0, load.running + load.queued - self._in_flight_reported)
-        return self.in_flight + others, load.queued_tokens
-
     def answered(self, load: Load, unavailable_reason: str = "") -> None:
         """See `WorkerHealth.answered`. A worker with the wrong role responds, but is not ready."""
         if (load.role == Role.PREFILL) != (self.listed == Role.PREFILL):
             unavailable_reason = f"its role is {load.role}, but it is listed under {self.listed}"
         elif self.listed == Role.PREFILL and not load.control and not unavailable_reason:
             unavailable_reason = "it reports no control address"
-        self._in_flight_reported = self.in_flight
         self.health = self.health.answered(load, unavailable_reason)
         self.group = f"{self.revision}/{load.compatibility}"
 

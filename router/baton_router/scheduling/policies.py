@@ -1,0 +1,98 @@
+"""
+Routing policies: what a worker's offer for a request costs. The cheapest option wins (`pair_selection`).
+
+A policy is one class. `--policy` takes the name under which `POLICIES` has it; nothing else knows it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from baton_api.errors import SetupError
+from baton_router.scheduling import pair_selection
+from baton_router.scheduling.pair_selection import DecodeOffer, PrefillOffer
+
+
+class RoutingPolicy(Protocol):
+    """
+    Prices the offers of workers. Belongs to one thread, and never waits.
+
+    Prices are sums: of both workers of a pair, and of the seconds that their transfer takes. Options whose
+    prices differ by less than `pair_selection.CLOSE_S` are equal; then the longest cached prefix wins.
+    """
+
+    name: ClassVar[str]
+
+    def prefill_offer(
+        self, cached: int, backlog_s: float, waiting: int, compute_s: float, queued_s: float
+    ) -> PrefillOffer:
+        """The offer of a prefill worker: see `pair_selection.prefill_offer`."""
+        ...
+
+    def decode_offer(
+        self,
+        cached: int,
+        backlog_s: float,
+        waiting: int,
+        compute_s: float,
+        streams: int,
+        blocks_free_s: float,
+        slowdown_s: float,
+        queued_s: float,
+    ) -> DecodeOffer:
+        """The offer of a decode worker, with and without a prefill worker: see
+        `pair_selection.decode_offer`."""
+        ...
+
+
+class PredictedTime:
+    """The lowest predicted time to first token, with the delay of other requests."""
+
+    name: ClassVar[str] = "predicted-time"
+    prefill_offer = staticmethod(pair_selection.prefill_offer)
+    decode_offer = staticmethod(pair_selection.decode_offer)
+
+
+class LeastRequests:
+    """The fewest requests at the worker. Neither predictions nor, but for equal workers, caches matter."""
+
+    name: ClassVar[str] = "least-requests"
+
+    def prefill_offer(
+        self, cached: int, backlog_s: float, waiting: int, compute_s: float, queued_s: float
+    ) -> PrefillOffer:
+        return float(waiting), backlog_s + compute_s, cached, waiting
+
+    def decode_offer(
+        self,
+        cached: int,
+        backlog_s: float,
+        waiting: int,
+        compute_s: float,
+        streams: int,
+        blocks_free_s: float,
+        slowdown_s: float,
+        queued_s: float,
+    ) -> DecodeOffer:
+        first_token_s = backlog_s + compute_s + blocks_free_s
+        return (
+            float(streams),
+            float(streams + waiting),
+            first_token_s,
+            blocks_free_s,
+            cached,
+            streams,
+            waiting,
+        )
+
+
+POLICIES: dict[str, type[RoutingPolicy]] = {policy.name: policy for policy in (PredictedTime, LeastRequests)}
+
+
+def policy_of(name: str) -> RoutingPolicy:
+    """Raises SetupError for an unknown name."""
+    policy = POLICIES.get(name)
+    if policy is None:
+        known = ", ".join(sorted(POLICIES))
+        raise SetupError(f"Invalid --policy {name!r}. Expected one of: {known}.")
+    return policy()
