@@ -41,8 +41,6 @@ def make_cache(blocks: int, block_size: int = 4) -> KVCache:
 class FakeModel:
     """Logits are a fixed function of the tokens and positions that the cache holds for a row."""
 
-    exact_rows = True
-
     def __init__(self, spec: ModelSpec = SPEC, seed: int = 7) -> None:
         self.spec = spec
         generator = torch.Generator().manual_seed(seed)

@@ -83,6 +83,24 @@ def test_graph_engine_sampled_tokens_are_the_same() -> None:
         assert serving.run(*requests) == [serving.reference(request) for request in requests]
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_graph_engine_replays_passes_with_drafts(count: int) -> None:
+    """Tokens of a draft are rows of a captured pass. Those of 5 requests do not always fit one of 16 rows."""
+    with Graphs(speculation_tokens=8, clock=itertools.count().__next__) as serving:
+        requests = [request_of(f"r{number}", 5, seed=number, max_tokens=30) for number in range(count)]
+        for request in requests:
+            request.prediction = tuple(serving.reference(request)[:20])
+        expected = [serving.reference(request) for request in requests]
+        before = serving.model.passes
+        assert serving.run(*requests) == expected
+        totals = serving.engine.snapshot().totals
+        assert totals.accepted_tokens > 10 * count
+        plain = serving.model.passes - before - 1  # without that of the prompts
+        assert (plain > 0) == (count == 5)
+        assert serving.graphs.replays > 10
+        serving.at_rest()
+
+
 def test_graph_engine_retracts_and_continues() -> None:
     with Graphs(blocks=14) as serving:
         requests = [request_of(f"r{number}", 6, seed=number, max_tokens=20) for number in range(4)]
@@ -113,6 +131,10 @@ def test_graph_serves_decode_rows_only() -> None:
         "two rows": ([row, BatchRow([3], 0, [3], 1)], True),
         "too many rows": ([BatchRow([3], 0, [1 + place], 1) for place in range(5)], False),
         "a prompt": ([BatchRow([3, 4], 0, [1], 1)], False),
+        "a row with its draft": ([BatchRow([3, 4, 5], 5, [1, 2], 3), row], True),
+        "more tokens than rows": ([BatchRow([3, 4, 5], 5, [1, 2], 3), row, row], False),
+        "a draft beyond the longest row": ([BatchRow([3, 4], 15, [1, 2, 3, 4, 5], 2)], False),
+        "a draft beyond a long batch": ([BatchRow([3] * 3, 13, [1, 2, 3, 4], 3)], False),
         "a chunk without a result": ([BatchRow([3], 0, [1], 0)], False),
         "an adapter": ([BatchRow([3], 0, [1], 1, adapter=5)], False),
         "a long row": ([BatchRow([3], 16, [1, 2, 3, 4, 5], 1)], False),

@@ -130,6 +130,24 @@ def times_of(**seconds: float) -> PassTimes:
     return times
 
 
+def test_pass_times_reach_ends_at_the_limit() -> None:
+    times = PassTimes(limit=20)
+    for size, reach in ((8, 16), (16, 20)):
+        times.add(size, 1.0)
+        assert times.reach(1) == reach
+
+
+def test_pass_times_delay_makes_drafts_rare_and_is_tried_again() -> None:
+    times = times_of(t1=1.0, t8=1.0)
+    for _ in range(30):
+        times.add_delay(2.0)
+    assert allot([[0.9, 0.8]], 1, times) == [0]
+    for _ in range(2 * LIFETIME):
+        times.add(1, 1.0)
+        times.add(8, 1.0)
+    assert allot([[0.9, 0.8]], 1, times) == [2]
+
+
 ALLOTTED: dict[str, tuple[list[list[float]], int, dict[str, float], list[int]]] = {
     "nothing was measured": ([[0.9, 0.8]], 1, {}, [0]),
     "free tokens": ([[0.9, 0.8]], 1, {"t1": 1.0, "t8": 1.0}, [2]),
@@ -181,4 +199,4 @@ def test_pass_times_old_measurements_are_dropped() -> None:
     for _ in range(2 * LIFETIME):
         times.add(1, 1.0)
     assert times.of(8) < 8.0
-    assert times.largest == 1
+    assert times.reach(1) == 2

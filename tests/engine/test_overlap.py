@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +47,26 @@ class Overlapping(Serving):
     def overlap(self) -> Overlap:
         assert self.engine._overlap is not None
         return self.engine._overlap
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_overlap_gives_way_to_drafts_that_pay(count: int, graphs: bool) -> None:
+    """Before a pass with drafts, the host reads the last one. Drafts look free by this clock."""
+    clock = itertools.count().__next__
+    with Overlapping(graphs=graphs, blocks=200, speculation_tokens=8, clock=clock) as serving:
+        requests = [
+            request_of(f"r{number}", 3 + number, seed=number, max_tokens=30) for number in range(count)
+        ]
+        for request in requests:
+            answer = serving.reference(request)
+            request.prediction = (*answer[:24], *range(60, 70))  # drafts are right, then wrong, then none
+        assert serving.run(*requests) == [serving.reference(request) for request in requests]
+        serving.at_rest()
+        totals = serving.engine.snapshot().totals
+        assert totals.draft_tokens > totals.accepted_tokens > 4 * count
+        assert serving.overlap.ahead > 3
+        assert totals.generated_tokens == 30 * count
 
 
 @pytest.mark.parametrize("graphs", [False, True])

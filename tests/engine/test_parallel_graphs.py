@@ -94,6 +94,19 @@ def test_parallel_graphs_give_the_same_tokens(count: int) -> None:
         assert sum(own.values()) == serving.graphs.replays > 0
 
 
+def test_parallel_graphs_replay_passes_with_drafts() -> None:
+    with ParallelServing(speculation_tokens=8, clock=itertools.count().__next__) as serving:
+        request = request_of("r", 5, max_tokens=30)
+        expected = serving.reference(request)
+        request.prediction = tuple(expected)
+        assert serving.run(request) == [expected]
+        assert serving.engine.snapshot().totals.accepted_tokens > 10
+        assert isinstance(serving.graphs, GraphModel)
+        own, other = serving.replays
+        assert own == other
+        assert sum(own.values()) == serving.graphs.replays < 20
+
+
 def test_parallel_batches_that_do_not_fit_are_computed_plainly() -> None:
     with ParallelServing(limits=CaptureLimits(rows=2, memory=2**30, seconds=60)) as serving:
         requests = [request_of(f"r{number}", 5, seed=number, max_tokens=4 * number) for number in range(1, 6)]
@@ -186,10 +199,17 @@ def test_replay_message_has_the_arrays_of_the_batch() -> None:
     for rows in range(1, 9):
         starts = generator.integers(0, 200, rows).tolist()
         batch = Batch(
-            [BatchRow([row], start, list(range(1, 80)), 1) for row, start in enumerate(starts)], 4, CPU
+            [
+                BatchRow([row] * (1 + row % 3), start, list(range(1 + row, 80)), 1 + row % 3)
+                for row, start in enumerate(starts)
+            ],
+            4,
+            CPU,
         )
         values, tables = ReplayPass.of(8, batch).arrays()
-        assert np.array_equal(values, batch.values) and np.array_equal(tables, batch.tables)
+        assert np.array_equal(values, batch.values) and np.array_equal(tables, batch.token_tables)
+        owners = [row for row in range(rows) for _ in range(1 + row % 3)]
+        assert np.array_equal(tables, batch.tables[owners])
 
 
 @pytest.fixture

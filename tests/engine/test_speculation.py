@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_api.errors import ConstraintBroken
+from baton_api.sampling import SamplingParams
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.counters import EngineSnapshot
@@ -269,11 +271,94 @@ def test_speculation_of_a_fetched_prompt_is_that_of_a_local_one() -> None:
         assert serving.engine.snapshot().totals.accepted_tokens > 0
 
 
-def test_speculation_is_off_if_rows_are_not_exact() -> None:
+class Rounding(FakeModel):
+    """Rows of several tokens are rounded otherwise, as by kernels of GPUs: their results have other bits."""
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        logits, place = super().forward(batch, cache), 0
+        for row in batch.rows:
+            if len(row.tokens) > 1:
+                logits[place : place + row.wanted] *= 1 + 1e-6
+            place += row.wanted
+        return logits
+
+
+def tokens_of(outputs: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: [choice.token for one in each for choice in one[0]] for name, each in outputs.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_speculation_of_rows_that_are_not_bit_equal(seed: int) -> None:
+    """Tokens are those without drafts, unless two are equally likely. The same setting repeats all bits."""
+    plain, _ = served_plainly(seed)
+    drafted, serving = serve(requests_of(seed), 8, model=Rounding(), blocks=513)
+    assert tokens_of(drafted) == tokens_of(plain)
+    assert serving.engine.snapshot().totals.accepted_tokens > 0
+    how = SamplingParams(temperature=0.5, seed=seed, logprobs=1, allowed_ids=FEW, max_tokens=50)
+    one, again = (serve([Request("a", prompt_of(10), how)], 8, model=Rounding()) for _ in range(2))
+    assert one[1].engine.snapshot().totals.accepted_tokens > 0
+    assert one[0] == again[0]
+
+
+def test_speculation_samples_from_the_distribution_of_the_model() -> None:
+    """Answers of three tokens, each one of the three likeliest: 27 in all, by chi-square with fixed seeds."""
+    model, prompt, numbers = Rounding(), prompt_of(6), random.Random(5)
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for answer, chance in chances.items():
+            likely = model.logits([*prompt, *answer]).topk(3)
+            for token, share in zip(likely.indices.tolist(), likely.values.softmax(0).tolist(), strict=True):
+                longer[(*answer, token)] = chance * share
+        chances = longer
+    counts: Counter[tuple[int, ...]] = Counter()
+    usual: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "max_tokens": 3}
+    with drafting(4, model, chunk_tokens=512) as serving:
+        for first in range(0, 1200, 16):
+            requests = [
+                Request(
+                    f"{seed}",
+                    prompt,
+                    SamplingParams(**usual, seed=seed),
+                    prediction=numbers.choice(list(chances)),
+                )
+                for seed in range(first, first + 16)
+            ]
+            counts.update(map(tuple, serving.run(*requests)))
+        assert serving.engine.snapshot().totals.accepted_tokens > 100
+    assert set(counts) <= set(chances)
+    total, distance = counts.total(), 0.0
+    for answer, chance in chances.items():
+        distance += (counts[answer] - total * chance) ** 2 / (total * chance)
+    assert distance < 54.05  # exceeded with a probability of 0.001 for 26 degrees of freedom
+
+
+@pytest.mark.parametrize("count", [64, 65])
+def test_speculation_of_many_sequences_is_off(count: int) -> None:
+    """They all begin and end together."""
+    requests = [request_of(f"{n}", 4, seed=n, max_tokens=20) for n in range(count)]
+    with drafting(8, blocks=600, max_running=65, chunk_tokens=512) as serving:
+        for request in requests:
+            request.prediction = tuple(serving.reference(request))
+        serving.model.stops_at = 1
+        serving.submit(*requests)
+        serving.model.resume()
+        for request in requests:
+            serving.ended(request.id)
+        assert bool(serving.engine.snapshot().totals.drafts) == (count == 64)
+
+
+@pytest.mark.parametrize("draft", [None, FakeModel])
+def test_speculation_passes_have_a_largest_size(draft: Callable[[], FakeModel] | None) -> None:
     model = FakeModel()
-    model.exact_rows = False
-    _, serving = serve([request_of("a", 10, max_tokens=40, allowed_ids=FEW)], 8, model=model)
-    assert serving.engine.snapshot().totals.drafts == 0
+    requests = [request_of(f"{n}", 4, seed=n, max_tokens=60) for n in range(30)]
+    for request in requests:
+        request.prediction = tuple(model.greedy(request.prompt, 60))
+    with drafting(
+        16, model, draft=draft and draft(), blocks=700, max_running=30, chunk_tokens=512
+    ) as serving:
+        serving.run(*requests)
+        assert 128 < max(model.sizes) <= serving.engine.limits.results == 256
 
 
 class Similar(FakeModel):

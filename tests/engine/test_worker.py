@@ -75,8 +75,6 @@ async def test_worker_open_has_generated_and_answers(tiny: Path) -> None:
 class BrokenModel:
     """Every pass fails, as with a GPU that has fallen off the bus."""
 
-    exact_rows = True
-
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
 

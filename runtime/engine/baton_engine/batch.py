@@ -122,10 +122,8 @@ class Batch:
 
     @cached_property
     def decodes(self) -> bool:
-        """Whether all rows have one token whose result is needed, and no adapter."""
-        return len(self.rows) == self.size and all(
-            row.wanted == 1 and row.adapter is None for row in self.rows
-        )
+        """Whether the result of each token is needed, and no row has an adapter."""
+        return all(row.wanted == len(row.tokens) and row.adapter is None for row in self.rows)
 
     @cached_property
     def slots(self) -> Tensor:
@@ -141,9 +139,18 @@ class Batch:
     def token_slots(self) -> NDArray[np.int64]:
         """`slots` on the host."""
         offsets = self.token_positions // self.block_size
-        owners = np.repeat(np.arange(len(self.rows)), np.diff(self.starts))
-        blocks = self.tables[owners, offsets].astype(np.int64)
+        blocks = self.tables[self._owners, offsets].astype(np.int64)
         return blocks * self.block_size + self.token_positions % self.block_size
+
+    @cached_property
+    def _owners(self) -> NDArray[np.int64]:
+        """[T] for each token its row."""
+        return np.repeat(np.arange(len(self.rows)), np.diff(self.starts))
+
+    @property
+    def token_tables(self) -> NDArray[np.int32]:
+        """[T, B] for each token the block ids of its row, on the host."""
+        return self.tables if len(self.rows) == self.size else self.tables[self._owners]
 
     @property
     def values(self) -> NDArray[np.int64]:
@@ -180,16 +187,19 @@ class StaticBatch(Batch):
         self.block_table = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
 
     def fits(self, batch: Batch) -> bool:
-        """Return whether `load` accepts the batch, and a plain pass would compute the same."""
-        return (
-            batch.decodes
-            and batch.size <= self.size
-            and max(batch.contexts) <= self.block_table.shape[1] * self.block_size
-            and sum(batch.contexts) <= self.most_context
-        )
+        """
+        Return whether `load` accepts the batch, and a plain pass would compute the same.
+
+        A token of a longer row is a row here: keys are stored before attention, which ends at its position.
+        """
+        if not batch.decodes or batch.size > self.size:
+            return False
+        contexts = batch.token_positions + 1
+        longest = self.block_table.shape[1] * self.block_size
+        return bool(contexts.max() <= longest and contexts.sum() <= self.most_context)
 
     def load(self, values: NDArray[np.int64], tables: NDArray[np.int32], fed: Tensor | None = None) -> None:
-        """Copy `Batch.values`, `Batch.tables` and `Batch.fed` of a batch, which `fits`."""
+        """Copy `Batch.values`, `Batch.token_tables` and `Batch.fed` of a batch, which `fits`."""
         rows, (count, blocks) = self.size, tables.shape
         inputs = np.zeros((3, rows), dtype=np.int64)
         inputs[2] = -1

@@ -116,13 +116,13 @@ class CapturedPasses:
         return self._passes[rows].batch.fits(batch)
 
     def replay(self, rows: int, batch: Batch) -> Tensor:
-        return self.replay_values(rows, batch.values, batch.tables, batch.fed)
+        return self.replay_values(rows, batch.values, batch.token_tables, batch.fed)
 
     @torch.inference_mode()
     def replay_values(
         self, rows: int, values: NDArray[np.int64], tables: NDArray[np.int32], fed: Tensor | None = None
     ) -> Tensor:
-        """Compute `Batch.values` and `Batch.tables` of a batch that fits, as `replay`."""
+        """Compute `Batch.values` and `Batch.token_tables` of a batch that fits, as `replay`."""
         captured = self._passes[rows]
         self._cache.streams.use()
         captured.batch.load(values, tables, fed)

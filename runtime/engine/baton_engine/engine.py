@@ -86,9 +86,8 @@ class Engine:
         self._pool = BlockPool(cache.blocks, kv_events.removed if kv_events is not None else None)
         self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events)
         self._counters = EngineCounters(clock)
-        draft_tokens = limits.speculation_tokens if model.exact_rows else 0
         draft_model = None if draft is None else DraftModel(*draft, clock)
-        self._speculator = Speculator(self._scheduler, self._counters, draft_tokens, draft_model)
+        self._speculator = Speculator(self._scheduler, self._counters, draft_model)
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)
         self._commands = CommandQueue()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
@@ -97,7 +96,7 @@ class Engine:
         self._synchronize = forward_pass.synchronizer(cache.kv.device)
         self._results = PassResults(self._scheduler, self._lifecycle, cache, clock)
         self._overlap = None
-        if limits.overlap and not draft_tokens:
+        if limits.overlap and draft is None:  # a draft model needs the last tokens before each pass
             self._overlap = Overlap(model, cache, self._scheduler, self._mask_filler, clock)
         release = partial(release_memory, cache.kv.device)
         self._failures = PassFailures(self._scheduler, self._lifecycle, self._counters, release)
@@ -230,17 +229,21 @@ class Engine:
             for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]
             if sequence.stage is Stage.RUNNING
         ]
-        if chunks and self._overlap is not None:
-            overlap = self._overlap
+        overlap = self._overlap
+        if chunks and overlap is not None and not any(chunk.draft for chunk in chunks):
             self._survive(chunks, lambda: overlap.launch(plan, chunks))
-        elif chunks and (accepted := self._compute(chunks)) is not None:
+        elif chunks and (accepted := self._compute(chunks, started)) is not None:
             self._counters.add_step(self._clock() - started, plan, accepted)
             self._log.note(plan, self._scheduler, accepted)
         self._report()
         return plan.changed
 
-    def _compute(self, chunks: list[ScheduledChunk]) -> int | None:
-        """Compute and process a pass. Returns the number of accepted draft tokens; None if interrupted."""
+    def _compute(self, chunks: list[ScheduledChunk], started: float) -> int | None:
+        """
+        Compute and process the pass of a step that has `started`.
+
+        Returns the number of accepted draft tokens; None if interrupted.
+        """
 
         def run() -> PassResult:
             with self._interruption.of(chunks):
@@ -266,16 +269,21 @@ class Engine:
             self._results.advance(chunk, result.seconds, next(choices) if chunk.samples else None)
         accepted = self._speculator.verify(chunks, result, self._mask_filler, self._results.take_further)
         self._counters.add_generated(len(result.sampled) + accepted)
+        if self._overlap is not None:
+            self._speculator.times.add_delay(self._clock() - started - result.seconds)
         return accepted
 
     def _overlapped(self, overlap: Overlap, current: LaunchedPass) -> None:
-        """Launch the next pass if it needs no plan, then read and process the current one."""
-        ahead, overlap.current = overlap.look_ahead(current), None
+        """Launch the next pass if it needs no plan and no drafts, then read and process the current one."""
+        sampling = [chunk.sequence for chunk in current.held if chunk.samples]
+        ahead = None if self._speculator.expects(sampling) else overlap.look_ahead(current)
+        overlap.current = None
         result = self._survive(current.held, lambda: overlap.read(current))
         if result is None:
             return  # the pass ahead has the same sequences
         seconds, choices = result
         self._count_pass(current.chunks, seconds)
+        self._speculator.measured(current.chunks, seconds)
         for index, chunk in enumerate(current.chunks):
             if current.holds(index):
                 self._results.advance(chunk, seconds, choices.get(index), current.written)

@@ -64,7 +64,6 @@ class GraphModel:
     def __init__(self, model: Model, passes: Passes, rows: Iterable[int]) -> None:
         """`rows`: those of the captured passes."""
         self.spec = model.spec
-        self.exact_rows = model.exact_rows
         self._model = model
         self._passes = passes
         self.rows = sorted(rows)
@@ -126,7 +125,7 @@ def with_graphs(
     `model` itself if no pass was captured. A pass that cannot be captured is logged, and computed plainly.
     Raises SetupError if a rank has ended.
     """
-    counts = row_counts(min(limits.rows, engine.max_running))
+    counts = row_counts(min(limits.rows, engine.results))
     if not (counts and isinstance(cache.streams, DeviceStreams)):
         return model
     began = clock()

@@ -252,8 +252,9 @@ class WorkerSettings(BaseSettings):
 
     speculation: Literal["ngram", "draft", "off"] = "ngram"
     """Compute draft tokens beside the pending token of a generating sequence, where this is faster. Answers
-    do not change. ngram: drafts continue an earlier occurrence of the latest tokens in the prompt, the answer
-    or the request's `prediction`. draft: drafts come from --draft-model. off: none."""
+    keep their distribution, and on CPUs without AMX all bits. ngram: drafts continue an earlier occurrence of
+    the latest tokens in the prompt, the answer or the request's `prediction`. draft: drafts come from
+    --draft-model. off: none."""
 
     draft_model: str = ""
     """Model for --speculation draft: a path, a Hub id or a .gguf file, as for MODEL. It needs the same

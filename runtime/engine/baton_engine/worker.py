@@ -13,7 +13,7 @@ import logging
 import sys
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -55,7 +55,7 @@ from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import Pooling, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
-from baton_engine.speculation.loading import load_draft
+from baton_engine.speculation.loading import check_draft, load_draft
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.handshake import Identity
@@ -196,9 +196,8 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         publisher = _open_publisher(settings, cache, stack)
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, loaded.model, f"{name}-{epoch[:8]}", stack)
-        captures = capture_limits(settings, loaded.model)
-        model = with_graphs(loaded.model, cache, limits, captures, partial(taken_bytes, device))
-        client, fatal = _open_engine(loaded, model, cache, limits, publisher, dtype, stack)
+        model, draft = _capture(settings, loaded, cache, limits, dtype, stack)
+        client, fatal = _open_engine(loaded, model, cache, limits, publisher, draft, stack)
         worker = Worker(
             settings=settings,
             name=name,
@@ -279,13 +278,39 @@ async def _open_transfer(
     return transfer
 
 
+def _capture(
+    settings: WorkerSettings,
+    loaded: _LoadedModel,
+    cache: KVCache,
+    limits: EngineLimits,
+    dtype: torch.dtype,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[Model, tuple[Model, KVCache] | None]:
+    """Capture decode passes. Returns the model, and the draft model with its cache, if there is one."""
+    taken = partial(taken_bytes, cache.kv.device)
+    before = taken()
+    captures = capture_limits(settings, loaded.model)
+    model = with_graphs(loaded.model, cache, limits, captures, taken)
+    models, draft = [model], None
+    if loaded.draft is not None:
+        left = captures.memory - (taken() - before)
+        drafts = KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device)
+        captures = replace(capture_limits(settings, loaded.draft), memory=left)
+        draft = with_graphs(loaded.draft, drafts, limits, captures, taken), drafts
+        models.append(draft[0])
+    for one in models:
+        if isinstance(one, GraphModel):
+            stack.callback(one.close)
+    return model, draft
+
+
 def _open_engine(
     loaded: _LoadedModel,
     model: Model,
     cache: KVCache,
     limits: EngineLimits,
     publisher: KvPublisher | None,
-    dtype: torch.dtype,
+    draft: tuple[Model, KVCache] | None,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[AsyncEngine, asyncio.Future[str]]:
     """Start the engine; also return the future for the reason of a fatal failure."""
@@ -300,20 +325,8 @@ def _open_engine(
         loop.call_soon_threadsafe(settle, reason)
 
     kv_events = KvEvents(publisher) if publisher is not None else None
-    if limits.speculation_tokens and not (loaded.model.exact_rows or loaded.spec.headless):
-        if loaded.draft is not None:
-            raise SetupError(
-                "--speculation draft has no effect with these kernels, whose results depend on the number of "
-                "tokens of a pass. Omit it and --draft-model."
-            )
-        log.info("Speculation is off: with these kernels, answers could depend on the draft tokens.")
-    draft = None
-    if loaded.draft is not None:
-        draft = (loaded.draft, KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device))
     if isinstance(loaded.model, ParallelModel):
         loaded.model.ranks.watch(on_fatal)
-    if isinstance(model, GraphModel):
-        stack.callback(model.close)
     client = AsyncEngine(model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft)
     client.start()
     stack.push_async_callback(client.close)
@@ -333,6 +346,7 @@ def _load(
     spec = load_spec(checkpoint) if encoder is None else encoder.model
     if settings.tensor_parallel_size > 1:
         check_parallel(settings, spec, checkpoint.name, encodes=encoder is not None)
+    check_draft(settings, spec, checkpoint.name)
     kv_dtype(settings.kv_cache_dtype, spec, device, dtype)  # raises before the weights are loaded
     if settings.max_model_len > spec.context:
         raise SetupError(
@@ -387,6 +401,7 @@ def _open_publisher(
 
 def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device) -> EngineLimits:
     on_cpu = device.type == "cpu"
+    drafts = settings.speculation != "off" and settings.role is not Role.PREFILL
     limits = EngineLimits(
         max_model_len=settings.max_model_len or loaded.spec.context,
         chunk_tokens=settings.chunk_tokens or (512 if on_cpu else 4096),
@@ -396,7 +411,7 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         max_queued=settings.max_queued,
         local_prefill_tokens=settings.local_prefill_tokens,
         quarantine_limit=settings.quarantine_limit,
-        speculation_tokens=0 if settings.speculation == "off" else settings.speculation_tokens,
+        speculation_tokens=settings.speculation_tokens if drafts else 0,
         overlap=settings.overlap and isinstance(loaded.model, Decoder) and not on_cpu,
     )
     sizes = limits.chunk_tokens, limits.max_running, limits.max_model_len

@@ -61,13 +61,20 @@ class DevicePeak:
 
 
 def largest_passes(limits: EngineLimits) -> list[list[BatchRow]]:
-    """Return the rows of the passes with the most memory: the longest chunk, alone and with all others."""
+    """
+    Return the rows of the passes with the most memory: the longest chunk, alone and with all others.
+
+    With drafts, a pass without prompt tokens may have more results than that.
+    """
     generating = min(limits.max_running, max(1, limits.chunk_tokens - BLOCK_SIZE))
     others = [BatchRow([0], BLOCK_SIZE - 1, [1], 1) for _ in range(generating)]
     whole, shared = limits.prompt_tokens(0), limits.prompt_tokens(generating)
     if limits.whole_prompts:
         return [[_prompt(whole, limits)]]
-    return [[_prompt(whole, limits)], [_prompt(max(shared, BLOCK_SIZE), limits), *others]]
+    passes = [[_prompt(whole, limits)], [_prompt(max(shared, BLOCK_SIZE), limits), *others]]
+    if limits.results > generating + 1:
+        passes.append([BatchRow([0], BLOCK_SIZE - 1, [1], 1)] * limits.results)
+    return passes
 
 
 def _prompt(tokens: int, limits: EngineLimits) -> BatchRow:

@@ -156,7 +156,10 @@ def test_captured_decoder_gives_the_same_logits(variant: str, tmp_path: Path) ->
         )
         expected, replayed_logits = model.forward(batch, cache), graphs.forward(batch, again)
         torch.testing.assert_close(replayed_logits, expected, atol=1e-4, rtol=1e-4)
-    assert isinstance(graphs, GraphModel) and graphs.replays == 4
+    drafted = Batch([BatchRow([9, 8, 7], len(prompts[1]) + 4, blocks[1], 3)], BLOCK_SIZE, CPU)
+    expected, replayed_logits = model.forward(drafted, cache), graphs.forward(drafted, again)
+    torch.testing.assert_close(replayed_logits, expected, atol=1e-4, rtol=1e-4)
+    assert isinstance(graphs, GraphModel) and graphs.replays == 5
     torch.testing.assert_close(again.kv, cache.kv, atol=1e-4, rtol=1e-4)
 
 

@@ -35,9 +35,6 @@ class Model(Protocol):
     """A loaded model, as the engine runs it."""
 
     spec: ModelSpec
-    exact_rows: bool
-    """Whether the logits of a token are the same bits in a row of several tokens as in a row of its own, and
-    in any batch. Speculation requires it."""
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """
@@ -123,9 +120,6 @@ TorchAdapter = tuple[Mapping[str, LowRankLinear], ...]
 
 class Decoder:
     """Implementation of `Model` with the operations of `Ops`."""
-
-    exact_rows = False
-    """torch's products and its attention add in another order for another number of tokens."""
 
     def __init__(
         self,

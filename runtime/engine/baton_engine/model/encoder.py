@@ -198,8 +198,6 @@ class EncoderLayer:
 class Encoder:
     """Implementation of `Model` for prompts that are computed whole, in one pass each."""
 
-    exact_rows = False
-
     def __init__(self, spec: EncoderSpec, weights: EncoderWeights) -> None:
         self.encoder = spec
         self.spec = replace(spec.model, vocab=spec.model.vocab * spec.types)

@@ -127,6 +127,7 @@ class NativeDecoder:
         self.spec = spec
         self.dtype = dtype
         self.exact_rows = not (dtype == torch.bfloat16 and kernel_library.baton_uses_tiles())
+        """Whether a token has the same bits in a row of several tokens as alone, and in any batch."""
         self._rotary = Rotary.of_layers(spec, torch.device("cpu"))
         self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
         self._positions = 0

@@ -120,19 +120,19 @@ class ReplayPass(RankMessage, frozen=True):
     captured: int
     """Rows of the captured pass."""
     rows: int
-    """Rows of the batch, of one token each."""
+    """Tokens of the batch."""
     values: bytes
     """`Batch.values`, int64."""
     tables: bytes
-    """`Batch.tables`, int32."""
+    """`Batch.token_tables`, int32."""
 
     @classmethod
     def of(cls, captured: int, batch: Batch) -> ReplayPass:
-        values, tables = batch.values.tobytes(), batch.tables.tobytes()
+        values, tables = batch.values.tobytes(), batch.token_tables.tobytes()
         return cls(captured=captured, rows=batch.size, values=values, tables=tables)
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return `Batch.values` and `Batch.tables`, which may be written."""
+        """Return `Batch.values` and `Batch.token_tables`, which may be written."""
         values = np.frombuffer(bytearray(self.values), dtype=np.int64)
         tables = np.frombuffer(bytearray(self.tables), dtype=np.int32)
         return values.reshape(3, self.rows), tables.reshape(self.rows, -1)

@@ -321,8 +321,6 @@ def settle(future: Future[AnyReply], reply: AnyReply) -> None:
 class ParallelModel:
     """Implementation of `Model` on all ranks of a worker."""
 
-    exact_rows = False
-
     def __init__(
         self, spec: ModelSpec, part: Decoder, group: Group, ranks: Ranks, loaded: list[Loaded]
     ) -> None:

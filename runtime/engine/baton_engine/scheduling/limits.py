@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from baton_api.errors import ContextTooLong, InvalidRequest, PromptTooLarge
 from baton_engine.requests import Request
 
+MOST_DRAFTED = 256
+"""Maximum tokens of a pass with draft tokens, unless there are more sequences. Their logits take memory, and
+on a GPU the pass should fit a captured one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
@@ -37,6 +41,12 @@ class EngineLimits:
     """Whether decode passes are launched before the host has read the tokens of the last one."""
     quarantine_limit: float = 0.25
     """Fraction of quarantined blocks above which the process must be restarted."""
+
+    @property
+    def results(self) -> int:
+        """Maximum tokens of a pass whose logits are needed: one of each sequence, and draft tokens."""
+        drafted = min(MOST_DRAFTED, self.max_running * (1 + self.speculation_tokens))
+        return max(self.max_running, drafted)
 
     def prompt_tokens(self, generating: int) -> int:
         """Return the tokens of a pass for prompts, besides `generating` sequences; may be negative."""

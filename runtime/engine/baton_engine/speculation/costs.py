@@ -8,6 +8,7 @@ they depend on the model, the machine and its other load.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
@@ -39,7 +40,11 @@ EXACT = 8
 class PassTimes:
     """Seconds of forward passes without prompt tokens, by number of tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = sys.maxsize) -> None:
+        """`limit` is the maximum size of a pass."""
+        self._limit = limit
+        self.delay = 0.0
+        """Seconds that a step with drafts takes beside its pass, if other steps overlap with theirs."""
         self._sizes: list[int] = []
         self._seconds: dict[int, float] = {}
         self._measured: dict[int, int] = {}
@@ -55,14 +60,22 @@ class PassTimes:
             average = seconds
         self._seconds[size] = average + (seconds - average) * (FALL if seconds < average else RISE)
         self._passes += 1
+        self.delay *= 1 - 1 / LIFETIME  # so that drafts are tried again
         self._measured[size] = self._passes
         if self._passes % LIFETIME == 0:
             self._forget()
 
-    @property
-    def largest(self) -> int:
-        """Return the size of the largest measured pass."""
-        return self._sizes[-1] if self._sizes else 0
+    def add_delay(self, seconds: float) -> None:
+        """Record the time of a step with drafts beside its pass."""
+        self.delay += (seconds - self.delay) * (FALL if seconds < self.delay else RISE)
+
+    def reach(self, tokens: int) -> int:
+        """
+        Return the maximum size of a pass with drafts, which has `tokens` tokens without them.
+
+        It is at most twice the size of the largest measured pass, because the estimates beyond it are low.
+        """
+        return min(self._limit, 2 * max(tokens, self._sizes[-1] if self._sizes else 0))
 
     def of(self, tokens: int) -> float:
         """Return the estimated seconds of a pass of `tokens` tokens; 0 before the first measurement."""
@@ -101,15 +114,14 @@ def common_length(
     Return the number of draft tokens of each row of a draft model, so that tokens per second are highest.
 
     `acceptances` has the probability of each row that a draft token is accepted if those before it are.
-    `draft_times` are those of the draft model. `tokens` is the size of the pass without drafts. A pass has at
-    most twice the size of the largest measured one.
+    `draft_times` are those of the draft model. `tokens` is the size of the pass without drafts.
     """
     rows = len(acceptances)
     best, gain, least = 0, 0.0, (1 - MARGIN) * times.of(tokens) / tokens
     chances = list(acceptances)
     for count in range(1, most + 1):
         size = tokens + count * rows
-        if size > 2 * max(tokens, times.largest):
+        if size > times.reach(tokens):
             break
         gain += sum(chances)
         chances = [chance * each for chance, each in zip(chances, acceptances, strict=True)]
@@ -124,8 +136,7 @@ def allot(chances: Sequence[Sequence[float]], tokens: int, times: PassTimes) -> 
     Return the number of draft tokens for each row, so that tokens per second are highest.
 
     `chances` has the probabilities of acceptance of each row's draft, which do not increase. `tokens` is the
-    size of the pass without drafts, one result for each row of it. A pass has at most twice the size of the
-    largest measured one, because the estimates beyond it are low.
+    size of the pass without drafts, one result for each row of it.
     """
     counts = [0] * len(chances)
     heap = [(-row[0], index) for index, row in enumerate(chances) if row]
@@ -133,7 +144,7 @@ def allot(chances: Sequence[Sequence[float]], tokens: int, times: PassTimes) -> 
     best, gain = 0, 0.0
     order: list[int] = []
     least = (1 - MARGIN) * times.of(tokens) / tokens
-    most = 2 * max(tokens, times.largest) - tokens
+    most = times.reach(tokens) - tokens
     while heap and len(order) < min(most, best + LOOKAHEAD):
         chance, index = heap[0]
         gain -= chance
@@ -144,7 +155,7 @@ def allot(chances: Sequence[Sequence[float]], tokens: int, times: PassTimes) -> 
             heapreplace(heap, (-row[counts[index]], index))
         else:
             heappop(heap)
-        each = times.of(tokens + len(order)) / (tokens + gain)
+        each = (times.of(tokens + len(order)) + times.delay) / (tokens + gain)
         if each < least:
             best, least = len(order), each
     for index in order[best:]:

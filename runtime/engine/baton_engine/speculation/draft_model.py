@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch, BatchRow
+from baton_engine.forward_pass import synchronizer
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Model
 from baton_engine.sampling import sampler
@@ -44,6 +45,7 @@ class DraftModel:
         self._model = model
         self._cache = cache
         self._clock = clock
+        self._synchronize = synchronizer(cache.kv.device)
         self._owners: list[bytes] = [b""] * cache.blocks
         """By block, the hash of the tokens whose KV it holds; empty: none, or an incomplete block."""
         self.times = PassTimes()
@@ -106,12 +108,16 @@ class DraftModel:
                 left -= len(tokens)
                 written.update(blocks)
                 last = state.filled + len(tokens) == length
-                rows[sequence] = _row(sequence, tokens, state.filled, int(last))
-        logits = self._forward(list(rows.values()))
+                # Two are missing after a draft that was right to its end: all results, for a captured pass.
+                results = (len(tokens) if len(tokens) <= 2 else 1) if last else 0
+                rows[sequence] = _row(sequence, tokens, state.filled, results)
+        logits, place, complete = self._forward(list(rows.values())), 0, []
         for sequence, row in rows.items():
             self._fill(sequence, _state(sequence), row.context)
-        complete = [sequence for sequence, row in rows.items() if row.wanted]
-        return list(zip(complete, logits, strict=True))
+            place += row.wanted
+            if row.wanted:
+                complete.append((sequence, logits[place - 1]))
+        return complete
 
     def _forward(self, rows: list[BatchRow]) -> Tensor:
         """Compute a pass. Forgets the blocks that it writes."""
@@ -121,6 +127,7 @@ class DraftModel:
                 self._owners[row.blocks[index]] = b""
         began = self._clock()
         logits = self._model.forward(Batch(rows, size, self._cache.kv.device), self._cache)
+        self._synchronize()
         if all(len(row.tokens) == 1 for row in rows):
             self.times.add(len(rows), self._clock() - began)
         return logits

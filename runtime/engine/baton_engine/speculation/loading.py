@@ -7,6 +7,7 @@ import logging
 import torch
 
 from baton_api.errors import SetupError
+from baton_api.workers import Role
 from baton_engine.lending import Seat
 from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
@@ -21,6 +22,22 @@ from baton_engine.transfer.compatibility import WeightsSummary
 log = logging.getLogger(__name__)
 
 
+def check_draft(settings: WorkerSettings, spec: ModelSpec, name: str) -> None:
+    """Raise SetupError if `settings` contradict each other, or the model `name` generates no text."""
+    if settings.speculation != "draft":
+        if settings.draft_model:
+            raise SetupError(
+                f"--draft-model {settings.draft_model} has no effect with "
+                f"--speculation {settings.speculation}. Set --speculation draft, or omit the draft model."
+            )
+    elif not settings.draft_model:
+        raise SetupError("--speculation draft requires a draft model. Set --draft-model.")
+    elif spec.headless:
+        raise SetupError(
+            f"--speculation draft has no effect: {name} generates no text. Omit it and --draft-model."
+        )
+
+
 def load_draft(
     settings: WorkerSettings,
     spec: ModelSpec,
@@ -32,17 +49,11 @@ def load_draft(
     """
     Load the draft model for a model of `spec`. Returns it, if there is one, and the bytes of its weights.
 
-    Raises SetupError if the settings contradict each other, or the draft model does not fit the model.
+    A prefill worker generates no answers, so it loads none: it may have the settings of the decode workers.
+    Raises SetupError if the draft model does not fit the model.
     """
-    if settings.speculation != "draft":
-        if settings.draft_model:
-            raise SetupError(
-                f"--draft-model {settings.draft_model} has no effect with "
-                f"--speculation {settings.speculation}. Set --speculation draft, or omit the draft model."
-            )
+    if settings.speculation != "draft" or settings.role is Role.PREFILL:
         return None, 0
-    if not settings.draft_model:
-        raise SetupError("--speculation draft requires a draft model. Set --draft-model.")
     checkpoint = resolve(settings.draft_model, progress)
     draft = load_spec(checkpoint)
     if draft.headless or draft.vocab != spec.vocab:

@@ -1,9 +1,10 @@
 """
 Planning of drafts: which generating sequences compute draft tokens in the next pass, and how many.
 
-Drafts never change an answer. The engine samples each position from its logits with the state of the
-sequence, as in a step of its own. It continues with the next position only if the sampled token is the draft
-token. This requires a model whose logits do not depend on the other tokens of a row (`Model.exact_rows`).
+The engine samples each position from its logits with the state of the sequence, as in a step of its own. It
+continues with the next position only if the sampled token is the draft token. So drafts decide how many
+tokens of an answer a pass has, and never which ones: an answer is a sample of the model's distribution.
+Kernels that round a row of several tokens otherwise than single tokens do so in all passes of several tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from baton_engine.speculation.verification import verify
 
 log = logging.getLogger(__name__)
 
+MOST_SEQUENCES = 64
+"""Maximum number of sequences of a pass with drafts of their own tokens. With more, the host would look for
+drafts longer than they save."""
+
 
 class Speculator:
     """Plans drafts on the engine's thread."""
@@ -32,16 +37,26 @@ class Speculator:
         self,
         scheduler: Scheduler,
         counters: EngineCounters,
-        tokens: int,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """`tokens` is the maximum length of a draft; 0 disables speculation."""
         self._draft_model = draft_model
         self._scheduler = scheduler
         self._counters = counters
-        self._tokens = tokens
-        self._times = PassTimes()
+        self._tokens = scheduler.limits.speculation_tokens
+        self.times = PassTimes(scheduler.limits.results)
+        """Those of the model."""
         self._rates = AcceptanceRates()
+
+    def expects(self, sequences: abc.Sequence[Sequence]) -> bool:
+        """
+        Return whether drafts of the requests' own tokens will probably pay after the next token of each.
+
+        A pass that is launched before that token is known has no drafts.
+        """
+        if not self._tokens:
+            return False
+        chances = [chances[1:] for _, _, chances in self._proposals(sequences)]
+        return any(allot(chances, len(sequences), self.times))
 
     def plan(self, plan: StepPlan) -> dict[Sequence, tuple[int, ...]]:
         """
@@ -53,14 +68,12 @@ class Speculator:
             return {}
         if self._draft_model is not None:
             return self._modeled(plan.decodes, self._draft_model)
-        proposals = [(sequence, self._proposed(sequence)) for sequence in plan.decodes]
-        proposals = [(sequence, draft) for sequence, draft in proposals if draft]
-        if not proposals:
+        if not (proposals := self._proposals(plan.decodes)):
             return {}
-        chances = [sequence.lookup.chances(len(draft)) for sequence, draft in proposals if sequence.lookup]
-        counts = allot(chances, len(plan.decodes), self._times)
+        chances = [chances for _, _, chances in proposals]
+        counts = allot(chances, len(plan.decodes), self.times)
         granted = {}
-        for (sequence, draft), count in zip(proposals, counts, strict=True):
+        for (sequence, draft, _), count in zip(proposals, counts, strict=True):
             if count and (count := self._scheduler.reserve(sequence, count)):
                 granted[sequence] = tuple(draft[:count])
         return granted
@@ -75,13 +88,17 @@ class Speculator:
         """See `verification.verify`. Also records the pass, and releases the blocks of rejected tokens."""
         if not self._tokens:
             return 0
-        if all(chunk.is_decode for chunk in chunks):
-            self._times.add(sum(chunk.size for chunk in chunks), result.seconds)
+        self.measured(chunks, result.seconds)
         drafts = [chunk for chunk in chunks if chunk.draft]
         accepted = verify(chunks, result, mask_filler, take) if drafts else 0
         self.forget(drafts)
         self._counters.add_drafts(len(drafts), sum(len(chunk.draft) for chunk in drafts), accepted)
         return accepted
+
+    def measured(self, chunks: abc.Sequence[ScheduledChunk], seconds: float) -> None:
+        """Record the time of a pass."""
+        if self._tokens and all(chunk.is_decode for chunk in chunks):
+            self.times.add(sum(chunk.size for chunk in chunks), seconds)
 
     def forget(self, chunks: abc.Sequence[ScheduledChunk]) -> None:
         """Release the blocks of draft tokens that are not part of an answer."""
@@ -98,7 +115,7 @@ class Speculator:
             return {}
         acceptances = [draft_model.acceptance(sequence) for sequence in limits]
         longest = max(limits.values())
-        count = common_length(acceptances, longest, len(decodes), self._times, draft_model.times)
+        count = common_length(acceptances, longest, len(decodes), self.times, draft_model.times)
         wanted = [(one, self._scheduler.reserve(one, min(count, limit))) for one, limit in limits.items()]
         wanted = [(sequence, granted) for sequence, granted in wanted if granted]
         try:
@@ -121,11 +138,16 @@ class Speculator:
         # A pass also samples the token after the draft.
         return max(0, min(self._tokens, left - 1)) if sequence.speculates else 0
 
-    def _proposed(self, sequence: Sequence) -> list[int]:
-        request, most = sequence.request, self._limit(sequence)
-        if not most:
-            return []
-        if sequence.lookup is None:
-            sequence.lookup = Lookup(request.prompt, request.prediction, self._rates)
-        sequence.lookup.follow(request.output)
-        return sequence.lookup.propose(most)
+    def _proposals(self, sequences: abc.Sequence[Sequence]) -> list[tuple[Sequence, list[int], list[float]]]:
+        """Return the sequences that have drafts of their own tokens, with them and their chances."""
+        proposals = []
+        for sequence in sequences if len(sequences) <= MOST_SEQUENCES else ():
+            request, most = sequence.request, self._limit(sequence)
+            if not most:
+                continue
+            if sequence.lookup is None:
+                sequence.lookup = Lookup(request.prompt, request.prediction, self._rates)
+            sequence.lookup.follow(request.output)
+            if draft := sequence.lookup.propose(most):
+                proposals.append((sequence, draft, sequence.lookup.chances(len(draft))))
+        return proposals
