@@ -19,15 +19,27 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from baton_api.errors import SetupError
 from baton_engine.batch import Batch
 from baton_engine.captured_passes import CapturedPasses
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.shards import Shard
 from baton_engine.model.spec import ModelSpec
 from baton_engine.parallel.group import Group
-from baton_engine.parallel.messages import Allocate, Allocated, Channel, Loaded, Start
-from baton_engine.parallel.rank import Rank
+from baton_engine.parallel.messages import (
+    Allocate,
+    Allocated,
+    Channel,
+    Connect,
+    Connected,
+    Loaded,
+    RankError,
+    Start,
+)
+from baton_engine.parallel.rank import Rank, measured
 from baton_engine.parallel.ranks import ParallelModel, Ranks
+from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.working_memory import working_memory
 from tests.engine.fake_graphs import FakeGraphs, TensorModel
 from tests.engine.fake_streams import on_device
 
@@ -51,6 +63,17 @@ class RankDevice(FakeGraphs):
         self.taken = taken
         """Returns the bytes that the rank has."""
         self.aborted = threading.Event()
+        self.free: int | None = None
+        self.most = 0
+        """Bytes that the largest pass needs."""
+        self.failing: Exception | None = None
+        """Raised by an operation with other ranks."""
+
+    def start(self) -> None:
+        """As `PeakMemory`."""
+
+    def peak(self) -> int:
+        return self.most
 
 
 class DeviceGroup(Group):
@@ -96,6 +119,8 @@ class DeviceBackend:
 
     def _run(self, begin: Callable[[], Any]) -> None:
         aborted = self._cuda.aborted
+        if self._cuda.failing is not None:
+            raise self._cuda.failing
         if aborted.is_set():
             return
         work = begin()
@@ -150,8 +175,10 @@ class RankThread:
         try:
             with torch.inference_mode():
                 self._serve(channel)
-        except (EOFError, RankKilled):
+        except (EOFError, RankKilled, BrokenPipeError):  # rank 0 has ended
             pass
+        except SetupError as error:
+            channel.send(RankError(reason=error.message))
         finally:
             channel.close()
 
@@ -161,13 +188,16 @@ class RankThread:
         shard, cuda = Shard(start.rank, start.size), self._cuda
         group = DeviceGroup(shard, self._vocab, cuda)
         part = self._make_part(shard, group)
-        channel.send(Loaded(weights=0, at_start=None, free=None))
+        channel.send(Loaded(weights=0, at_start=None))
+        connect = channel.receive()
+        assert isinstance(connect, Connect)
+        group.connect(Path(start.store), start.timeout_s)
+        channel.send(Connected(working=measured(part, connect, CPU, cuda), free=cuda.free))
         allocate = channel.receive()
         assert isinstance(allocate, Allocate)
         size, ranks = self._block_size, start.size
         cache = KVCache(part.spec, allocate.blocks, torch.float32, CPU, size, start.rank, ranks)
         channel.send(Allocated())
-        group.connect(Path(start.store), start.timeout_s)
         passes = CapturedPasses(part, on_device(cache, cuda), start.context, cuda.taken)
         rank = Rank(part, group, cache, passes, channel.send)
         while True:
@@ -182,6 +212,7 @@ def rank_threads(
     *,
     context: int,
     timeout_s: float = FOREVER_S,
+    limits: EngineLimits | None = None,
 ) -> ParallelModel:
     """Start the ranks of `devices` but the first one, which is that of `cache`. The caller closes `ranks`."""
     size, own = len(devices), devices[0]
@@ -209,7 +240,12 @@ def rank_threads(
     try:
         group = DeviceGroup(Shard(0, size), spec.vocab, own)
         model = ParallelModel(spec, make_part(Shard(0, size), group), group, ranks, ranks.load())
-        ranks.allocate(cache.blocks, cache.kv.dtype, group)
+
+        def measure() -> int:
+            return working_memory(model.part, limits, torch.float32, CPU, own) if limits is not None else 0
+
+        model.connect(limits, cache.kv.dtype, measure)
+        ranks.allocate(cache.blocks, cache.kv.dtype)
     except BaseException:
         ranks.close()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
@@ -10,14 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.graphs import CaptureLimits, GraphModel, with_graphs
-from baton_engine.kv.cache import KVCache
+from baton_engine.kv.cache import KVCache, MemoryBudget
 from baton_engine.model.decoder import Model
+from baton_engine.model.shards import Shard
+from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import ReplayPass
 from baton_engine.parallel.pass_watch import PassWatch
+from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import FinishReason
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_graphs import TensorModel
@@ -113,6 +119,47 @@ def test_parallel_batches_that_do_not_fit_are_computed_plainly() -> None:
         assert serving.run(*requests) == [serving.reference(request) for request in requests]
         assert isinstance(serving.graphs, GraphModel) and serving.graphs.rows == [1, 2]
         assert serving.replays[0] == serving.replays[1] != {}
+
+
+class SumModel:
+    """Its results are sums of zeros over all ranks."""
+
+    spec = SPEC
+
+    def __init__(self, shard: Shard, group: Group) -> None:
+        self.device = CPU
+        self.tokens = 0
+        self._group = group
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        self.tokens = max(self.tokens, batch.size)
+        return self._group.sum(torch.zeros((len(batch.wanted_at), self.spec.vocab)))
+
+
+def connected(*devices: RankDevice) -> ParallelModel:
+    """Return ranks that have measured the memory of their passes."""
+    cache = KVCache(SPEC, 20, torch.float32, CPU, block_size=4, ranks=len(devices))
+    return rank_threads(devices, SumModel, SPEC, cache, context=64, limits=ENGINE)
+
+
+def test_ranks_measure_their_memory_together() -> None:
+    """The fullest device decides. The passes are those of one worker, and all ranks compute them."""
+    own, other = RankDevice(), RankDevice()
+    own.most, other.most, other.free = 700, 900, 5_000
+    model = connected(own, other)
+    with contextlib.closing(model.ranks):
+        assert model.working == 900
+        budget = MemoryBudget(at_start=None, weights=1, free=6_000, gpu=True)
+        assert model.budget(budget).free == 5_000
+        assert isinstance(model.part, SumModel) and model.part.tokens == 64 + 16  # a prompt, and the others
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_without_memory_for_its_passes_ends_the_start(rank: int) -> None:
+    devices = [RankDevice(), RankDevice()]
+    devices[rank].failing = torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(SetupError, match=r"more than the free memory .* CUDA out of memory"):
+        connected(*devices)
 
 
 def refusing(after: int) -> RankDevice:

@@ -66,7 +66,7 @@ class CapturedPass:
 
     batch: StaticBatch
     logits: Tensor
-    """[rows, V] fp32, overwritten by each replay."""
+    """[rows, V] fp32, overwritten by each replay of any pass."""
     replay: Callable[[], None]
 
 
@@ -87,6 +87,8 @@ class CapturedPasses:
         self._taken = taken
         self._before = taken()
         self._passes: dict[int, CapturedPass] = {}
+        self._logits: Tensor | None = None
+        """The results of all passes, in memory of the largest one, which is captured first."""
 
     @property
     def used(self) -> int:
@@ -104,13 +106,20 @@ class CapturedPasses:
             block_size=size,
             device=cache.kv.device,
         )
-        # Without tokens, nothing is stored.
-        replay, logits = streams.capture(lambda: model.forward(batch, cache))
+
+        def run() -> Tensor:
+            logits = model.forward(batch, cache)  # without tokens, nothing is stored
+            if self._logits is None or len(self._logits) < rows:  # at the first run, which is not recorded
+                self._logits = torch.empty_like(logits)
+            return self._logits[:rows].copy_(logits)
+
+        replay, logits = streams.capture(run)
         self._passes[rows] = CapturedPass(batch, logits, replay)
         return self.used
 
     def drop(self, rows: int) -> None:
         self._passes.pop(rows, None)
+        self._logits = None  # the next pass may be smaller
 
     def fits(self, rows: int, batch: Batch) -> bool:
         return self._passes[rows].batch.fits(batch)

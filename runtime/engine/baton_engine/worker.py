@@ -238,8 +238,17 @@ def _open_cache(
     """Open the cache in the data type `kept`. That of a draft model has `dtype`."""
     gpu, model = device.type == "cuda", loaded.model
     working = capture_limits(settings, model).memory if gpu else 0
-    if gpu and not isinstance(model, ParallelModel):
-        largest = working_memory(model, limits, kept, device, DevicePeak(device))
+
+    def measure() -> int:
+        part = model.part if isinstance(model, ParallelModel) else model
+        return working_memory(part, limits, kept, device, DevicePeak(device)) if gpu else 0
+
+    if isinstance(model, ParallelModel):
+        model.connect(limits if gpu else None, kept, measure)
+        largest = model.working
+    else:
+        largest = measure()
+    if largest:
         log.info("The largest forward pass needs %s beside weights and KV cache", show_size(largest))
         working += largest
     free = free_bytes(device)

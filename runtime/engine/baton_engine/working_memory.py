@@ -85,12 +85,18 @@ def _prompt(tokens: int, limits: EngineLimits) -> BatchRow:
 
 
 def working_memory(
-    model: Model, limits: EngineLimits, dtype: torch.dtype, device: torch.device, memory: PeakMemory
+    model: Model,
+    limits: EngineLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: PeakMemory,
+    *,
+    samples: bool = True,
 ) -> int:
     """
-    Return the bytes that the largest pass needs, sampling included, beside weights and KV cache.
+    Return the bytes that the largest pass needs beside weights and KV cache.
 
-    Raises SetupError if they exceed the free memory.
+    Sampling is included if it `samples`. Raises SetupError if they exceed the free memory.
     """
     cache = KVCache(model.spec, LEAST_BLOCKS, dtype, device)
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
@@ -98,7 +104,7 @@ def working_memory(
     text = ""
     try:
         for rows in largest_passes(limits):
-            _compute(model, Batch(rows, BLOCK_SIZE, device), cache, sampling)
+            _compute(model, Batch(rows, BLOCK_SIZE, device), cache, sampling if samples else None)
     except Exception as error:
         if failure_of(error) is not FailureKind.MEMORY:
             raise
@@ -113,9 +119,10 @@ def working_memory(
 
 
 @torch.inference_mode()
-def _compute(model: Model, batch: Batch, cache: KVCache, sampling: SamplingParams) -> None:
+def _compute(model: Model, batch: Batch, cache: KVCache, sampling: SamplingParams | None) -> None:
     if model.spec.headless:
         model.hidden_states(batch, cache)
         return
     logits = model.forward(batch, cache)
-    sampler.sample(logits, [SamplingState(sampling, ()) for _ in range(len(logits))])
+    if sampling is not None:
+        sampler.sample(logits, [SamplingState(sampling, ()) for _ in range(len(logits))])

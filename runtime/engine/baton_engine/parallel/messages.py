@@ -4,7 +4,9 @@ Messages between rank 0 and the other ranks of a worker, over a socket pair for 
     rank 0                              rank r
       Start ------------------------->    load its part of the weights
       <------------------------- Loaded
-      Allocate ---------------------->    allocate its part of the KV cache, connect to the group
+      Connect ----------------------->    connect to the group, measure the memory of passes with all ranks
+      <---------------------- Connected
+      Allocate ---------------------->    allocate its part of the KV cache
       <---------------------- Allocated
       CapturePass ------------------->    capture its part of a decode pass
       <------------------- PassCaptured
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 from baton_api.messages import PoolLayout
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.model.spec import Quantize
+from baton_engine.scheduling.limits import EngineLimits
 
 LENGTH_BYTES = 4
 
@@ -58,6 +61,15 @@ class Start(RankMessage, frozen=True):
     """File by which the ranks find each other."""
     timeout_s: float
     log_format: str
+
+
+class Connect(RankMessage, frozen=True):
+    """Connect to the group, and then compute the largest passes with all ranks to measure their memory."""
+
+    limits: EngineLimits | None
+    """Those of the passes. None: nothing is measured, on a CPU."""
+    dtype: str
+    """Data type of keys and values."""
 
 
 class Allocate(RankMessage, frozen=True):
@@ -240,7 +252,15 @@ class Loaded(RankMessage, frozen=True):
     """Their bytes."""
     at_start: int | None
     """Free bytes of the device before the weights were loaded; None if unknown."""
+
+
+class Connected(RankMessage, frozen=True):
+    """The rank can compute."""
+
+    working: int
+    """Bytes that the largest pass needs beside weights and KV cache."""
     free: int | None
+    """Free bytes of the device."""
 
 
 class Allocated(RankMessage, frozen=True):
@@ -267,6 +287,8 @@ AnyPass = Forward | ReplayPass | Project
 AnyMessage = (
     Start
     | Loaded
+    | Connect
+    | Connected
     | Allocate
     | Allocated
     | CapturePass

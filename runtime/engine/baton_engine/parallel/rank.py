@@ -29,7 +29,7 @@ from baton_engine.captured_passes import CapturedPasses
 from baton_engine.devices import free_bytes, taken_bytes
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
-from baton_engine.model.decoder import Decoder, create_decoder
+from baton_engine.model.decoder import Decoder, Model, create_decoder
 from baton_engine.model.shards import Shard
 from baton_engine.ops.choice import kept_formats
 from baton_engine.parallel.group import Group
@@ -39,6 +39,8 @@ from baton_engine.parallel.messages import (
     AnyMessage,
     CapturePass,
     Channel,
+    Connect,
+    Connected,
     DropPass,
     Forward,
     Loaded,
@@ -51,6 +53,7 @@ from baton_engine.parallel.messages import (
 from baton_engine.parallel.parallel_passes import captured
 from baton_engine.parallel.rank_orders import RankOrders
 from baton_engine.transfer.compatibility import WeightsSummary
+from baton_engine.working_memory import DevicePeak, PeakMemory, working_memory
 
 log = logging.getLogger(__name__)
 
@@ -95,16 +98,26 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     device = torch.device(start.device)
     at_start = free_bytes(device)
     group, model, size = _load(start, device)
-    channel.send(Loaded(weights=size, at_start=at_start, free=free_bytes(device)))
+    channel.send(Loaded(weights=size, at_start=at_start))
+    connect = _expect(inbox, Connect)
+    group.connect(Path(start.store), start.timeout_s)
+    working = measured(model, connect, device, DevicePeak(device))
+    channel.send(Connected(working=working, free=free_bytes(device)))
     request = _expect(inbox, Allocate)
     dtype = getattr(torch, request.dtype)
     cache = KVCache(model.spec, request.blocks, dtype, device, rank=start.rank, ranks=start.size)
     channel.send(Allocated())
-    group.connect(Path(start.store), start.timeout_s)
     passes = CapturedPasses(model, cache, start.context, partial(taken_bytes, device))
     rank = Rank(model, group, cache, passes, channel.send)
     while True:
         rank.obey(inbox.get())
+
+
+def measured(model: Model, message: Connect, device: torch.device, memory: PeakMemory) -> int:
+    """Return the bytes that the largest pass needs on this rank's device. Raises SetupError."""
+    if message.limits is None:
+        return 0
+    return working_memory(model, message.limits, getattr(torch, message.dtype), device, memory, samples=False)
 
 
 def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:

@@ -42,6 +42,8 @@ from baton_engine.parallel.messages import (
     AnyPass,
     AnyReply,
     Channel,
+    Connect,
+    Connected,
     Forward,
     Loaded,
     OrderFailed,
@@ -53,6 +55,7 @@ from baton_engine.parallel.messages import (
 )
 from baton_engine.parallel.pass_watch import PassWatch
 from baton_engine.parallel.rank_pools import RankPools
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.streams import Streams, streams_of
 
 log = logging.getLogger(__name__)
@@ -139,16 +142,30 @@ class Ranks:
         """Wait for the replies of all other ranks to a `post`. Raises SetupError."""
         return [self._receive(other, kind, self._timeout_s) for other in self._others]
 
-    def allocate(self, blocks: int, dtype: torch.dtype, group: Group) -> None:
-        """Allocate the KV blocks of all other ranks and connect `group` to them. Raises SetupError."""
+    def connect(self, message: Connect, group: Group, measure: Callable[[], int]) -> list[Connected]:
+        """
+        Connect `group` to all other ranks, while rank 0's part of the measurement is `measure`.
+
+        Returns the replies of all ranks. Raises SetupError.
+        """
         try:
-            self.post(Allocate(blocks=blocks, dtype=str(dtype).removeprefix("torch.")))
-            for other in self._others:
-                self._receive(other, Allocated)
+            self.post(message)
             group.connect(self._store, self._timeout_s)
             self._group = group
+            own = Connected(working=measure(), free=None)
         except (OSError, RuntimeError) as error:
-            raise SetupError(f"The ranks cannot connect to one another: {self._failure or error}") from error
+            self._failed.wait(REASON_S)
+            raise SetupError(f"Tensor parallelism cannot start: {self._failure or error}") from error
+        return [own, *(self._receive(other, Connected) for other in self._others)]
+
+    def allocate(self, blocks: int, dtype: torch.dtype) -> None:
+        """Allocate the KV blocks of all other ranks. Raises SetupError."""
+        try:
+            self.post(Allocate(blocks=blocks, dtype=_name(dtype)))
+        except OSError as error:
+            raise SetupError(f"Tensor parallelism cannot start: a rank has ended: {error}") from error
+        for other in self._others:
+            self._receive(other, Allocated)
 
     def order(self, order: AnyOrder) -> list[Future[AnyReply]]:
         """Send `order` with a number of its own. The futures fail with TransferFailed if a rank ends."""
@@ -330,6 +347,7 @@ class ParallelModel:
         self.ranks = ranks
         self._group = group
         self._loaded = loaded
+        self._connected: list[Connected] = []
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.ranks.compute(Forward.of(batch), lambda: self.part.forward(batch, cache), cache.streams)
@@ -354,8 +372,23 @@ class ParallelModel:
     def open_cache(self, blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Allocate the KV cache of all ranks. Returns rank 0's. Raises SetupError."""
         cache = KVCache(self.part.spec, blocks, dtype, device, ranks=self._group.shard.size)
-        self.ranks.allocate(blocks, dtype, self._group)
+        self.ranks.allocate(blocks, dtype)
         return cache
+
+    def connect(self, limits: EngineLimits | None, dtype: torch.dtype, measure: Callable[[], int]) -> None:
+        """
+        Connect the ranks. All others measure the largest passes of `limits` while rank 0 calls `measure`.
+
+        None: nothing is measured, and `measure` returns 0. `dtype` is that of the KV cache.
+        Raises SetupError.
+        """
+        message = Connect(limits=limits, dtype=_name(dtype))
+        self._connected = self.ranks.connect(message, self._group, measure)
+
+    @property
+    def working(self) -> int:
+        """Return the bytes that the largest pass needs on the device where it needs most."""
+        return max(one.working for one in self._connected)
 
     @property
     def pools(self) -> RankPools:
@@ -370,8 +403,12 @@ class ParallelModel:
         return replace(
             own,
             at_start=_least([own.at_start, *(other.at_start for other in others)]),
-            free=_least([own.free, *(other.free for other in others)]),
+            free=_least([own.free, *(other.free for other in self._connected)]),
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _least(values: list[int | None]) -> int | None:
