@@ -298,9 +298,9 @@ REFUSALS = (
         "--prefill and --decode are sufficient",
     ),
     Refusal(
-        "--policy --prefill-policy --decode-policy --cache-threshold --balance-* --eviction-* "
+        "--prefill-policy --decode-policy --cache-threshold --balance-* --eviction-* "
         "--max-tree-size --max-idle-secs --assignment-mode --bucket-adjust-* --dp-aware",
-        "the router has one policy without thresholds",
+        "--policy is for workers of both roles, and no policy has thresholds",
     ),
     Refusal(
         "--selector --prefill-selector --decode-selector --service-discovery*",

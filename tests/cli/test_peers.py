@@ -263,7 +263,7 @@ FACTS: dict[str, bool] = {
     "--model-path": ROUTER.isdisjoint({"model", "chat_template", "reasoning_parser", "tool_call_parser"}),
     "--load-balance-method": "router" in main.SERVERS,
     "--pd-disaggregation": {"prefill", "decode"} <= ROUTER,
-    "--policy": WORDS.isdisjoint({"policy", "threshold", "balance", "eviction"}),
+    "--prefill-policy": "policy" in ROUTER and WORDS.isdisjoint({"threshold", "balance", "eviction"}),
     "--selector": "of the Service"
     in " ".join(str(RouterSettings.model_fields["kubernetes_selector"].description).split()),
     "--max-concurrent-requests": {"queue_requests", "queue_bytes", "wait_s", "tenants_file"} <= ROUTER,
