@@ -19,7 +19,7 @@ TAG = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' api/baton_api/__init__.py)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check fix docs bench mutants e2e images
+.PHONY: help demo test test-all check check-types check-rules fix docs bench mutants e2e images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,9 +35,16 @@ test-all: $(VENV)/dev ## run all tests; up to three that fail run again, alone
 	$(PYTEST) -n logical || $(PYTHON) -m checks.repeat $$?
 
 check: $(VENV)/dev ## what a change must pass besides the tests
+	@$(MAKE) --no-print-directory --jobs=2 check-types check-rules
+
+check-types: # by one core, for most of the time
+	$(VENV)/bin/mypy
+
+check-rules:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/codespell
+	$(VENV)/bin/vulture
 	$(VENV)/bin/lint-imports
 	$(PYTHON) -m baton_operator.crd --check
 	$(PYTHON) -m baton_operator.chart --check

@@ -128,7 +128,7 @@ GENERATED: dict[str, Callable[[random.Random, float], Iterator[Arrival]]] = {
 
 
 def arrivals(name: str, minutes: float) -> Iterator[Arrival]:
-    """One of `MADE`, or a Mooncake trace by its path."""
+    """One of `GENERATED`, or a Mooncake trace by its path."""
     generator = GENERATED.get(name)
     return generator(random.Random(1), minutes) if generator else mooncake(Path(name), minutes)
 

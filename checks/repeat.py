@@ -30,6 +30,7 @@ def to_repeat(status: int, failed: Collection[str]) -> list[str]:
     Args:
         status: The exit status of the whole run, which must have come to its end.
         failed: Ids of tests, or of files that could not be imported.
+
     """
     complete = status == pytest.ExitCode.TESTS_FAILED and all("::" in test for test in failed)
     return sorted(failed) if complete and len(failed) <= LIMIT else []

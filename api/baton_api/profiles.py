@@ -134,10 +134,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     points: tuple[Point, ...] = ()
     """Measurements of the fitted lines."""
 
-    def for_objectives(self, objectives: Objectives) -> Capacity:
-        """Return the capacity for other objectives."""
-        return capacity(self.prefill, self.step, self.transfer, self.kv_tokens, self.max_streams, objectives)
-
 
 def capacity(
     prefill: PrefillLine,

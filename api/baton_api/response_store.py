@@ -202,7 +202,8 @@ _decoder = msgspec.json.Decoder(_Answer)
 
 def owner(authorization: bytes, keyed: bool) -> bytes:
     """Return the owner for an Authorization header. Each API key is an owner; without keys there is one
-    owner."""
+    owner.
+    """
     return hashlib.sha256(authorization.partition(b" ")[2].strip()).digest() if keyed else b""
 
 

@@ -51,7 +51,8 @@ def issue(
 
 def read(secret: bytes, token: str, now: float) -> RunnerToken | None:
     """Return the content of a valid token. None: the signature is wrong, the token has expired, or `secret`
-    is empty."""
+    is empty.
+    """
     text, _, signature = token.rpartition(".")
     expected = _signature(secret, text)
     if not secret or not hmac.compare_digest(signature.encode(), expected.encode()):  # a str must be ASCII

@@ -54,7 +54,8 @@ class Collector:
     @classmethod
     def of(cls, endpoint: str, environment: Mapping[str, str] = os.environ) -> Collector:
         """Return the collector at `endpoint`, with OpenTelemetry's environment variables. Raises
-        SetupError."""
+        SetupError.
+        """
         if urllib.parse.urlsplit(endpoint).scheme not in ("http", "https"):
             raise SetupError(
                 f"Invalid --tracing-endpoint {endpoint!r}. Expected a URL such as http://127.0.0.1:4318."

@@ -81,7 +81,8 @@ CLUSTER = (
 
 def own(lease: str) -> tuple[Rule, ...]:
     """Permissions in the operator's namespace for the Lease `lease`. Rules for `create` cannot name
-    objects."""
+    objects.
+    """
     group, why = "coordination.k8s.io", "Elect the active operator."
     return (
         Rule(group, ("leases",), ("create",), why),

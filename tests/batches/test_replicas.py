@@ -46,7 +46,8 @@ class Pair:
 
     def who_runs(self) -> tuple[int, psutil.Process]:
         """Return the only router with a runner, once the other has noticed that it was late, and the
-        runner."""
+        runner.
+        """
         having: list[tuple[int, psutil.Process]] = []
 
         def one_has() -> bool:

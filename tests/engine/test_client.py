@@ -77,7 +77,6 @@ async def test_client_rejection_is_raised_before_iteration(client: AsyncEngine) 
 
 async def test_client_dropped_generation_is_aborted(client: AsyncEngine, model: FakeModel) -> None:
     """Its reader was cancelled between two outputs, or never began."""
-
     reading = asyncio.Event()
     model.stops_at = 2
 

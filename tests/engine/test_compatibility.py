@@ -15,7 +15,7 @@ from baton_engine.model.latent import LatentSpec
 from baton_engine.model.quantized import floats
 from baton_engine.model.spec import ModelSpec, RopeScaling
 from baton_engine.model.weights import LayerWeights, Weights
-from baton_engine.transfer.compatibility import Compatibility, compatibility_digest, weights_digest
+from baton_engine.transfer.compatibility import Compatibility, weights_digest
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -61,7 +61,7 @@ def weights(seed: int = 1, dtype: torch.dtype = torch.float32) -> Weights:
 
 def digest(**changes: Any) -> str:
     spec = dataclasses.replace(SPEC, **changes)
-    return compatibility_digest(spec, torch.float32, "w")
+    return Compatibility.of(spec, torch.float32, "w").digest
 
 
 LATENT = LatentSpec(q_rank=0, kv_rank=4, plain=2, value=2)
@@ -105,10 +105,10 @@ def test_latent_blocks_have_a_layout_of_their_own() -> None:
 
 def test_dtype_block_size_and_weights_count() -> None:
     digests = {
-        compatibility_digest(SPEC, torch.float32, "w"),
-        compatibility_digest(SPEC, torch.bfloat16, "w"),
-        compatibility_digest(SPEC, torch.float32, "w", 32),
-        compatibility_digest(SPEC, torch.float32, "v"),
+        Compatibility.of(SPEC, torch.float32, "w").digest,
+        Compatibility.of(SPEC, torch.bfloat16, "w").digest,
+        Compatibility.of(SPEC, torch.float32, "w", 32).digest,
+        Compatibility.of(SPEC, torch.float32, "v").digest,
     }
     assert len(digests) == 4
 
@@ -123,7 +123,7 @@ def test_compatibility_difference_has_both_values() -> None:
     assert f"protocol is {PROTOCOL} here and unknown there" in ours.differences({})
 
 
-def test_compatibility_digest_separates_names_and_values() -> None:
+def test_digest_separates_names_and_values() -> None:
     assert Compatibility({"ab": "c"}).digest != Compatibility({"a": "bc"}).digest
 
 

@@ -117,7 +117,7 @@ def test_cache_that_cannot_be_written_changes_nothing(folder: Path, tmp_path: Pa
 
 
 def test_settings_outside_the_serialization_are_not_stored(folder: Path, tmp_path: Path) -> None:
-    """`split_special_tokens` of tokenizer_config.json is a flag of the object that its JSON lacks."""
+    """tokenizer_config.json sets a flag (split_special_tokens) that is no part of the tokenizer's JSON."""
     split = read(folder)
     split.backend_tokenizer.encode_special_tokens = True
     load_or_make(tmp_path, "digest", lambda: split)

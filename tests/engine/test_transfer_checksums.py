@@ -7,7 +7,7 @@ import random
 import pytest
 import xxhash
 
-from baton_engine.transfer.integrity import block_checksum, block_checksums
+from baton_engine.transfer.integrity import block_checksums
 from tests.engine.fake_streams import FakeCuda, on_device
 from tests.engine.transfer_pools import pattern, pool, rows
 
@@ -18,7 +18,7 @@ def test_checksum_is_the_xxh3_of_the_blocks_bytes() -> None:
     cache = pool(8, layers=2)
     rows(cache).copy_(pattern(8, 2, seed=1))
     for block in range(8):
-        assert block_checksum(cache, block) == xxhash.xxh3_64_intdigest(bytes(cache.block(block)))
+        assert block_checksums(cache, [block])[0] == xxhash.xxh3_64_intdigest(bytes(cache.block(block)))
 
 
 def split_mix(state: int) -> int:

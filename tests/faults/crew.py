@@ -116,7 +116,7 @@ class Crew:
         return await call(self.router.port, spec or self.spec())
 
     async def calls(self, count: int, at_once: int = 4, **fields: Any) -> list[Outcome]:
-        """So many, of which every fourth wants a whole answer, unless `wish` says what."""
+        """Send `count` calls with `fields`. Without fields, all but every fourth are streamed."""
         outcomes: list[Outcome] = []
         waiting = iter(range(count))
 

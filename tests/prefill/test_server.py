@@ -35,7 +35,7 @@ from baton_api.sampling import SamplingParams
 from baton_engine.requests import Output, Request
 from baton_engine.transfer import control
 from baton_engine.transfer.control import ControlConnection
-from baton_engine.transfer.integrity import block_checksum
+from baton_engine.transfer.integrity import block_checksums
 from baton_prefill.server import PrefillServer
 from tests.decode.pair import PACE, TIMEOUT_S, Side, eventually, fake_side, serve
 from tests.engine.fake_model import FakeModel
@@ -197,7 +197,7 @@ async def test_prefill_announces_computed_blocks_then_commits() -> None:
         blocks = [block for chunk in heard for block in chunk.blocks]
         assert len(set(blocks)) == BLOCKS
         sums = [checksum for chunk in heard for checksum in chunk.checksums]
-        assert sums == [block_checksum(bench.side.cache, block) for block in blocks]
+        assert sums == block_checksums(bench.side.cache, blocks)
         assert commit.first.token == FakeModel().greedy(PROMPT, 1)[0]
         tail = root_hash()
         for start in range(0, 30, 4):

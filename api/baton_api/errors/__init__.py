@@ -41,7 +41,7 @@ Each class knows its HTTP status and its OpenAI type, code and param. So one fun
 response, and handlers do not mention statuses. Workers exchange `TransferFailed` and `IncompatiblePeer`; a
 client sees them only when recovery was not allowed. `SetupError` ends a process at startup.
 
-Each message is written here, once. The body is OpenAI's `ErrorResponse`, with message, type, param and code
+Each message is written here, once. The body is an error of OpenAI, with message, type, param and code
 always present. The first paragraph of a class's docstring is the meaning, the rest is the remedy. The
 reference of errors is generated from both.
 """

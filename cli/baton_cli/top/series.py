@@ -51,10 +51,6 @@ class Exposed:
                 yield given, value
 
 
-NOTHING = Exposed({})
-"""The metrics of a process that does not answer."""
-
-
 def gained(before: Exposed, now: Exposed, metric: Metric, **labels: str) -> float | None:
     """
     Return the increase of a counter. None if the metric does not exist.

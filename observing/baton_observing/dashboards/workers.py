@@ -263,7 +263,6 @@ GPU_MEMORY_USED = "DCGM_FI_DEV_FB_USED"
 GPU_MEMORY_FREE = "DCGM_FI_DEV_FB_FREE"
 XID = "DCGM_FI_DEV_XID_ERRORS"
 """Code of the last error, or 0."""
-DCGM_METRICS = frozenset({GPU_UTILIZATION, TENSOR_ACTIVITY, GPU_MEMORY_USED, GPU_MEMORY_FREE, XID})
 
 
 def _by_pod(metric: str, how: str = "avg") -> str:

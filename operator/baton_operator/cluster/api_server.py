@@ -57,7 +57,8 @@ class NoWriteListener:
 
 class ApiServer:
     """One API server and account. `guard` is called before each write and raises if the operator may not
-    write."""
+    write.
+    """
 
     def __init__(
         self,
@@ -150,7 +151,8 @@ class ApiServer:
         self, api: str, kind: str, namespace: str = "", selector: str = "", field: str = ""
     ) -> list[Manifest]:
         """Return the objects of a kind that match the selectors; empty `namespace`: all. Raises
-        ApiException."""
+        ApiException.
+        """
         objects: list[Manifest] = []
         async for items, _ in self.pages(api, kind, namespace, selector, field):
             # Items of a list lack apiVersion and kind.
@@ -192,7 +194,8 @@ class ApiServer:
 
     async def replace(self, manifest: Manifest) -> Manifest:
         """Replace the version that the manifest was read from. Raises ApiException, 409 if there is a newer
-        one."""
+        one.
+        """
         return await self._request("PUT", path_of(manifest), body=manifest)
 
     async def delete(self, manifest: Manifest) -> None:

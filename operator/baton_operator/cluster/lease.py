@@ -114,7 +114,8 @@ class OtherLeases:
 
     def look(self, leases: Sequence[Manifest], now: float) -> Manifest | bool:
         """Return the Lease of a live operator, True if there is certainly none, or False if it is not known
-        yet."""
+        yet.
+        """
         waits = False
         for one in leases:
             name = one["metadata"]["namespace"], one["metadata"]["name"]

@@ -66,7 +66,8 @@ class FileStore(Part):
 )
 class BatchSettings(Part):
     """Files and batches API. Without databaseSecretRef and files, each router keeps its own files and batches
-    and loses them when its pod ends."""
+    and loses them when its pod ends.
+    """
 
     execution: Literal["Subprocess", "Jobs"] = "Subprocess"
     """Where batches run. Subprocess: in processes beside each router. Jobs: in one Kubernetes Job for each
@@ -93,7 +94,8 @@ class BatchSettings(Part):
 )
 class Router(Part):
     """Routers: the OpenAI-compatible API, scheduling and queueing. A change restarts routers one by one and
-    does not affect workers."""
+    does not affect workers.
+    """
 
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of routers. Routers do not share load information, so few large routers schedule better than

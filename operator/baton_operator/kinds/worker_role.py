@@ -172,7 +172,8 @@ class DisruptionBudget(Part):
 
 class Parallelism(Part):
     """Distribution of one worker over accelerators and nodes. For engine types vLLM and SGLang; tensor also
-    for Baton."""
+    for Baton.
+    """
 
     tensor: Annotated[int, Field(ge=1, le=512)] = 1
     """Accelerators among which each layer is divided. A Baton worker without accelerators divides it among

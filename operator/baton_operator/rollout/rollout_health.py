@@ -32,7 +32,8 @@ SLOW_PERCENT = 5
 @dataclass(frozen=True, slots=True)
 class RolloutHealth:
     """Outcomes of the recent requests that routers sent to a revision, whichever revision answered in the
-    end."""
+    end.
+    """
 
     requests: int = 0
     failed: int = 0

@@ -51,7 +51,8 @@ class PrometheusClient:
 
     def __init__(self, own_url: str = "", token_file: str = "", ca_file: str = "") -> None:
         """`token_file`: bearer token for `own_url`, read for each query; `ca_file`: its certificate
-        authority."""
+        authority.
+        """
         self._own_url = own_url
         self._token_file = token_file
         self._tls = ssl.create_default_context(cafile=ca_file) if ca_file else None

@@ -34,7 +34,6 @@ class ServerInfo(msgspec.Struct):
     disaggregation_transfer_backend: str = ""
     page_size: int | None = None
     kv_cache_dtype: str = ""
-    context_length: int | None = None
     max_total_num_tokens: int | None = None
     kv_events_config: str | None = None
     dp_size: int = 1

@@ -40,7 +40,8 @@ class AdapterRegistry:
         models: Sequence[str] = (),
     ) -> None:
         """`read`: loads (name, path) on any thread; None: no adapters. `limit`: maximum number of them.
-        `models`: names that adapters cannot have."""
+        `models`: names that adapters cannot have.
+        """
         self._read = read
         self._limit = limit
         self._models = frozenset(models)

@@ -278,6 +278,7 @@ def report_of(request: Request, output: Output) -> PromptReport | None:
 
 def _engine_id(work: Work, index: int) -> str:
     """Return the engine's id of a choice. A resumed request has another id than the original one, because
-    the same worker may not have released that one yet."""
+    the same worker may not have released that one yet.
+    """
     drawn = work.parameters.sampling.drawn
     return f"{work.shape.id}-{index}" + (f"-from-{drawn}" if work.resumption is not None else "")

@@ -86,7 +86,7 @@ class SchemaError(ValueError):
     """The schema cannot be enforced. The message contains the place within the schema and the reason."""
 
 
-def problem(schema: object, path: str = "") -> str:
+def problem(schema: object, path: str = "") -> str:  # noqa: C901 - one rule after the other
     """
     Return the first error in the form of `schema` and its path; empty if there is none.
 
@@ -216,7 +216,7 @@ class _Writer:
             return {"$ref": f"#/$defs/{self._defined(value, at, ())}"}
         return self.schema(value, at)
 
-    def schema(
+    def schema(  # noqa: C901 - one branch for each keyword
         self, value: Any, at: str, beside: Names = (), parts: set[str] | None = None
     ) -> dict[str, Any] | bool:
         """

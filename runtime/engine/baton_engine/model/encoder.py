@@ -60,8 +60,6 @@ ARCHITECTURES = {
 }
 """The supported encoders by `architectures` in `config.json`."""
 
-TYPES_LIMIT = 16
-
 ACTIVATIONS = {
     "gelu": "none",
     "gelu_new": "tanh",

@@ -135,7 +135,8 @@ class Lookup:
 
     def chances(self, count: int) -> list[float]:
         """Return for each of the next `count` draft tokens the probability that it and all before it are
-        accepted."""
+        accepted.
+        """
         chances, chance = [], 1.0
         for ahead in range(count):
             kind = _kind(self._matched + ahead)

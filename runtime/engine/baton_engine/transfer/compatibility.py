@@ -97,13 +97,6 @@ class Compatibility:
         )
 
 
-def compatibility_digest(
-    spec: ModelSpec, dtype: torch.dtype, weights: str, block_size: int = BLOCK_SIZE
-) -> str:
-    """Return only the digest."""
-    return Compatibility.of(spec, dtype, weights, block_size).digest
-
-
 def weights_digest(weights: Weights) -> str:
     """
     Return a fast digest of `weights`: names, shapes, types and some bytes of each tensor.

@@ -28,11 +28,6 @@ from baton_engine.streams import copied
 from baton_engine.transfer.parts import VRAM
 
 
-def block_checksum(cache: KVCache, block: int) -> int:
-    """Return the checksum of `block` in host memory. Releases the interpreter lock for large blocks."""
-    return block_checksums(cache, (block,))[0]
-
-
 def by_sums(announced: Sequence[PoolLayout], readers: int) -> bool:
     """
     Return whether checksums are sums of words. Both workers decide it by the same rule.

@@ -37,9 +37,6 @@ COLUMNS = 64
 MOST_STEP = 128
 """Inputs per step at most. A step is in one group."""
 
-LEAST_STEP = 16
-"""Inputs of a matrix product on tensor cores."""
-
 SPLIT = 2048
 """Inputs that are added before they are added to others. A multiple of all steps."""
 

@@ -1,0 +1,162 @@
+"""
+Names in docstrings exist.
+
+A renamed class leaves its old name behind in sentences, where no tool looks. So every error after "raises"
+is a class that a module defines or imports, and every identifier in backticks stands somewhere in the code:
+as a name, an attribute, an argument, a module or a string. The second part of `a.b` belongs to the first if
+that is a class of ours.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("api", "benchmarks", "checks", "cli", "e2e", "observing", "operator", "router", "runtime", "tests")
+
+FOREIGN = {"Glm4Config", "GptOssConfig", "roundf"}
+"""Of transformers and C. Our code does not contain them."""
+
+BACKTICKS = re.compile(r"``([^`]+)``|`([^`]+)`")
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
+NAME = re.compile(r"[A-Za-z_]\w*")
+ERROR = r"`?[A-Z]\w*(?:\.[A-Z]\w*)?`?"
+RAISES = re.compile(rf"\b[Rr]ais(?:es?|ed|ing)\s+({ERROR}(?:(?:,|,?\s+(?:or|and))\s+{ERROR})*)")
+
+IGNORED = (ast.expr_context, ast.operator, ast.cmpop, ast.arguments)
+
+
+@dataclass
+class Code:
+    """Names in a set of modules, and their docstrings by place."""
+
+    docstrings: list[tuple[str, str]] = field(default_factory=list)
+    names: set[str] = field(default_factory=lambda: set(dir(builtins)) | FOREIGN)
+    """Whatever stands in the code, and the names of files."""
+    classes: set[str] = field(default_factory=lambda: set(dir(builtins)))
+    """Classes, what is imported, attributes of modules, and constants, which may hold tuples of errors."""
+    members: dict[str, set[str]] = field(default_factory=dict)
+    """Names in the body of each class, except in tests. A name stands for all classes that have it."""
+    bases: dict[str, set[str]] = field(default_factory=dict)
+
+    def read(self, text: str, place: str) -> None:
+        tree = ast.parse(text)
+        nodes = [node for node in ast.walk(tree) if not isinstance(node, IGNORED)]
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            self.names.update(names(node))
+            match node:
+                case ast.Constant(value=str(text)) if node in docstrings:
+                    self.docstrings.append((f"{place}:{node.lineno}", text))
+                case ast.Constant(value=str(text)):
+                    self.names.update(NAME.findall(text))
+                case ast.ClassDef(name=name):
+                    self.classes.add(name)
+                    if place.startswith("tests/"):
+                        continue
+                    members = self.members.setdefault(name, set())
+                    members.update(member for inner in ast.walk(node) for member in names(inner))
+                    bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+                    self.bases.setdefault(name, set()).update(
+                        base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in bases
+                    )
+                case ast.ImportFrom():
+                    self.classes.update(alias.asname or alias.name for alias in node.names)
+                case ast.Attribute(attr=name) | ast.Name(id=name) if name.isupper() or name.endswith("Error"):
+                    self.classes.add(name)
+
+    def missing(self, identifier: str) -> str:
+        """The part of a dotted identifier that does not exist, or ''."""
+        parts: list[str] = NAME.findall(identifier)
+        for part in parts:
+            if part not in self.names:
+                return part
+        for owner, member in pairwise(parts):
+            if member not in (self.of_class(owner) or {member}):
+                return f"{owner}.{member}"
+        return ""
+
+    def of_class(self, name: str) -> set[str]:
+        """Members with those of the bases. Nothing if one of these is not ours: then nothing is known."""
+        if name not in self.members:
+            return set()
+        inherited = [self.of_class(base) for base in self.bases[name] - {"Protocol", "object", "Generic"}]
+        return self.members[name].union(*inherited) if all(inherited) else set()
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    """Identifiers that a node consists of."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.alias(name=name, asname=alias):
+            yield from [*name.split("."), alias or ""]
+        case ast.ImportFrom(module=str(name)):
+            yield from name.split(".")
+
+
+def findings(code: Code) -> list[str]:
+    """What does not exist, as "PLACE: NAME"."""
+    found = []
+    for place, text in code.docstrings:
+        for match in BACKTICKS.finditer(text):
+            word = match[1] or match[2]
+            if IDENTIFIER.fullmatch(word) and (missing := code.missing(word)):
+                found.append(f"{place}: {missing}")
+        for match in RAISES.finditer(text):
+            for name in re.findall(r"[A-Z]\w*(?![\w.])", match[1]):
+                if name not in code.classes:
+                    found.append(f"{place}: error {name}")
+    return found
+
+
+def test_names_in_docstrings_exist() -> None:
+    code = Code()
+    for path in [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*"))]:
+        code.names.update(NAME.findall(str(path.relative_to(ROOT))))
+        if path.suffix == ".py":
+            code.read(path.read_text(), str(path.relative_to(ROOT)))
+    assert len(code.docstrings) > 5_000
+    assert findings(code) == []
+
+
+MODULE = '''
+from errors import Busy, Gone
+
+class Pool(Base):
+    """Takes `blocks`, and {docstring}."""
+
+    blocks: int
+
+    def take(self, count):
+        raise Busy("pool is full")
+'''
+
+
+@pytest.mark.parametrize(
+    ("docstring", "missing"),
+    [
+        ("`Pool.take` raises Busy", ""),
+        ("raises Busy or `Gone`, ValueError", ""),
+        ("raises Busy or Dismissed", "error Dismissed"),
+        ("may raise `errors.Lost`", "Lost"),
+        ("`Pool.leave` undoes `take()`", "Pool.leave"),
+        ("`count` of ``held_blocks``", "held_blocks"),
+        ("the log says `full`, see `/workers` and `--pool N`", ""),
+    ],
+)
+def test_a_docstring_that_names_what_is_not_there_is_found(docstring: str, missing: str) -> None:
+    code = Code()
+    code.read("class Base:\n    pass\n\nleave = 1", "base.py")
+    code.read(MODULE.format(docstring=docstring), "pool.py")
+    assert findings(code) == ([f"pool.py:5: {missing}"] if missing else [])
