@@ -49,7 +49,7 @@ check-rules:
 	$(PYTHON) -m baton_operator.crd --check
 	$(PYTHON) -m baton_operator.chart --check
 	$(PYTHON) -m baton_observing --check
-	$(PYTHON) -m baton_cli.reference --check
+	$(PYTHON) -m docs.generators.reference --check
 	$(MKDOCS) build --strict --quiet
 
 fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pages
@@ -58,7 +58,7 @@ fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pag
 	$(PYTHON) -m baton_operator.crd
 	$(PYTHON) -m baton_operator.chart
 	$(PYTHON) -m baton_observing
-	$(PYTHON) -m baton_cli.reference
+	$(PYTHON) -m docs.generators.reference
 
 docs: $(VENV)/dev ## build the documentation site in build/site; dead links are errors
 	$(MKDOCS) build --strict

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("api", "benchmarks", "checks", "cli", "e2e", "observing", "operator", "router", "runtime", "tests")
+FOLDERS = (
+    "api",
+    "benchmarks",
+    "checks",
+    "cli",
+    "docs",
+    "e2e",
+    "observing",
+    "operator",
+    "router",
+    "runtime",
+    "tests",
+)
 
 FOREIGN = {"Glm4Config", "GptOssConfig", "roundf"}
 """Of transformers and C. Our code does not contain them."""
@@ -51,8 +63,8 @@ class Code:
         tree = ast.parse(text)
         nodes = [node for node in ast.walk(tree) if not isinstance(node, IGNORED)]
         docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        self.names |= names(nodes)
         for node in nodes:
-            self.names.update(names(node))
             match node:
                 case ast.Constant(value=str(text)) if node in docstrings:
                     self.docstrings.append((f"{place}:{node.lineno}", text))
@@ -63,7 +75,7 @@ class Code:
                     if place.startswith("tests/"):
                         continue
                     members = self.members.setdefault(name, set())
-                    members.update(member for inner in ast.walk(node) for member in names(inner))
+                    members |= names(list(ast.walk(node)))
                     bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
                     self.bases.setdefault(name, set()).update(
                         base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in bases
@@ -92,17 +104,22 @@ class Code:
         return self.members[name].union(*inherited) if all(inherited) else set()
 
 
-def names(node: ast.AST) -> Iterator[str]:
-    """Identifiers that a node consists of."""
-    match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
-            yield name
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
-        case ast.alias(name=name, asname=alias):
-            yield from [*name.split("."), alias or ""]
-        case ast.ImportFrom(module=str(name)):
-            yield from name.split(".")
+NAMED = {
+    **dict.fromkeys((ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias), "name"),
+    **dict.fromkeys((ast.arg, ast.keyword), "arg"),
+    ast.Name: "id",
+    ast.Attribute: "attr",
+    ast.ImportFrom: "module",
+}
+"""Nodes with an identifier, which may be dotted, and its field."""
+
+
+def names(nodes: Sequence[ast.AST]) -> set[str]:
+    """Identifiers of nodes."""
+    fields = ((node, NAMED.get(type(node))) for node in nodes)
+    found = {getattr(node, name) for node, name in fields if name}
+    found.update(node.asname for node in nodes if isinstance(node, ast.alias))
+    return {part for name in found if name for part in name.split(".")}
 
 
 def findings(code: Code) -> list[str]:

@@ -165,8 +165,8 @@ INSTALLED_WITH = {
     "baton_engine": ("runtime", "nixl", "kernels"),
     "baton_prefill": ("runtime", "nixl", "kernels"),
     "baton_decode": ("runtime", "nixl", "kernels"),
-    "baton_observing": ("observing", "pictures"),
-    "baton_cli": ("runtime", "nixl", "chat", "pictures", "operator", "jwt"),
+    "baton_observing": ("observing",),
+    "baton_cli": ("runtime", "nixl", "chat", "operator", "jwt"),
 }
 """Extras that the image of a package installs, or, for the command line, what its commands ask for."""
 

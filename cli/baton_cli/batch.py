@@ -92,7 +92,7 @@ def run(
         str, typer.Option(help="Token of the router.", envvar="BATON_BATCH_TOKEN", hidden=True)
     ] = "",
     runner: Annotated[str, typer.Option(hidden=True)] = "",
-    leash: Annotated[bool, typer.Option("--leash", hidden=True)] = False,
+    exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", hidden=True)] = False,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the token, in a pod; replaces BATON_BATCH_TOKEN.", metavar="FILE"),
@@ -127,7 +127,7 @@ def run(
         raise typer.Exit(run_job(work))
     if not token or not batch:
         raise SetupError("A runner needs --batch and a token of the router in BATON_BATCH_TOKEN.")
-    raise typer.Exit(run(router, batch, token, runner, leash))
+    raise typer.Exit(run(router, batch, token, runner, exit_with_parent))
 
 
 def reassign(

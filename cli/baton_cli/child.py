@@ -16,14 +16,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton_api.announcements import Announcement, read
-
-if TYPE_CHECKING:
-    from baton_cli.template import Forked, Template
 
 PR_SET_PDEATHSIG = 1
 
@@ -49,9 +45,7 @@ class Command:
 class Child:
     """One process, from its start to its end."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process | Forked, readers: Sequence[asyncio.Task[None]]
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, readers: Sequence[asyncio.Task[None]]) -> None:
         self._process = process
         self._readers = readers
 
@@ -85,15 +79,12 @@ async def start(
     environment: Mapping[str, str],
     announced: Callable[[Announcement], None],
     logged: Callable[[str], None],
-    template: Template | None = None,
 ) -> Child:
-    """Start `baton`, as a fork of `template` if it can. Both callbacks run on the event loop, in order."""
+    """Start `baton`. Both callbacks run on the event loop, in order."""
     announcements, announcing = os.pipe()
     log, output = os.pipe()
     try:
-        whole = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
-        forked = await template.fork(arguments, whole, output, announcing) if template else None
-        process = forked or await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "baton_cli.main",
@@ -102,7 +93,7 @@ async def start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=whole,
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
             pass_fds=(announcing,),
             process_group=0,
         )

@@ -35,8 +35,7 @@ class ServerCommand(TyperCommand):
         for parameter in self.params:
             for flag in (*parameter.opts, *parameter.secondary_opts):
                 valued[flag] = not getattr(parameter, "is_flag", False)
-        renamed = {**self.aliases, **peers.DEPRECATED}
-        aliases = {other: ours for other, ours in renamed.items() if ours in valued}
+        aliases = {other: ours for other, ours in self.aliases.items() if ours in valued}
         return super().parse_args(ctx, list(translate(args, valued, aliases, ctx.info_name or "")))
 
 

@@ -1,5 +1,5 @@
 """
-The options of `baton top`, `status`, `doctor`, `bench` and `completion`.
+The options of `baton status`, `doctor`, `bench` and `completion`.
 
 Their implementations are imported when a command runs, so that `--help` is fast.
 """
@@ -30,20 +30,6 @@ URL = "http://127.0.0.1:8080"
 
 Flags = TypeVar("Flags")
 """A dataclass whose fields are the options of a command."""
-
-
-def top(
-    url: Url = URL,
-    interval: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.1)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
-    api_key: Key = "",
-    output: Output = "text",
-) -> None:
-    """Show live requests, tokens, KV cache usage, transfers and latency of each worker."""
-    as_json = _as_json(output)
-    with _needing("chat"):
-        from baton_cli.top.command import top
-    top(url, api_key, interval, once, as_json)
 
 
 def status(
@@ -80,10 +66,6 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    port: Annotated[
-        list[int] | None,
-        typer.Option(help="Port that must be free; repeatable. Default: 8080 and 8000.", show_default=False),
-    ] = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Also check permissions and custom resources of the cluster.")
     ] = False,
@@ -96,14 +78,9 @@ def doctor(
     as_json = _as_json(output)
     with _needing("chat"):
         from baton_cli.doctor.command import doctor
-    from baton_cli.doctor.machine import Port
 
-    wanted = [Port(number, "service") for number in port or ()] or [
-        Port(8080, "router"),
-        Port(8000, "worker"),
-    ]
     account = kubeconfig if cluster or kubeconfig else None
-    doctor(url or [], api_key, wanted, account, namespace, as_json)
+    doctor(url or [], api_key, account, namespace, as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +152,6 @@ class BenchFlags:
         Path | None,
         typer.Option(help="Write the results to FILE as JSON.", metavar="FILE", show_default=False),
     ] = None
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Write charts to FILE: .svg, .png or .pdf.", metavar="FILE", show_default=False),
-    ] = None
     api_key: Key = ""
     output: Output = "text"
 
@@ -213,7 +186,7 @@ def bench(flags: BenchFlags) -> None:
     if flags.find is not None:
         find_profile(where, wanted, flags.find, flags.repeats, as_json)
     else:
-        bench(where, wanted, flags.save, flags.picture, as_json)
+        bench(where, wanted, flags.save, as_json)
 
 
 def completion(
@@ -227,7 +200,7 @@ def completion(
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to `baton`."""
-    for command in (top, status, doctor, bench, completion):
+    for command in (status, doctor, bench, completion):
         app.command(command.__name__)(_with_flags(BenchFlags, bench) if command is bench else command)
 
 

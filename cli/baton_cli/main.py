@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from baton_api.errors import BatonError, SetupError
-from baton_cli import batch, command, inspection, template
+from baton_cli import batch, command, inspection
 
 FAILED = 1
 SETUP_FAILED = 2
@@ -162,11 +162,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command."""
     _take_interrupts()
     of_process, arguments = arguments is None, sys.argv[1:] if arguments is None else arguments
-    if "--help" not in arguments:
-        if of_process and COMPUTING.intersection(arguments[:1]) and not template.accelerated():
-            _begin_kernels()
-        if FORKING.intersection(arguments[:1]):
-            template.begin(template.WORKERS)  # its imports last longer than all the rest here
+    if of_process and "--help" not in arguments and COMPUTING.intersection(arguments[:1]):
+        _begin_kernels()
     try:
         create_app(arguments)(arguments)
     except SetupError as error:
@@ -175,12 +172,12 @@ def main(arguments: list[str] | None = None) -> None:
     except BatonError as error:
         complain(error)
         raise SystemExit(FAILED) from None
-    finally:
-        template.end()
 
 
 def _begin_kernels() -> None:
-    """Compile the kernels at the first start, beside the imports of torch."""
+    """Compile the native kernels at the first start, beside the imports of torch. GPUs do not need them."""
+    if any(os.path.exists(path) for path in ACCELERATORS):
+        return
     from baton_engine.ops.native import library
 
     builder = library.begin_build(os.environ)
@@ -225,11 +222,11 @@ def create_app(arguments: list[str]) -> typer.Typer:
 SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "demo"})
 """Commands whose options are settings."""
 
-FORKING = frozenset({"up", "demo"})
-"""Commands that start several workers."""
-
-COMPUTING = FORKING | {"serve", "prefill", "decode"}
+COMPUTING = frozenset({"serve", "prefill", "decode", "up", "demo"})
 """Commands that need the native kernels."""
+
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
+"""Files of the drivers for GPUs of NVIDIA and AMD."""
 
 LOCAL_ROUTER_FIELDS = frozenset(
     {"host", "port", "dashboard", "api_key", "api_key_file", "tenants_file", "allowed_origins"}

@@ -1,17 +1,15 @@
 """
 The flags of SGLang, vLLM and their routers.
 
-A flag with the meaning of a setting is an alias of it. Other flags are rejected with an alternative or a
-reason: ignoring them silently would hide a missing feature. Names are those of SGLang 0.5, sglang-router 0.3
-and vLLM 0.33.
+A flag with the meaning of a setting is an alias of it. Other flags are rejected, because ignoring them
+silently would hide a missing feature; for the frequent ones the error names Baton's way. Names are those of
+SGLang 0.5, sglang-router 0.3 and vLLM 0.33.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-
-from baton_cli.refusals import REFUSALS
 
 WORKER_ALIASES = {
     "max_model_len": ("--context-length",),
@@ -45,13 +43,26 @@ ROUTER_ALIASES = {
     "allowed_origins": ("--cors-allowed-origins",),
 }
 
-DEPRECATED = {
-    "--alone-tokens": "--local-prefill-max-tokens",
-    "--page": "--dashboard",
-    "--no-page": "--no-dashboard",
-    "--scheduler-patience-s": "--scheduler-timeout-s",
+MORE_WORKERS = "start more workers (`baton up --decode 4`)"
+ROLES = "use `baton prefill` and `baton decode`, or `baton up` for both"
+EAGER = "--graph-rows 0 disables CUDA graphs"
+CACHED = "the prefix cache is always on and does not change answers"
+
+INSTEAD = {
+    "--data-parallel-size": MORE_WORKERS,
+    "--dp-size": MORE_WORKERS,
+    "--disable-cuda-graph": EAGER,
+    "--enforce-eager": EAGER,
+    "--disable-radix-cache": CACHED,
+    "--enable-prefix-caching": CACHED,
+    "--disaggregation-mode": ROLES,
+    "--kv-transfer-config": ROLES,
+    "--enable-auto-tool-choice": "--tool-call-parser is sufficient",
+    "--quantization": "the format is detected; --quantize converts weights while they load",
+    "--revision": "download it with `baton fetch --revision` and use the folder as MODEL",
+    "--trust-remote-code": "Baton runs no code from the folder of a model",
 }
-"""Flags of 0.1.0 and their new names. The next version removes the old ones."""
+"""Frequent flags of launch lines that have no equal setting, and what to do."""
 
 ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "WorkerSettings": WORKER_ALIASES,
@@ -90,9 +101,8 @@ def flags(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
 def refusal(flag: str, flags: Collection[str], command: str) -> str:
     """Return the error message for a flag that a command does not have."""
     spelled = flag.replace("_", "-")
-    for one in REFUSALS:
-        if one.covers(spelled):
-            return f"Baton does not support {flag}: {one.reason}."
+    if spelled in INSTEAD:
+        return f"Baton does not support {flag}: {INSTEAD[spelled]}."
     close = difflib.get_close_matches(spelled, flags, n=2)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     return f"`baton {command}` has no flag {flag[:60]}.{hint} `baton {command} --help` lists all flags."

@@ -20,7 +20,6 @@ from baton_api.announcements import Announcement, Listening, Loading, Ready, Ref
 from baton_api.errors import SetupError
 from baton_cli import child
 from baton_cli.child import Child, Command
-from baton_cli.template import Template
 
 KILL_AFTER_S = 10.0
 """Seconds beyond the time to drain after which a process that does not end is killed."""
@@ -34,9 +33,8 @@ LAST_WORDS = 30
 class Member:
     """A supervised process, over all restarts."""
 
-    def __init__(self, command: Command, watcher: Watcher, template: Template | None = None) -> None:
+    def __init__(self, command: Command, watcher: Watcher) -> None:
         self.command = command
-        self._template = template
         self.url = ""
         """URL of its HTTP server; restarts keep it."""
         self.last_words: deque[str] = deque(maxlen=LAST_WORDS)
@@ -114,9 +112,7 @@ class Member:
 
     async def _once(self) -> int:
         self.starts += 1
-        started = await child.start(
-            self.arguments, self.command.environment, self._announced, self._logged, self._template
-        )
+        started = await child.start(self.arguments, self.command.environment, self._announced, self._logged)
         self._child = started
         if self._stopping.is_set():  # stopped during the start
             started.terminate()
@@ -170,9 +166,9 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def add(self, command: Command, template: Template | None = None) -> Member:
-        """Start a process, as a fork of `template` as long as that runs."""
-        member = Member(command, self._watcher, template)
+    def add(self, command: Command) -> Member:
+        """Start a process."""
+        member = Member(command, self._watcher)
         self.members.append(member)
         task = asyncio.create_task(member.run(), name=command.name)
         task.add_done_callback(self._ended)

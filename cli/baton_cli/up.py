@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
 from rich.console import Console
 from rich.text import Text
 
@@ -24,7 +23,6 @@ from baton_api import exposure
 from baton_api.announcements import Loading
 from baton_api.errors import SetupError
 from baton_api.workers import Role
-from baton_cli import template
 from baton_cli.child import Command
 from baton_cli.display import Bar, Display
 from baton_cli.options import read_settings
@@ -57,9 +55,7 @@ FOR_ALL = ("log_format", "tracing_endpoint")
 class LocalRouterSettings(RouterSettings):
     """Settings of a router on one machine. The dashboard is enabled by default."""
 
-    dashboard: bool = Field(
-        default=True, validation_alias=RouterSettings.model_fields["dashboard"].validation_alias
-    )
+    dashboard: bool = True
     """Serve a dashboard at `/`: workers, timelines of recent requests, and a chat. Its data require an API
     key where keys are required."""
 
@@ -175,10 +171,8 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
             state = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         seats = stack.enter_context(lending.seats(len(plan.roles)))
         supervisor = await stack.enter_async_context(supervise(watcher, drain_s))
-        stack.callback(template.end)
-        templates = [template.begin(modules) for modules in (template.WORKERS, template.ROUTERS)]
         commands = plan.worker_commands(machine.usable_cores(), seats)
-        workers = [supervisor.add(command, templates[0]) for command in commands]
+        workers = [supervisor.add(command) for command in commands]
         for member in workers:
             await supervisor.unless_failed(member.listening())
         router = supervisor.add(
@@ -186,8 +180,7 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
                 [member.url for member in workers if member.command.role == Role.PREFILL],
                 [member.url for member in workers if member.command.role == Role.DECODE],
                 state,
-            ),
-            templates[1],
+            )
         )
         await supervisor.unless_failed(router.listening())
         for member in (*workers, router):

@@ -47,11 +47,12 @@ class ExitStatus(enum.IntEnum):
     """It was asked to stop before the batch was done."""
 
 
-def run(url: str, batch: str, token: str, name: str = "", leashed: bool = False) -> ExitStatus:
+def run(url: str, batch: str, token: str, name: str = "", exit_with_parent: bool = False) -> ExitStatus:
     """Run what is left of a batch. Raises SetupError if `url` is not a router's."""
     rng = random.Random()
     gateway = RunnerGateway(url, batch, token, rng)
-    return run_in_event_loop(_leashed(_run(gateway, batch, name or default_name(), rng), leashed))
+    work = _run(gateway, batch, name or default_name(), rng)
+    return run_in_event_loop(_until_parent_exits(work) if exit_with_parent else work)
 
 
 def run_in_event_loop(work: Coroutine[Any, Any, ExitStatus]) -> ExitStatus:
@@ -71,17 +72,17 @@ def default_name() -> str:
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
-async def _leashed(work: Coroutine[Any, Any, ExitStatus], leashed: bool) -> ExitStatus:
-    """Run until the leash is released."""
+async def _until_parent_exits(work: Coroutine[Any, Any, ExitStatus]) -> ExitStatus:
+    """Run until the parent ends, which closes the standard input of this process."""
     working = asyncio.ensure_future(work)
-    if not leashed:
-        return await working
-    leash = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(leash), sys.stdin)
-    holding = asyncio.ensure_future(leash.read())
-    await asyncio.wait((working, holding), return_when=asyncio.FIRST_COMPLETED)
+    parent = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(parent), sys.stdin
+    )
+    waiting = asyncio.ensure_future(parent.read())
+    await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
     if working.done():
-        holding.cancel()
+        waiting.cancel()
         return working.result()
     working.cancel()
     await asyncio.wait((working,))

@@ -160,7 +160,7 @@ class RunnerSupervisor:
         token = runner_tokens.issue(secret, batch.id, runner_tokens.START, batch.owner, batch.expires_at)
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton_cli.main", "batch", "run"),
-            *(f"--router={url}", f"--batch={batch.id}", f"--runner={name}", "--leash"),
+            *(f"--router={url}", f"--batch={batch.id}", f"--runner={name}", "--exit-with-parent"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, **logs.for_children(), TOKEN_VARIABLE: token},

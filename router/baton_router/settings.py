@@ -96,11 +96,6 @@ def _either(name: str) -> AliasChoices:
     return AliasChoices(f"BATON_ROUTER_{name}", f"BATON_{name}")
 
 
-def _renamed(name: str, deprecated: str) -> AliasChoices:
-    """Read the variable, or else the one under its name of 0.1.0."""
-    return AliasChoices(f"BATON_ROUTER_{name}", f"BATON_ROUTER_{deprecated}")
-
-
 def _one_key(value: object) -> object:
     """Return the first key that is not a digest, because a worker needs the key itself."""
     keys = value.split(",") if isinstance(value, str) else []
@@ -168,14 +163,12 @@ class RouterSettings(BatchSettings):
     separate scheduler process chooses the workers. Requests to /v1/responses pass through the
     scheduler process, except those that store and continue nothing, or if --responses-kept is 0."""
 
-    scheduler_timeout_s: float = Field(
-        default=5.0, gt=0, validation_alias=_renamed("SCHEDULER_TIMEOUT_S", "SCHEDULER_PATIENCE_S")
-    )
+    scheduler_timeout_s: float = Field(default=5.0, gt=0)
     """Maximum time until the scheduler process acknowledges a request, including a restart of the scheduler
     process. Then the request is rejected with 503. --queue-requests and --queue-bytes bound the
     waiting requests of each frontend process."""
 
-    dashboard: bool = Field(default=False, validation_alias=_renamed("DASHBOARD", "PAGE"))
+    dashboard: bool = False
     """Serve a dashboard at `/`: workers, timelines of recent requests, and a chat. The page itself is public;
     its data require an API key where keys are required. Tenants without admin rights see their own
     requests only."""
@@ -313,11 +306,7 @@ class RouterSettings(BatchSettings):
     """Profile written by `baton bench --find`; repeatable, one per model. It provides the speed of workers
     until the router has measured it."""
 
-    local_prefill_max_tokens: int = Field(
-        default=512,
-        ge=0,
-        validation_alias=_renamed("LOCAL_PREFILL_MAX_TOKENS", "ALONE_TOKENS"),
-    )
+    local_prefill_max_tokens: int = Field(default=512, ge=0)
     """Maximum number of uncached prompt tokens that a decode worker computes itself while a prefill worker is
     available. Below the limit the router chooses the faster path."""
 

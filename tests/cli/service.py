@@ -57,16 +57,13 @@ class RunningUp:
 
     def children(self) -> dict[str, psutil.Process]:
         """The processes that were started, by role."""
-        return {words[3]: child for words, child in self._running() if words[1:3] == ["-m", "baton_cli.main"]}
-
-    def templates(self) -> list[psutil.Process]:
-        """The processes from which others are forked."""
-        return [child for words, child in self._running() if words[1:3] == ["-m", "baton_cli.template"]]
-
-    def _running(self) -> Iterator[tuple[list[str], psutil.Process]]:
+        found = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                yield child.cmdline(), child
+                words = child.cmdline()
+                if words[1:3] == ["-m", "baton_cli.main"]:
+                    found[words[3]] = child
+        return found
 
     def workers(self) -> dict[str, str]:
         """URLs of the workers as the router knows them, by role."""

@@ -21,7 +21,7 @@ BATON = [sys.executable, "-c", "import sys; sys.argv[0] = 'baton'; from baton_cl
     [
         ("baton do", {"doctor"}),
         ("baton router --prof", {"--profile"}),
-        ("baton bench --pic", {"--picture"}),
+        ("baton bench --sav", {"--save"}),
         ("baton batch wa", {"watch"}),
     ],
 )

@@ -227,7 +227,7 @@ def start(way: str, model: str, name: str, *flags: str, api_key: str = "None") -
             "COLUMNS": "400",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            "BATON_ROUTER_ALONE_TOKENS": "0",
+            "BATON_ROUTER_LOCAL_PREFILL_MAX_TOKENS": "0",
         },
     )
     log: list[str] = []

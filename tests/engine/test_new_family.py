@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import baton_engine
-from baton_cli.reference import ROOT
+from docs.generators.reference import ROOT
 from tests.engine.greedy import by_transformers
 from tests.engine.models import make_model
 from tests.engine.test_decoder import TOLERANCE, oracle, prompt

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from baton_api.announcements import Announcement, Listening, Ready
-from baton_cli import child, template
+from baton_cli import child
 from tests.engine.models import VOCAB, make_model
 from tests.ports import steady_port
 
@@ -75,14 +75,14 @@ class Node:
     def control_port(self) -> int:
         return int(self.control.rpartition(":")[2] or steady_port())
 
-    async def start(self, forks: template.Template | None = None) -> None:
-        """Start, as a fork of `forks` or anew, at the ports of its last start, and wait until it is ready."""
+    async def start(self) -> None:
+        """Start at the ports of the last start, and wait until it is ready."""
         self.ready.clear()
         ports: list[str] = [f"--port={self.port}"]
         if self.arguments[0] == "prefill":
             ports.append(f"--control-port={self.control_port}")
         self.process = await child.start(
-            [*self.arguments, *ports], {"OMP_NUM_THREADS": "1"}, self._announced, self.lines.append, forks
+            [*self.arguments, *ports], {"OMP_NUM_THREADS": "1"}, self._announced, self.lines.append
         )
         async with asyncio.timeout(TIMEOUT_S):
             ready = asyncio.create_task(self.ready.wait())

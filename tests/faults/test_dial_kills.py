@@ -19,7 +19,6 @@ import pytest
 import pytest_asyncio
 
 from baton_api import headers
-from baton_cli import template
 from tests.engine.models import VOCAB, make_model
 from tests.faults.cluster import TIMEOUT_S, Node, until
 
@@ -86,7 +85,6 @@ class Relay:
 class Workers:
     decode: Node
     prefill: Node
-    template: template.Template | None
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     async def ask(self, address: str) -> dict[str, Any]:
@@ -108,15 +106,13 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
     model = make_model(tmp_path_factory.mktemp("dial") / "tiny", max_position_embeddings=1024)
     shared = (str(model), "--served-model-name=tiny", "--dtype=float32", "--threads=1")
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as http, contextlib.AsyncExitStack() as stack:
-        stack.callback(template.end)
-        forks = template.begin(template.WORKERS)
         decode, prefill = (
             Node(role, (role, *shared, "--kv-cache-memory=64MiB"), http) for role in ("decode", "prefill")
         )
         for node in (decode, prefill):
             stack.push_async_callback(node.stop)
-        await decode.start(forks)
-        yield Workers(decode, prefill, forks)
+        await decode.start()
+        yield Workers(decode, prefill)
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS_S, ids=lambda offset_s: f"{1000 * offset_s:g}ms")
@@ -124,7 +120,7 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
 async def test_dial_prefill_killed_in_dial_costs_only_time(
     workers: Workers, step: str, offset_s: float
 ) -> None:
-    await workers.prefill.start(workers.template)
+    await workers.prefill.start()
     killed = asyncio.Event()
 
     def kill() -> None:

@@ -1,23 +1,14 @@
-"""
-Run a service and an operator under load, monitored by a real Prometheus.
-
-    python -m tests.observing.monitored MODEL SECONDS FOLDER     also renders the dashboards to FOLDER
-"""
+"""Run a service and an operator under load, monitored by a real Prometheus."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import json
 import random
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +20,8 @@ import yaml
 
 from baton_api import headers as header_names
 from baton_observing import rules
-from baton_observing.dashboards import render
-from baton_observing.dashboards.prometheus import Prometheus
 from tests.cli.service import RunningUp, await_true, running_up
+from tests.observing.prometheus import Prometheus
 from tests.operator.real_cluster import RealCluster, real_cluster, running_operator
 from tests.ports import steady_port
 
@@ -211,38 +201,3 @@ async def monitored(folder: Path, model: Path, *flags: str) -> AsyncIterator[Mon
                 it = Monitored(prometheus, up, cluster)
                 await it.change(0)
                 yield it
-
-
-async def keep(model: str, seconds: float, folder: Path) -> None:
-    """Run under load for some seconds, then render the dashboards."""
-    with tempfile.TemporaryDirectory() as place:
-        (Path(place) / "kubernetes").mkdir()
-        async with monitored(Path(place), Path(model)) as it:
-            load = Load(it.up.url, Path(model).name, clients=4)
-            began = time.monotonic()
-            with load.running():
-                for number in itertools.count(1):
-                    if number % CHANGES_A_BATCH == 1:
-                        load.batch(40)
-                    await it.change(number)
-                    await asyncio.sleep(seconds / 20)
-                    if time.monotonic() > began + seconds:
-                        break
-            print(f"{len(load.problems)} problems", load.problems[:3])
-            url = it.prometheus.url
-            render.main(
-                [
-                    "--prometheus",
-                    url,
-                    "--minutes",
-                    str(seconds / 60),
-                    "--window",
-                    "30s",
-                    "--folder",
-                    str(folder),
-                ]
-            )
-
-
-if __name__ == "__main__":
-    asyncio.run(keep(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])))

@@ -20,7 +20,7 @@ from baton_observing import promql
 from baton_observing.__main__ import generated, main
 from baton_observing.alerts import alert
 from baton_observing.alerts.alert import RUNBOOKS
-from baton_observing.dashboards import DASHBOARDS, grafana, prometheus, render
+from baton_observing.dashboards import DASHBOARDS, grafana
 from baton_observing.dashboards.panels import SECONDS, Dashboard, Panel
 from baton_observing.promql import Scope
 from tests.observing.grafana_schema import grafana_schema
@@ -71,7 +71,7 @@ class TestQueries:
             build()
 
     def test_docstring_examples_are_correct(self) -> None:
-        for module in (alert, promql, prometheus, render):
+        for module in (alert, promql):
             assert doctest.testmod(module).failed == 0
 
     def test_runbooks_name_existing_metrics(self) -> None:

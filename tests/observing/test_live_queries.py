@@ -6,7 +6,6 @@ import itertools
 import re
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -14,9 +13,8 @@ import pytest_asyncio
 from baton_api import metrics
 from baton_observing import engines
 from baton_observing.alerts import ALERTS
-from baton_observing.dashboards import DASHBOARDS, render
+from baton_observing.dashboards import DASHBOARDS
 from baton_observing.dashboards.panels import CLUSTER, TENANT, Query
-from baton_observing.dashboards.prometheus import TimeRange
 from baton_observing.objectives import RECORDING_RULES
 from tests.engine.models import make_model
 from tests.observing.monitored import Load, Monitored, monitored
@@ -66,7 +64,7 @@ def queries() -> dict[str, Query]:
     return by_expression | {f"alerts: {name}": Query(f"count({name})") for name in looked_at - RARE}
 
 
-async def test_panels_and_rules_return_data(it: Monitored, tmp_path: Path) -> None:
+async def test_panels_and_rules_return_data(it: Monitored) -> None:
     load = Load(it.up.url, "tiny", clients=3)
     began = time.time()
     missing = queries()
@@ -74,9 +72,8 @@ async def test_panels_and_rules_return_data(it: Monitored, tmp_path: Path) -> No
     with load.running():
         load.batch(20)
         for number in itertools.count(1):
-            time_range = TimeRange(began, time.time(), 1.0, "1m")
             for where, query in list(missing.items()):
-                if it.prometheus.query_range(query, time_range):
+                if it.prometheus.has_data(query, began, time.time()):
                     del missing[where]
             if not missing:
                 break
@@ -85,7 +82,6 @@ async def test_panels_and_rules_return_data(it: Monitored, tmp_path: Path) -> No
                 f"{len(missing)} of {everything} return no data: {sorted(missing)}"
             )
     _judge(it)
-    _draw(it, tmp_path)
 
 
 def _judge(it: Monitored) -> None:
@@ -106,10 +102,3 @@ def _judge(it: Monitored) -> None:
             assert selector is not None
             parameters = {"match[]": re.sub(r"\$\w+", ".*", selector.group(1))}
             assert it.prometheus.get(f"label/{selector.group(2)}/values", parameters), variable
-
-
-def _draw(it: Monitored, folder: Path) -> None:
-    render.main(["--prometheus", it.prometheus.url, "--minutes", "1", "--folder", str(folder)])
-    drawn = {path.stem: path.read_bytes() for path in folder.glob("*.png")}
-    assert set(drawn) == {board.name for board in DASHBOARDS}
-    assert all(5_000 < len(picture) < 300_000 for picture in drawn.values())

@@ -1,7 +1,7 @@
 """
 The metrics contract: every metric that Baton exposes, with type, unit, labels and buckets.
 
-Dashboards, alerts, the autoscaler and `baton top` import their names from here, and processes register their
+Dashboards, alerts and the autoscaler import their names from here, and processes register their
 metrics from here. Tests compare the contract with real processes in both directions.
 `docs/reference/metrics.md` is generated from it.
 

@@ -31,8 +31,9 @@ ERRORS = {
 ALWAYS = (401, 431, 500)
 WITH_A_BODY = (*ALWAYS, 400, 404, 413, 503)
 GENERATING = (*WITH_A_BODY, 499)
-KEPT = (*ALWAYS, 400, 404, 503)
-KEEPING = (*KEPT, 413, 507)
+READS = (*ALWAYS, 400, 404, 503)
+WRITES = (*READS, 413, 507)
+"""Of files and batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +158,19 @@ def _operations() -> Iterator[Operation]:
                     statuses=GENERATING)  # fmt: skip
     yield Operation("post", "/v1/responses", "Create a response", "Response",
                     "ResponseRequest", "ResponseEvent", GENERATING)  # fmt: skip
-    one = (_in_path("response_id"),)
-    kept = (*ALWAYS, 400, 404)
+    response = (_in_path("response_id"),)
+    stored = (*ALWAYS, 400, 404)
     yield Operation("get", "/v1/responses/{response_id}", "Get a stored response", "Response",
-                    statuses=kept, parameters=one)  # fmt: skip
+                    statuses=stored, parameters=response)  # fmt: skip
     yield Operation("delete", "/v1/responses/{response_id}", "Delete a response", "ResponseDeleted",
-                    statuses=kept, parameters=one)  # fmt: skip
+                    statuses=stored, parameters=response)  # fmt: skip
     page = (
         _in_query("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
         _in_query("order", one_of("asc", "desc")),
         _in_query("after", TEXT),
     )
     yield Operation("get", "/v1/responses/{response_id}/input_items", "List the input items of a response",
-                    "ResponseItems", statuses=kept, parameters=(*one, *page))  # fmt: skip
+                    "ResponseItems", statuses=stored, parameters=(*response, *page))  # fmt: skip
     yield Operation("post", "/generate", "Create a completion in SGLang's format", "Generated",
                     "GenerateRequest", "Generated", GENERATING)  # fmt: skip
     yield Operation("post", "/tokenize", "Tokenize a text or a conversation", "Tokens", "TokenizeRequest",
@@ -209,7 +210,7 @@ def _other_formats() -> Iterator[Operation]:
                     "CountTokensRequest", statuses=WITH_A_BODY, error="MessageError")  # fmt: skip
 
 
-def _kept_operations() -> Iterator[Operation]:
+def _files_and_batches() -> Iterator[Operation]:
     """Files and batches."""
     router = ("router",)
     page = (_in_query("after", TEXT),)
@@ -225,23 +226,23 @@ def _kept_operations() -> Iterator[Operation]:
     )
     file, batch = (_in_path("file_id"),), (_in_path("batch_id"),)
     yield Operation("post", "/v1/files", "Upload a file", "File", "FileUpload",
-                    sent_as="multipart/form-data", statuses=(*KEEPING, 429), served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/files", "List files", "Files", statuses=KEPT,
+                    sent_as="multipart/form-data", statuses=(*WRITES, 429), served_by=router)  # fmt: skip
+    yield Operation("get", "/v1/files", "List files", "Files", statuses=READS,
                     parameters=files, served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/files/{file_id}", "Get a file", "File", statuses=KEPT, parameters=file,
+    yield Operation("get", "/v1/files/{file_id}", "Get a file", "File", statuses=READS, parameters=file,
                     served_by=router)  # fmt: skip
-    yield Operation("delete", "/v1/files/{file_id}", "Delete a file", "FileDeleted", statuses=KEPT,
+    yield Operation("delete", "/v1/files/{file_id}", "Delete a file", "FileDeleted", statuses=READS,
                     parameters=file, served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/files/{file_id}/content", "Download a file", statuses=(*KEPT, 416),
+    yield Operation("get", "/v1/files/{file_id}/content", "Download a file", statuses=(*READS, 416),
                     parameters=file, kind="application/octet-stream", served_by=router)  # fmt: skip
     yield Operation("post", "/v1/batches", "Create a batch", "Batch", "BatchRequest",
-                    statuses=KEEPING, served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/batches", "List batches", "Batches", statuses=KEPT,
+                    statuses=WRITES, served_by=router)  # fmt: skip
+    yield Operation("get", "/v1/batches", "List batches", "Batches", statuses=READS,
                     parameters=batches, served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/batches/{batch_id}", "Get a batch", "Batch", statuses=KEPT, parameters=batch,
+    yield Operation("get", "/v1/batches/{batch_id}", "Get a batch", "Batch", statuses=READS, parameters=batch,
                     served_by=router)  # fmt: skip
-    yield Operation("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch", "Batch", statuses=(*KEPT, 409),
-                    parameters=batch, served_by=router)  # fmt: skip
+    yield Operation("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch", "Batch",
+                    statuses=(*READS, 409), parameters=batch, served_by=router)  # fmt: skip
 
 
-OPERATIONS = (*_operations(), *_other_formats(), *_kept_operations())
+OPERATIONS = (*_operations(), *_other_formats(), *_files_and_batches())

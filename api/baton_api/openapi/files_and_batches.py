@@ -12,6 +12,7 @@ from baton_api.openapi.values import (
     Schema,
     array,
     exactly,
+    full,
     integer,
     mapping,
     nullable,
@@ -20,7 +21,6 @@ from baton_api.openapi.values import (
     record,
     ref,
     text,
-    whole,
 )
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
@@ -53,7 +53,7 @@ def _files() -> dict[str, Schema]:
             ["file", "purpose"],
         )
         | {"dependentRequired": _both("expires_after[anchor]", "expires_after[seconds]")},
-        "File": whole({
+        "File": full({
             "id": {"type": "string", "pattern": "^file-"},
             "object": exactly("file"),
             "bytes": COUNT,
@@ -64,7 +64,7 @@ def _files() -> dict[str, Schema]:
             "status": exactly("processed"),
         }),
         "Files": _list("File"),
-        "FileDeleted": whole({"id": TEXT, "object": exactly("file"), "deleted": BOOLEAN}),
+        "FileDeleted": full({"id": TEXT, "object": exactly("file"), "deleted": BOOLEAN}),
     }  # fmt: skip
 
 
@@ -84,12 +84,12 @@ def _batches() -> dict[str, Schema]:
             | optional(metadata=metadata, output_expires_after=expiry, **{OWN: WINDOW}),
             ["input_file_id", "endpoint", "completion_window"],
         ),
-        "Batch": whole({
+        "Batch": full({
             "id": {"type": "string", "pattern": "^batch_"},
             "object": exactly("batch"),
             "endpoint": one_of(*ENDPOINTS),
             "model": nullable(TEXT),
-            "errors": nullable(whole({"object": exactly("list"), "data": array(_line_error(), least=1)})),
+            "errors": nullable(full({"object": exactly("list"), "data": array(_line_error(), least=1)})),
             "input_file_id": TEXT,
             "completion_window": WINDOW,
             "status": one_of(*STATUSES),
@@ -98,7 +98,7 @@ def _batches() -> dict[str, Schema]:
             "created_at": COUNT,
             "expires_at": COUNT,
             **dict.fromkeys(TIMES, nullable(COUNT)),
-            "request_counts": whole({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+            "request_counts": full({"total": COUNT, "completed": COUNT, "failed": COUNT}),
             "usage": nullable(OBJECT),
             "metadata": nullable(mapping(TEXT)),
         }),
@@ -108,11 +108,11 @@ def _batches() -> dict[str, Schema]:
 
 def _list(name: str) -> Schema:
     ends = {"first_id": nullable(TEXT), "last_id": nullable(TEXT), "has_more": BOOLEAN}
-    return whole({"object": exactly("list"), "data": array(ref(name)), **ends})
+    return full({"object": exactly("list"), "data": array(ref(name)), **ends})
 
 
 def _line_error() -> Schema:
-    return whole({"code": TEXT, "message": TEXT, "param": nullable(TEXT), "line": nullable(COUNT)})
+    return full({"code": TEXT, "message": TEXT, "param": nullable(TEXT), "line": nullable(COUNT)})
 
 
 def _both(one: str, other: str) -> dict[str, list[str]]:

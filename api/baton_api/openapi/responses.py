@@ -16,12 +16,12 @@ from baton_api.openapi.values import (
     array,
     either,
     exactly,
+    full,
     mapping,
     nullable,
     one_of,
     record,
     ref,
-    whole,
 )
 
 FINISH = one_of("stop", "length", "tool_calls", "content_filter", "function_call")
@@ -31,27 +31,27 @@ MATCHED = {"matched_stop": nullable(either(TEXT, INTEGER)), "stop_reason": nulla
 def schemas() -> dict[str, Schema]:
     """Return all schemas of responses by name."""
     return {
-        "Error": whole({
-            "error": whole({
+        "Error": full({
+            "error": full({
                 "message": TEXT | {"minLength": 1},
                 "type": one_of("invalid_request_error", "server_error", QuotaExceeded.code),
                 "param": nullable(TEXT),
                 "code": nullable(TEXT),
             })
         }),
-        "Model": whole(
+        "Model": full(
             {"id": TEXT, "object": exactly("model"), "created": COUNT, "owned_by": TEXT},
             root=TEXT,
             parent=NULL,
             max_model_len=nullable(COUNT),
         ),
-        "Models": whole({"object": exactly("list"), "data": array(ref("Model"))}),
-        "Usage": whole({
+        "Models": full({"object": exactly("list"), "data": array(ref("Model"))}),
+        "Usage": full({
             "prompt_tokens": COUNT,
             "completion_tokens": COUNT,
             "total_tokens": COUNT,
-            "prompt_tokens_details": whole({"cached_tokens": COUNT, "audio_tokens": COUNT}),
-            "completion_tokens_details": whole({
+            "prompt_tokens_details": full({"cached_tokens": COUNT, "audio_tokens": COUNT}),
+            "completion_tokens_details": full({
                 "reasoning_tokens": COUNT,
                 "audio_tokens": COUNT,
                 "accepted_prediction_tokens": COUNT,
@@ -64,71 +64,71 @@ def schemas() -> dict[str, Schema]:
         **_embeddings_and_tokens(),
         "Generated": _generated(),
         **_messages(),
-        "Aborted": whole({"aborted": COUNT}),
-        "Flushed": whole({"flushed_blocks": COUNT}),
-        "Version": whole({"version": TEXT, "server": TEXT}),
-        "ModelInfo": whole({
+        "Aborted": full({"aborted": COUNT}),
+        "Flushed": full({"flushed_blocks": COUNT}),
+        "Version": full({"version": TEXT, "server": TEXT}),
+        "ModelInfo": full({
             "model_path": TEXT,
             "served_model_name": TEXT,
             "is_generation": BOOLEAN,
             "max_model_len": nullable(COUNT),
         }),
-        "ServerInfo": whole({"version": TEXT, "status": TEXT, "started": COUNT, "settings": OBJECT}),
+        "ServerInfo": full({"version": TEXT, "status": TEXT, "started": COUNT, "settings": OBJECT}),
     }  # fmt: skip
 
 
 def _embeddings_and_tokens() -> dict[str, Schema]:
     embedding = {"object": exactly("embedding"), "index": COUNT, "embedding": either(TEXT, array(NUMBER))}
     return {
-        "Embeddings": whole({
+        "Embeddings": full({
             "object": exactly("list"),
             "model": TEXT,
-            "data": array(whole(embedding)),
-            "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+            "data": array(full(embedding)),
+            "usage": full({"prompt_tokens": COUNT, "total_tokens": COUNT}),
         }),
-        "RerankAnswer": whole({
+        "RerankAnswer": full({
             "id": TEXT,
             "model": TEXT,
             "results": array(
-                whole({"index": COUNT, "relevance_score": NUMBER}, document=whole({"text": TEXT}))
+                full({"index": COUNT, "relevance_score": NUMBER}, document=full({"text": TEXT}))
             ),
-            "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+            "usage": full({"prompt_tokens": COUNT, "total_tokens": COUNT}),
         }),
-        "ScoreAnswer": whole({
+        "ScoreAnswer": full({
             "id": TEXT,
             "object": exactly("list"),
             "created": COUNT,
             "model": TEXT,
-            "data": array(whole({"index": COUNT, "object": exactly("score"), "score": NUMBER})),
-            "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+            "data": array(full({"index": COUNT, "object": exactly("score"), "score": NUMBER})),
+            "usage": full({"prompt_tokens": COUNT, "total_tokens": COUNT}),
         }),
-        "Tokens": whole({
+        "Tokens": full({
             "tokens": either(array(COUNT), array(array(COUNT))),
             "count": either(COUNT, array(COUNT)),
             "max_model_len": COUNT,
             "token_strs": nullable(either(array(TEXT), array(array(TEXT)))),
         }),
-        "Text": whole({"text": either(TEXT, array(TEXT)), "prompt": either(TEXT, array(TEXT))}),
+        "Text": full({"text": either(TEXT, array(TEXT)), "prompt": either(TEXT, array(TEXT))}),
     }  # fmt: skip
 
 
 def _chat() -> dict[str, Schema]:
-    logprobs, called = _chat_logprobs(), whole({"name": TEXT, "arguments": TEXT})
+    logprobs, called = _chat_logprobs(), full({"name": TEXT, "arguments": TEXT})
     message, delta = _chat_message(called), _chat_delta()
     choice = {"index": COUNT, "message": message, "finish_reason": FINISH, "logprobs": logprobs}
     chunk = {"index": COUNT, "delta": delta, "logprobs": logprobs, "finish_reason": nullable(FINISH)}
     envelope = {"id": {"type": "string", "pattern": "^chatcmpl-"}, "created": COUNT, "model": TEXT}
     return {
-        "Chat": whole(
+        "Chat": full(
             envelope
             | {
                 "object": exactly("chat.completion"),
-                "choices": array(whole(choice, **MATCHED), least=1),
+                "choices": array(full(choice, **MATCHED), least=1),
                 "usage": ref("Usage"),
             }
         ),
-        "ChatChunk": whole(
-            envelope | {"object": exactly("chat.completion.chunk"), "choices": array(whole(chunk))},
+        "ChatChunk": full(
+            envelope | {"object": exactly("chat.completion.chunk"), "choices": array(full(chunk))},
             usage=nullable(ref("Usage")),
         ),
     }
@@ -136,16 +136,16 @@ def _chat() -> dict[str, Schema]:
 
 def _chat_logprobs() -> Schema:
     entry = {"token": TEXT, "logprob": {"type": "number", "maximum": 0}, "bytes": nullable(array(COUNT))}
-    content = array(whole(entry | {"top_logprobs": array(whole(entry))}))
-    return nullable(whole({"content": content, "refusal": NULL}))
+    content = array(full(entry | {"top_logprobs": array(full(entry))}))
+    return nullable(full({"content": content, "refusal": NULL}))
 
 
 def _chat_message(called: Schema) -> Schema:
     call = either(
-        whole({"id": TEXT, "type": exactly("function"), "function": called}),
-        whole({"id": TEXT, "type": exactly("custom"), "custom": whole({"name": TEXT, "input": TEXT})}),
+        full({"id": TEXT, "type": exactly("function"), "function": called}),
+        full({"id": TEXT, "type": exactly("custom"), "custom": full({"name": TEXT, "input": TEXT})}),
     )
-    return whole(
+    return full(
         {"role": exactly("assistant"), "content": nullable(TEXT), "refusal": NULL},
         tool_calls=array(call, least=1),
         reasoning_content=nullable(TEXT),
@@ -161,7 +161,7 @@ def _chat_delta() -> Schema:
             "role": exactly("assistant"),
             "content": nullable(TEXT),
             "reasoning_content": nullable(TEXT),
-            "tool_calls": array(whole({"index": COUNT}, id=TEXT, type=TEXT, function=OBJECT)),
+            "tool_calls": array(full({"index": COUNT}, id=TEXT, type=TEXT, function=OBJECT)),
         }
     )
 
@@ -169,7 +169,7 @@ def _chat_delta() -> Schema:
 def _completions() -> dict[str, Schema]:
     floor_or_less = nullable({"type": "number", "maximum": 0})
     logprobs = nullable(
-        whole(
+        full(
             {
                 "tokens": array(TEXT),
                 "token_logprobs": array(floor_or_less),
@@ -186,41 +186,41 @@ def _completions() -> dict[str, Schema]:
         "model": TEXT,
     }
     return {
-        "Completion": whole(
+        "Completion": full(
             envelope
             | {
-                "choices": array(whole(choice | {"finish_reason": FINISH}, **MATCHED), least=1),
+                "choices": array(full(choice | {"finish_reason": FINISH}, **MATCHED), least=1),
                 "usage": ref("Usage"),
             }
         ),
-        "CompletionChunk": whole(
-            envelope | {"choices": array(whole(choice | {"finish_reason": nullable(FINISH)}))},
+        "CompletionChunk": full(
+            envelope | {"choices": array(full(choice | {"finish_reason": nullable(FINISH)}))},
             usage=nullable(ref("Usage")),
         ),
     }
 
 
 def _responses() -> dict[str, Schema]:
-    usage = whole(
+    usage = full(
         {
             "input_tokens": COUNT,
-            "input_tokens_details": whole({"cached_tokens": COUNT}),
+            "input_tokens_details": full({"cached_tokens": COUNT}),
             "output_tokens": COUNT,
-            "output_tokens_details": whole({"reasoning_tokens": COUNT}),
+            "output_tokens_details": full({"reasoning_tokens": COUNT}),
             "total_tokens": COUNT,
         }
     )
     return {
-        "Response": whole({
+        "Response": full({
             "id": {"type": "string", "pattern": "^resp_"},
             "object": exactly("response"),
             "created_at": COUNT,
             "status": one_of("completed", "incomplete", "failed", "in_progress"),
-            "error": nullable(whole({"code": TEXT, "message": TEXT})),
-            "incomplete_details": nullable(whole({"reason": TEXT})),
+            "error": nullable(full({"code": TEXT, "message": TEXT})),
+            "incomplete_details": nullable(full({"reason": TEXT})),
             "instructions": nullable(TEXT),
             "model": TEXT,
-            "output": array(whole({"type": TEXT, "id": TEXT, "status": TEXT})),
+            "output": array(full({"type": TEXT, "id": TEXT, "status": TEXT})),
             "parallel_tool_calls": BOOLEAN,
             "tools": array(OBJECT),
             "tool_choice": either(TEXT, OBJECT),
@@ -229,9 +229,9 @@ def _responses() -> dict[str, Schema]:
             "metadata": OBJECT,
             "usage": nullable(usage),
         }),
-        "ResponseEvent": whole({"type": TEXT, "sequence_number": COUNT}),
-        "ResponseDeleted": whole({"id": TEXT, "object": exactly("response"), "deleted": BOOLEAN}),
-        "ResponseItems": whole({
+        "ResponseEvent": full({"type": TEXT, "sequence_number": COUNT}),
+        "ResponseDeleted": full({"id": TEXT, "object": exactly("response"), "deleted": BOOLEAN}),
+        "ResponseItems": full({
             "object": exactly("list"),
             "data": array(OBJECT),
             "first_id": nullable(TEXT),
@@ -245,31 +245,31 @@ def _messages() -> dict[str, Schema]:
     """Return the schemas of answers in Anthropic's format."""
     reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
     usage = {"input_tokens": COUNT, "cache_creation_input_tokens": COUNT, "cache_read_input_tokens": COUNT}
-    error = whole({"type": TEXT, "message": TEXT | {"minLength": 1}})
+    error = full({"type": TEXT, "message": TEXT | {"minLength": 1}})
     return {
-        "MessageAnswer": whole({
+        "MessageAnswer": full({
             "id": {"type": "string", "pattern": "^msg_"},
             "type": exactly("message"),
             "role": exactly("assistant"),
             "model": TEXT,
-            "content": array(whole({"type": one_of("text", "thinking", "tool_use")})),
+            "content": array(full({"type": one_of("text", "thinking", "tool_use")})),
             "stop_reason": one_of(*reasons),
             "stop_sequence": nullable(TEXT),
-            "usage": whole(usage | {"output_tokens": COUNT}),
+            "usage": full(usage | {"output_tokens": COUNT}),
         }),
-        "MessageEvent": whole({"type": TEXT}),
-        "MessageTokens": whole({"input_tokens": COUNT}),
-        "MessageError": whole({"type": exactly("error"), "error": error, "request_id": TEXT}),
+        "MessageEvent": full({"type": TEXT}),
+        "MessageTokens": full({"input_tokens": COUNT}),
+        "MessageError": full({"type": exactly("error"), "error": error, "request_id": TEXT}),
     }  # fmt: skip
 
 
 def _generated() -> Schema:
-    one = whole({
+    one = full({
         "text": TEXT,
         "output_ids": array(COUNT),
-        "meta_info": whole({
+        "meta_info": full({
             "id": TEXT,
-            "finish_reason": nullable(whole({"type": one_of("stop", "length")}, matched=ANYTHING)),
+            "finish_reason": nullable(full({"type": one_of("stop", "length")}, matched=ANYTHING)),
             "prompt_tokens": COUNT,
             "completion_tokens": COUNT,
             "cached_tokens": COUNT,

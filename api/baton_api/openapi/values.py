@@ -72,7 +72,7 @@ def record(properties: dict[str, Schema], required: Sequence[str] = ()) -> Schem
     return schema | {"required": list(required)} if required else schema
 
 
-def whole(properties: dict[str, Schema], **more: Schema) -> Schema:
+def full(properties: dict[str, Schema], **more: Schema) -> Schema:
     """An object that has all of `properties`, and may have `more`."""
     return record(properties | more, tuple(properties))
 

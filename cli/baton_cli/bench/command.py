@@ -21,7 +21,6 @@ from rich.text import Text
 from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.profiles import Objectives
-from baton_cli.bench import report
 from baton_cli.bench.connection import Endpoint
 from baton_cli.bench.prompts import Shape
 from baton_cli.bench.report import Level, Objective, Spread, level
@@ -80,19 +79,9 @@ class BenchPlan:
             cached_share=min(1.0, shape.shared / shape.prompt),
         )
 
-    @property
-    def axis(self) -> str:
-        if self.trace:
-            return "speed relative to the trace"
-        return "requests per second" if self.rates else "clients"
 
-
-def bench(
-    where: BenchTarget, wanted: BenchPlan, save: Path | None, drawn: Path | None, as_json: bool
-) -> None:
+def bench(where: BenchTarget, wanted: BenchPlan, save: Path | None, as_json: bool) -> None:
     """Run all levels and report them. Exits with `SOME_FAILED` if a request failed."""
-    if drawn is not None:
-        report.check(drawn)
     console = Console()
     if not console.is_terminal:
         console.width = WIDE
@@ -101,8 +90,6 @@ def bench(
     data = as_data(where.shown, model, wanted, levels)
     if save is not None:
         _save(save, data)
-    if drawn is not None:
-        report.draw(levels, f"{model}: {_shaped(wanted)}", wanted.axis, drawn)
     if as_json:
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
     else:

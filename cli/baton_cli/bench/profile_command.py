@@ -12,11 +12,11 @@ from rich.text import Text
 
 from baton_api import profiles
 from baton_api.profiles import Profile
+from baton_cli import router_workers
 from baton_cli.bench.command import BenchPlan, BenchTarget, Say
 from baton_cli.bench.connection import Endpoint
 from baton_cli.bench.profiler import DecodeCapacity, Profiler
 from baton_cli.bench.session import open_session, target
-from baton_cli.top.snapshot import ServiceReader
 
 
 def find(where: BenchTarget, wanted: BenchPlan, path: Path, repeats: int, as_json: bool) -> None:
@@ -37,14 +37,13 @@ def find(where: BenchTarget, wanted: BenchPlan, path: Path, repeats: int, as_jso
 async def _find(where: BenchTarget, wanted: BenchPlan, repeats: int, say: Say) -> Profile:
     say("starting" if where.started else f"reading the workers of {where.url}")
     async with target(where.started, where.url, where.api_key, disaggregated=True) as (url, key):
-        reader, endpoint = ServiceReader(url, key), Endpoint(url, key, wanted.timeout_s)
+        endpoint = Endpoint(url, key, wanted.timeout_s)
         try:
-            capacity = DecodeCapacity.of(await asyncio.to_thread(reader.read))
+            capacity = await asyncio.to_thread(lambda: DecodeCapacity.of(router_workers.read(url, key)))
             session = await open_session(endpoint, where.model, wanted.seed)
             return await Profiler(session, capacity, repeats, say).find(wanted.objectives)
         finally:
             endpoint.close()
-            reader.close()
 
 
 def described(profile: Profile) -> Iterator[str]:

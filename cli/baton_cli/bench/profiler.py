@@ -16,6 +16,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
 from baton_api import __version__, headers, metrics, profiles
 from baton_api.errors import SetupError
 from baton_api.profiles import Objectives, Point, PrefillLine, Profile, StepLine, TransferLine
@@ -25,7 +28,7 @@ from baton_cli.bench.connection import Answer
 from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.prompts import BenchRequest
 from baton_cli.bench.session import Session
-from baton_cli.top.snapshot import Snapshot, reported_load
+from baton_cli.router_workers import ANSWER_S, Row, reported_load
 
 
 def fit(inputs: Sequence[Sequence[float]], outcomes: Sequence[float]) -> list[float]:
@@ -111,9 +114,13 @@ class DecodeCapacity:
     streams: int
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> DecodeCapacity:
-        """Read the capacity. Raises SetupError if no decode worker is ready, or its KV cache is unknown."""
-        decodes = [one for one in snapshot.workers if one["role"] != Role.PREFILL and one["load"]]
+    def of(cls, workers: Sequence[Row]) -> DecodeCapacity:
+        """
+        Read the capacity of the first decode worker. Blocks.
+
+        Raises SetupError if no decode worker is ready, or its KV cache is unknown.
+        """
+        decodes = [row for row in workers if row["role"] != Role.PREFILL and row["load"]]
         if not decodes:
             raise SetupError("Cannot measure: no decode worker is ready.")
         load = reported_load(decodes[0])
@@ -122,12 +129,10 @@ class DecodeCapacity:
                 f"Cannot measure: the size of the KV cache of {decodes[0]['worker']} is unknown, because the "
                 "worker exposes no metrics. Start SGLang with --enable-metrics."
             )
-        own = snapshot.exposed.get(decodes[0]["worker"])
-        limit = own.total(metrics.WORKER_RUNNING_LIMIT) if own else None
         return cls(
             load["total_blocks"] * load["block_size"],
             load["max_model_len"] or max(LENGTHS),
-            round(limit or DEFAULT_STREAMS),
+            _running_limit(f"http://{decodes[0]['worker']}") or DEFAULT_STREAMS,
         )
 
     def holds(self, streams: int, tokens: int) -> bool:
@@ -136,6 +141,17 @@ class DecodeCapacity:
             and tokens <= self.context
             and streams * tokens <= USED_SHARE * self.kv_tokens
         )
+
+
+def _running_limit(worker: str) -> int:
+    """Return how many streams a worker runs. 0: its metrics do not say it, or it cannot be reached."""
+    try:
+        text = httpx.get(f"{worker}/metrics", trust_env=False, timeout=ANSWER_S).raise_for_status().text
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return 0
+    families = text_string_to_metric_families(text)
+    samples = (sample for family in families for sample in family.samples)
+    return round(sum(one.value for one in samples if one.name == metrics.WORKER_RUNNING_LIMIT.name))
 
 
 @dataclass(frozen=True, slots=True)

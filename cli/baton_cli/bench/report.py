@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from baton_api import installing
-from baton_api.errors import SetupError
 from baton_cli.bench.load import ClientCost, LoadResult
 from baton_cli.bench.outcomes import Outcome
 
@@ -137,54 +134,3 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-FORMATS = (".svg", ".png", ".pdf")
-COLORS = ("#1b6ca8", "#e08e0b", "#b3312c")
-WIDTH, HEIGHT = 10.0, 6.0
-
-
-def check(path: Path) -> None:
-    """Check that charts can be written. Raises SetupError."""
-    if path.suffix not in FORMATS:
-        raise SetupError(f"Invalid --picture {path}. Expected a file name that ends in {', '.join(FORMATS)}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"--picture needs Matplotlib. Install it: {installing.command('pictures')}."
-        ) from error
-
-
-def draw(levels: Sequence[Level], title: str, axis: str, path: Path) -> None:
-    """Draw throughput and latency over the load levels."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-    figure.suptitle(title)
-    throughput, ttft, tpot, total = figure.subplots(2, 2).flat
-    loads = [one.value for one in levels]
-    throughput.plot(loads, [one.output_tokens_per_s for one in levels], "o-", color=COLORS[0])
-    throughput.set_title("generated tokens per second")
-    good = throughput.twinx()
-    good.plot(loads, [100 * one.good_share for one in levels], "s--", color=COLORS[1])
-    good.set_ylabel("% of requests within objectives", color=COLORS[1])
-    good.set_ylim(0, 105)
-    for axes, name, spreads in (
-        (ttft, "time to first token, ms", [one.ttft for one in levels]),
-        (tpot, "time per token, ms", [one.tpot for one in levels]),
-        (total, "request duration, ms", [one.total for one in levels]),
-    ):
-        axes.set_title(name)
-        for share, color in zip(("p50", "p95", "p99"), COLORS, strict=True):
-            axes.plot(loads, [_milliseconds(one, share) for one in spreads], "o-", color=color, label=share)
-        axes.legend()
-    for axes in (throughput, ttft, tpot, total):
-        axes.set_xlabel(axis)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    figure.savefig(path)
-
-
-def _milliseconds(spread: Spread | None, share: str) -> float:
-    return float("nan") if spread is None else 1e3 * float(getattr(spread, share))

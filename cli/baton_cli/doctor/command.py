@@ -16,7 +16,7 @@ from rich.text import Text
 from baton_api import __version__
 from baton_cli.doctor import cluster as clusters
 from baton_cli.doctor import engines, environment, gpu, limits, probes, selftests, transport
-from baton_cli.doctor.machine import Finding, Level, Machine, Port
+from baton_cli.doctor.machine import Finding, Level, Machine
 
 ERROR_STATUS = 1
 """Exit status if a finding is an error."""
@@ -31,7 +31,6 @@ WIDE = 200
 def doctor(
     urls: Sequence[str],
     api_key: str,
-    ports: Sequence[Port],
     kubeconfig: str | None,
     namespace: str,
     as_json: bool,
@@ -44,7 +43,7 @@ def doctor(
     if kubeconfig is not None:
         cluster = clusters.inspect(clusters.account(kubeconfig, os.environ), namespace)
     with Console(stderr=True).status("Testing kernels and NIXL"):
-        machine = probes.gather(selftests.run(), ports, urls, api_key, cluster)
+        machine = probes.gather(selftests.run(), urls, api_key, cluster)
     findings = examine(machine)
     if as_json:
         sys.stdout.write(json.dumps(as_data(machine, findings), indent=1) + "\n")
@@ -105,9 +104,7 @@ def _count(number: int, what: str) -> str:
 
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     limits.shared_memory,
-    limits.memory,
     limits.open_files,
-    limits.processes,
     transport.rdma,
     transport.locked_memory,
     transport.copies,
@@ -117,12 +114,9 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     transport.nixl,
     transport.network,
     limits.kernels,
-    limits.versions,
     limits.variables,
-    environment.ports,
     environment.clock,
     environment.tickets,
-    environment.disks,
     environment.cluster,
     engines.workers,
 )

@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api.engines import EngineKind
-from baton_cli.top.series import Exposed
 
 CONNECT_S = 3.0
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -59,8 +59,7 @@ def engine_workers(client: httpx.Client, listed: Sequence[tuple[str, str]]) -> I
 
 
 def _vllm(client: httpx.Client, url: str, role: str, version: str) -> EngineWorker:
-    exposed = _metrics(client, url)
-    cache = next((labels for labels, _ in exposed.samples.get("vllm:cache_config_info", ())), {})
+    cache = _cache_config(client, url)
     sources = _get(client, f"{url}/kv_event_sources")
     models = _get(client, f"{url}/v1/models").get("data") or [{}]
     reply = _post(
@@ -151,8 +150,11 @@ def _object(answer: httpx.Response) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _metrics(client: httpx.Client, url: str) -> Exposed:
+def _cache_config(client: httpx.Client, url: str) -> Mapping[str, str]:
+    """Return the labels of vLLM's metric of that name. Nothing if the worker exposes none."""
     try:
-        return Exposed.parse(client.get(f"{url}/metrics").raise_for_status().text)
+        families = list(text_string_to_metric_families(client.get(f"{url}/metrics").raise_for_status().text))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-        return Exposed({})
+        return {}
+    samples = (sample for family in families for sample in family.samples)
+    return next((sample.labels for sample in samples if sample.name == "vllm:cache_config_info"), {})

@@ -1,39 +1,14 @@
-"""Checks of ports, clocks, folders and a cluster."""
+"""Checks of clocks, secrets and a cluster."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
-from baton_api.setting_types import show_size
 from baton_api.tickets import CLOCK_SKEW_S
 from baton_cli.doctor.machine import Crd, Finding, Level, Machine, good, note
 
-SPACE_LEAST, SPACE_WANTED = 256 * 1024**2, 4 * 1024**3
-
-OURS = re.compile(r"baton_cli|(^|[/ ])baton( |$)")
-"""Matches the command line of a Baton process."""
-
 CLOCK_WANTED_S = 5.0
 """Beyond this difference spans and KV event lag are wrong. Beyond `CLOCK_SKEW_S` tickets are rejected."""
-
-
-def ports(machine: Machine) -> Iterator[Finding]:
-    taken = [port for port in machine.ports if port.holder]
-    if not taken:
-        yield good("ports", ", ".join(f"{port.number} ({port.what})" for port in machine.ports) + " are free")
-    for port in taken:
-        if OURS.search(port.holder):
-            yield note("ports", f"{port.number}: {port.holder}", f"A Baton {port.what} already runs here.")
-            continue
-        yield Finding(
-            "ports",
-            Level.ERROR,
-            f"{port.number} is taken by {port.holder}",
-            limit="a free port",
-            why=f"The {port.what} cannot listen on its default port.",
-            remedy="Stop that program, or set another --port (0 takes a free one).",
-        )
 
 
 def clock(machine: Machine) -> Iterator[Finding]:
@@ -90,34 +65,6 @@ def tickets(machine: Machine) -> Iterator[Finding]:
         why="Workers refuse the tickets of a router with another secret, so that no pairs are used.",
         remedy=f"Set {ROUTERS_SECRET} of all routers and {WORKERS_SECRET} of all workers to the same value.",
     )
-
-
-def disks(machine: Machine) -> Iterator[Finding]:
-    for folder in machine.data_folders:
-        where = f"{folder.what}, {folder.path}"
-        remedy = (
-            f"Set {folder.setting} to a folder with free space." if folder.setting else "Free space there."
-        )
-        if folder.trouble:
-            yield Finding(
-                "disk",
-                Level.ERROR,
-                f"{where}: {folder.trouble}",
-                limit="a writable folder",
-                why="Baton cannot store files there.",
-                remedy=remedy,
-            )
-        elif folder.free >= SPACE_WANTED:
-            yield good("disk", f"{where}: {show_size(folder.free)} free")
-        else:
-            yield Finding(
-                "disk",
-                Level.ERROR if folder.free < SPACE_LEAST else Level.WARNING,
-                f"{where}: {show_size(folder.free)} free",
-                limit=show_size(SPACE_WANTED),
-                why="A model may not fit.",
-                remedy=remedy,
-            )
 
 
 def cluster(machine: Machine) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Checks of limits and software: memory, files, processes, kernels, packages, variables."""
+"""Checks of limits and software: shared memory, open files, kernels, variables."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from baton_api import installing
 from baton_api.setting_types import show_size
 from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 
-MIB, GIB = 1024**2, 1024**3
+MIB = 1024**2
 
 SHM_LEAST, SHM_WANTED = 32 * MIB, 256 * MIB
 """UCX keeps queues between processes there, a few MiB per pair. A container has 64 MiB by default."""
-
-MEMORY_LEAST, MEMORY_WANTED = 512 * MIB, 2 * GIB
 
 FILES_LEAST, FILES_WANTED = 1024, 8192
 FILES_OF_A_STREAM = 2
 OTHER_FILES = 100
 """Open files of a router besides its streams."""
-
-PROCESSES_LEAST = 512
-"""A worker has some dozens of threads."""
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
@@ -51,23 +46,6 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def memory(machine: Machine) -> Iterator[Finding]:
-    if machine.memory is None:
-        yield note("memory", "unknown", "This system does not say what is free.")
-    elif machine.memory >= MEMORY_WANTED:
-        yield good("memory", f"{show_size(machine.memory)} available")
-    else:
-        yield Finding(
-            "memory",
-            Level.ERROR if machine.memory < MEMORY_LEAST else Level.WARNING,
-            f"{show_size(machine.memory)} available",
-            limit=show_size(MEMORY_WANTED),
-            why="A worker needs memory for its model and KV cache; the kernel kills it if there is too "
-            "little.",
-            remedy="Stop other programs, raise the container's limit, or lower --kv-cache-memory.",
-        )
-
-
 def open_files(machine: Machine) -> Iterator[Finding]:
     limit = machine.open_files
     if limit is None or limit >= FILES_WANTED:
@@ -82,22 +60,6 @@ def open_files(machine: Machine) -> Iterator[Finding]:
         f"{max(0, (limit - OTHER_FILES) // FILES_OF_A_STREAM)} streams.",
         remedy=f"Raise the hard limit: ulimit -Hn {2 * FILES_WANTED}, LimitNOFILE= of a systemd unit, or "
         f"docker run --ulimit nofile={2 * FILES_WANTED}.",
-    )
-
-
-def processes(machine: Machine) -> Iterator[Finding]:
-    limit = machine.processes
-    if limit is None or limit >= PROCESSES_LEAST:
-        yield good("processes", "no limit" if limit is None else f"{limit} and threads")
-        return
-    yield Finding(
-        "processes",
-        Level.ERROR,
-        f"{limit} and threads",
-        limit=str(PROCESSES_LEAST),
-        why="A worker that cannot start another thread crashes.",
-        remedy="Raise it: ulimit -u, TasksMax= of a systemd unit, docker run --pids-limit, podPidsLimit of "
-        "kubelet.",
     )
 
 
@@ -118,21 +80,6 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             "needed.",
             remedy=f"apt install gcc, or {installing.command('kernels')}. Check CC and BATON_KERNELS if they "
             "are set.",
-        )
-
-
-def versions(machine: Machine) -> Iterator[Finding]:
-    wrong = [one for one in machine.packages if not one.fits]
-    if not wrong:
-        yield good("packages", f"{len(machine.packages)} compatible")
-    for one in wrong:
-        yield Finding(
-            "packages",
-            Level.ERROR,
-            f"{one.name} {one.version or 'is not installed'}",
-            limit=f"{one.name}{one.wanted}",
-            why="Baton does not support this version.",
-            remedy=f"pip install '{one.name}{one.wanted}'",
         )
 
 

@@ -18,20 +18,6 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
-class DataFolder:
-    """A folder that Baton writes to."""
-
-    what: str
-    path: str
-    free: int
-    """Bytes."""
-    trouble: str = ""
-    """Why the folder is not writable. Empty if it is."""
-    setting: str = ""
-    """The variable that sets another folder."""
-
-
-@dataclass(frozen=True, slots=True)
 class RdmaDevice:
     """An RDMA device of the kernel."""
 
@@ -55,28 +41,6 @@ class Gpus:
     """Whether the module gdrdrv is loaded."""
     plugins: frozenset[str] | None = None
     """Of UCX, such as cuda and ib. None if they are unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """A TCP port of 127.0.0.1 that a Baton process uses by default."""
-
-    number: int
-    what: str
-    holder: str = ""
-    """The command line of the listening process, or `another program`. Empty if the port is free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """A package that Baton's metadata names."""
-
-    name: str
-    version: str
-    """Empty if the package is not installed."""
-    wanted: str
-    """Such as `>=0.20`."""
-    fits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +90,8 @@ class Machine:
     """Names of all variables of Baton."""
     shm: Space | None
     """/dev/shm."""
-    memory: int | None
-    """Available memory in bytes."""
     open_files: int | None
     """The hard limit per process. A router raises its soft limit to it."""
-    processes: int | None
-    """The limit of processes and threads of this user or container."""
     locked: int | None
     """Bytes that a process may lock in memory."""
     rdma: tuple[RdmaDevice, ...] = ()
@@ -145,9 +105,6 @@ class Machine:
     kernels: SelfTest
     """The native kernels, compiled for this processor."""
     nixl: SelfTest
-    packages: tuple[Installed, ...] = ()
-    ports: tuple[Port, ...] = ()
-    data_folders: tuple[DataFolder, ...] = ()
     clock_synchronised: bool | None
     """None if the kernel does not report it."""
     clock_apart: Mapping[str, float] = field(default_factory=dict)

@@ -1,5 +1,5 @@
 """
-Read the properties of this machine: limits, devices, ports, folders, clock.
+Read the properties of this machine: limits, devices, clock.
 
 Probes do not fail on an unusual machine; they omit the values that the system does not report.
 """
@@ -7,36 +7,28 @@ Probes do not fail on an unusual machine; they omit the values that the system d
 from __future__ import annotations
 
 import ctypes
-import errno
-import importlib.metadata
 import os
 import re
 import resource
 import shutil
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
-from packaging.requirements import Requirement
 
-from baton_api.installing import DISTRIBUTION
 from baton_cli.doctor.engine_probes import EngineWorker, engine_workers
 from baton_cli.doctor.gpu_probes import gpus
-from baton_cli.doctor.machine import Cluster, DataFolder, Installed, Machine, Port, RdmaDevice, Space
+from baton_cli.doctor.machine import Cluster, Machine, RdmaDevice, Space
 from baton_cli.doctor.selftests import SelfTests
-from baton_engine import machine as usable
-from baton_engine.machine import cache_folder
 
 SHM = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 VERBS = Path("/dev/infiniband")
 INTERFACES = Path("/sys/class/net")
-PIDS = (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max"))
 
 READ = ("BATON_", "UCX_", "NIXL_")
 """Prefixes of variables that Baton and its libraries read."""
@@ -44,7 +36,6 @@ READ = ("BATON_", "UCX_", "NIXL_")
 BESIDES = frozenset({"BATON_BUNDLED", "BATON_CACHE", "BATON_KERNELS", "BATON_BATCH_TOKEN"})
 """Variables that do not belong to a settings class."""
 
-LISTENING = "0A"
 STA_UNSYNC = 0x40
 TIMEX_BYTES = 256
 STATUS_AT = 40 if sys.maxsize > 2**32 else 20
@@ -53,9 +44,7 @@ STATUS_AT = 40 if sys.maxsize > 2**32 else 20
 ANSWER_S = 5.0
 
 
-def gather(
-    tests: SelfTests, ports: Sequence[Port], urls: Sequence[str], api_key: str, cluster: Cluster | None
-) -> Machine:
+def gather(tests: SelfTests, urls: Sequence[str], api_key: str, cluster: Cluster | None) -> Machine:
     """Run all probes. Some take seconds."""
     apart, unreachable, workers = ask_servers(urls, api_key)
     return Machine(
@@ -63,9 +52,7 @@ def gather(
         environment={name: value for name, value in os.environ.items() if name.startswith(READ)},
         known_variables=known_variables(),
         shm=space(SHM),
-        memory=usable.free_memory(),
         open_files=_limit(resource.RLIMIT_NOFILE, hard=True),
-        processes=processes(),
         locked=_limit(resource.RLIMIT_MEMLOCK, hard=False),
         rdma=tuple(rdma_devices()),
         verbs=verbs_trouble(),
@@ -74,9 +61,6 @@ def gather(
         copies=tests.copies,
         kernels=tests.kernels,
         nixl=tests.nixl,
-        packages=tuple(packages()),
-        ports=tuple(map(held, ports)),
-        data_folders=tuple(data_folders(os.environ)),
         clock_synchronised=clock_synchronised(),
         clock_apart=apart,
         unreachable=unreachable,
@@ -91,15 +75,6 @@ def space(path: Path) -> Space | None:
     except OSError:
         return None
     return Space(usage.total, usage.free)
-
-
-def processes() -> int | None:
-    """Return the limit of processes of this user or container."""
-    limits = [_limit(resource.RLIMIT_NPROC, hard=False)] if os.geteuid() else []  # root has no limit
-    for path in PIDS:
-        text = _read(path)
-        limits.append(int(text) if text.isdecimal() else None)
-    return min((one for one in limits if one is not None), default=None)
 
 
 def rdma_devices() -> Iterator[RdmaDevice]:
@@ -119,78 +94,6 @@ def verbs_trouble() -> str:
         return f"no {VERBS}/uverbs*"
     closed = [str(one) for one in devices if not os.access(one, os.R_OK | os.W_OK)]
     return f"this user may not open {closed[0]}" if len(closed) == len(devices) else ""
-
-
-def packages() -> Iterator[Installed]:
-    """Yield the packages that Baton's metadata requires. Optional packages may be missing."""
-    for text in importlib.metadata.requires(DISTRIBUTION) or ():
-        wanted = Requirement(text)
-        needed = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-        try:
-            version = importlib.metadata.version(wanted.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = ""
-        if (version or needed) and wanted.name != DISTRIBUTION:
-            fits = bool(version) and wanted.specifier.contains(version, prereleases=True)
-            yield Installed(wanted.name, version, str(wanted.specifier), fits)
-
-
-def held(port: Port) -> Port:
-    """Return the port with the process that uses it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port.number))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return Port(port.number, port.what, listener(port.number) or "another program")
-            return Port(port.number, port.what, error.strerror or str(error))
-    return port
-
-
-def listener(number: int) -> str:
-    """Return the command that listens on a port, if this user may see it."""
-    wanted = set()
-    for table in ("tcp", "tcp6"):
-        for line in _read(Path("/proc/net") / table).splitlines()[1:]:
-            columns = line.split()
-            if columns[3] == LISTENING and int(columns[1].rpartition(":")[2], 16) == number:
-                wanted.add(f"socket:[{columns[9]}]")
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(one) in wanted for one in (process / "fd").iterdir()):
-                return (process / "cmdline").read_text().replace("\0", " ").strip()[:120]
-        except OSError:  # it ended meanwhile, or belongs to another user
-            continue
-    return ""
-
-
-def data_folders(environment: Mapping[str, str]) -> Iterator[DataFolder]:
-    """Yield the folders of Baton and of the Hugging Face Hub client."""
-    home = Path(environment.get("HOME", "/"))
-    hub = environment.get("HF_HOME") or str(
-        Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "huggingface"
-    )
-    for what, path, setting in (
-        ("cache", cache_folder(environment), "BATON_CACHE"),
-        ("Hugging Face models", Path(hub).expanduser(), "HF_HOME"),
-        ("temporary files", Path(tempfile.gettempdir()), "TMPDIR"),
-    ):
-        existing = path
-        while not existing.exists():  # the folder is created at first use
-            existing = existing.parent
-        size = space(existing)
-        trouble = "" if os.access(existing, os.W_OK | os.X_OK) else f"this user may not write to {existing}"
-        yield DataFolder(what, str(path), size.free if size else 0, trouble or _refuses(existing), setting)
-
-
-def _refuses(folder: Path) -> str:
-    """Return why a folder is not writable. `access` allows root everything, even read-only file systems."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def clock_synchronised() -> bool | None:

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from baton_api import installing, labels
 from baton_api.errors import SetupError
+from baton_cli import router_workers
 from baton_cli.doctor.cluster import account
 from baton_cli.status import report
 from baton_cli.status.report import ServiceStatus
-from baton_cli.top.snapshot import ANSWER_S, ServiceReader
 
 WRONG = 1
 """Exit status if a service has problems."""
@@ -32,17 +32,16 @@ CLUSTER_S = 60.0
 
 def of_url(url: str, api_key: str, as_json: bool) -> None:
     """Print the status of the service behind a router. Raises SetupError if it does not answer."""
-    reader = ServiceReader(url, api_key)
+    router, workers = router_workers.base(url), router_workers.read(url, api_key)
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        snapshot = reader.read()
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        answer = httpx.get(f"{reader.url}/server_info", headers=headers, trust_env=False, timeout=ANSWER_S)
+        answer = httpx.get(
+            f"{router}/server_info", headers=headers, trust_env=False, timeout=router_workers.ANSWER_S
+        )
         info = answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
         raise SetupError(f"{url} returned no status: {error}.") from error
-    finally:
-        reader.close()
-    _end([report.status_of_router(reader.url, info, snapshot.workers)], as_json)
+    _end([report.status_of_router(router, info, workers)], as_json)
 
 
 def of_services(name: str, kubeconfig: str, namespace: str, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton_api.engines import EngineKind
 from baton_api.workers import Role
-from baton_cli.top.snapshot import reported_load
+from baton_cli.router_workers import reported_load
 
 
 @dataclass(frozen=True, slots=True)

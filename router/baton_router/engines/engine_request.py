@@ -80,7 +80,8 @@ class ResumeState(Protocol):
 
 class EngineRequest:
     """One request at the workers of one grant. Close it, whatever happens. Times are of `clock`, in
-    seconds."""
+    seconds.
+    """
 
     def __init__(
         self,

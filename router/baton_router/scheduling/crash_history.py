@@ -68,7 +68,8 @@ class CrashHistory:
 
     def check(self, key: Key, priority_class: str, now: float) -> None:
         """Raise PoisonRequest if a request of the class `priority_class` has lost as many workers as it
-        may."""
+        may.
+        """
         if not self._lost:
             return
         self._expire(now)

@@ -41,7 +41,8 @@ class RoutingPolicy(Protocol):
         queued_s: float,
     ) -> DecodeOffer:
         """The offer of a decode worker, with and without a prefill worker: see
-        `pair_selection.decode_offer`."""
+        `pair_selection.decode_offer`.
+        """
         ...
 
 

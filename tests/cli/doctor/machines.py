@@ -10,11 +10,8 @@ from baton_cli.doctor.engine_probes import EngineWorker
 from baton_cli.doctor.environment import ROUTERS_SECRET, WORKERS_SECRET
 from baton_cli.doctor.machine import (
     Crd,
-    DataFolder,
     Gpus,
-    Installed,
     Machine,
-    Port,
     RdmaDevice,
     SelfTest,
     Space,
@@ -27,9 +24,7 @@ WELL = Machine(
     environment={"BATON_CACHE": "/cache"},
     known_variables=frozenset({"BATON_CACHE", "BATON_KV_CACHE_MEMORY", ROUTERS_SECRET, WORKERS_SECRET}),
     shm=Space(8 * GIB, 8 * GIB),
-    memory=64 * GIB,
     open_files=1_048_576,
-    processes=None,
     locked=None,
     rdma=(RdmaDevice("mlx5_0", {1: "ACTIVE"}),),
     gpus=Gpus(devices=1, driver="NVIDIA 580.95.05 open", platform="cuda", direct="DMA-BUF", gdrcopy=True),
@@ -37,9 +32,6 @@ WELL = Machine(
     copies=SelfTest("process_vm_readv"),
     kernels=SelfTest("compiled"),
     nixl=SelfTest("NIXL 1.5.1 with UCX"),
-    packages=(Installed("msgspec", "0.20.0", ">=0.20", True),),
-    ports=(Port(8080, "router"), Port(8000, "worker")),
-    data_folders=(DataFolder("cache", "/cache", 100 * GIB, setting="BATON_CACHE"),),
     clock_synchronised=True,
     clock_apart={"http://router": 0.4},
     workers=(

@@ -1,11 +1,10 @@
-"""`baton doctor` on this machine, as it is and made wrong in more than ten ways."""
+"""`baton doctor` on this machine, as it is and made wrong in ten ways."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import threading
@@ -58,24 +57,15 @@ def ahead() -> Iterator[str]:
 @pytest.mark.skipif(
     platform.machine() not in PROCESS_VM_READV, reason="the number of a system call is unknown"
 )
-def test_doctor_finds_each_fault_of_a_real_machine(tmp_path: Path, ahead: str) -> None:
-    small, packages = tmp_path / "small", tmp_path / "packages"
-    small.mkdir()
-    old = packages / "rich-1.0.dist-info"
-    old.mkdir(parents=True)
-    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")
+def test_doctor_finds_each_fault_of_a_real_machine(ahead: str) -> None:
     environment = {
         **os.environ,
-        "BATON_CACHE": str(small),
         "BATON_KV_CACHE_MEMRY": "1GiB",
         "CC": "/nowhere/cc",
-        "PYTHONPATH": str(packages),
         "UCX_NET_DEVICES": "mlx5_9:1",
     }
-    wrong = [sys.executable, str(Path(__file__).with_name("wrong_machine.py")), str(small)]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        number = taken.getsockname()[1]
-        done = run([*wrong, *DOCTOR, f"--url={ahead}", f"--port={number}"], environment)
+    wrong = [sys.executable, str(Path(__file__).with_name("wrong_machine.py"))]
+    done = run([*wrong, *DOCTOR, f"--url={ahead}"], environment)
     assert done.returncode == 1, done.stderr
     findings = {one["check"]: one for one in json.loads(done.stdout)["findings"] if one["remedy"]}
     expected = {
@@ -88,11 +78,8 @@ def test_doctor_finds_each_fault_of_a_real_machine(tmp_path: Path, ahead: str) -
         "NIXL": "UCX cannot start",
         "network": "UCX_NET_DEVICES names mlx5_9:1",
         "kernels": "CC is /nowhere/cc",
-        "packages": "rich 1.0",
         "variables": "BATON_KV_CACHE_MEMRY",
-        "ports": f"{number} is taken by",
         "clock": "ahead of this machine",
-        "disk": "1.05 MB free",
     }
     for check, words in expected.items():
         assert check in findings, (check, sorted(findings))
@@ -104,7 +91,7 @@ def test_doctor_finds_each_fault_of_a_real_machine(tmp_path: Path, ahead: str) -
 
 @pytest.mark.slow
 def test_this_machine_as_it_is(ahead: str) -> None:
-    done = run([*DOCTOR, "--port=1", f"--url={ahead}/nowhere"], {**os.environ, "BATON_KERNELS": "off"})
+    done = run([*DOCTOR, f"--url={ahead}/nowhere"], {**os.environ, "BATON_KERNELS": "off"})
     report = json.loads(done.stdout)
     levels = {one["check"]: one["level"] for one in report["findings"]}
     assert levels["memory of other processes"] == "good"

@@ -1,7 +1,7 @@
 """
-Runs a command on a machine made wrong, in namespaces of its own: `python wrong_machine.py SMALL COMMAND...`
+Runs a command on a machine made wrong, in namespaces of its own: `python wrong_machine.py COMMAND...`
 
-As root: /dev/shm and the folder SMALL get file systems of a few MiB, an RDMA device appears whose port is
+As root: /dev/shm gets a file system of a few MiB, an RDMA device appears whose port is
 down, and limits fall. Memory of other processes cannot be read, as under a strict seccomp profile. The
 rest of the machine stays unchanged.
 """
@@ -30,10 +30,10 @@ class Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def main(small: str, command: list[str]) -> None:
+def main(command: list[str]) -> None:
     check(LIBC.unshare(CLONE_NEWNS))
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    for folder, size in (("/dev/shm", "8m"), (small, "1m"), ("/sys/class", "1m")):
+    for folder, size in (("/dev/shm", "8m"), ("/sys/class", "1m")):
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
     port = Path("/sys/class/infiniband/mlx5_0/ports/1")
     port.mkdir(parents=True)
@@ -63,4 +63,4 @@ def check(done: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1:])

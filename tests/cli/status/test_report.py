@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from baton_api.engines import EngineKind
+from baton_cli.router_workers import reported_load
 from baton_cli.status import report
 from baton_operator.manifests import conditions
 
@@ -172,3 +174,26 @@ def test_conditions_of_a_service_are_those_of_the_operator() -> None:
     of_other_kinds = {"UpToDate", "Active"}  # of a batch run and of an adapter
     assert conditions.GOOD - of_other_kinds <= report.GOOD
     assert conditions.BAD <= report.BAD
+
+
+def of_engine(role: str, engine: EngineKind, **load: Any) -> dict[str, Any]:
+    return {**worker(role), "load": {"engine": engine, **load}}
+
+
+def test_load_of_worker_without_metrics_is_unknown() -> None:
+    """The router reports such a load as zeros."""
+    zeros = {"running": 0, "queued": 0, "total_blocks": 0, "free_blocks": 0}
+    assert reported_load(of_engine("decode", EngineKind.OPENAI, **zeros)) is None
+    assert reported_load(of_engine("decode", EngineKind.BATON, **zeros)) is not None
+
+
+def test_status_names_engine_and_unknown_load() -> None:
+    workers = [
+        of_engine("decode", EngineKind.VLLM, version="0.32.0", total_blocks=10, running=2, queued=1),
+        of_engine("both", EngineKind.OPENAI),
+    ]
+    status = report.status_of_router("http://router", INFO, workers)
+    assert [part.detail for part in status.parts] == [
+        "2 running, 1 queued; vllm 0.32.0",
+        "load unknown; openai of unknown version",
+    ]

@@ -1,7 +1,7 @@
 """
 The metrics of other engines, mapped to the metrics contract.
 
-Recording rules, `baton top` and the reference are generated from these mappings. A metric without an entry
+Recording rules and the reference are generated from these mappings. A metric without an entry
 stays absent for that engine: absent means unknown, never zero.
 """
 

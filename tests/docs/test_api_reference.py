@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton_api import limits
 from baton_api.errors import CODES, BatonError, QuotaExceeded
 from baton_api.metrics import CONTRACT
-from baton_cli.reference import descendants, errors_page, limits_page, metrics_page
+from docs.generators.reference import descendants, errors_page, limits_page, metrics_page
 
 KINDS = {"invalid_request_error", "server_error", "requests", "tokens", QuotaExceeded.code}
 """Error types that clients of OpenAI's API know."""

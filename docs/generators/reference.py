@@ -1,8 +1,8 @@
 """
 Write the reference pages from the code: settings, HTTP API, errors, metrics, custom resources and others.
 
-    python -m baton_cli.reference           writes docs/reference/ and the tables of supported models
-    python -m baton_cli.reference --check   fails if a page differs from what would be written
+    python -m docs.generators.reference           writes docs/reference/ and the tables of supported models
+    python -m docs.generators.reference --check   fails if a page differs from what would be written
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pydantic_settings import BaseSettings
 from baton_api import generated_files, limits, metrics
 from baton_api.errors import CODES, MESSAGE_LIMIT, RETRY_LIMIT_S, RETRY_SPREAD_S, BatonError, InvalidRequest
 from baton_api.metrics import Label, Metric
-from baton_cli import model_tables, peers
-from baton_cli.engine_reference import engines_section
+from baton_cli import peers
 from baton_cli.options import Option, options_of
-from baton_cli.refusals import REFUSALS
-from baton_cli.schema_reference import custom_resources_page, http_api_page
 from baton_engine.settings import WorkerSettings
 from baton_operator.settings import OperatorSettings
 from baton_router.settings import RouterSettings
+from docs.generators import model_tables
+from docs.generators.engine_reference import engines_section
+from docs.generators.schema_reference import custom_resources_page, http_api_page
 
 ROOT = Path(__file__).parents[2]
 """The repository. The pages are made from its sources, not from an installed wheel."""
@@ -130,7 +130,7 @@ def entry(option: Option) -> Iterator[str]:
 
 
 def peer_flags() -> Iterator[str]:
-    """Yield the flags of other servers: aliases, then rejected flags with the reason."""
+    """Yield the flags of other servers: aliases, then what replaces others."""
     yield ALIASES
     yield "| their flag | Baton's flag | notes |"
     yield "|---|---|---|"
@@ -139,12 +139,11 @@ def peer_flags() -> Iterator[str]:
         for field, others in table.items():
             names = ", ".join(f"`{other}`" for other in others)
             yield f"| {names} | `--{field.replace('_', '-')}` | {peers.NOTES.get(field, '')} |"
-    yield "\nBaton rejects these flags, with an alternative or a reason:\n"
-    yield "| their flags | reason |"
+    yield "\nBaton rejects other flags. For the frequent ones the error says what to do:\n"
+    yield "| their flag | instead |"
     yield "|---|---|"
-    for refusal in REFUSALS:
-        names = ", ".join(f"`{flag}`" for flag in refusal.flags.split())
-        yield f"| {names} | {refusal.reason} |"
+    for flag, instead in peers.INSTEAD.items():
+        yield f"| `{flag}` | {instead} |"
     yield ""
 
 

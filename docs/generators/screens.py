@@ -1,8 +1,8 @@
 """
 Render the screenshots of the documentation from recorded `--output json` of real runs.
 
-    python -m baton_cli.screens           writes docs/screens/*.svg
-    python -m baton_cli.screens --check   fails if one differs from what would be written
+    python -m docs.generators.screens           writes docs/screens/*.svg
+    python -m docs.generators.screens --check   fails if one differs from what would be written
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from baton_cli.bench.command import table
 from baton_cli.bench.report import Level
 from baton_cli.doctor.command import show as show_findings
 from baton_cli.doctor.machine import Finding
-from baton_cli.top.command import screen
-from baton_cli.top.snapshot import ServiceRates
 
 FOLDER = Path(__file__).parents[2] / "docs" / "screens"
 
@@ -31,10 +29,6 @@ WIDTH = 132
 
 ELSEWHERE = re.compile(r"\s*@font-face \{.*?\}\n|<!--.*?-->\s*", re.DOTALL)
 """Rich's SVG loads a web font and contains a comment. Both are removed."""
-
-
-def _top(console: Console, data: Any) -> None:
-    console.print(screen(msgspec.convert(data, ServiceRates), "http://127.0.0.1:8080"))
 
 
 def _bench(console: Console, data: Any) -> None:
@@ -46,7 +40,6 @@ def _doctor(console: Console, data: Any) -> None:
 
 
 SCREENS: Mapping[str, tuple[str, Callable[[Console, Any], None]]] = {
-    "top": ("baton top", _top),
     "bench": ("baton bench", _bench),
     "doctor": ("baton doctor", _doctor),
 }
@@ -73,7 +66,7 @@ def main() -> None:
         elif not check:
             path.write_text(text)
     if stale:
-        raise SystemExit(f"{', '.join(stale)}: out of date. Run python -m baton_cli.screens.")
+        raise SystemExit(f"{', '.join(stale)}: out of date. Run python -m docs.generators.screens.")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_cli import reference
+from docs.generators import reference
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ HEAD = """\
 ## Workers of other engines
 
 The recording rules in `charts/baton/rules/engines.yaml` map the metrics of these engines to the names above,
-one series per worker. `baton top` reads them from the workers and maps them in the same way. *unknown*: the
-engine does not report the metric, so it stays absent and is never 0. Buckets are those of the engine.
+one series per worker. *unknown*: the engine does not report the metric, so it stays absent and is never 0.
+Buckets are those of the engine.
 """
 
 ESTIMATES = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton_cli import model_tables
-from baton_cli.reference import ROOT
 from baton_engine.api.parsing.reasoning import families as reasoning
 from baton_engine.api.parsing.tools import families as tools
 from baton_engine.model.families import FAMILIES
 from baton_engine.model.families.qwen3 import FAMILY as QWEN3
+from docs.generators import model_tables
+from docs.generators.reference import ROOT
 
 
 def test_documents_of_repository_have_current_table() -> None:
