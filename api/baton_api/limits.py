@@ -101,6 +101,7 @@ TOKENS = 2**31 - 1
 HEAD = Limit("request line and headers", Kind.BYTES, 16 * 1024, paths="all", status=431, other_code=None)
 BODY = Limit("body", Kind.BYTES, 4 * 1024 * 1024, paths="all", status=413)
 DEPTH = Limit("body", Kind.LEVELS, 64, paths="all", note="objects and arrays within one another")
+VALUES = Limit("body", Kind.ITEMS, 100_000, paths="all", other_code=None, note="objects, arrays and strings")
 REQUEST_ID = Limit("rid, request_id", Kind.CHARACTERS, 128, paths="chat, completions, generate",
                    note="a longer `X-Request-Id` header is replaced by a new id")  # fmt: skip
 ABORTS = Limit("rid", Kind.ITEMS, 1024, paths="abort_request")

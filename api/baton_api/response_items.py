@@ -17,6 +17,9 @@ from baton_api.errors import INVALID_VALUE, InvalidRequest
 
 PAGE_DEFAULT = 20
 
+REFERENCE = "item_reference"
+"""Type of an item that stands for a kept one, by its id."""
+
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -151,9 +154,26 @@ def _limit(text: str) -> int:
 
 class _Identity(msgspec.Struct):
     id: str = ""
+    type: str = ""
 
 
 _decoder = msgspec.json.Decoder(_Identity)
+_REFERENCE = REFERENCE.encode()
+
+
+def references(items: Sequence[bytes]) -> dict[int, str]:
+    """Return the positions of items that stand for kept ones, and the ids of these."""
+    found = {at: identity(item) for at, item in enumerate(items) if _REFERENCE in item}
+    return {at: id for at, (id, kind) in found.items() if kind == REFERENCE}
+
+
+def identity(item: bytes) -> tuple[str, str]:
+    """Return the id and the type of an item, empty without one."""
+    try:
+        read = _decoder.decode(item)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "", ""
+    return read.id, read.type
 
 
 def _id(item: bytes) -> str:

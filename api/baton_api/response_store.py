@@ -7,6 +7,8 @@ only what it adds to its conversation, and a link to the previous response. So a
 costs n turns and not n². A deleted or expired response is not found, but later responses keep what they need
 of it.
 
+Items of retrievable responses have ids, to which later requests may refer.
+
 Each response belongs to the sender of its request. For others it does not exist.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -26,6 +28,9 @@ from baton_api.errors import InvalidRequest, PreviousResponseNotFound, ResponseN
 
 OVERHEAD = 1024
 """Bytes of memory per response besides its text."""
+
+ITEM_OVERHEAD = 256
+"""Bytes of memory per item of an input besides its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Turn:
 
     @property
     def size(self) -> int:
-        return OVERHEAD + len(self.body) + sum(map(len, self.input))
+        return OVERHEAD + len(self.body) + sum(len(item) + ITEM_OVERHEAD for item in self.input)
 
     @property
     def output(self) -> list[bytes]:
@@ -87,6 +92,8 @@ class OwnersShare:
     """Of retrievable responses, oldest first."""
     size: int = 0
     """Bytes of turns in memory."""
+    items: dict[str, tuple[Turn, bytes]] = field(default_factory=dict)
+    """Items of retrievable responses by their ids, each with the last response that has it."""
 
 
 class ResponseStore:
@@ -120,6 +127,8 @@ class ResponseStore:
             share = self._shares.setdefault(owner, OwnersShare())
             self._hold(share, turn)
             share.ids[turn.id] = None
+            for id, item in _named_items(turn):
+                share.items[id] = turn, item
             self._kept[owner, turn.id] = turn, self._clock() + self._limits.seconds
             while len(self._kept) > self._limits.responses:
                 self._evict(lambda share: len(share.ids))
@@ -134,6 +143,23 @@ class ResponseStore:
         if entry is None:
             raise ResponseNotFound(id)
         return entry[0]
+
+    def resolved(self, owner: bytes, items: Sequence[bytes]) -> list[bytes]:
+        """Return `items` with kept ones in place of references. Raises InvalidRequest for unknown ids."""
+        whole = list(items)
+        if found := response_items.references(items):
+            with self._lock:
+                self._expire()
+                share = self._shares.get(owner, OwnersShare())
+                for position, id in found.items():
+                    if id not in share.items:
+                        raise InvalidRequest(
+                            f"Item with id {id[:100]!r} not found: no response that is stored for this key "
+                            "has it. Send the item itself, in the AI SDK by the option 'store: false'.",
+                            param=f"input[{position}].id",
+                        )
+                    whole[position] = bytes(share.items[id][1])
+        return whole
 
     def previous(self, owner: bytes, id: str) -> Turn:
         """Return the response that a request continues. Raises PreviousResponseNotFound."""
@@ -170,6 +196,9 @@ class ResponseStore:
         owner, id = key
         share = self._shares[owner]
         del share.ids[id]
+        for item_id, _ in _named_items(turn):
+            if item_id in share.items and share.items[item_id][0] is turn:
+                del share.items[item_id]
         self._release(share, turn)
         if not share.ids:
             del self._shares[owner]
@@ -205,6 +234,22 @@ def owner(authorization: bytes, keyed: bool) -> bytes:
     owner.
     """
     return hashlib.sha256(authorization.partition(b" ")[2].strip()).digest() if keyed else b""
+
+
+def _named_items(turn: Turn) -> Iterator[tuple[str, bytes]]:
+    """The items of a response that have ids, and these. Of its output, views of its body."""
+    for item in (*turn.input, *_output(turn.body)):
+        id, _ = response_items.identity(item)
+        if id:
+            yield id, item
+
+
+def _output(body: bytes) -> list[msgspec.Raw]:
+    """Return the output of a response object; empty if it is none."""
+    try:
+        return _decoder.decode(body).output
+    except msgspec.DecodeError:
+        return []
 
 
 def _chain(turn: Turn | None) -> Iterator[Turn]:

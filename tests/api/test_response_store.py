@@ -20,7 +20,7 @@ from baton_api.errors import (
     ResponseNotFound,
 )
 from baton_api.response_items import listed, named, page
-from baton_api.response_store import OVERHEAD, ResponseStore, StoreLimits, Turn, owner
+from baton_api.response_store import ITEM_OVERHEAD, OVERHEAD, ResponseStore, StoreLimits, Turn, owner
 
 ME, YOU = b"me", b"you"
 
@@ -64,6 +64,30 @@ def test_response_is_found_by_its_owner_only() -> None:
             store.delete(someone, id)
 
 
+def test_items_are_found_by_their_ids_while_their_response_is() -> None:
+    store, _ = make_store()
+    asked, said = b'{"id":"i1","role":"user"}', b'{"id":"o1"}'
+    store.put(ME, Turn("a", None, (asked,), b'{"output":[%b]}' % said))
+    store.put(ME, Turn("b", None, (asked,), b'{"output":[]}'))
+    store.put(ME, Turn("no object", None, (), b"[]"))
+
+    def reference(id: str) -> bytes:
+        return msgspec.json.encode({"type": "item_reference", "id": id})
+
+    new = b'{"content":"item_reference"}'
+    assert store.resolved(ME, [reference("o1"), new, reference("i1")]) == [said, new, asked]
+    with pytest.raises(InvalidRequest, match="'o1' not found") as error:
+        store.resolved(YOU, [new, reference("o1")])
+    assert error.value.param == "input[1].id"
+    store.delete(ME, "a")
+    assert store.resolved(ME, [reference("i1")]) == [asked], "the later response has it too"
+    with pytest.raises(InvalidRequest, match="'o1' not found"):
+        store.resolved(ME, [reference("o1")])
+    store.delete(ME, "b")
+    with pytest.raises(InvalidRequest, match="'i1' not found"):
+        store.resolved(ME, [reference("i1")])
+
+
 def test_same_id_may_have_two_owners() -> None:
     store, _ = make_store()
     mine, yours = turn("a"), turn("a")
@@ -91,7 +115,7 @@ def test_oldest_responses_leave_above_the_count() -> None:
 
 
 def test_oldest_responses_leave_above_the_size() -> None:
-    store, _ = make_store(bytes=3 * (OVERHEAD + 1000))
+    store, _ = make_store(bytes=3 * (OVERHEAD + ITEM_OVERHEAD + 1000))
     for id in "abcd":
         store.put(ME, turn(id, text="x" * 900))
     assert len(store) == 3
@@ -100,7 +124,7 @@ def test_oldest_responses_leave_above_the_size() -> None:
 
 
 def test_oversized_response_is_not_stored_and_evicts_nothing() -> None:
-    store, _ = make_store(bytes=OVERHEAD + 100)
+    store, _ = make_store(bytes=OVERHEAD + ITEM_OVERHEAD + 100)
     store.put(ME, turn("a"))
     store.put(ME, turn("b", text="x" * 900))
     store.get(ME, "a")
@@ -108,7 +132,9 @@ def test_oversized_response_is_not_stored_and_evicts_nothing() -> None:
         store.get(ME, "b")
 
 
-@pytest.mark.parametrize("bounds", [{"responses": 10}, {"bytes": 10 * (OVERHEAD + 200)}], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [{"responses": 10}, {"bytes": 10 * (OVERHEAD + ITEM_OVERHEAD + 200)}], ids=str
+)
 def test_owner_with_most_evicts_its_own_responses(bounds: dict[str, int]) -> None:
     store, _ = make_store(**bounds)
     for number in range(3):
@@ -214,7 +240,7 @@ def test_long_conversation_stores_each_turn_once() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_law_bounds_hold_and_nothing_leaks(seed: int) -> None:
     rng = random.Random(seed)
-    limit = 30 * (OVERHEAD + 100)
+    limit = 30 * (OVERHEAD + ITEM_OVERHEAD + 100)
     store, clock = make_store(responses=20, bytes=limit, seconds=50)
     stored: list[tuple[bytes, Turn]] = []
     for number in itertools.count():

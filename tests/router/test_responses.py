@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from baton_api import headers, metrics
+from baton_api import headers, limits, metrics
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, WorkerLost
 from baton_api.keys import KeyDigest
 from tests.plain_http import PLAIN
@@ -119,6 +119,33 @@ async def test_next_turn_finds_its_conversation_on_any_worker() -> None:
         assert await sdk.responses.retrieve(last.id) == last
         items = [item async for item in await sdk.responses.input_items.list(last.id, order="asc", limit=4)]
         assert [getattr(item, "role", "") for item in items] == ["user", "assistant"] * 4 + ["user"]
+
+
+@pytest.mark.parametrize("store", [None, False])
+async def test_references_to_items_are_resolved_for_any_worker(store: bool | None) -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router:
+        kept = (await router.post(QUESTION, PATH)).json()["output"][0]
+        reference = {"type": "item_reference", "id": kept["id"]}
+        new = {"role": "user", "content": "And?"}
+        question = {"model": "tiny", "store": store, "x": [1e3], "input": [reference, new]}
+        second = (await router.post(question, PATH)).json()
+        assert json.loads(worker.requests[1].body) == question | {"input": [kept, new]}
+        follow_up = {"model": "tiny", "input": [new], "previous_response_id": second["id"]}
+        answer = await router.post(follow_up, PATH)
+        if store is None:  # the second response has the item, and not the reference
+            assert json.loads(worker.requests[2].body)["input"][0] == kept
+        else:
+            assert answer.status_code == 400
+
+
+async def test_reference_to_an_unknown_item_is_400() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router:
+        items = [{"role": "user", "content": "item_reference"}, {"type": "item_reference", "id": "msg_none"}]
+        answer = await router.post({"model": "tiny", "input": items}, PATH)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "input[1].id")
+        assert "'msg_none' not found" in error["message"]
+        assert not worker.requests
 
 
 async def test_state_header_has_the_number_of_earlier_items() -> None:
@@ -390,6 +417,17 @@ async def test_large_response_is_stored_completely() -> None:
     async with FakeWorker(fake_worker.saying(200, body)) as worker, running_router([worker]) as router:
         assert (await router.post(QUESTION, PATH)).content == body
         assert (await router.client.get(f"{PATH}/{response['id']}")).content == body
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(PATH, "input"), ("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")]
+)
+async def test_body_of_too_many_values_reaches_no_worker(path: str, field: str) -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router:
+        answer = await router.post({"model": "tiny", field: [{}] * limits.VALUES.most}, path)
+        assert answer.status_code == 400
+        assert "objects, arrays and strings" in answer.json()["error"]["message"]
+        assert not worker.requests
 
 
 async def test_body_over_the_limit_is_413() -> None:

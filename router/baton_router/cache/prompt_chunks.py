@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest as digest
 
+from baton_api.limits import PARTS
+
 CHUNK_BYTES = 512
 """Shorter ones find a few tokens more and cost more to look up: a prompt of 32 KB has 64."""
 
@@ -97,7 +99,7 @@ def _text(message: PromptMessage) -> bytes:
 
 def _parts(content: object) -> bytes:
     """Text parts as text, as a template has them; anything else by its JSON."""
-    if not isinstance(content, list):
+    if not isinstance(content, list) or len(content) > PARTS.most:
         return msgspec.json.encode(content)
     pieces: list[bytes] = []
     for part in content:

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from baton_api import headers, response_items
-from baton_api.errors import BodyTooLarge
+from baton_api.errors import BodyTooLarge, InvalidRequest
+from baton_api.json_values import check_values
 from baton_api.response_store import ResponseStore, Turn
 from baton_http.client_connection import ClientConnection
 from baton_http.replies import Receive, Scope, Send
@@ -69,12 +70,18 @@ _last_event_decoder = msgspec.json.Decoder(LastEvent)
 
 
 def needs_store(body: bytes, *, keeps: bool) -> bool:
-    """Whether a request continues a response, or its own is to be kept by a router that `keeps` some."""
+    """
+    Whether a request continues a response.
+
+    For a router that `keeps` responses, also whether its own is to be kept, or it refers to items.
+    """
     try:
+        check_values(body)
         request = _request_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (InvalidRequest, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False  # the worker, or the proxy before it, says what is wrong with it
-    return isinstance(request.previous_response_id, str) or (keeps and request.wants_to_be_kept)
+    refers = response_items.REFERENCE.encode() in body
+    return isinstance(request.previous_response_id, str) or (keeps and (request.wants_to_be_kept or refers))
 
 
 class ResponsesProxy:
@@ -131,21 +138,27 @@ class ResponseExchange:
         self._heard = bytearray()
 
     def request(self, body: bytes) -> bytes:
-        """The body that the worker gets. Raises PreviousResponseNotFound, BodyTooLarge."""
+        """The body that the worker gets. Raises PreviousResponseNotFound, BodyTooLarge, InvalidRequest."""
         self.read = True
+        check_values(body)
         try:
             request = _request_decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return body  # the worker, or the proxy before it, says what is wrong with it
         self._listens = request.wants_to_be_kept
-        self._input = request.items
-        if not isinstance(request.previous_response_id, str):
+        given = request.items
+        self._input = self._store.resolved(self._owner, given)
+        earlier: list[bytes] = []
+        if isinstance(request.previous_response_id, str):
+            self._before = self._store.previous(self._owner, request.previous_response_id)
+            if self._before.is_longer_than(self._limit - len(body)):
+                raise BodyTooLarge(self._limit)
+            earlier = self._before.conversation
+            self.earlier = len(earlier)
+        elif self._input == given:
             return body
-        self._before = self._store.previous(self._owner, request.previous_response_id)
-        if self._before.is_longer_than(self._limit - len(body)):
+        if sum(map(len, self._input)) - sum(map(len, given)) > self._limit - len(body):
             raise BodyTooLarge(self._limit)
-        earlier = self._before.conversation
-        self.earlier = len(earlier)
         fields = _fields_decoder.decode(body)
         fields["input"] = msgspec.Raw(b"[%b]" % b",".join([*earlier, *self._input]))
         return msgspec.json.encode(fields)

@@ -24,6 +24,7 @@ from baton_api.errors import (
     ModelNotFound,
 )
 from baton_api.hashing import client_salt
+from baton_api.json_values import check_values
 from baton_api.limits import ALL_CHOICES
 from baton_api.resuming import BODY as RESUMPTION
 from baton_http.replies import Scope
@@ -145,7 +146,7 @@ _messages = msgspec.json.Decoder(list[PromptMessage])
 
 
 class InferenceRequest:
-    """One request to a model. Raises InvalidRequest if its body is not JSON, or claims to be a router's."""
+    """One request to a model. Raises InvalidRequest if its body is not JSON, too much, or claims to be a router's."""
 
     __slots__ = (
         "_digest",
@@ -172,6 +173,7 @@ class InferenceRequest:
         self.headers: Headers = scope["headers"]
         self.body = body
         self._digest = digest(body)
+        check_values(body)
         self.path = path = scope["path"]
         salt = tenant.salt
         parsed = _parse_chat(body, salt) if path == CHAT else _parse_any(body, salt)

@@ -187,12 +187,19 @@ async def test_agent_request_is_served(api: Api, name: str, stream: bool) -> Non
         assert script in answer.text.replace('\\"', '"')
 
 
-async def test_agent_reference_to_an_item_is_rejected_with_the_way_out(api: Api) -> None:
-    items = [HI, {"type": "item_reference", "id": "msg_1"}]
-    answer = await api.http.post(RESPONSES, json={"model": MODEL, "input": items})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "input[1].type")
-    assert "store: false" in error["message"]
+async def test_agent_reference_to_an_item_is_resolved_or_rejected_with_the_way_out(api: Api) -> None:
+    api.model.script = "Good day."
+    first = (await api.http.post(RESPONSES, json={"model": MODEL, "input": [HI]})).json()
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    by_id, whole, unknown = [
+        await api.http.post(RESPONSES, json={"model": MODEL, "input": [HI, item, HI]})
+        for item in (reference, first["output"][0], {"type": "item_reference", "id": "msg_1"})
+    ]
+    assert by_id.status_code == 200, by_id.text
+    assert by_id.json()["usage"]["input_tokens"] == whole.json()["usage"]["input_tokens"]
+    error = unknown.json()["error"]
+    assert (unknown.status_code, error["param"]) == (400, "input[1].id")
+    assert "'msg_1' not found" in error["message"] and "store: false" in error["message"]
 
 
 async def test_agent_input_of_cursor_names_its_place(api: Api) -> None:

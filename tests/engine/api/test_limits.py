@@ -22,7 +22,7 @@ from baton_api.errors import (
     INVALID_VALUE,
     UNSUPPORTED_PARAMETER,
 )
-from baton_api.limits import Kind, Limit
+from baton_api.limits import Limit
 from baton_engine.api.http import HttpServer
 from tests.engine.api.api import LETTERS, MODEL, USER, Api
 from tests.engine.api.test_validation import assert_error, nested
@@ -31,6 +31,7 @@ from tests.plain_http import PLAIN
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TYPES = {"content-type": "application/json"}
 ROOMY = CONTEXT_LENGTH_EXCEEDED
+NO_PARAM = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class BoundCheck:
     path: str
     fields: Callable[[int], dict[str, Any]]
     param: str | None = None
-    """Of the error; the name of the row's field if None."""
+    """Of the error; the name of the row's field if None, and none if it is empty."""
     otherwise: str | None = None
     """The code that another limit answers with before this one's `most` is reached."""
 
@@ -77,7 +78,8 @@ def pairs(count: int, item: Any = 1) -> dict[str, Any]:
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TRIALS: dict[str, BoundCheck] = {
-    "DEPTH": chat(lambda count: {"foo": nested(count - 1)}),
+    "VALUES": chat(lambda count: {"foo": [""] * (count - 13)}, NO_PARAM),
+    "DEPTH": chat(lambda count: {"foo": nested(count - 1)}, NO_PARAM),
     "REQUEST_ID": chat(lambda count: {"rid": "x" * count}, "rid"),
     "ABORTS": BoundCheck("/abort_request", lambda count: {"rid": ["x"] * count}),
     "MESSAGES": BoundCheck("/tokenize", lambda count: {"messages": USER * count}),
@@ -204,13 +206,7 @@ async def test_limits_value_at_the_limit_is_accepted(
 async def test_limits_value_beyond_the_limit_is_rejected(
     api: Api, row: str, limit: Limit, bound_check: BoundCheck
 ) -> None:
-    param = (
-        bound_check.param
-        if bound_check.param is not None
-        else limit.field
-        if limit.kind is not Kind.LEVELS
-        else None
-    )
+    param = limit.field if bound_check.param is None else bound_check.param or None
     beyond = limit.most + 1
     assert_error(
         await post(api, bound_check.path, bound_check.fields(beyond)), limit.status, limit.code, param

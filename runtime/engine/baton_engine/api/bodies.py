@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import limits
 from baton_api.errors import BodyTooLarge, InvalidRequest
+from baton_api.json_values import check_values
 from baton_engine.api.fields import Fields
 from baton_engine.api.served import Served
 from baton_engine.machine import usable_cores
@@ -74,6 +75,7 @@ async def on_thread(work: Callable[..., Result], body: bytes, *arguments: object
 
 def parse(body: bytes) -> Fields:
     """Parse the body, a JSON object. Raises InvalidRequest."""
+    check_values(body)
     try:
         value = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -107,11 +107,10 @@ def _add(conversation: ChatMessages, item: Fields, path: str, truncated: bool) -
                 "content": _result(item),
             }
             conversation.add(result, path)
-        case "item_reference":
+        case "item_reference":  # what keeps items has resolved those that it has
             item.wrong_value(
                 "type",
-                "items are not kept by their ids. Send the item itself, or use 'previous_response_id'. The "
-                "AI SDK sends items with its option 'store: false'",
+                "no items are kept here. Send the item itself, in the AI SDK by the option 'store: false'",
             )
         case _ if kind in SKIPPED or kind.endswith(SKIPPED_SUFFIXES):
             pass

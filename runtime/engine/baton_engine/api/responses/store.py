@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from baton_api.response_items import named
+from baton_api.response_items import REFERENCE, named
 from baton_api.response_store import ResponseStore, Turn
 
 Response = dict[str, Any]
@@ -35,7 +35,11 @@ class ConversationMemory(Protocol):
     """Access of one request to stored conversations."""
 
     def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:
-        """Return the conversation that ends with `given`. Raises PreviousResponseNotFound."""
+        """
+        Return the conversation that ends with `given`, with kept items in place of references.
+
+        Raises PreviousResponseNotFound, and InvalidRequest for an unknown item.
+        """
         ...
 
 
@@ -47,6 +51,9 @@ class OwnMemory:
     owner: bytes
 
     def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:
+        if any(isinstance(item, dict) and item.get("type") == REFERENCE for item in given):
+            resolved = self.store.resolved(self.owner, [msgspec.json.encode(item) for item in given])
+            given = [msgspec.json.decode(item) for item in resolved]
         before = None if previous is None else self.store.previous(self.owner, previous)
         earlier = [msgspec.json.decode(item) for item in before.conversation] if before else []
 
