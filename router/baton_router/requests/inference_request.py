@@ -146,7 +146,7 @@ _messages = msgspec.json.Decoder(list[PromptMessage])
 
 
 class InferenceRequest:
-    """One request to a model. Raises InvalidRequest if its body is not JSON, too much, or claims to be a router's."""
+    """One request to a model. Raises InvalidRequest if its body is not JSON, too much, or a router's."""
 
     __slots__ = (
         "_digest",
