@@ -86,7 +86,11 @@ def test_batch_job_for_kueue_starts_suspended() -> None:
 
 def test_batch_job_pod_template_merges_and_service_sets_image() -> None:
     over = {"spec": {"nodeSelector": {"pool": "cheap"}, "containers": [{"name": "main", "tty": True}]}}
-    service = {**JOBS, "router": {"image": "mine:2"}, "security": {"imagePullSecrets": ["registry"]}}
+    service = {
+        **JOBS,
+        "router": {"image": "mine:2"},
+        "security": {"imagePullSecrets": [{"name": "registry"}]},
+    }
     pod = job_of({"batchId": "batch_1", "podTemplate": over}, service)["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert (pod["nodeSelector"], container["tty"], container["image"]) == ({"pool": "cheap"}, True, "mine:2")

@@ -22,7 +22,7 @@ ROUTED: dict[str, Any] = {
 }
 SPREAD: dict[str, Any] = {
     **PAIR,
-    "decode": {"placement": {"topologySpread": [{"topologyKey": "kubernetes.io/hostname"}]}},
+    "decode": {"placement": {"topologySpreadConstraints": [{"topologyKey": "kubernetes.io/hostname"}]}},
 }
 
 ANNOTATIONS_LIMIT = 262_144

@@ -93,11 +93,11 @@ def test_crd_types_fill_in_defaults_of_items() -> None:
     read = InferenceServiceSpec.model_validate(
         {
             "model": {"uri": "hf://a/b"},
-            "decode": {"placement": {"topologySpread": [{"topologyKey": "zone"}]}},
+            "decode": {"placement": {"topologySpreadConstraints": [{"topologyKey": "zone"}]}},
             "rollout": {"canary": {"steps": [{"weight": 5}]}},
         }
     )
-    (spread,) = read.decode.placement.topology_spread
+    (spread,) = read.decode.placement.topology_spread_constraints
     assert (spread.max_skew, spread.when_unsatisfiable) == (1, "ScheduleAnyway")
     assert read.rollout.canary is not None and read.rollout.canary.steps[0].pause == "5m"
 

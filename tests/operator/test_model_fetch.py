@@ -183,7 +183,7 @@ def test_fetching_pod_runs_where_and_as_the_workers_do() -> None:
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
         "priorityClassName": "serving",
         "runtimeClassName": "nvidia",
-        "topologySpread": [{"topologyKey": "zone"}],
+        "topologySpreadConstraints": [{"topologyKey": "zone"}],
     }
     cluster = settled({**HUB, "decode": {"placement": placement}})
     pod = job(cluster)["spec"]["template"]["spec"]

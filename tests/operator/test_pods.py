@@ -50,7 +50,7 @@ def test_router_slow_to_answer_once_stays_ready() -> None:
     [
         pytest.param({}, {NODE: "ScheduleAnyway", ZONE: "ScheduleAnyway"}, id="by default"),
         pytest.param(
-            {"topologySpread": [{"topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}]},
+            {"topologySpreadConstraints": [{"topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}]},
             {"rack": "DoNotSchedule"},
             id="as the service says",
         ),

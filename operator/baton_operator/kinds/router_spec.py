@@ -137,8 +137,8 @@ class Router(Part):
     too. A value replaces the whole default."""
 
     placement: Placement = Placement()
-    """Scheduling of the routers. Without topologySpread, routers are spread over nodes and zones where
-    possible."""
+    """Scheduling of the routers. Without topologySpreadConstraints, routers are spread over nodes and zones
+    where possible."""
 
     drain: RouterDrain = RouterDrain()
     """Shutdown of a router."""

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from baton_operator.kinds.part import Duration, Label, Part, Rule, Subdomain, between, rules
+from baton_operator.kinds.model import SecretReference
+from baton_operator.kinds.part import Duration, Part, Rule, Subdomain, between, rules
 from baton_operator.kinds.router_spec import Tls
 
 
@@ -184,5 +185,9 @@ class Security(Part):
     service_account_name: Subdomain | None = None
     """ServiceAccount of the workers. Default: the operator creates one without permissions."""
 
-    image_pull_secrets: Annotated[list[Label], Field(max_length=8)] = []
-    """Names of Secrets with registry credentials, for all pods."""
+    image_pull_secrets: Annotated[list[SecretReference], Field(max_length=8)] = []
+    """Secrets with registry credentials, for all pods."""
+
+    @property
+    def pull_secret_names(self) -> list[str]:
+        return [one.name for one in self.image_pull_secrets]

@@ -96,7 +96,7 @@ class PodResourceClaim(Part):
     """Name of the ResourceClaimTemplate from which Kubernetes creates a claim for each pod."""
 
 
-class TopologySpread(Part):
+class TopologySpreadConstraint(Part):
     """Spread of pods over the values of a node label."""
 
     topology_key: LabelKey
@@ -121,7 +121,7 @@ class Placement(Part):
     affinity: Anything | None = None
     """Affinity rules, as in a pod."""
 
-    topology_spread: Annotated[list[TopologySpread], Field(max_length=8)] = []
+    topology_spread_constraints: Annotated[list[TopologySpreadConstraint], Field(max_length=8)] = []
     """Spread of the pods of one revision over nodes."""
 
     priority_class_name: Subdomain | None = None

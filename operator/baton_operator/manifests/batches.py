@@ -179,7 +179,7 @@ def _pod(batch_job: Manifest, spec: BatchJobSpec, service: InferenceServiceSpec,
     if (secret := spec.api_key_secret_ref) is not None:
         environment.append(from_secret("BATON_API_KEY", secret.name, "key"))
     return {
-        **identity(batch_jobs.account(spec.service_name), service.security.image_pull_secrets),
+        **identity(batch_jobs.account(spec.service_name), service.security.pull_secret_names),
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": END_S,
         "containers": [

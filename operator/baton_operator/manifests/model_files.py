@@ -144,7 +144,7 @@ class ModelFiles:
         cloud's storage. `claim_uid`: empty for a claim of the user.
         """
         volumes, _ = scratch("/tmp")
-        near = placement.model_copy(update={"runtime_class_name": None, "topology_spread": []})
+        near = placement.model_copy(update={"runtime_class_name": None, "topology_spread_constraints": []})
         pod = {
             **placed(near, {}),
             **identity(account, pull_secrets),

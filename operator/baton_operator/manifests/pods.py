@@ -109,7 +109,7 @@ def placed(placement: Placement, selector: names.Labels, revision: str = labels.
                 "labelSelector": {"matchLabels": selector},
                 "matchLabelKeys": [revision],
             }
-            for one in placement.topology_spread
+            for one in placement.topology_spread_constraints
         ],
     )
 

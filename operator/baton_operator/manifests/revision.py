@@ -60,7 +60,7 @@ class Blueprint(Part):
             prefill=spec.prefill and _fixed(spec.prefill),
             decode=_fixed(spec.decode),
             service_account_name=spec.security.service_account_name or "",
-            image_pull_secrets=tuple(spec.security.image_pull_secrets),
+            image_pull_secrets=tuple(spec.security.pull_secret_names),
             mutual_tls=spec.security.mutual_tls,
         )
 

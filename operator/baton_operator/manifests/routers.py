@@ -8,7 +8,7 @@ from baton_api import labels
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import Authentication
-from baton_operator.kinds.worker_role import TopologySpread
+from baton_operator.kinds.worker_role import TopologySpreadConstraint
 from baton_operator.manifests import batches, tickets
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner, merged, owned
@@ -38,7 +38,8 @@ SPEC_GENERATION = "baton.dev/spec-generation"
 """Annotation of the Deployment: metadata.generation of its InferenceService."""
 
 SPREAD = [
-    TopologySpread(topology_key=key) for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+    TopologySpreadConstraint(topology_key=key)
+    for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
 ]
 """Default spread of routers."""
 
@@ -109,11 +110,11 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
     wanted = spec.router
     volumes, mounts = scratch("/tmp", STATE_FOLDER, sizes=("1Gi", STATE_SIZE))
     secrets, secret_mounts = _secrets(spec.exposure.auth)
-    spread = wanted.placement.topology_spread or SPREAD
-    placement = wanted.placement.model_copy(update={"topology_spread": spread})
+    spread = wanted.placement.topology_spread_constraints or SPREAD
+    placement = wanted.placement.model_copy(update={"topology_spread_constraints": spread})
     return {
         **placed(placement, names.selecting(owner.name, names.ROUTER), REVISION),
-        **identity(names.router(owner.name), spec.security.image_pull_secrets, token=True),
+        **identity(names.router(owner.name), spec.security.pull_secret_names, token=True),
         "terminationGracePeriodSeconds": wanted.drain.total_s + END_S,
         "containers": [_container(owner, spec, image, shown, [*mounts, *secret_mounts])],
         "volumes": [

@@ -324,7 +324,7 @@ def _objects_to_create(cluster: ClusterState, state: ServiceState) -> list[Manif
         blueprint = state.target.blueprint
         job = files.job(
             owner,
-            pull_secrets=list(spec.security.image_pull_secrets),
+            pull_secrets=spec.security.pull_secret_names,
             claim_uid=uid,
             account=blueprint.service_account_name or names.workers_account(owner.name),
             placement=blueprint.decode.placement,
