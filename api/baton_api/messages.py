@@ -5,7 +5,8 @@ The control protocol between a decode worker and a prefill worker, over TCP.
       Hello ------------------------------->   compare protocol and digest before anything else
       <------------------------ Welcome, or Refuse and close
       Prefill(session, epoch, tokens, ...) >   compute chunk by chunk
-      <---------------- Chunk(blocks, checksums)   as often as there are finished blocks
+      <----------------------- Chunk(blocks)   as often as there are finished blocks
+      <------------------ Checksums(checksums)   once they are computed, while the blocks are read
       (pull by NIXL READ while the next chunk is computed)
       <------------- Commit(first token, cached tokens, tail hash)
       Done(session, epoch) ---------------->   release the blocks
@@ -26,7 +27,7 @@ import msgspec
 from baton_api.errors import TransferFailed
 from baton_api.sampling import SamplingParams
 
-PROTOCOL = 8
+PROTOCOL = 9
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -130,6 +131,15 @@ class Chunk(Message, frozen=True, tag="chunk"):
     """Position in the prompt of `blocks[0]`."""
     blocks: list[int]
     """Their ids in the prefill worker's pool."""
+
+
+class Checksums(Message, frozen=True, tag="checksums"):
+    """The checksums of announced blocks. A block is not used before."""
+
+    session: str = msgspec.field(name="room")
+    epoch: int
+    first_block: int
+    """Position in the prompt of `checksums[0]`."""
     checksums: list[int]
     """Of each block's bytes: xxh3-64, or a sum of mixed words for VRAM and for several ranks (ADR 37)."""
 
@@ -143,7 +153,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Commit(Message, frozen=True, tag="commit"):
-    """The whole prompt is computed. Follows its last Chunk."""
+    """The whole prompt is computed. Follows its last Checksums."""
 
     session: str = msgspec.field(name="room")
     epoch: int
@@ -208,7 +218,19 @@ class Pong(Message, frozen=True, tag="pong"):
 
 
 AnyMessage = (
-    Hello | Welcome | Refuse | Prefill | Chunk | Commit | Failed | Done | Abort | Drained | Ping | Pong
+    Hello
+    | Welcome
+    | Refuse
+    | Prefill
+    | Chunk
+    | Checksums
+    | Commit
+    | Failed
+    | Done
+    | Abort
+    | Drained
+    | Ping
+    | Pong
 )
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

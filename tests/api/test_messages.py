@@ -15,6 +15,7 @@ from baton_api.messages import (
     PROTOCOL,
     Abort,
     AnyMessage,
+    Checksums,
     Chunk,
     Commit,
     Done,
@@ -60,7 +61,8 @@ EXAMPLES: list[AnyMessage] = [
         ticket="v1.1.r.s",
         deadline_s=12.5,
     ),
-    Chunk(session="r", epoch=3, first_block=2, blocks=[7, 9], checksums=[2**64 - 1, 0]),
+    Chunk(session="r", epoch=3, first_block=2, blocks=[7, 9]),
+    Checksums(session="r", epoch=3, first_block=2, checksums=[2**64 - 1, 0]),
     Commit(
         session="r",
         epoch=3,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton_api.hashing import chain_hash, root_hash
-from baton_api.messages import Abort, Chunk, Commit, Done, Drained, Failed, Prefill, TokenChoice
+from baton_api.messages import Abort, Checksums, Chunk, Commit, Done, Drained, Failed, Prefill, TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_decode import sessions as decode
 from baton_engine.requests import Fetch, FetchResult
@@ -61,10 +61,11 @@ class Schedule:
         """Local blocks that the engine may give to others."""
         self.reads: dict[int, Read] = {}
         self.checks: list[decode.VerifyChecksums] = []
-        self.sums: list[prefill.ComputeChecksums] = []
+        self.sums: list[prefill.AwaitBlocks | prefill.ComputeChecksums] = []
+        """What the prefill worker waits for, and computes."""
         self.summed: list[int] = []
         self.to_prefill: list[Prefill | Done | Abort] = []
-        self.to_decode: list[Chunk | Commit | Failed | Drained] = []
+        self.to_decode: list[Chunk | Checksums | Commit | Failed | Drained] = []
         self.connected = True
         self.hostile = self.chance.random() < 0.5
         self.computed = 0
@@ -89,7 +90,7 @@ class Schedule:
 
     def run(self) -> Schedule:
         self.do_decode(self.asker.begin("q", "", 60.0))
-        for _ in range(self.chance.randint(20, 150)):
+        for _ in range(self.chance.randint(30, 250)):
             self.step()
         self.do_decode(self.asker.overdue())
         for number in list(self.reads):
@@ -102,14 +103,14 @@ class Schedule:
 
     def step(self) -> None:
         self.now += 0.01
-        match self.chance.randint(0, 11):
+        match self.chance.randint(0, 12):
             case 0 | 1 | 2 if self.to_prefill:
                 self.deliver_to_prefill()
             case 3 | 4 | 5 if self.to_decode:
                 self.deliver_to_decode()
             case 6 if self.maker is not None and self.maker.state is prefill.PrefillState.COMPUTING:
                 self.compute()
-            case 7 if self.sums:
+            case 7 | 12 if self.sums:
                 self.checksum()
             case 8 | 9 if self.reads:
                 self.read()
@@ -133,6 +134,8 @@ class Schedule:
         match self._take(self.to_decode):
             case Chunk() as chunk:
                 self.do_decode(self.asker.chunk(chunk, self.now))
+            case Checksums() as checksums:
+                self.do_decode(self.asker.checksums(checksums))
             case Commit() as commit:
                 self.do_decode(self.asker.commit(commit))
             case Failed() as failed:
@@ -158,10 +161,13 @@ class Schedule:
 
     def checksum(self) -> None:
         assert self.maker is not None
-        ask = self.sums.pop(0)
-        self.summed += ask.blocks
-        sums = [self.remote[block] for block in ask.blocks]
-        self.do_prefill(self.maker.checksummed(ask.first_block, ask.blocks, sums))
+        match self.sums.pop(self.chance.randrange(len(self.sums))):
+            case prefill.AwaitBlocks(first, blocks):
+                self.do_prefill(self.maker.written(first, blocks))
+            case prefill.ComputeChecksums(first, blocks):
+                self.summed += blocks
+                sums = [self.remote[block] for block in blocks]
+                self.do_prefill(self.maker.checksummed(first, sums))
 
     def read(self) -> None:
         number = self.chance.choice(list(self.reads))
@@ -205,7 +211,8 @@ class Schedule:
             case 4 if self.maker is not None:
                 self.do_prefill(self.maker.failed("chance", retry=True))
             case 5:  # a late message of an earlier attempt
-                old = Chunk(session="r", epoch=1, first_block=self.start, blocks=[63], checksums=[STRANGER])
+                self.to_decode.append(Chunk(session="r", epoch=1, first_block=self.start, blocks=[63]))
+                old = Checksums(session="r", epoch=1, first_block=self.start, checksums=[STRANGER])
                 self.to_decode.append(old)
             case 6 if self.summed:  # a bit flips after the checksum was taken
                 self.remote[self.chance.choice(self.summed)] = STRANGER
@@ -248,7 +255,7 @@ class Schedule:
                 case prefill.SendToDecode(message):
                     if self.connected:
                         self.to_decode.append(message)
-                case prefill.ComputeChecksums():
+                case prefill.AwaitBlocks() | prefill.ComputeChecksums():
                     self.sums.append(action)
                 case prefill.ReleaseBlocks():
                     self.releases += 1

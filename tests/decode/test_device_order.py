@@ -12,16 +12,20 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
-from baton_engine.transfer import Peer
+from baton_engine.transfer import Peer, Transfer
+from baton_engine.transfer.kinds import create_transfer
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_engine.transfer.reads import Settlement
 from tests.decode.pair import TIMEOUT_S, Pair, Side, eventually, fake_side, open_pair, tokens
+from tests.decode.test_pair_equals_one import WITHOUT_NIXL
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.fake_streams import FakeCuda, LateModel, on_device
+from tests.engine.faulty_transfer import FaultyTransfer
 
 PROMPT = [(7 * at + at * at) % 97 for at in range(30)]
 BLOCKS = 8
@@ -112,6 +116,53 @@ async def test_cached_blocks_are_announced_after_an_event() -> None:
         await fetching
         assert pair.prefills.outcomes == {"whole": 1}
     assert watching.written == [True] * BLOCKS
+
+
+class HeldSums(FaultyTransfer):
+    """A transfer that computes checksums once it may, and counts the blocks that it has read."""
+
+    def __init__(self, inner: Transfer, cache: KVCache) -> None:
+        super().__init__(inner, cache)
+        self.held_until = threading.Event()
+        self.read = 0
+
+    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Any:
+        pulling = super().pull(peer, remote, local)
+
+        def ended(read: asyncio.Future[Any]) -> None:
+            self.read += len(remote) if read.exception() is None else 0
+
+        pulling.settled().add_done_callback(ended)
+        return pulling
+
+    def checksums(self, blocks: Sequence[int], sums: bool) -> list[int]:
+        assert self.held_until.wait(TIMEOUT_S)
+        return super().checksums(blocks, sums)
+
+
+@pytest.mark.parametrize("kind", ["loopback", pytest.param("nixl", marks=[pytest.mark.nixl, WITHOUT_NIXL])])
+@pytest.mark.parametrize("holds", ["prefill", "decode", "both"])
+async def test_blocks_are_read_before_their_checksums_are_computed(kind: str, holds: str) -> None:
+    """On each side: no read waits for a checksum, and no token comes before all of them."""
+    sides = {"prefill": fake_side("prefill"), "decode": fake_side("decode")}
+    transfers = {}
+    for name, side in sides.items():
+        await side.transfer.close()
+        inner = await create_transfer(kind, side.cache, f"{name}-sums")
+        side.transfer = transfers[name] = HeldSums(inner, side.cache)
+        if holds not in (name, "both"):
+            transfers[name].held_until.set()
+    async with open_pair(sides["prefill"], sides["decode"]) as pair:
+        fetching = asyncio.create_task(pair.generate(PROMPT))
+        try:
+            await eventually(lambda: transfers["decode"].read == BLOCKS)
+            assert pair.decode.now.fetching == 1
+            assert not fetching.done()
+        finally:
+            for transfer in transfers.values():
+                transfer.held_until.set()
+        assert tokens(await fetching) == FakeModel().greedy(PROMPT, 4)
+        assert pair.prefills.outcomes == {"whole": 1}
 
 
 async def test_blocks_are_fetched_after_their_last_user() -> None:

@@ -13,6 +13,7 @@ import pytest
 from baton_api import tickets
 from baton_api.messages import (
     PROTOCOL,
+    Checksums,
     Chunk,
     Commit,
     Failed,
@@ -120,13 +121,14 @@ async def fall_silent_after_the_question(connection: ControlConnection, side: Si
 
 async def announce_blocks_that_are_none(connection: ControlConnection, side: Side) -> None:
     requested = await greet(connection, side)
-    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[10**6], checksums=[0]))
+    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[10**6]))
     await asyncio.Event().wait()
 
 
 async def announce_with_a_wrong_checksum(connection: ControlConnection, side: Side) -> None:
     requested = await greet(connection, side)
-    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
+    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[1]))
+    connection.send(Checksums(session=requested.session, epoch=1, first_block=0, checksums=[0]))
     await asyncio.Event().wait()
 
 
@@ -297,7 +299,8 @@ async def test_link_answers_pings_while_transfer_connects() -> None:
 
 async def vanish_in_mid_read(connection: ControlConnection, side: Side) -> None:
     requested = await greet(connection, side)
-    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
+    connection.send(Chunk(session=requested.session, epoch=1, first_block=0, blocks=[1]))
+    connection.send(Checksums(session=requested.session, epoch=1, first_block=0, checksums=[0]))
 
 
 async def test_link_lost_in_mid_read_is_not_retried_on_its_blocks() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill, TokenChoice
+from baton_api.messages import Abort, Checksums, Chunk, Commit, Done, Failed, Prefill, TokenChoice
 from baton_api.prompt_report import Fallback
 from baton_api.sampling import SamplingParams
 from baton_decode.sessions import (
@@ -47,13 +47,19 @@ def session(**sampling: Any) -> DecodeSession:
 
 
 def chunk(first_block: int, blocks: list[int], epoch: int = 2, name: str = "r") -> Chunk:
-    return Chunk(
-        session=name,
-        epoch=epoch,
-        first_block=first_block,
-        blocks=blocks,
-        checksums=[block * 10 for block in blocks],
-    )
+    return Chunk(session=name, epoch=epoch, first_block=first_block, blocks=blocks)
+
+
+def checksums(first_block: int, blocks: list[int], epoch: int = 2) -> Checksums:
+    sums = [block * 10 for block in blocks]
+    return Checksums(session="r", epoch=epoch, first_block=first_block, checksums=sums)
+
+
+def announced(session_: DecodeSession, first_block: int, blocks: list[int], now: float) -> list[Action]:
+    """Announce blocks whose checksums follow before they are read. Returns the first actions."""
+    actions = session_.chunk(chunk(first_block, blocks), now)
+    assert session_.checksums(checksums(first_block, blocks)) == []
+    return actions
 
 
 def commit(**changes: Any) -> Commit:
@@ -91,9 +97,9 @@ DONE = SendToPrefill(Done(session="r", epoch=2))
 def test_session_reads_chunks_and_ends_with_commit() -> None:
     session_ = session()
     states = [session_.state]
-    assert session_.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(1, (5, 6), (21, 22))]
+    assert announced(session_, 2, [5, 6], 0.0) == [ReadBlocks(1, (5, 6), (21, 22))]
     states.append(session_.state)
-    assert session_.chunk(chunk(4, [7]), 0.5) == [ReadBlocks(2, (7,), (23,))]
+    assert announced(session_, 4, [7], 0.5) == [ReadBlocks(2, (7,), (23,))]
     assert session_.pulled(1, pulled(), 1.0) == [VerifyChecksums(1, (21, 22), (50, 60))]
     assert session_.verified(1, [True, True]) == []
     assert session_.commit(commit()) == []
@@ -124,9 +130,9 @@ def test_begin_asks_for_the_prompt_with_all_it_depends_on() -> None:
 def test_relay_record_names_worker_times_and_transport() -> None:
     """Only the seconds with a read under way count: 10 to 11 and 14 to 16."""
     session_ = session()
-    session_.chunk(chunk(2, [5]), 10.0)
+    announced(session_, 2, [5], 10.0)
     session_.verified(1, [True] * len(session_.pulled(1, pulled(), 11.0)))
-    session_.chunk(chunk(3, [6, 7]), 14.0)
+    announced(session_, 3, [6, 7], 14.0)
     session_.pulled(2, pulled(50), 16.0)
     session_.verified(2, [True, True])
     fetched = reported(session_.commit(commit(queue_s=0.25, compute_s=0.5)))
@@ -148,8 +154,8 @@ def test_relay_record_names_worker_times_and_transport() -> None:
 def test_positions_count_not_the_order_of_arrival() -> None:
     """Peers' defect 7: blocks are mapped by position, never by counting from the end."""
     session_ = session()
-    assert session_.chunk(chunk(4, [7]), 0.0) == [ReadBlocks(1, (7,), (23,))]
-    assert session_.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(2, (5, 6), (21, 22))]
+    assert announced(session_, 4, [7], 0.0) == [ReadBlocks(1, (7,), (23,))]
+    assert announced(session_, 2, [5, 6], 0.0) == [ReadBlocks(2, (5, 6), (21, 22))]
     bring(session_, 1, 1)
     assert session_.arrived == 0, "a block after a gap is no prefix"
     bring(session_, 2, 2)
@@ -158,16 +164,16 @@ def test_positions_count_not_the_order_of_arrival() -> None:
 
 def test_session_doubled_chunk_is_read_once() -> None:
     session_ = session()
-    assert len(session_.chunk(chunk(2, [5, 6]), 0.0)) == 1
-    assert session_.chunk(chunk(2, [5, 6]), 0.0) == []
+    assert len(announced(session_, 2, [5, 6], 0.0)) == 1
+    assert announced(session_, 2, [5, 6], 0.0) == []
     bring(session_, 1, 2)
-    assert session_.chunk(chunk(2, [5, 6]), 0.0) == []
+    assert announced(session_, 2, [5, 6], 0.0) == []
 
 
 def test_session_overlapping_chunk_reads_only_new_blocks() -> None:
     session_ = session()
-    session_.chunk(chunk(2, [5, 6]), 0.0)
-    assert session_.chunk(chunk(3, [6, 7]), 0.0) == [ReadBlocks(2, (7,), (23,))]
+    announced(session_, 2, [5, 6], 0.0)
+    assert announced(session_, 3, [6, 7], 0.0) == [ReadBlocks(2, (7,), (23,))]
 
 
 def test_session_drops_messages_of_other_attempts() -> None:
@@ -188,7 +194,6 @@ FORBIDDEN = {
     "the padding block": chunk(2, [0]),
     "outside the peer's pool": chunk(2, [64]),
     "no blocks": chunk(2, []),
-    "too few checksums": Chunk(session="r", epoch=2, first_block=2, blocks=[5, 6], checksums=[50]),
 }
 
 
@@ -200,9 +205,51 @@ def test_session_impossible_chunk_ends_before_any_read(case: str) -> None:
     assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.PROTOCOL)
 
 
+IMPOSSIBLE_SUMS = {
+    "before the first wanted block": (1, [5]),
+    "past the end of the prompt": (4, [7, 8]),
+    "none": (2, []),
+    "others than before": (3, [9]),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE_SUMS)
+def test_session_impossible_checksums_end_the_attempt(case: str) -> None:
+    session_ = session()
+    announced(session_, 2, [5, 6], 0.0)
+    abort, report = session_.checksums(checksums(*IMPOSSIBLE_SUMS[case]))
+    assert abort == ABORT
+    assert reported([report]).reason == Fallback.PROTOCOL
+
+
+def test_session_blocks_count_once_their_checksums_have_come() -> None:
+    """They are read as soon as they are announced, while the peer computes the checksums."""
+    session_ = session()
+    assert session_.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(1, (5, 6), (21, 22))]
+    assert session_.chunk(chunk(4, [7]), 0.0) == [ReadBlocks(2, (7,), (23,))]
+    assert session_.pulled(1, pulled(), 1.0) == []
+    assert session_.chunk(chunk(2, [5, 6]), 1.0) == [], "not read again"
+    assert session_.checksums(checksums(2, [5])) == []
+    assert session_.checksums(checksums(3, [6], epoch=1)) == []
+    assert session_.checksums(checksums(3, [6, 7])) == [VerifyChecksums(1, (21, 22), (50, 60))]
+    assert session_.verified(1, [True, True]) == []
+    assert session_.pulled(2, pulled(), 1.0) == [VerifyChecksums(2, (23,), (70,))]
+    assert session_.verified(2, [True]) == []
+    assert reported(session_.commit(commit())).arrived == 3
+
+
+def test_session_blocks_without_checksums_are_not_used() -> None:
+    session_ = session()
+    session_.chunk(chunk(2, [5, 6]), 0.0)
+    assert session_.failed(Failed(session="r", epoch=2, reason="no memory", retry=True)) == []
+    done, report = session_.pulled(1, pulled(), 1.0)
+    assert done == DONE
+    assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.FAILED, transport="loopback")
+
+
 def test_session_conflicting_blocks_end_the_attempt() -> None:
     session_ = session()
-    session_.chunk(chunk(2, [5]), 0.0)
+    announced(session_, 2, [5], 0.0)
     fetched = reported(session_.chunk(chunk(2, [6]), 0.0))
     assert (fetched.reason, fetched.unsafe) == (Fallback.PROTOCOL, frozenset({21}))
 
@@ -218,7 +265,7 @@ MISMATCHED = {
 def test_session_commit_for_another_prompt_is_rejected(case: str) -> None:
     """Peers' defect 19: the tail's chain hash shows that both sides mean the same tokens."""
     session_ = session()
-    session_.chunk(chunk(2, [5, 6, 7]), 0.0)
+    announced(session_, 2, [5, 6, 7], 0.0)
     bring(session_, 1, 3)
     fetched = reported(session_.commit(MISMATCHED[case]))
     assert (fetched.first, fetched.arrived, fetched.reason) == (None, 3, Fallback.MISMATCH)
@@ -251,13 +298,13 @@ def test_second_commit_changes_nothing() -> None:
     session_ = session()
     session_.commit(commit())
     assert session_.commit(commit(first=TokenChoice(token=8))) == []
-    session_.chunk(chunk(2, [5, 6, 7]), 0.0)
+    announced(session_, 2, [5, 6, 7], 0.0)
     assert reported(bring(session_, 1, 3)).first == TokenChoice(token=7)
 
 
 def test_commit_after_the_peer_failed_is_dropped() -> None:
     session_ = session()
-    session_.chunk(chunk(2, [5, 6, 7]), 0.0)
+    announced(session_, 2, [5, 6, 7], 0.0)
     session_.failed(Failed(session="r", epoch=2, reason="no memory", retry=True))
     assert session_.commit(commit()) == []
     assert reported(bring(session_, 1, 3)).reason == Fallback.FAILED
@@ -277,7 +324,7 @@ def test_missing_logprobs_are_a_mismatch() -> None:
 def test_session_wrong_checksum_cuts_the_prefix_before_it() -> None:
     """Peers' defect 24: damaged blocks are found by their checksum and never used."""
     session_ = session()
-    session_.chunk(chunk(2, [5, 6, 7]), 0.0)
+    announced(session_, 2, [5, 6, 7], 0.0)
     session_.pulled(1, pulled(), 1.0)
     abort, report = session_.verified(1, [True, False, True])
     assert abort == ABORT
@@ -287,8 +334,8 @@ def test_session_wrong_checksum_cuts_the_prefix_before_it() -> None:
 def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
     """Peers' defect 5: an abort in mid-read frees no block that is still being written."""
     session_ = session()
-    session_.chunk(chunk(2, [5, 6]), 0.0)
-    session_.chunk(chunk(4, [7]), 0.0)
+    announced(session_, 2, [5, 6], 0.0)
+    announced(session_, 4, [7], 0.0)
     bring(session_, 2, 1)
     abort, report = session_.cancel()
     assert abort == ABORT
@@ -302,15 +349,15 @@ def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
 
 def test_session_read_failed_after_the_answer_settles() -> None:
     session_ = session()
-    session_.chunk(chunk(2, [5, 6]), 0.0)
+    announced(session_, 2, [5, 6], 0.0)
     assert reported(session_.overdue()).unsafe == {21, 22}
     assert session_.pull_failed(1, 9.0) == [BlocksSettled((21, 22))]
 
 
 def test_session_failed_read_settles_with_unusable_blocks() -> None:
     session_ = session()
-    session_.chunk(chunk(2, [5]), 0.0)
-    session_.chunk(chunk(3, [6]), 0.0)
+    announced(session_, 2, [5], 0.0)
+    announced(session_, 3, [6], 0.0)
     bring(session_, 1, 1)
     fetched = reported(session_.pull_failed(2, 1.0))
     assert (fetched.arrived, fetched.unsafe, fetched.reason) == (1, frozenset(), Fallback.TRANSPORT)
@@ -318,9 +365,9 @@ def test_session_failed_read_settles_with_unusable_blocks() -> None:
 
 def test_when_the_peer_gives_up_the_reads_under_way_still_count() -> None:
     session_ = session()
-    session_.chunk(chunk(2, [5, 6]), 0.0)
+    announced(session_, 2, [5, 6], 0.0)
     assert session_.failed(Failed(session="r", epoch=2, reason="no memory", retry=True)) == []
-    assert session_.chunk(chunk(4, [7]), 0.0) == [], "nothing new is begun"
+    assert announced(session_, 4, [7], 0.0) == [], "nothing new is begun"
     done, report = bring(session_, 1, 2)
     assert done == DONE
     assert reported([report]) == FetchResult("q", arrived=2, reason=Fallback.FAILED, transport="loopback")
@@ -355,13 +402,13 @@ def test_after_the_answer_nothing_is_answered_again() -> None:
     session_ = session()
     session_.cancel()
     assert [session_.cancel(), session_.lost(), session_.overdue()] == [[], [], []]
-    assert session_.chunk(chunk(2, [5]), 0.0) == []
+    assert announced(session_, 2, [5], 0.0) == []
     assert session_.commit(commit()) == []
 
 
 def test_session_checksum_after_the_answer_is_dropped() -> None:
     session_ = session()
-    session_.chunk(chunk(2, [5]), 0.0)
+    announced(session_, 2, [5], 0.0)
     session_.pulled(1, pulled(), 1.0)
     assert reported(session_.cancel()).unsafe == frozenset(), "the read has settled, only its check has not"
     assert session_.verified(1, [True]) == []

@@ -20,6 +20,7 @@ from baton_api.hashing import block_hashes, chain_hash, root_hash
 from baton_api.messages import (
     PROTOCOL,
     Abort,
+    Checksums,
     Chunk,
     Commit,
     Done,
@@ -124,15 +125,24 @@ async def hear(connection: ControlConnection, kind: type[Any]) -> Any:
 
 async def chunks(connection: ControlConnection) -> tuple[list[Chunk], Commit]:
     """All chunks of the one prompt that is under way, and its commit."""
+    heard, _, commit = await all_of(connection)
+    return heard, commit
+
+
+async def all_of(connection: ControlConnection) -> tuple[list[Chunk], list[Checksums], Commit]:
+    """All messages of the one prompt that is under way."""
     heard: list[Chunk] = []
+    sums: list[Checksums] = []
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             message = await connection.receive()
             match message:
                 case Chunk():
                     heard.append(message)
+                case Checksums():
+                    sums.append(message)
                 case Commit():
-                    return heard, message
+                    return heard, sums, message
 
 
 async def ended(connection: ControlConnection) -> str:
@@ -192,11 +202,12 @@ async def test_prefill_prompt_is_hashed_once_by_its_admission(length: int) -> No
 async def test_prefill_announces_computed_blocks_then_commits() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(prefill())
-        heard, commit = await chunks(peer)
+        heard, told, commit = await all_of(peer)
         assert [chunk.first_block for chunk in heard] == [0, 2, 4, 6], "8 tokens a pass, 4 a block"
+        assert [one.first_block for one in told] == [0, 2, 4, 6]
         blocks = [block for chunk in heard for block in chunk.blocks]
         assert len(set(blocks)) == BLOCKS
-        sums = [checksum for chunk in heard for checksum in chunk.checksums]
+        sums = [checksum for one in told for checksum in one.checksums]
         assert sums == block_checksums(bench.side.cache, blocks)
         assert commit.first.token == FakeModel().greedy(PROMPT, 1)[0]
         tail = root_hash()
@@ -457,7 +468,7 @@ async def test_prefill_peer_without_hello_is_cut_off(case: str) -> None:
 
 async def test_prefill_unexpected_message_ends_the_connection() -> None:
     async with open_bench() as bench, bench.peer() as peer:
-        peer.send(Chunk(session="r", epoch=1, first_block=0, blocks=[1], checksums=[1]))
+        peer.send(Chunk(session="r", epoch=1, first_block=0, blocks=[1]))
         await ended(peer)
 
 

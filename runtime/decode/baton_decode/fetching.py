@@ -16,7 +16,7 @@ from typing import Protocol
 from baton_api import logs
 from baton_api.errors import TransferFailed
 from baton_api.hashing import chain_hash
-from baton_api.messages import Chunk, Commit, Failed
+from baton_api.messages import Checksums, Chunk, Commit, Failed
 from baton_api.prompt_report import Fallback
 from baton_decode.links import Link
 from baton_decode.sessions import (
@@ -147,12 +147,14 @@ class FetchTask:
         else:
             self._do(self._session.broken())
 
-    def receive(self, message: Chunk | Commit | Failed) -> None:
+    def receive(self, message: Chunk | Checksums | Commit | Failed) -> None:
         """`SessionListener`: a message from the prefill worker."""
         assert self._session is not None
         match message:
             case Chunk():
                 self._do(self._session.chunk(message, self._loop.time()))
+            case Checksums():
+                self._do(self._session.checksums(message))
             case Commit():
                 self._do(self._session.commit(message))
             case Failed(reason=reason):

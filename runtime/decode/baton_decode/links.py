@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton_api.errors import IncompatiblePeer, TransferFailed
-from baton_api.messages import Abort, Chunk, Commit, Done, Drained, Failed, Pong, Prefill, Welcome
+from baton_api.messages import Abort, Checksums, Chunk, Commit, Done, Drained, Failed, Pong, Prefill, Welcome
 from baton_engine.transfer import Peer, Transfer, control, handshake
 from baton_engine.transfer.control import ControlConnection, Pace
 from baton_engine.transfer.handshake import Identity
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class SessionListener(Protocol):
     """Receives the messages of one session."""
 
-    def receive(self, message: Chunk | Commit | Failed) -> None: ...
+    def receive(self, message: Chunk | Checksums | Commit | Failed) -> None: ...
 
     def lost(self) -> None:
         """The link has ended."""
@@ -125,7 +125,7 @@ class Link:
         try:
             async for message in self._connection.messages():
                 match message:
-                    case Chunk() | Commit() | Failed():
+                    case Chunk() | Checksums() | Commit() | Failed():
                         listener = self.listeners.get(message.session)
                         if listener is not None:
                             listener.receive(message)

@@ -9,7 +9,7 @@ its blocks after the report. The report names these blocks as unsafe, and `Block
 read has ended. The session is over when all reads have ended.
 
 The order of a peer's messages is not trusted. A chunk names its position, an epoch identifies the attempt,
-and a block counts only once its read is done and its checksum equals the announced one.
+and a block counts only once its read is done and its checksum equals the one that the peer sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill
+from baton_api.messages import Abort, Checksums, Chunk, Commit, Done, Failed, Prefill
 from baton_api.prompt_report import Fallback
 from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.transfer import Pulled
@@ -120,7 +120,6 @@ class _Read:
     positions: tuple[int, ...]
     remote: tuple[int, ...]
     local: tuple[int, ...]
-    checksums: tuple[int, ...]
 
 
 class DecodeSession:
@@ -130,10 +129,14 @@ class DecodeSession:
         self.spec = spec
         self.state = DecodeState.ASKING
         self.reason: Fallback | None = None
-        self._announced: dict[int, tuple[int, int]] = {}
-        """Position -> (block, checksum)."""
+        self._announced: dict[int, int] = {}
+        """Position -> block."""
+        self._sums: dict[int, int] = {}
+        """Position -> checksum."""
         self._reads: dict[int, _Read] = {}
         """Reads that have not ended."""
+        self._arrived: dict[int, _Read] = {}
+        """Reads that have ended, of which checksums are missing."""
         self._checks: dict[int, _Read] = {}
         self._good: set[int] = set()
         self._commit: Commit | None = None
@@ -172,23 +175,32 @@ class DecodeSession:
             return self._give_up(Fallback.PROTOCOL)
         if self.state is DecodeState.ASKING:
             self.state = DecodeState.RECEIVING
-        positions, remote, checksums = [], [], []
-        for offset, announced in enumerate(zip(chunk.blocks, chunk.checksums, strict=True)):
-            position = chunk.first_block + offset
-            if self._announced.setdefault(position, announced) != announced:
+        positions, remote = [], []
+        for position, block in enumerate(chunk.blocks, start=chunk.first_block):
+            if self._announced.setdefault(position, block) != block:
                 return self._give_up(Fallback.PROTOCOL)
             if position not in self._good and not self._is_under_way(position):
                 positions.append(position)
-                remote.append(announced[0])
-                checksums.append(announced[1])
+                remote.append(block)
         if not positions:
             return []
         local = tuple(self.spec.fetch.blocks[p - self.spec.first_block] for p in positions)
         if not self._reads:
             self._reading_since = now
         self._pulls += 1
-        self._reads[self._pulls] = _Read(tuple(positions), tuple(remote), local, tuple(checksums))
+        self._reads[self._pulls] = _Read(tuple(positions), tuple(remote), local)
         return [ReadBlocks(self._pulls, tuple(remote), local)]
+
+    def checksums(self, message: Checksums) -> list[Action]:
+        if not self._concerns(message):
+            return []
+        end = message.first_block + len(message.checksums)
+        if not message.checksums or message.first_block < self.spec.first_block or end > self.spec.end_block:
+            return self._give_up(Fallback.PROTOCOL)
+        for position, checksum in enumerate(message.checksums, start=message.first_block):
+            if self._sums.setdefault(position, checksum) != checksum:
+                return self._give_up(Fallback.PROTOCOL)
+        return self._verify()
 
     def commit(self, commit: Commit) -> list[Action]:
         if not self._concerns(commit) or self._commit is not None or self._peer_failed is not None:
@@ -217,8 +229,8 @@ class DecodeSession:
             return [BlocksSettled(read.local)]
         self._bytes += pulled.bytes
         self._transport = pulled.transport
-        self._checks[number] = read
-        return [VerifyChecksums(number, read.local, read.checksums)]
+        self._arrived[number] = read
+        return self._verify() or self._answer_if_whole()
 
     def pull_failed(self, number: int, now: float) -> list[Action]:
         """Read `number` failed: it writes no more, and its blocks are not used."""
@@ -250,7 +262,7 @@ class DecodeSession:
         """This worker failed."""
         return self._give_up(Fallback.TRANSFER_FAILED, send=False)
 
-    def _concerns(self, message: Chunk | Commit | Failed) -> bool:
+    def _concerns(self, message: Chunk | Checksums | Commit | Failed) -> bool:
         mine = (message.session, message.epoch) == (self.spec.session, self.spec.epoch)
         return mine and self.state is not DecodeState.REPORTED
 
@@ -258,14 +270,28 @@ class DecodeSession:
         end = chunk.first_block + len(chunk.blocks)
         return (
             not chunk.blocks
-            or len(chunk.blocks) != len(chunk.checksums)
             or chunk.first_block < self.spec.first_block
             or end > self.spec.end_block
             or not all(0 < block < self.spec.remote_blocks for block in chunk.blocks)
         )
 
     def _is_under_way(self, position: int) -> bool:
-        return any(position in read.positions for read in (*self._reads.values(), *self._checks.values()))
+        reads = (*self._reads.values(), *self._arrived.values(), *self._checks.values())
+        return any(position in read.positions for read in reads)
+
+    def _verify(self) -> list[Action]:
+        """Begin to verify the reads that have ended and whose checksums are known."""
+        known = [
+            number
+            for number, read in self._arrived.items()
+            if all(position in self._sums for position in read.positions)
+        ]
+        actions: list[Action] = []
+        for number in known:
+            read = self._checks[number] = self._arrived.pop(number)
+            sums = tuple(self._sums[position] for position in read.positions)
+            actions.append(VerifyChecksums(number, read.local, sums))
+        return actions
 
     def _settle(self, number: int, now: float) -> _Read:
         read = self._reads.pop(number)

@@ -1,8 +1,8 @@
 """
 One prompt computed for a decode worker: runs the actions of its `PrefillSession`.
 
-The session is used on the event loop only. The engine reports progress on its own thread; checksums are
-computed on a third one, since they read every byte of the blocks.
+The session is used on the event loop only. The engine reports progress on its own thread. Other threads wait
+for a device to write blocks, and compute checksums, since these read every byte of the blocks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from baton_engine.transfer import Transfer
 from baton_engine.transfer.control import ControlConnection
 from baton_prefill.sessions import (
     Action,
+    AwaitBlocks,
     ComputeChecksums,
     PrefillSession,
     PrefillState,
@@ -63,7 +64,6 @@ class ComputeContext:
     engine: PromptEngine
     transfer: Transfer
     checksums: Executor
-    """One thread, so that results arrive in order."""
     matchers: MatchersOf
     """`Grammars.prepare`: creates the matcher of a prompt's first token."""
     tracing: WorkerTracing | None = None
@@ -117,8 +117,10 @@ class PromptTask:
             match action:
                 case SubmitPrompt():
                     self._spawn(self._compute())
+                case AwaitBlocks():
+                    self._announce(action)
                 case ComputeChecksums():
-                    self._spawn(self._checksum(action, self._written))
+                    self._spawn(self._checksum(action))
                 case SendToDecode(message):
                     self._connection.send(message)
                 case ReleaseBlocks():
@@ -216,15 +218,23 @@ class PromptTask:
             reason = str(output.error or "the prefill worker's engine aborted the prompt")
             self.do(self.session.failed(reason, retry=not isinstance(output.error, InvalidRequest)))
 
-    async def _checksum(self, prefill: ComputeChecksums, written: Event) -> None:
-        transfer = self._context.transfer
+    def _announce(self, written: AwaitBlocks) -> None:
+        """Announce blocks at once if the device has written them, as it has on a CPU."""
+        if self._written.done():
+            self.do(self.session.written(written.first_block, written.blocks))
+        else:
+            self._spawn(self._announce_after(self._written, written))
 
-        def computed() -> list[int]:
-            written.wait()
-            return transfer.checksums(prefill.blocks, self._sums)
+    async def _announce_after(self, event: Event, written: AwaitBlocks) -> None:
+        await self._loop.run_in_executor(None, event.wait)
+        self.do(self.session.written(written.first_block, written.blocks))
 
-        checksums = await self._loop.run_in_executor(self._context.checksums, computed)
-        self.do(self.session.checksummed(prefill.first_block, prefill.blocks, checksums))
+    async def _checksum(self, action: ComputeChecksums) -> None:
+        transfer, sums = self._context.transfer, self._sums
+        computing = self._loop.run_in_executor(
+            self._context.checksums, transfer.checksums, action.blocks, sums
+        )
+        self.do(self.session.checksummed(action.first_block, await computing))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -4,7 +4,8 @@ The transfer session of one prompt on the prefill side: a pure state machine fro
     requested -> computing -> committed -> released
                       \\-> failed ---/
 
-Blocks are announced in order, each once its content is final. They are held until the decode worker sends
+Blocks are announced once their content is final, and their checksums follow: the decode worker reads while
+they are computed. Blocks are held until the decode worker sends
 Done or Abort, disconnects, or the deadline passes. Releasing them early never endangers the decode worker's
 memory: it only changes the content that it reads, which checksums detect.
 """
@@ -15,12 +16,20 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton_api.messages import Chunk, Commit, Drained, Failed, Prefill, TokenChoice
+from baton_api.messages import Checksums, Chunk, Commit, Drained, Failed, Prefill, TokenChoice
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitPrompt:
     """Submit the prompt to the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitBlocks:
+    """Wait until the device has written these blocks, then call `PrefillSession.written`."""
+
+    first_block: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,7 @@ class ComputeChecksums:
 
 @dataclass(frozen=True, slots=True)
 class SendToDecode:
-    message: Chunk | Commit | Failed | Drained
+    message: Chunk | Checksums | Commit | Failed | Drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,7 @@ class ReleaseBlocks:
     """Stop computing and release the blocks. Once for each SubmitPrompt."""
 
 
-Action = SubmitPrompt | ComputeChecksums | SendToDecode | ReleaseBlocks
+Action = SubmitPrompt | AwaitBlocks | ComputeChecksums | SendToDecode | ReleaseBlocks
 
 
 class PrefillState(enum.StrEnum):
@@ -61,8 +70,9 @@ class PrefillSession:
         self._block_size = block_size
         self._tail = tail
         self._taken = prefill.start_block
-        """Blocks before it were given to `ComputeChecksums`, or are not wanted."""
-        self._announced = prefill.start_block
+        """Blocks before it were given to `AwaitBlocks`, or are not wanted."""
+        self._summed = prefill.start_block
+        """Number of blocks whose checksums were sent, or that are not wanted."""
         self._commit: Commit | None = None
 
     @property
@@ -84,27 +94,37 @@ class PrefillSession:
         if final <= self._taken:
             return []
         first, self._taken = self._taken, final
-        return [ComputeChecksums(first, tuple(blocks[first:final]))]
+        return [AwaitBlocks(first, tuple(blocks[first:final]))]
 
-    def checksummed(self, first_block: int, blocks: Sequence[int], checksums: Sequence[int]) -> list[Action]:
-        """The result of `ComputeChecksums`; results arrive in the order of the actions."""
+    def written(self, first_block: int, blocks: tuple[int, ...]) -> list[Action]:
+        """The content of the blocks of `AwaitBlocks` is final. Announces them before anything else."""
         if self.state is not PrefillState.COMPUTING:
             return []
-        assert first_block == self._announced
-        self._announced += len(blocks)
         chunk = Chunk(
             session=self.prefill.session,
             epoch=self.prefill.epoch,
             first_block=first_block,
             blocks=list(blocks),
+        )
+        return [SendToDecode(chunk), ComputeChecksums(first_block, blocks)]
+
+    def checksummed(self, first_block: int, checksums: Sequence[int]) -> list[Action]:
+        """The result of `ComputeChecksums`."""
+        if self.state is not PrefillState.COMPUTING:
+            return []
+        self._summed += len(checksums)
+        message = Checksums(
+            session=self.prefill.session,
+            epoch=self.prefill.epoch,
+            first_block=first_block,
             checksums=list(checksums),
         )
-        return [SendToDecode(chunk), *self._commit_if_whole()]
+        return [SendToDecode(message), *self._commit_if_whole()]
 
     def finished(
         self, first: TokenChoice, cached_tokens: int, queue_s: float = 0.0, compute_s: float = 0.0
     ) -> list[Action]:
-        """The first token was sampled. Commit follows the last Chunk."""
+        """The first token was sampled. Commit follows the last Checksums."""
         if self.state is not PrefillState.COMPUTING:
             return []
         self._commit = Commit(
@@ -145,7 +165,7 @@ class PrefillSession:
         return self._end(send=True)
 
     def _commit_if_whole(self) -> list[Action]:
-        if self._commit is None or self._announced < self.blocks:
+        if self._commit is None or self._summed < self.blocks:
             return []
         self.state = PrefillState.COMMITTED
         return [SendToDecode(self._commit)]
