@@ -27,9 +27,9 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import create_model
 from baton_engine.model.resolve import resolve
-from baton_engine.model.spec import Quantize
 from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.spec import Quantize
 
 DECODES = (1, 8, 32)
 PREFILLS = (1024, 4096)

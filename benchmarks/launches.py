@@ -27,13 +27,12 @@ from baton_engine.batch import Batch, BatchRow
 from baton_engine.graphs import CaptureLimits, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.experts import ExpertSpec
+from baton_engine.model.group import Group
 from baton_engine.model.shards import Shard
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Ops
-from baton_engine.parallel.group import Group
-from baton_engine.sampling.weights import GREEDY, TokenRule
+from baton_engine.ops.token_weights import GREEDY, TokenRule
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.spec import ExpertSpec, ModelSpec
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.fake_streams import on_device
 from tests.engine.random_weights import random_weights, tiny_spec

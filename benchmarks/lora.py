@@ -33,7 +33,7 @@ from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.lora import CONFIG, PREFIX, WEIGHTS, projection_shapes, read_lora
 from baton_engine.model.resolve import resolve
-from baton_engine.model.spec import ModelSpec, Quantize
+from baton_engine.spec import ModelSpec, Quantize
 
 CPU = torch.device("cpu")
 DEPTH = 96

@@ -33,8 +33,8 @@ from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import load_spec
 from baton_engine.model.decoder import Model
 from baton_engine.model.resolve import resolve
-from baton_engine.model.spec import Quantize
 from baton_engine.model.tokenizer import load_tokenizer
+from baton_engine.spec import Quantize
 from benchmarks.engine import OUTPUT, PROMPT, Baton
 from benchmarks.limits import MemoryProbe
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton_engine.kv.cache import BLOCK_SIZE, block_bytes
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 BYTES = 2
 """Of a value in bfloat16."""

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from baton_engine.kv.cache import KVCache
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.integrity import block_checksums
 from baton_engine.transfer.kinds import create_transfer

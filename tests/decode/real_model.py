@@ -10,8 +10,8 @@ import torch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import create_model
-from baton_engine.model.spec import Quantize
 from baton_engine.ops.choice import kept_formats, kv_dtype
+from baton_engine.spec import Quantize
 from tests.decode.pair import Side
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Transfer
 from baton_engine.transfer.kinds import create_transfer
 from baton_engine.transfer.loopback import LoopbackTransfer
-from baton_engine.transfer.reads import Settlement
+from baton_engine.transfer.reads import PullFuture
 from tests.decode.pair import TIMEOUT_S, Pair, Side, eventually, fake_side, open_pair, tokens
 from tests.decode.test_pair_equals_one import WITHOUT_NIXL
 from tests.engine.fake_model import FakeModel, make_cache
@@ -40,7 +40,7 @@ class Watching(LoopbackTransfer):
         self._peer = peer
         self.written: list[bool] = []
 
-    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Settlement:
+    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> PullFuture:
         for block in remote:
             tokens, positions = self._peer.kv[block, 0, 0, 0].T.int().tolist()
             expected = [PROMPT[position] for position in positions]  # 0 at position 0 is also an unused slot

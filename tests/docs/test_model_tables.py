@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton_engine.api.parsing.reasoning import families as reasoning
+from baton_engine.api.parsing.reasoning.formats import HARMONY
+from baton_engine.api.parsing.reasoning.marked import FAMILIES as MARKED
 from baton_engine.api.parsing.tools import families as tools
 from baton_engine.model.families import FAMILIES
 from baton_engine.model.families.qwen3 import FAMILY as QWEN3
@@ -35,6 +36,6 @@ def test_families_name_existing_parsers() -> None:
     for family in FAMILIES:
         for models in family.models:
             assert set(models.tool_parsers) <= set(tools.FAMILIES)
-            assert set(models.reasoning_parsers) <= {*reasoning.FAMILIES, reasoning.HARMONY}
+            assert set(models.reasoning_parsers) <= {*MARKED, HARMONY}
         assert set(family.tool_parser_aliases.values()) <= set(tools.FAMILIES)
-        assert set(family.reasoning_parser_aliases.values()) <= set(reasoning.FAMILIES)
+        assert set(family.reasoning_parser_aliases.values()) <= set(MARKED)

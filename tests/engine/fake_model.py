@@ -16,7 +16,7 @@ from torch import Tensor
 from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.lora import LoraWeights
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 SPEC = ModelSpec(
     architecture="FakeForCausalLM",

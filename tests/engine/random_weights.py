@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.spec import ModelSpec
 
 TINY: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",

@@ -23,9 +23,8 @@ from baton_api.errors import SetupError
 from baton_engine.batch import Batch
 from baton_engine.captured_passes import CapturedPasses
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.group import Group
 from baton_engine.model.shards import Shard
-from baton_engine.model.spec import ModelSpec
-from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import (
     Allocate,
     Allocated,
@@ -39,6 +38,7 @@ from baton_engine.parallel.messages import (
 from baton_engine.parallel.rank import Rank, measured
 from baton_engine.parallel.ranks import ParallelModel, Ranks
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.spec import ModelSpec
 from baton_engine.working_memory import working_memory
 from tests.engine.fake_graphs import FakeGraphs, TensorModel
 from tests.engine.fake_streams import on_device

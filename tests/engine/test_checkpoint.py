@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.config import spec_of
-from baton_engine.model.quantized import floats
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import load_tokenizer
 from baton_engine.model.weights import Weights
+from baton_engine.quantized import floats
+from baton_engine.spec import ModelSpec
 from tests.engine.models import EOS, make_model
 
 

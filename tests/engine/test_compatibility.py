@@ -10,12 +10,11 @@ import torch
 
 from baton_api.messages import PROTOCOL
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache, block_bytes
-from baton_engine.model.experts import ExpertSpec
-from baton_engine.model.latent import LatentSpec
-from baton_engine.model.quantized import floats
-from baton_engine.model.spec import ModelSpec, RopeScaling
 from baton_engine.model.weights import LayerWeights, Weights
-from baton_engine.transfer.compatibility import Compatibility, weights_digest
+from baton_engine.model.weights_digest import weights_digest
+from baton_engine.quantized import floats
+from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec, RopeScaling
+from baton_engine.transfer.compatibility import Compatibility
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",

@@ -9,9 +9,7 @@ import pytest
 
 from baton_api.errors import SetupError
 from baton_engine.model.config import spec_of
-from baton_engine.model.experts import ExpertSpec
-from baton_engine.model.latent import LatentSpec
-from baton_engine.model.spec import RopeScaling
+from baton_engine.spec import ExpertSpec, LatentSpec, RopeScaling
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

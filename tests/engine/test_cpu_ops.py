@@ -17,13 +17,12 @@ import torch
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.experts import ExpertSpec
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
-from baton_engine.model.quantized import floats
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.cpu import CpuOps, preferred_dtype
 from baton_engine.ops.native import library
 from baton_engine.ops.plain import PlainOps
+from baton_engine.quantized import floats
+from baton_engine.spec import ExpertSpec, ModelSpec
 from tests.engine.random_weights import random_weights, tiny_spec
 
 CPU = torch.device("cpu")

@@ -16,13 +16,12 @@ from baton_engine.model.cuts import Cut
 from baton_engine.model.expert_tensors import FLOAT4_VALUES
 from baton_engine.model.family_tensors import FamilyTensors
 from baton_engine.model.gguf_model import GGUFTensors
-from baton_engine.model.quantized import Format, Quantized, pack_float8
 from baton_engine.model.quantized_folder import source_of
 from baton_engine.model.shards import Shard, ShardTensors
-from baton_engine.model.spec import Quantize
 from baton_engine.model.tensor_reader import TensorSource
-from baton_engine.model.unpacked import FLOAT8_FACTOR, unpack
-from baton_engine.transfer.compatibility import weights_digest
+from baton_engine.model.weights_digest import weights_digest
+from baton_engine.quantized import FLOAT8_FACTOR, Format, Quantized, pack_float8, unpack
+from baton_engine.spec import Quantize
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
 from tests.engine.test_quantized import STORED, random_blocks

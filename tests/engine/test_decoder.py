@@ -12,11 +12,11 @@ from torch import Tensor
 
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.quantized import Matrix, floats
-from baton_engine.model.spec import ModelSpec
+from baton_engine.model.weights_digest import WeightsSummary
 from baton_engine.ops import Linear
 from baton_engine.ops.plain import PlainOps
-from baton_engine.transfer.compatibility import WeightsSummary
+from baton_engine.quantized import Matrix, floats
+from baton_engine.spec import ModelSpec
 from tests.engine.greedy import CPU, by_baton, by_transformers
 from tests.engine.models import ARCHITECTURES, VOCAB, make_model
 

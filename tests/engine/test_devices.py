@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_engine.devices import device_of, dtype_of, has_bfloat16
-from baton_engine.ops.choice import create_ops
+from baton_engine.devices import device_of, has_bfloat16
+from baton_engine.ops.choice import create_ops, dtype_of
 from baton_engine.ops.plain import PlainOps
 from baton_engine.streams import DeviceStreams
 from tests.engine.fake_streams import FakeCuda

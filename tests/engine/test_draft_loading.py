@@ -13,9 +13,9 @@ from baton_api.sampling import SamplingParams
 from baton_engine.metrics.counters import Totals
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.progress import SILENT
-from baton_engine.model.spec import Quantize
 from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
+from baton_engine.spec import Quantize
 from baton_engine.speculation.loading import load_draft
 from baton_engine.worker import open_worker
 from tests.engine.encoders import make_encoder

@@ -13,10 +13,10 @@ import transformers
 
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
-from baton_engine.model.embedder import Embedder, Unable, embedder_of
+from baton_engine.model.embedder import Embedder, NoEmbeddings, embedder_of
 from baton_engine.model.gguf import GGUFFile
-from baton_engine.model.quantized import floats
 from baton_engine.model.tokenizer import load_tokenizer
+from baton_engine.quantized import floats
 from baton_engine.requests import Pooling
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import EOS, make_model
@@ -113,7 +113,7 @@ UNABLE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("files", "reason"), UNABLE.values(), ids=UNABLE.keys())
 def test_embedder_unsupported_folder_has_a_reason(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
     embedder = embedder_of(checkpoint(tmp_path, **files), "auto")
-    assert isinstance(embedder, Unable) and reason in embedder.reason
+    assert isinstance(embedder, NoEmbeddings) and reason in embedder.reason
 
 
 def test_embedder_flag_overrides_the_files(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_embedder_flag_overrides_the_files(tmp_path: Path) -> None:
     assert embedder_of(mean, "last", shortens=True) == Embedder(
         pooling=Pooling.LAST, normalized=False, shortens=True
     )
-    assert isinstance(embedder_of(mean, "none"), Unable)
+    assert isinstance(embedder_of(mean, "none"), NoEmbeddings)
 
 
 @pytest.mark.parametrize("choice", ["mean", "last"])
@@ -157,7 +157,7 @@ def test_modules_of_another_shape_or_outside_are_refused(tmp_path: Path) -> None
     with pytest.raises(SetupError, match="outside"):
         embedder_of(here, "auto")
     (tmp_path / "modules.json").write_text(json.dumps(["Transformer", 5]))
-    assert isinstance(embedder_of(here, "auto"), Unable)
+    assert isinstance(embedder_of(here, "auto"), NoEmbeddings)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_embedder_gguf_pooling_number_is_read(
     writer.write_tensors_to_file()
     writer.close()
     embedder = embedder_of(Checkpoint(tmp_path / "tiny.gguf", "tiny.gguf"), "auto")
-    assert embedder == Embedder(pooling=expected) if expected else isinstance(embedder, Unable)
+    assert embedder == Embedder(pooling=expected) if expected else isinstance(embedder, NoEmbeddings)
 
 
 def test_gguf_tokenizer_with_add_eos_ends_each_text(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
-from baton_engine.model.quantized import Format, Quantized
 from baton_engine.model.weights import Weights
+from baton_engine.quantized import Format, Quantized
 from tests.engine.models import make_model
 from tests.engine.test_quantized import expanded
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_engine.model.experts import ExpertSpec
-from baton_engine.ops.experts import Experts, choose
+from baton_engine.model.experts import Experts, choose
 from baton_engine.ops.plain import PlainExpertLinear, PlainLinear, PlainOps
+from baton_engine.spec import ExpertSpec
 from tests.engine.random_weights import tiny_spec
 
 HIDDEN, INNER, COUNT = 12, 7, 5

@@ -12,9 +12,10 @@ from torch import Tensor
 from baton_api.errors import InternalError
 from baton_engine import failures
 from baton_engine.batch import Batch
-from baton_engine.failures import FailureKind, Relief, failure_of, relief
+from baton_engine.failures import SmallerLimits, smaller_limits
 from baton_engine.kv.cache import KVCache
-from baton_engine.parallel.ranks import RankFailed
+from baton_engine.model.group import RankFailed
+from baton_engine.pass_errors import FailureKind, failure_of
 from baton_engine.requests import FinishReason
 from tests.engine.fake_model import FakeModel
 from tests.engine.serving import Recipient, Serving, prompt_of, request_of
@@ -66,30 +67,30 @@ def test_passes_lasting_errors_are_those_of_the_accelerator(error: BaseException
 @pytest.mark.parametrize(
     ("tokens", "prompt_tokens", "rows", "expected"),
     [
-        (4096, 4096, 1, Relief(chunk_tokens=2048)),
-        (4096, 4000, 97, Relief(chunk_tokens=2096)),
-        (120, 20, 101, Relief(chunk_tokens=116)),
-        (116, 16, 101, Relief(running=50)),
-        (100, 0, 100, Relief(running=50)),
-        (2, 0, 2, Relief(running=1)),
-        (17, 16, 2, Relief(running=1)),
+        (4096, 4096, 1, SmallerLimits(chunk_tokens=2048)),
+        (4096, 4000, 97, SmallerLimits(chunk_tokens=2096)),
+        (120, 20, 101, SmallerLimits(chunk_tokens=116)),
+        (116, 16, 101, SmallerLimits(running=50)),
+        (100, 0, 100, SmallerLimits(running=50)),
+        (2, 0, 2, SmallerLimits(running=1)),
+        (17, 16, 2, SmallerLimits(running=1)),
         (16, 16, 1, None),
         (1, 0, 1, None),
     ],
 )
-def test_relief_halves_prompts_then_sequences(
-    tokens: int, prompt_tokens: int, rows: int, expected: Relief | None
+def test_smaller_limits_halve_prompts_then_sequences(
+    tokens: int, prompt_tokens: int, rows: int, expected: SmallerLimits | None
 ) -> None:
-    assert relief(tokens, prompt_tokens, rows, least=16) == expected
+    assert smaller_limits(tokens, prompt_tokens, rows, least=16) == expected
 
 
-def test_law_relief_always_ends() -> None:
+def test_law_smaller_limits_end() -> None:
     chance = random.Random(3)
     for _ in range(500):
         rows = chance.randrange(1, 300)
         prompt_tokens = chance.choice((0, chance.randrange(1, 9000)))
         for _ in range(40):
-            smaller = relief(prompt_tokens + rows, prompt_tokens, rows, least=16)
+            smaller = smaller_limits(prompt_tokens + rows, prompt_tokens, rows, least=16)
             if smaller is None:
                 break
             if smaller.chunk_tokens is not None:

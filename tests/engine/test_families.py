@@ -9,8 +9,8 @@ import torch
 
 from baton_engine.model.families import BY_ARCHITECTURE, BY_GGUF, FAMILIES, HEADLESS, MULTIMODAL
 from baton_engine.model.family import GGUF_NAMES, TensorNames
-from baton_engine.model.native_decoder import IMPLEMENTED, supports
-from baton_engine.model.spec import ModelSpec
+from baton_engine.ops.native.support import IMPLEMENTED, supports
+from baton_engine.spec import ModelSpec
 from tests.engine.random_weights import TINY, tiny_spec
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from baton_api.errors import SetupError
-from baton_engine.api.chat.template.prompt import TemplateInput
-from baton_engine.api.chat.template.templates import templates_of
+from baton_engine.api.template.rendering import TemplateInput
+from baton_engine.api.template.templates import templates_of
 from baton_engine.model import gguf_tokenizer
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.gguf import GGUFFile
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import load_tokenizer
 from baton_engine.model.weights import Weights
 from baton_engine.ops.plain import PlainOps
+from baton_engine.spec import ModelSpec
 from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.models import make_model

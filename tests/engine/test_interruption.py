@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.forward_pass import ScheduledChunk, schedule
+from baton_engine.interruption import PassInterruption
 from baton_engine.kv.cache import KVCache
-from baton_engine.scheduling.interruption import Interruption
 from baton_engine.scheduling.scheduler import YIELDS
 from baton_engine.scheduling.sequence import Sequence
 from tests.engine.fake_model import FakeModel
@@ -48,17 +48,17 @@ def test_interruption_of_passes(
     before: list[Event], rows: list[bool], line_waits: bool, interrupts: int
 ) -> None:
     model = Counting()
-    interruption = Interruption(model)
+    interruption = PassInterruption(model)
     for event in before:
         try:
-            with interruption.of([chunk(patient=True), chunk(patient=event != "mixed")]):
+            with interruption.during([chunk(patient=True), chunk(patient=event != "mixed")]):
                 if event == "interrupted":
                     raise PassInterrupted
         except PassInterrupted:
             pass
-    with interruption.of([chunk(patient=patient) for patient in rows]):
-        interruption.ask(sequence(patient=line_waits))
-    interruption.ask(sequence(patient=False))  # no pass is under way
+    with interruption.during([chunk(patient=patient) for patient in rows]):
+        interruption.interrupt_for(sequence(patient=line_waits))
+    interruption.interrupt_for(sequence(patient=False))  # no pass is under way
     assert model.interrupts == interrupts
 
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton_engine.speculation.costs import LIFETIME, PassTimes, allot
-from baton_engine.speculation.lookup import (
+from baton_engine.prompt_lookup import (
     CANDIDATES,
     GAP,
     INDEXED_AT_ONCE,
@@ -18,6 +17,7 @@ from baton_engine.speculation.lookup import (
     AcceptanceRates,
     Lookup,
 )
+from baton_engine.speculation.costs import LIFETIME, PassTimes, allot
 
 CASES: dict[str, tuple[list[int], list[int], list[int], list[int]]] = {
     "nothing repeats": ([1, 2, 3, 4], [], [], []),

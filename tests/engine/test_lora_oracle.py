@@ -15,8 +15,8 @@ from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.lora import read_lora
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
-from baton_engine.model.spec import Quantize
 from baton_engine.ops.plain import PlainOps
+from baton_engine.spec import Quantize
 from tests.engine.expert_models import EXPERT_ARCHITECTURES
 from tests.engine.greedy import CPU, by_baton, by_transformers
 from tests.engine.lora_adapters import ATTENTION, make_adapter

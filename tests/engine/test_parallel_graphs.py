@@ -19,11 +19,10 @@ from baton_engine.batch import Batch, BatchRow
 from baton_engine.graphs import CaptureLimits, GraphModel, with_graphs
 from baton_engine.kv.cache import KVCache, MemoryBudget
 from baton_engine.model.decoder import Model
+from baton_engine.model.group import Group
 from baton_engine.model.shards import Shard
-from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import ReplayPass
-from baton_engine.parallel.pass_watch import PassWatch
-from baton_engine.parallel.ranks import ParallelModel
+from baton_engine.parallel.ranks import ParallelModel, PassWatch
 from baton_engine.requests import FinishReason
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_graphs import TensorModel

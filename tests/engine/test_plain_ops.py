@@ -13,8 +13,8 @@ from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.plain import PlainOps
+from baton_engine.spec import ModelSpec
 from tests.engine.greedy import CPU
 from tests.engine.models import VOCAB, make_model
 

@@ -26,7 +26,12 @@ from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
-from baton_engine.model.quantized import (
+from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.model.weights_digest import weights_digest
+from baton_engine.ops import Linear
+from baton_engine.ops.native import library
+from baton_engine.ops.plain import PlainLinear, PlainOps
+from baton_engine.quantized import (
     BLOCK,
     NATIVE_FORMATS,
     Format,
@@ -36,12 +41,7 @@ from baton_engine.model.quantized import (
     floats,
     quantize,
 )
-from baton_engine.model.spec import ModelSpec
-from baton_engine.model.weights import LayerWeights, Weights
-from baton_engine.ops import Linear
-from baton_engine.ops.native import library
-from baton_engine.ops.plain import PlainLinear, PlainOps
-from baton_engine.transfer.compatibility import weights_digest
+from baton_engine.spec import ModelSpec
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
 from tests.engine.random_weights import random_weights, tiny_spec

@@ -17,8 +17,8 @@ from baton_api.errors import SetupError
 from baton_engine.batch import Batch
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.quantized import Quantized
 from baton_engine.model.scheme import scheme_of
+from baton_engine.quantized import Quantized
 from tests.engine.models import make_model
 from tests.engine.test_cpu_ops import CPU, ROWS, filled_cache, rows_of
 from tests.engine.test_quantized import ROUNDING, RoundingOps, distance, native_model

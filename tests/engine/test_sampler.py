@@ -13,9 +13,9 @@ from torch import Tensor
 
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
+from baton_engine.ops.token_weights import BLOCK
 from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState, uniform
-from baton_engine.sampling.weights import BLOCK
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams(temperature=1.0)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton_engine.api.chat.template.prompt import TemplateInput
-from baton_engine.api.chat.template.templates import templates_of
+from baton_engine.api.template.rendering import TemplateInput
+from baton_engine.api.template.templates import templates_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer

@@ -20,11 +20,8 @@ from torch import Tensor
 from baton_api.sampling import SamplingParams
 from baton_engine.batch import Batch
 from baton_engine.machine import in_huge_pages
-from baton_engine.model.experts import ExpertSpec
 from baton_engine.model.loading import WRITER
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
-from baton_engine.model.quantized import Format
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.stored_weights import (
     HEADER_BYTES,
     PARTIAL,
@@ -35,8 +32,10 @@ from baton_engine.model.stored_weights import (
     file_name,
 )
 from baton_engine.model.weights import Weights
+from baton_engine.quantized import Format
 from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
+from baton_engine.spec import ExpertSpec, ModelSpec
 from baton_engine.worker import Worker, open_worker
 from tests.engine.models import make_model
 from tests.engine.random_weights import random_weights, tiny_spec

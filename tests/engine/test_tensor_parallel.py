@@ -25,14 +25,13 @@ from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, create_decoder
+from baton_engine.model.group import Group, RankFailed
 from baton_engine.model.progress import SILENT
 from baton_engine.model.shards import Shard, check_degree
 from baton_engine.ops.cpu import CpuOps
-from baton_engine.parallel.group import Group
 from baton_engine.parallel.loading import load_parallel
 from baton_engine.parallel.messages import LENGTH_BYTES, Channel, RankError
 from baton_engine.parallel.rank_pools import RankPools
-from baton_engine.parallel.ranks import RankFailed
 from baton_engine.requests import FinishReason, RemotePrefill, Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker

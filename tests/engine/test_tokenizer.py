@@ -15,8 +15,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from baton_engine.api.chat.template.prompt import TemplateInput
-from baton_engine.api.chat.template.templates import templates_of
+from baton_engine.api.template.rendering import TemplateInput
+from baton_engine.api.template.templates import templates_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.models import BOS, EOS, SPECIAL, VOCAB, make_model

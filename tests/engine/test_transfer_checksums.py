@@ -50,7 +50,7 @@ def test_checksums_are_computed_beside_the_passes() -> None:
     """Their queue is not that of the passes: they would wait for the next ones."""
     cuda = FakeCuda()
     cache = on_device(pool(4), cuda)
-    with cache.streams.aside():
+    with cache.streams.side_stream():
         assert cuda.current_stream(cache.kv.device) is not cuda.default
     assert cuda.current_stream(cache.kv.device) is cuda.default
 

@@ -18,7 +18,7 @@ from baton_engine.transfer import Pulled
 from baton_engine.transfer.integrity import block_checksums, by_sums, join_sealed, split_sealed
 from baton_engine.transfer.nixl_transfer import NixlTransfer
 from baton_engine.transfer.parts import VRAM, CommonPieces, common_pieces
-from baton_engine.transfer.reads import Settlement, check_pools, join_reads
+from baton_engine.transfer.reads import PullFuture, check_pools, join_reads
 from tests.engine.local_ranks import local_pools
 from tests.engine.transfer_links import PeerProcess, ucx_tls
 from tests.engine.transfer_pools import fill, pattern, pools_of, rows
@@ -147,7 +147,7 @@ def test_workers_decide_by_one_rule_for_sums() -> None:
 def test_joined_read_ends_with_the_last_part() -> None:
     """Until then, a rank may still write blocks of a failed read."""
     parts: list[Future[Pulled]] = [Future(), Future(), Future()]
-    whole, other = Settlement(), Settlement()
+    whole, other = PullFuture(), PullFuture()
     join_reads(parts, whole)
     join_reads(parts[1:], other)
     parts[2].set_result(Pulled(5, 0.5, ""))

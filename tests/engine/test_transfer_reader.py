@@ -20,7 +20,7 @@ from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
 from baton_engine.transfer.pool_reader import SLICE_BYTES
 from baton_engine.transfer.reader import KNOWN_LIMIT, WINDOW, AgentError, BlockReader, Read
-from baton_engine.transfer.reads import Settlement, runs, slices
+from baton_engine.transfer.reads import PullFuture, runs, slices
 from tests.decode.pair import TIMEOUT_S, eventually
 
 POOL = PoolLayout(address=4096, block_bytes=10, blocks=1000)
@@ -124,8 +124,8 @@ class Bench:
     async def disconnect(self, peer: str) -> None:
         await self.reader.call(lambda: self.reader.disconnect(peer))
 
-    def pull(self, peer: str, blocks: Sequence[int], per_slice: int = 1) -> Settlement:
-        end = Settlement()
+    def pull(self, peer: str, blocks: Sequence[int], per_slice: int = 1) -> PullFuture:
+        end = PullFuture()
         read = Read(
             peer=peer,
             bytes=len(blocks) * POOL.block_bytes,
@@ -154,13 +154,13 @@ def bench() -> Iterator[Bench]:
     assert not bench.agent.broken
 
 
-async def failure(end: Settlement) -> str:
+async def failure(end: PullFuture) -> str:
     with pytest.raises(TransferFailed) as caught:
         await asyncio.wait_for(end.settled(), TIMEOUT_S)
     return str(caught.value)
 
 
-async def success(end: Settlement) -> Pulled:
+async def success(end: PullFuture) -> Pulled:
     return await asyncio.wait_for(end.settled(), TIMEOUT_S)
 
 
@@ -328,7 +328,7 @@ async def test_reader_random_faults_settle_each_read_once(bench: Bench, seed: in
     bench.agent.fate = lambda handle: chance.choice(
         ["in progress"] * 6 + ["done"] * 3 + ["failed"] * (seed % 2)
     )
-    ends: list[tuple[str, int, Settlement]] = []
+    ends: list[tuple[str, int, PullFuture]] = []
     for _ in range(60):
         peer = f"p{chance.randrange(3)}"
         match chance.randrange(5):

@@ -75,14 +75,14 @@ def test_ucx_defaults_apply_unless_the_user_sets_them(
     assert "UCX_TCP_TX_SEG_SIZE" not in os.environ
 
 
-def test_ucx_place_is_shared_unless_copying_is_off(
+def test_ucx_host_id_is_shared_unless_copying_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
-    assert ucx.place() == ucx.place() != ""
+    assert ucx.host_id() == ucx.host_id() != ""
     for tls, copies in {"all": 1, "tcp,sm": 1, "^tcp": 1, "tcp": 0, "rc,tcp": 0}.items():
         monkeypatch.setenv("UCX_TLS", tls)
-        assert bool(ucx.place()) == bool(copies), tls
+        assert bool(ucx.host_id()) == bool(copies), tls
 
 
 def test_ucx_transport_name_is_never_too_specific() -> None:
@@ -92,7 +92,7 @@ def test_ucx_transport_name_is_never_too_specific() -> None:
     assert ucx.transport(True, copied=True, rdma=False) == "nixl/ucx"
 
 
-def test_sealed_metadata_come_back_with_their_place() -> None:
+def test_sealed_metadata_come_back_with_their_host_id() -> None:
     for metadata in (b"", b"x", b"two\nlines\n", bytes(range(256))):
         assert unseal(seal(metadata, "wire", "here"), "wire") == (metadata, "here")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton_engine.ops import token_weights
 from baton_engine.ops.native import library
-from baton_engine.sampling import weights
-from baton_engine.sampling.weights import BLOCK, TokenRule, TokenWeights, scale, weigh
+from baton_engine.ops.token_weights import BLOCK, TokenRule, TokenWeights, scale, weigh
 
 VOCABS = (1, 7, BLOCK, 1000, 40 * BLOCK, 2**17)
 
@@ -75,7 +75,9 @@ def test_weights_of_library_have_the_bits_of_torch(vocab: int) -> None:
     for spread in (0.01, 1.0, 8.0, 60.0):
         logits, rules = rows(vocab, spread)
         factors = torch.tensor([rule.factor for rule in rules])
-        expected = weights.by_torch(logits.clone(), logits.amax(-1), factors, weights.ROUNDING + scale(vocab))
+        expected = token_weights.by_torch(
+            logits.clone(), logits.amax(-1), factors, token_weights.ROUNDING + scale(vocab)
+        )
         assert kernels is library.loaded()
         assert torch.equal(weighed(logits, rules).values.flatten(1)[:, :vocab], expected)
 

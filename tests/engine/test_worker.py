@@ -23,10 +23,10 @@ from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.lora import LoraWeights
 from baton_engine.model.progress import SILENT
-from baton_engine.model.spec import ModelSpec
 from baton_engine.requests import Request
 from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
+from baton_engine.spec import ModelSpec
 from baton_engine.worker import Worker, open_worker
 from tests.engine.models import make_model
 from tests.plain_http import PLAIN

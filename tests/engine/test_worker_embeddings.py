@@ -15,7 +15,7 @@ import transformers
 
 from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
-from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.model.embedder import Embedder, NoEmbeddings
 from baton_engine.requests import Pooling, Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import open_worker
@@ -86,7 +86,7 @@ async def test_worker_embedding_model_is_detected_by_its_files(embedding_model: 
 async def test_worker_pooling_flag_makes_any_decoder_embed(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "llama")
     async with open_worker(settings(folder)) as worker:
-        assert isinstance(worker.embedder, Unable)
+        assert isinstance(worker.embedder, NoEmbeddings)
     async with open_worker(settings(folder, pooling="mean", matryoshka=True)) as worker:
         assert worker.embedder == Embedder(pooling=Pooling.MEAN, shortens=True)
         tokens = worker.tokenizer.encode(TEXT)

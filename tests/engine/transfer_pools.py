@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.kv.cache import KVCache
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 
 def pool(blocks: int, layers: int = 1, rank: int = 0, ranks: int = 1) -> KVCache:

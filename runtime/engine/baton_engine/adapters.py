@@ -17,9 +17,9 @@ from baton_engine.model.decoder import Model
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.lora import FILES, read_lora
 from baton_engine.model.resolve import adapter_folder, served_names
-from baton_engine.model.spec import ModelSpec
 from baton_engine.requests import LoadedAdapter
 from baton_engine.settings import WorkerSettings
+from baton_engine.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The device of a worker, its dtype and its free memory."""
+"""The device of a worker, and its free memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
 from baton_engine import machine
-from baton_engine.model import native_decoder
-from baton_engine.ops.cpu import preferred_dtype
 
 log = logging.getLogger(__name__)
 
@@ -39,28 +37,6 @@ def device_of(name: str, ranks: int) -> torch.device:
     return device
 
 
-def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """Return the data type of --dtype `name`."""
-    match name:
-        case "float32":
-            return torch.float32
-        case "bfloat16":
-            return torch.bfloat16
-        case _ if device.type == "cpu":
-            return preferred_dtype(torch.cpu.get_capabilities(), native_decoder.available())
-        case _:
-            capability = torch.cuda.get_device_capability(device)
-            if has_bfloat16(capability, rocm=torch.version.hip is not None):
-                return torch.bfloat16
-            log.warning(
-                "%s (compute capability %d.%d) has no products of bfloat16: weights and KV cache are in "
-                "float32, twice the size",
-                torch.cuda.get_device_name(device),
-                *capability,
-            )
-            return torch.float32
-
-
 def has_bfloat16(capability: tuple[int, int], *, rocm: bool) -> bool:
     """
     Return whether a GPU with this compute capability multiplies in bfloat16.
@@ -78,7 +54,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a GPU has for a program. 0: it is none, or it is not here."""
+    """Return the bytes of shared memory that a GPU has for a program; 0 if `device` is no GPU here."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

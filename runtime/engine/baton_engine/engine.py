@@ -28,6 +28,7 @@ from baton_engine.batch import PassInterrupted
 from baton_engine.devices import release_memory
 from baton_engine.failures import EngineFailed, PassFailures
 from baton_engine.forward_pass import PassResult, ScheduledChunk
+from baton_engine.interruption import PassInterruption
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents, KvSnapshot
@@ -41,7 +42,6 @@ from baton_engine.requests import FetchResult, FinishReason, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
 from baton_engine.scheduling.commands import Command, CommandQueue
-from baton_engine.scheduling.interruption import Interruption
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.sequence import Sequence, Stage
@@ -91,7 +91,7 @@ class Engine:
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)
         self._commands = CommandQueue()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
-        self._interruption = Interruption(model)
+        self._interruption = PassInterruption(model)
         self._mask_filler = MaskFiller(model.spec.vocab)
         self._synchronize = forward_pass.synchronizer(cache.kv.device)
         self._results = PassResults(self._scheduler, self._lifecycle, cache, clock)
@@ -131,7 +131,7 @@ class Engine:
             request.id, request.tenant, lambda: self._commands.post(lambda: self._lifecycle.add(sequence))
         ):
             raise NotReady("The worker is shutting down.")
-        self._interruption.ask(sequence)
+        self._interruption.interrupt_for(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request in any state, with ABORT if it has not ended, and free its exported blocks."""
@@ -144,7 +144,7 @@ class Engine:
     def fetched(self, fetched: FetchResult) -> None:
         """Take the result of a `RemotePrefill.start`."""
         self._commands.post(lambda: self._fetched(fetched))
-        self._interruption.ask(self._scheduler.fetching.get(fetched.request_id))
+        self._interruption.interrupt_for(self._scheduler.fetching.get(fetched.request_id))
 
     def settled(self, blocks: Collection[int]) -> None:
         """Free these quarantined blocks: no transfer writes them any more."""
@@ -246,7 +246,7 @@ class Engine:
         """
 
         def run() -> PassResult:
-            with self._interruption.of(chunks):
+            with self._interruption.during(chunks):
                 return forward_pass.run(
                     self._model,
                     self._cache,

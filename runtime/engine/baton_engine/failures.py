@@ -8,19 +8,16 @@ persist in its context until the process ends. After other errors only the pass'
 
 from __future__ import annotations
 
-import enum
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from baton_api.errors import InternalError
 from baton_engine.forward_pass import ScheduledChunk
 from baton_engine.lifecycle import Lifecycle
 from baton_engine.metrics.counters import EngineCounters
-from baton_engine.parallel.ranks import RankFailed
+from baton_engine.model.group import RankFailed
+from baton_engine.pass_errors import FailureKind, failure_of
 from baton_engine.requests import FinishReason
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -32,47 +29,13 @@ FAILURES_LIMIT = 5
 RECOVERY_PASSES = 1024
 """Successful passes after which the limits that were lowered are doubled, up to those at startup."""
 
-_LIBRARIES = r"(cu|hip|roc)(blas|dnn|fft|rand|solver|sparse)[a-z]*"
-DEVICE_ERRORS = re.compile(
-    rf"\b((cuda|hip)( driver)?|triton|nvrtc|miopen|{_LIBRARIES}) error\b|\b{_LIBRARIES}_status", re.IGNORECASE
-)
-"""Texts of errors that torch and Triton raise for an accelerator and its libraries."""
-
-COLLECTIVE_ERRORS = re.compile(r"\b[nr]ccl error\b", re.IGNORECASE)
-"""Texts of errors after which the GPUs of a worker cannot communicate any more, whatever the cause."""
-
-MEMORY_ERRORS = ("out of memory", "ALLOC_FAILED")
-"""Texts among them that report missing memory, which does not damage the context."""
-
-
-class FailureKind(enum.Enum):
-    """The kind of a failure."""
-
-    MEMORY = "memory"
-    """The pass needs more memory than is free."""
-    LASTING = "lasting"
-    """Every later pass of this process would fail too."""
-    OTHER = "other"
-
 
 class EngineFailed(Exception):
     """The engine cannot continue, for the reason in the text."""
 
 
-def failure_of(error: BaseException) -> FailureKind:
-    """Return the kind of an error of a forward pass."""
-    text = str(error)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return FailureKind.MEMORY
-    if COLLECTIVE_ERRORS.search(text):
-        return FailureKind.LASTING
-    if isinstance(error, torch.AcceleratorError) or DEVICE_ERRORS.search(text):
-        return FailureKind.MEMORY if any(words in text for words in MEMORY_ERRORS) else FailureKind.LASTING
-    return FailureKind.LASTING if isinstance(error, RankFailed) else FailureKind.OTHER
-
-
 @dataclass(frozen=True, slots=True)
-class Relief:
+class SmallerLimits:
     """Lower limits of the next passes. None: unchanged."""
 
     chunk_tokens: int | None = None
@@ -80,7 +43,7 @@ class Relief:
     """Sequences; further ones are retracted."""
 
 
-def relief(tokens: int, prompt_tokens: int, rows: int, least: int) -> Relief | None:
+def smaller_limits(tokens: int, prompt_tokens: int, rows: int, least: int) -> SmallerLimits | None:
     """
     Return the limits after a pass of `tokens` in `rows` ran out of memory, or None if it cannot be smaller.
 
@@ -88,8 +51,8 @@ def relief(tokens: int, prompt_tokens: int, rows: int, least: int) -> Relief | N
     generating sequences then lose no time. Then half of the sequences must wait.
     """
     if prompt_tokens > least:
-        return Relief(chunk_tokens=tokens - prompt_tokens + max(least, prompt_tokens // 2))
-    return Relief(running=rows // 2) if rows > 1 else None
+        return SmallerLimits(chunk_tokens=tokens - prompt_tokens + max(least, prompt_tokens // 2))
+    return SmallerLimits(running=rows // 2) if rows > 1 else None
 
 
 class PassFailures:
@@ -109,7 +72,7 @@ class PassFailures:
         self._release_memory = release_memory
         self._at_start = scheduler.limits
         self._in_a_row = 0
-        self._since_relief = 0
+        self._since_reduced = 0
 
     def succeeded(self) -> None:
         """Count a successful pass."""
@@ -117,9 +80,9 @@ class PassFailures:
         now, most = self._scheduler.limits, self._at_start
         if now == most:
             return
-        self._since_relief += 1
-        if self._since_relief == RECOVERY_PASSES:
-            self._since_relief = 0
+        self._since_reduced += 1
+        if self._since_reduced == RECOVERY_PASSES:
+            self._since_reduced = 0
             self._scheduler.limits = replace(
                 now,
                 chunk_tokens=min(2 * now.chunk_tokens, most.chunk_tokens),
@@ -169,7 +132,7 @@ class PassFailures:
         prompt_tokens = sum(chunk.tokens for chunk in chunks if not chunk.is_decode)
         # An encoder's prompt cannot be divided.
         least = prompt_tokens if scheduler.limits.whole_prompts else scheduler.block_size
-        smaller = relief(_tokens(chunks), prompt_tokens, len(chunks), least)
+        smaller = smaller_limits(_tokens(chunks), prompt_tokens, len(chunks), least)
         if smaller is None:
             return False
         limits = scheduler.limits
@@ -182,7 +145,7 @@ class PassFailures:
         if smaller.chunk_tokens is not None:
             limits = replace(limits, chunk_tokens=smaller.chunk_tokens)
         scheduler.limits = limits
-        self._since_relief = 0
+        self._since_reduced = 0
         log.warning(
             "Passes have at most %d tokens and %d requests from now on. Set --chunk-tokens, --max-running or "
             "--kv-cache-memory lower if this repeats.",

@@ -163,14 +163,14 @@ def _sample(logits: Tensor, states: list[SamplingState], masks: list[Mask]) -> l
 def _update_prompt_outputs(model: Model, chunks: list[ScheduledChunk], hidden: Tensor) -> Tensor:
     """Pass the hidden states to the prompt outputs that need them; return the states to sample from."""
     sampled: list[int] = []
-    place = 0
+    row = 0
     for chunk in chunks:
         if chunk.output_tokens:
             assert chunk.sequence.prompt_output is not None
-            chunk.sequence.prompt_output.update(hidden[place : place + chunk.output_tokens], model.project)
-        place += chunk.wanted
+            chunk.sequence.prompt_output.update(hidden[row : row + chunk.output_tokens], model.project)
+        row += chunk.wanted
         if chunk.samples:
-            sampled += range(place - 1 - len(chunk.draft), place)
+            sampled += range(row - 1 - len(chunk.draft), row)
     return hidden[copied(np.array(sampled, dtype=np.int64), hidden.device)]
 
 

@@ -68,24 +68,24 @@ def seats(workers: int) -> Iterator[tuple[str, ...]]:
         os.close(memory)
 
 
-def take_seat(place: str, threads: int, cores: int) -> Seat | None:
+def take_seat(name: str, threads: int, cores: int) -> Seat | None:
     """
-    Return the seat at `place` (`settings.shared_cores`), or None if `threads` are all `cores` already.
+    Return the seat `name` (`settings.shared_cores`), or None if `threads` are all `cores` already.
 
     Raises SetupError if there is no such seat.
     """
-    if not place or threads >= cores:
+    if not name or threads >= cores:
         return None
-    path, _, number = place.rpartition(":")
+    path, _, number = name.rpartition(":")
     try:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         count = len(memory) // SEAT_BYTES
         if not number.isdecimal() or int(number) >= count:
-            raise SetupError(f"--shared-cores {place} names no seat. {path} has the seats 0 to {count - 1}.")
+            raise SetupError(f"--shared-cores {name} names no seat. {path} has the seats 0 to {count - 1}.")
     except (OSError, ValueError) as error:
         raise SetupError(
-            f"--shared-cores {place} cannot be mapped: {error}. Name a file and a seat, as FILE:NUMBER. "
+            f"--shared-cores {name} cannot be mapped: {error}. Name a file and a seat, as FILE:NUMBER. "
             f"The file has {SEAT_BYTES} zero bytes per worker."
         ) from error
     return Seat((ctypes.c_char * len(memory)).from_buffer(memory), int(number), cores - threads)

@@ -54,10 +54,10 @@ class Lifecycle:
             queued = len(self._scheduler.waiting) + self.arriving
             if queued >= limit:
                 raise Overloaded(queued, limit)
-            own = self._scheduler.waiting.count(tenant) + self._arriving[tenant]
-            share = math.ceil(TENANT_SHARE * (limit - queued + own))
-            if tenant and own and own >= share:
-                raise Overloaded(own, share)
+            queued_of_tenant = self._scheduler.waiting.count(tenant) + self._arriving[tenant]
+            share = math.ceil(TENANT_SHARE * (limit - queued + queued_of_tenant))
+            if tenant and queued_of_tenant and queued_of_tenant >= share:
+                raise Overloaded(queued_of_tenant, share)
             if request_id in self._ids:
                 raise InvalidRequest(f"A request with the id {request_id[:128]!r} is already being served.")
             self._ids.add(request_id)

@@ -26,7 +26,7 @@ from baton_engine.api.exchange import Exchange
 from baton_engine.api.fields import Fields
 from baton_engine.api.generate import Prepare, collected, require_generation
 from baton_engine.api.served import Served
-from baton_engine.api.work import guided, named
+from baton_engine.api.work import with_constraint_field, with_matchers
 from baton_engine.service import served_of
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import open_worker
@@ -112,7 +112,9 @@ class LLM:
         given = _read(params) | fields
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if single else list(prompts)
-        bodies = [{**given, "prompt": one if isinstance(one, str) else list(one)} for one in several]
+        bodies = [
+            {**given, "prompt": prompt if isinstance(prompt, str) else list(prompt)} for prompt in several
+        ]
         return self._all(completions.prepare, bodies)
 
     def chat(
@@ -130,7 +132,10 @@ class LLM:
         if isinstance(params, SamplingParams) and params.logprobs is not None:
             given |= {"logprobs": True, "top_logprobs": params.logprobs}
         several: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        return self._all(endpoint.prepare, [{**given, **fields, "messages": list(one)} for one in several])
+        return self._all(
+            endpoint.prepare,
+            [{**given, **fields, "messages": list(conversation)} for conversation in several],
+        )
 
     def close(self) -> None:
         """End the engine and free its memory. Further calls raise NotReady."""
@@ -188,8 +193,8 @@ class LLM:
     async def _answer(self, prepare: Prepare, body: dict[str, Any], gate: asyncio.Semaphore) -> Any:
         async with gate:
             fields = Fields({**body, "return_token_ids": True, "stream": None})
-            work = named(await asyncio.to_thread(prepare, fields, self._served), fields)
-            work = await guided(work, self._served.grammars)
+            work = with_constraint_field(await asyncio.to_thread(prepare, fields, self._served), fields)
+            work = await with_matchers(work, self._served.grammars)
             exchange = Exchange(f"llm-{next(self._numbers)}", "", "")
             return await collected(work, Choices(self._served, work, exchange))
 

@@ -86,13 +86,13 @@ def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
 
 def in_huge_pages(address: int, size: int, smaps: Path = SMAPS) -> bool:
     """Return whether most of the memory of a file that is mapped at `address` is in huge pages."""
-    own, mapped = False, 0
+    inside, mapped = False, 0
     for line in _read(smaps).splitlines():
         name, _, value = line.partition(":")
         if "-" in name.partition(" ")[0]:  # the first line of a mapping, such as 7f00-7f80 r--s
             first, _, last = name.partition(" ")[0].partition("-")
-            own = address <= int(first, 16) < int(last, 16) <= address + size + mmap.PAGESIZE
-        elif own and name == "FilePmdMapped":
+            inside = address <= int(first, 16) < int(last, 16) <= address + size + mmap.PAGESIZE
+        elif inside and name == "FilePmdMapped":
             mapped += int(value.split()[0]) * 1024
     return mapped >= size // 2
 

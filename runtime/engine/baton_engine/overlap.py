@@ -145,13 +145,13 @@ class Overlap:
         Empty, if it does not sample a token of each running sequence.
         """
         rows = {
-            current.chunks[index].sequence: place
-            for place, index in enumerate(current.sampled)
+            current.chunks[index].sequence: row
+            for row, index in enumerate(current.sampled)
             if current.holds(index)
         }
         if len(rows) != len(self._scheduler.running):
             return {}
-        return {sequence: place for sequence, place in rows.items() if not self._ends(sequence)}
+        return {sequence: row for sequence, row in rows.items() if not self._ends(sequence)}
 
     def _ends(self, sequence: Sequence) -> bool:
         """Return whether the next token ends the sequence, whatever it is."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from baton_api.hashing import root_hash
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
-from baton_engine.metrics.tracing import StepSummary
+from baton_engine.tracing import StepSummary
 
 if TYPE_CHECKING:
     from baton_engine.streams import Event

@@ -17,7 +17,7 @@ from baton_api.logs import Format
 from baton_api.metrics.peers import Peer
 from baton_api.setting_types import Bytes, JsonObject, Names, Origins, split
 from baton_api.workers import Role
-from baton_engine.model.spec import Quantize
+from baton_engine.spec import Quantize
 
 PeerNames = Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(split)]
 

@@ -42,7 +42,7 @@ class Streams(Protocol):
         """Return an event behind all work that the calling thread has queued on its current stream."""
         ...
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """
         Return a context whose work has a queue of its own, so that it need not wait for passes of the model.
 
@@ -70,7 +70,7 @@ class HostStreams:
     def record(self) -> Event:
         return HostEvent()
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
 
@@ -95,7 +95,7 @@ class DeviceStreams:
         self._cuda = cuda
         self._users = threading.local()
         """Whether the thread has a context of the device."""
-        self._aside: Any = None
+        self._side_stream: Any = None
         self._capturing: Any = None
         """The stream of captures."""
         self._graphs: WeakSet[Any] = WeakSet()
@@ -113,10 +113,10 @@ class DeviceStreams:
         event.record(self._cuda.current_stream(self._device))
         return DeviceEvent(event)
 
-    def aside(self) -> AbstractContextManager[object]:
-        if self._aside is None:
-            self._aside = self._cuda.Stream(self._device)
-        context: AbstractContextManager[object] = self._cuda.stream(self._aside)
+    def side_stream(self) -> AbstractContextManager[object]:
+        if self._side_stream is None:
+            self._side_stream = self._cuda.Stream(self._device)
+        context: AbstractContextManager[object] = self._cuda.stream(self._side_stream)
         return context
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

@@ -26,7 +26,7 @@ from baton_api.workers import Load, Role
 from baton_engine import lending, machine
 from baton_engine.adapters import AdapterRegistry, registry_of
 from baton_engine.client import AsyncEngine
-from baton_engine.devices import device_of, dtype_of, free_bytes, short, taken_bytes
+from baton_engine.devices import device_of, free_bytes, short, taken_bytes
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.graphs import GraphModel, capture_limits, with_graphs
@@ -39,23 +39,23 @@ from baton_engine.kv.cache import (
 )
 from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
-from baton_engine.metrics.tracing import WorkerTracing, tracing_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec
 from baton_engine.model.decoder import Decoder, Model
-from baton_engine.model.embedder import Embedder, Unable, embedder_of
+from baton_engine.model.embedder import Embedder, NoEmbeddings, embedder_of
 from baton_engine.model.encoder import EncoderSpec, encoder_spec, load_encoder
 from baton_engine.model.loading import LoadedWeights, load_model
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
-from baton_engine.ops.choice import kv_dtype
+from baton_engine.ops.choice import dtype_of, kv_dtype
 from baton_engine.parallel.loading import check_parallel, load_parallel
 from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import Pooling, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
+from baton_engine.spec import ModelSpec
 from baton_engine.speculation.loading import check_draft, load_draft
+from baton_engine.tracing import WorkerTracing, tracing_of
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.handshake import Identity
@@ -81,7 +81,7 @@ class Worker:
     spec: ModelSpec
     tokenizer: Tokenizer
     grammars: Grammars
-    embedder: Embedder | Unable
+    embedder: Embedder | NoEmbeddings
     encoder: EncoderSpec | None
     """The encoder, which generates no text. None: a decoder."""
     adapters: AdapterRegistry
@@ -163,7 +163,7 @@ class _LoadedModel:
     checkpoint: Checkpoint
     spec: ModelSpec
     tokenizer: Tokenizer
-    embedder: Embedder | Unable
+    embedder: Embedder | NoEmbeddings
     encoder: EncoderSpec | None
     model: Model
     weights_digest: str

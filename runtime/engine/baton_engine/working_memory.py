@@ -16,9 +16,9 @@ from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
 from baton_api.setting_types import show_size
 from baton_engine.batch import Batch, BatchRow
-from baton_engine.failures import FailureKind, failure_of
 from baton_engine.kv.cache import BLOCK_SIZE, LEAST_BLOCKS, KVCache
 from baton_engine.model.decoder import Model
+from baton_engine.pass_errors import FailureKind, failure_of
 from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState
 from baton_engine.scheduling.limits import EngineLimits

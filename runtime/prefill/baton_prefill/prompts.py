@@ -20,9 +20,9 @@ from baton_api.errors import BatonError, InvalidRequest
 from baton_api.otlp import Attributes
 from baton_api.sampling import Constraint, SamplingParams, Thinking
 from baton_engine.adapters import AdapterRegistry
-from baton_engine.metrics.tracing import WorkerTrace, WorkerTracing
 from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
 from baton_engine.streams import Event, HostEvent
+from baton_engine.tracing import WorkerTrace, WorkerTracing
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.control import ControlConnection
 from baton_prefill.sessions import (

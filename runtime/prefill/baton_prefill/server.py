@@ -21,7 +21,7 @@ from baton_api import exposure, logs, tickets
 from baton_api.errors import IncompatiblePeer, InvalidRequest, SetupError, TransferFailed
 from baton_api.messages import Abort, AnyMessage, Done, Drained, Failed, Hello, Pong, Prefill, Welcome
 from baton_engine.adapters import AdapterRegistry
-from baton_engine.metrics.tracing import WorkerTracing
+from baton_engine.tracing import WorkerTracing
 from baton_engine.transfer import Transfer, handshake
 from baton_engine.transfer.control import ControlConnection, Pace, join_address
 from baton_engine.transfer.handshake import Identity

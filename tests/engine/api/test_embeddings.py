@@ -32,8 +32,8 @@ from baton_api.errors import (
 )
 from baton_engine.api.embeddings import Truncation
 from baton_engine.api.http import HttpServer
-from baton_engine.api.prompts import Given
-from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.api.prompts import PromptInput
+from baton_engine.model.embedder import Embedder, NoEmbeddings
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import Pooling
 from tests.engine import fake_model
@@ -213,7 +213,7 @@ def test_truncation_keeps_the_tokens_around_a_text() -> None:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
     )
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), fake_model.SPEC)
-    given = Given(tuple(tokenizer.encode("a b c d")), "a b c d")
+    given = PromptInput(tuple(tokenizer.encode("a b c d")), "a b c d")
     left = Truncation(4, "left").applied(given, tokenizer)
     assert tokenizer.decode(left.tokens, skip_special_tokens=False) == "[CLS] c d [SEP]"
     right = Truncation(3, "right").applied(given, tokenizer)
@@ -228,7 +228,7 @@ async def test_another_model_is_not_found(api: Api) -> None:
 
 
 async def test_embeddings_generating_model_is_rejected() -> None:
-    async with open_api(embedder=Unable("it was made to generate")) as api:
+    async with open_api(embedder=NoEmbeddings("it was made to generate")) as api:
         answer = await embed(api)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "model")

@@ -12,7 +12,7 @@ import torch
 
 from baton_engine.api.completions import echo_of
 from baton_engine.api.logprobs import FLOOR, chat_logprobs, echoed_logprobs
-from baton_engine.api.prompts import Given
+from baton_engine.api.prompts import PromptInput
 from tests.engine.api.api import CONTEXT, END, GO, LETTERS, MODEL, TOKENIZER, USER, Api, events
 
 TEXT = "Hi there"
@@ -242,7 +242,7 @@ async def test_best_of_with_echo_and_logprobs(api: Api) -> None:
 
 
 def test_echo_truncated_prompt_is_as_the_model_got_it() -> None:
-    given = Given(tuple(IDS), TEXT)
+    given = PromptInput(tuple(IDS), TEXT)
     echo = echo_of(given, IDS[2:], TOKENIZER, located=True)
     assert (echo.text, list(echo.offsets)) == (TEXT[2:], list(range(6)))
     assert list(echo_of(given, IDS, TOKENIZER, located=False).offsets) == []
@@ -250,11 +250,11 @@ def test_echo_truncated_prompt_is_as_the_model_got_it() -> None:
 
 def test_ids_in_the_middle_of_a_character_begin_where_it_does() -> None:
     ids = TOKENIZER.encode("aé!")
-    echo = echo_of(Given(tuple(ids), None), ids, TOKENIZER, located=True)
+    echo = echo_of(PromptInput(tuple(ids), None), ids, TOKENIZER, located=True)
     assert (echo.text, list(echo.offsets)) == ("aé!", [0, 1, 1, 2])
-    cut = echo_of(Given((ids[1],), None), ids[1:2], TOKENIZER, located=True)
+    cut = echo_of(PromptInput((ids[1],), None), ids[1:2], TOKENIZER, located=True)
     assert cut.text == TOKENIZER.decode(ids[1:2]) and list(cut.offsets) == [0]
-    ended = echo_of(Given((*ids, END), None), [*ids, END], TOKENIZER, located=True)
+    ended = echo_of(PromptInput((*ids, END), None), [*ids, END], TOKENIZER, located=True)
     assert (ended.text, list(ended.offsets)) == ("aé!", [0, 1, 1, 2, 3])
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from baton_engine.metrics.tracing import tracing_of
 from baton_engine.model.embedder import Embedder
 from baton_engine.requests import Pooling
+from baton_engine.tracing import tracing_of
 from tests.engine.api.api import TOKENIZER, Api, open_api
 from tests.router.collector import Collector, Span
 

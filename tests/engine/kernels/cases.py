@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 GUARD = 256
 """Numbers of NaN on each side of `guarded` values: a multiple of what a device loads at once."""

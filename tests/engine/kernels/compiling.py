@@ -24,13 +24,13 @@ from triton.compiler import ASTSource
 
 from baton_engine.batch import StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
-from baton_engine.model.quantized import Format, Quantized, QuantizedPart
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels import sampling
 from baton_engine.ops.kernels.checksums import mixed_sums
 from baton_engine.ops.kernels.quantized import QuantizedLinear
-from baton_engine.sampling.weights import TokenRule
+from baton_engine.ops.token_weights import TokenRule
+from baton_engine.quantized import Format, Quantized, QuantizedPart
+from baton_engine.spec import ModelSpec
 from baton_engine.transfer.integrity import KEYS
 from tests.engine.greedy import CPU
 from tests.engine.kernels.cases import DEVICE, batch_of

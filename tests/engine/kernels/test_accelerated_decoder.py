@@ -16,12 +16,12 @@ from baton_engine.graphs import CaptureLimits, GraphModel, capture_limits, with_
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.latent import LatentSpec
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import create_ops
 from baton_engine.ops.plain import PlainOps
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
+from baton_engine.spec import LatentSpec
 from benchmarks.launches import EXPERTS, per_layer, replayed, select
 from benchmarks.launches import step as count_step
 from tests.engine.fake_graphs import FakeGraphs

@@ -21,8 +21,8 @@ from baton_engine.graphs import GraphModel, capture_limits, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, create_decoder
+from baton_engine.model.group import Group
 from baton_engine.model.shards import Shard
-from baton_engine.parallel.group import Group
 from baton_engine.requests import RemotePrefill, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.attention import attention as launch
 from baton_engine.ops.kernels.attention import has_large_tiles
 from baton_engine.ops.kernels.plans import LARGE_TILE_ROWS, SPLIT, plan, plan_on_device
 from baton_engine.ops.plain import PlainOps
+from baton_engine.spec import ModelSpec
 from tests.engine.kernels.cases import DEVICE, batch_of, caches, guarded
 from tests.engine.random_weights import tiny_spec
 from tests.seeds import seeds

@@ -22,20 +22,20 @@ from baton_engine.kv.cache import BLOCK_SIZE, FLOAT8_CACHE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.encoder import Encoder, EncoderWeights, encoder_spec
-from baton_engine.model.experts import ExpertSpec
 from baton_engine.model.lora import LoraWeights, LowRank
 from baton_engine.model.progress import SILENT
-from baton_engine.model.quantized import Format, Quantized, QuantizedPart
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.kernels.sampling import select_on_device
 from baton_engine.ops.plain import PlainOps
+from baton_engine.ops.token_weights import GREEDY, TokenRule
+from baton_engine.quantized import Format, Quantized, QuantizedPart
 from baton_engine.requests import Output, Pooling
 from baton_engine.sampling import sampler
 from baton_engine.sampling.prompt_outputs import prompt_output_of
 from baton_engine.sampling.state import SamplingState
-from baton_engine.sampling.weights import GREEDY, TokenRule
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.spec import ExpertSpec
 from baton_engine.transfer.integrity import block_checksums
 from tests.engine.encoders import make_encoder
 from tests.engine.fake_device import GPU, FakeDevice

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from baton_engine.model.rope import Rotary
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.plain import PlainOps
+from baton_engine.spec import ModelSpec
 from tests.engine.kernels.cases import DEVICE, batch_of, caches, guarded
 from tests.engine.random_weights import tiny_spec
 from tests.seeds import seeds

@@ -12,15 +12,13 @@ import torch
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.experts import ExpertSpec
-from baton_engine.model.latent import LatentSpec
-from baton_engine.model.quantized import NATIVE_FORMATS, Format, Quantized
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import Weights
+from baton_engine.model.weights_digest import weights_digest
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import kept_formats
 from baton_engine.ops.plain import PlainOps
-from baton_engine.transfer.compatibility import weights_digest
+from baton_engine.quantized import NATIVE_FORMATS, Format, Quantized
+from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec
 from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.kernels.cases import DEVICE

@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from baton_engine.model.quantized import Format, Quantized, QuantizedPart, pack
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.quantized import ROWS, SPLIT, QuantizedLinear
+from baton_engine.quantized import Format, Quantized, QuantizedPart, pack
 from tests.engine.kernels.cases import DEVICE, guarded
 from tests.engine.random_weights import tiny_spec
 from tests.engine.test_quantized import STORED, random_blocks

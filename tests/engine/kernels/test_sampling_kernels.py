@@ -13,9 +13,9 @@ from torch import Tensor
 from baton_api.sampling import SamplingParams
 from baton_engine.ops.choice import selection
 from baton_engine.ops.kernels import sampling as kernels
+from baton_engine.ops.token_weights import GREEDY, TokenRule, scale, weigh
 from baton_engine.sampling import sampler
-from baton_engine.sampling.state import SamplingState
-from baton_engine.sampling.weights import GREEDY, TokenRule, rule_of, scale, weigh
+from baton_engine.sampling.state import SamplingState, rule_of
 from tests.engine.kernels.cases import DEVICE, guarded
 from tests.seeds import seeds
 

@@ -153,7 +153,7 @@ class Choices:
     async def _merged(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         self._tasks += [asyncio.create_task(self._drive(lead)) for lead in self._leads]
         live = len(self.all)
-        held: list[tuple[Choice, Piece]] = []
+        pending: list[tuple[Choice, Piece]] = []
         while live:
             item = await self._queue.get()
             if isinstance(item, Exception):
@@ -162,11 +162,11 @@ class Choices:
             if piece is None:
                 live -= 1
             else:
-                held.append((choice, piece))
+                pending.append((choice, piece))
             if not self._unsubmitted:
-                for ready in held:
+                for ready in pending:
                     yield ready
-                held.clear()
+                pending.clear()
 
     async def _drive(self, choice: Choice) -> None:
         try:
@@ -194,8 +194,8 @@ class Choices:
             if output.finish is FinishReason.ABORT:
                 raise NotReady("This worker stopped before the answer was complete. Try again.")
             if isinstance(output.prompt_output, PromptLogprobs):
-                for one in (choice, *choice.followers):
-                    one.scores = output.prompt_output
+                for waiting in (choice, *choice.followers):
+                    waiting.scores = output.prompt_output
             before = transcript.count
             piece = transcript.push(output)
             if self.answer_log is not None:

@@ -27,7 +27,7 @@ from baton_engine.api.logprobs import (
     token_name,
 )
 from baton_engine.api.parameters import Parameters
-from baton_engine.api.prompts import Given, read_prompts
+from baton_engine.api.prompts import PromptInput, read_prompts
 from baton_engine.api.served import Served
 from baton_engine.api.streaming import Streaming, Usage
 from baton_engine.api.transcript import Piece
@@ -45,7 +45,7 @@ class Echo:
     """Offset in `text` of each of `tokens`; empty if logprobs are not requested."""
 
 
-def echo_of(given: Given, tokens: Sequence[int], tokenizer: Tokenizer, *, located: bool) -> Echo:
+def echo_of(given: PromptInput, tokens: Sequence[int], tokenizer: Tokenizer, *, located: bool) -> Echo:
     """
     Return the echo of a prompt. `tokens` are the model's input, which may be a truncation of `given`.
 
@@ -180,8 +180,8 @@ class CompletionShape:
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
         bodies = [
-            self._whole(choice, whole) | {"index": index}
-            for index, (choice, whole) in enumerate(self._best(choices))
+            self._whole(choice, piece) | {"index": index}
+            for index, (choice, piece) in enumerate(self._best(choices))
         ]
         return self._envelope(bodies) | {"usage": usage.body()}
 
@@ -194,8 +194,8 @@ class CompletionShape:
                 of_prompt = sorted(of_prompt, key=lambda entry: mean_logprob(entry[1].tokens), reverse=True)
             yield from of_prompt[: self.n]
 
-    def _whole(self, choice: Choice, whole: Piece) -> dict[str, Any]:
-        body = self._body(self._echo(choice.prompt) + whole.text, whole, choice) | self._of_prompt(choice)
+    def _whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        body = self._body(self._echo(choice.prompt) + piece.text, piece, choice) | self._of_prompt(choice)
         echoed = self._echoed(choice)
         if echoed is not None:
             body["logprobs"] = joined(echoed, body["logprobs"])

@@ -17,16 +17,16 @@ from baton_api import limits
 from baton_api.errors import INVALID_VALUE, UNSUPPORTED_PARAMETER, ContextTooLong, InvalidRequest
 from baton_engine.api.fields import Fields
 from baton_engine.api.pooling import PooledInputs
-from baton_engine.api.prompts import Given, read_prompts
+from baton_engine.api.prompts import PromptInput, read_prompts
 from baton_engine.api.served import Served
-from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.model.embedder import Embedder, NoEmbeddings
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import Vector
 
 
 def prepare(fields: Fields, served: Served) -> PooledInputs:
     """Validate and tokenize a request. Blocks for long inputs, so do not call it on the event loop."""
-    embedder, model = able(served), served.answering(fields.text("model"))
+    embedder, model = embedder_for(served), served.answering(fields.text("model"))
     shape = read_format(fields, embedder, served.hidden)
     truncation = read_truncation(fields, served.max_model_len)
     cut = truncation is not None
@@ -63,17 +63,17 @@ class Truncation:
     tokens: int
     side: str
 
-    def applied(self, given: Given, tokenizer: Tokenizer) -> Given:
+    def applied(self, given: PromptInput, tokenizer: Tokenizer) -> PromptInput:
         """Shorten an input. Tokens that the tokenizer adds around a text stay."""
         before, content, after = self._parted(given, tokenizer)
-        room = self.tokens - len(before) - len(after)
-        if len(content) <= room:
+        limit = self.tokens - len(before) - len(after)
+        if len(content) <= limit:
             return given
-        kept = content[:room] if self.side == "right" else content[len(content) - room :]
-        return given._replace(tokens=(*before, *kept, *after))
+        shortened = content[:limit] if self.side == "right" else content[len(content) - limit :]
+        return given._replace(tokens=(*before, *shortened, *after))
 
     def _parted(
-        self, given: Given, tokenizer: Tokenizer
+        self, given: PromptInput, tokenizer: Tokenizer
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         tokens = given.tokens
         if given.text is None or len(tokens) <= self.tokens:
@@ -85,7 +85,7 @@ class Truncation:
                 NAME, f"the model adds {added} tokens to a text, so expected more, but got {self.tokens}"
             )
         start = next(
-            (place for place in range(added + 1) if tokens[place : place + len(content)] == content), None
+            (offset for offset in range(added + 1) if tokens[offset : offset + len(content)] == content), None
         )
         if start is None:
             return (), tokens, ()
@@ -112,10 +112,10 @@ def check_length(tokens: Sequence[int], served: Served, param: str) -> None:
         raise ContextTooLong(len(tokens), 0, served.max_model_len, param=param)
 
 
-def able(served: Served) -> Embedder:
+def embedder_for(served: Served) -> Embedder:
     """Return the embedding configuration of the model. Raises InvalidRequest if it does not support any."""
     embedder = served.embedder
-    if isinstance(embedder, Unable):
+    if isinstance(embedder, NoEmbeddings):
         raise InvalidRequest(
             f"The model {served.name!r} does not compute embeddings: {embedder.reason}.", param="model"
         )

@@ -17,8 +17,8 @@ from starlette.types import Scope
 
 from baton_api.prompt_report import PromptReport
 from baton_api.trace_context import TraceContext
-from baton_engine.metrics.tracing import WorkerTrace
 from baton_engine.requests import RelayRecord
+from baton_engine.tracing import WorkerTrace
 
 HISTORY_LIMIT = 100
 _KEY = "baton.exchange"

@@ -93,6 +93,12 @@ class Fields:
             )
         return value
 
+    def required_text(self, name: str, limit: int | None = None) -> str:
+        self.require(name)
+        text = self.text(name, limit)
+        assert text is not None
+        return text
+
     def choice(self, name: str, allowed: Sequence[str]) -> str | None:
         value = self.text(name)
         if value is not None and value not in allowed:
@@ -121,6 +127,18 @@ class Fields:
         if not isinstance(value, dict):
             self.wrong_type(name, "an object", value)
         return value
+
+    def member(self, name: str) -> Fields:
+        """Return the object that the field contains; an empty one if the field is absent."""
+        return Fields(self.mapping(name) or {}, self.param(name))
+
+    def objects(self, name: str, limit: int) -> Iterator[Fields]:
+        """Iterate over an array of objects."""
+        for position, item in enumerate(self.array(name, limit) or ()):
+            path = self.param(f"{name}[{position}]")
+            if not isinstance(item, dict):
+                raise wrong_type(path, "an object", item)
+            yield Fields(item, path)
 
     def wrong_type(self, name: str, expected: str, value: object) -> NoReturn:
         raise wrong_type(self.param(name), expected, value)
@@ -169,9 +187,10 @@ def _within(value: float, param: str, noun: str, low: float, high: float, *, abo
         side, bound = "below_min", f"{'>' if above else '>='} {low}"
     else:
         return
-    words = "above maximum" if side == "above_max" else "below minimum"
+    comparison = "above maximum" if side == "above_max" else "below minimum"
     raise InvalidRequest(
-        f"Invalid '{param}': {noun} {words} value. Expected a value {bound}, but got {shown(value)} instead.",
+        f"Invalid '{param}': {noun} {comparison} value. Expected a value {bound}, but got {shown(value)} "
+        "instead.",
         param=param,
         code=f"{noun}_{side}_value",
     )
@@ -194,7 +213,7 @@ def _kind(value: object) -> str:
 
 
 @contextlib.contextmanager
-def renamed(here: Callable[[str], str]) -> Iterator[None]:
+def renamed_fields(here: Callable[[str], str]) -> Iterator[None]:
     """Rename the fields in InvalidRequest, for an endpoint that translates its requests for another one."""
     try:
         yield

@@ -28,12 +28,12 @@ from baton_engine.api.exchange import Exchange, exchange_of
 from baton_engine.api.fields import Fields
 from baton_engine.api.parameters import read_cache_salt
 from baton_engine.api.request_log import RequestLog
-from baton_engine.api.resuming import beginning, behind, read_resumption, resumable, resumed
+from baton_engine.api.resuming import read_resumption, resumable, resume_start, resume_tokens, resumed
 from baton_engine.api.running import read_names
 from baton_engine.api.served import Served
 from baton_engine.api.streaming import FAILURE, KEEP_ALIVE
 from baton_engine.api.transcript import Piece
-from baton_engine.api.work import Work, guided, named
+from baton_engine.api.work import Work, with_constraint_field, with_matchers
 from baton_engine.requests import FinishReason, LoadedAdapter, RemotePrefill
 
 KEEP_ALIVE_S = 15.0
@@ -103,8 +103,8 @@ async def collected(work: Work, choices: Choices) -> Any:
     async with contextlib.aclosing(choices.pieces()) as gained:
         async for choice, piece in gained:
             pieces[choice.index].append(piece)
-    whole = [(choice, Piece.joined(pieces[choice.index])) for choice in choices.all]
-    return work.shape.answer(whole, choices.usage)
+    answers = [(choice, Piece.joined(pieces[choice.index])) for choice in choices.all]
+    return work.shape.answer(answers, choices.usage)
 
 
 class Generate:
@@ -130,7 +130,7 @@ class Generate:
             body, salt = await bodies.read(scope, receive), salt_of(scope)
             async with until_disconnect(receive):
                 work, names, salt = await bodies.on_thread(self._read, body, salt)
-                work = await guided(work, self._served.grammars, exchange.tenant)
+                work = await with_matchers(work, self._served.grammars, exchange.tenant)
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted
             scope[FAILURE] = work.failure
@@ -164,7 +164,7 @@ class Generate:
         require_generation(self._served)
         work = self._prepare(fields, self._served)
         if work.constrained_by is None:
-            work = named(work, fields)
+            work = with_constraint_field(work, fields)
         resumption = read_resumption(fields, self._served.tokenizer.vocab_size)
         if resumption is not None:
             work = resumed(work, resumption)
@@ -198,10 +198,10 @@ class Generate:
                             await send({"type": "http.response.start", "status": 200, "headers": fields})
                             writer = StreamWriter(send, self._keep_alive_s)
                             if followed and resumable(work):
-                                await writer.write(beginning(work, choices.usage.cached_tokens))
+                                await writer.write(resume_start(work, choices.usage.cached_tokens))
                         events = work.shape.events(choice, piece, lambda: choices.usage)
                         if followed:
-                            events += behind(piece) if resumable(work) else choices.count.comment()
+                            events += resume_tokens(piece) if resumable(work) else choices.count.comment()
                         if events:
                             await writer.write(events)
             except RequestAborted as error:

@@ -79,9 +79,9 @@ def scored(prompt: Sequence[int], scores: PromptLogprobs) -> list[TokenChoice]:
     ]
 
 
-def joined(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+def joined(first: Mapping[str, list[Any]], second: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """Concatenate the arrays of two texts."""
-    return {key: [*values, *other[key]] for key, values in one.items()}
+    return {key: [*values, *second[key]] for key, values in first.items()}
 
 
 def prompt_logprobs(
@@ -93,18 +93,20 @@ def prompt_logprobs(
     The list begins with None, for the first token. Ranks count from 1.
     """
     entries: list[dict[str, dict[str, Any]] | None] = [None]
-    own = zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)
-    for (token, logprob, rank), top in zip(own, _pairs(scores), strict=True):
-        likely = {other: (value, place) for place, (other, value) in enumerate(top[:alternatives], start=1)}
+    scored_tokens = zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)
+    for (token, logprob, rank), top in zip(scored_tokens, _pairs(scores), strict=True):
+        likely = {
+            other: (value, position) for position, (other, value) in enumerate(top[:alternatives], start=1)
+        }
         ranked = {token: (logprob, rank)} | likely
         entries.append(
             {
                 str(other): {
                     "logprob": _floored(value),
-                    "rank": place,
+                    "rank": position,
                     "decoded_token": tokenizer.token_text(other),
                 }
-                for other, (value, place) in ranked.items()
+                for other, (value, position) in ranked.items()
             }
         )
     return entries

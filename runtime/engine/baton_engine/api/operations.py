@@ -157,11 +157,11 @@ async def _unload_adapter(served: Served, request: Request) -> Response:
 async def _kv_snapshot(served: Served, request: Request) -> Response:
     try:
         async with asyncio.timeout(STEP_TIMEOUT_S):
-            taken = await served.engine.kv_snapshot()
+            snapshot = await served.engine.kv_snapshot()
     except TimeoutError as error:
         raise NotReady(f"The engine did not complete a step within {STEP_TIMEOUT_S:g} s.") from error
     load = served.load()
-    return StreamingResponse(frames(taken, load.epoch, load.block_size), media_type="application/msgpack")
+    return StreamingResponse(frames(snapshot, load.epoch, load.block_size), media_type="application/msgpack")
 
 
 def as_json(body: Any) -> Response:
@@ -224,13 +224,15 @@ def _request(served: Served, remote: RemotePrefill | None) -> requests.Request:
     return requests.Request(name, prompt, greedy, salt=name, remote=remote)
 
 
-async def frames(taken: KvSnapshot, epoch: str, block_size: int) -> AsyncIterator[bytes]:
+async def frames(snapshot: KvSnapshot, epoch: str, block_size: int) -> AsyncIterator[bytes]:
     def encoded(start: int) -> bytes:
         stop = start + FRAME_ENTRIES
-        blocks = taken.part(start, stop)
-        return msgspec.msgpack.encode(SnapshotFrame(epoch, taken.seq, block_size, blocks, stop >= len(taken)))
+        blocks = snapshot.part(start, stop)
+        return msgspec.msgpack.encode(
+            SnapshotFrame(epoch, snapshot.seq, block_size, blocks, stop >= len(snapshot))
+        )
 
-    for start in range(0, len(taken) or 1, FRAME_ENTRIES):
+    for start in range(0, len(snapshot) or 1, FRAME_ENTRIES):
         yield frame(await asyncio.to_thread(encoded, start))
 
 

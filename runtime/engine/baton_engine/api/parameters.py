@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,9 +185,20 @@ def reject_unsupported(fields: Fields, names: Sequence[str]) -> None:
             raise unsupported(fields.param(name))
 
 
-def unsupported(param: str, feature: str = "") -> InvalidRequest:
+def reject_moved(fields: Fields, moved: Mapping[str, str]) -> None:
+    """Raise InvalidRequest for the first field that has another name here. `moved` has the names here."""
+    for name, here in moved.items():
+        if fields.get(name) is not None:
+            raise InvalidRequest(
+                f"Unsupported parameter: '{name}'. Use {here!r} instead.",
+                param=name,
+                code=UNSUPPORTED_PARAMETER,
+            )
+
+
+def unsupported(param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{feature or repr(param)} is not supported by this worker. Omit it.",
+        f"{param!r} is not supported by this worker. Omit it.",
         param=param,
         code=UNSUPPORTED_PARAMETER,
     )
@@ -286,7 +297,9 @@ def _logprob_ids(fields: Fields, logprobs: int | None, size: int) -> tuple[int, 
             "The 'logprob_token_ids' parameter is only allowed when 'logprobs' are enabled.",
             param="logprob_token_ids",
         )
-    read = (integer(one, f"logprob_token_ids[{place}]", 0, size - 1) for place, one in enumerate(ids))
+    read = (
+        integer(token, f"logprob_token_ids[{position}]", 0, size - 1) for position, token in enumerate(ids)
+    )
     return tuple(dict.fromkeys(read))
 
 

@@ -93,8 +93,8 @@ class PoolingEndpoint:
                         vectors = await computation.vectors()
                         encoded = await asyncio.to_thread(_encoded, pooled, exchange.answer_id, vectors)
             except BaseException as error:
-                gone = isinstance(error, ClientGone | RequestAborted | asyncio.CancelledError)
-                self._record(exchange, FinishReason.ABORT if gone else FinishReason.ERROR)
+                aborted = isinstance(error, ClientGone | RequestAborted | asyncio.CancelledError)
+                self._record(exchange, FinishReason.ABORT if aborted else FinishReason.ERROR)
                 raise
             self._record(exchange, FinishReason.STOP)
             usage = AnswerUsage(pooled.tokens, 0).encode()
@@ -155,17 +155,17 @@ class Computation:
         """Return one vector for each input. Raises the errors of the engine."""
         inputs = self._pooled.inputs
         results: list[Vector] = [np.empty(0, dtype=np.float32)] * len(inputs)
-        left = iter(range(len(inputs)))
+        indexes = iter(range(len(inputs)))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(AT_ONCE, len(inputs))):
-                    group.create_task(self._drive(left, results))
+                    group.create_task(self._drive(indexes, results))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return results
 
-    async def _drive(self, left: Iterator[int], results: list[Vector]) -> None:
-        for index in left:
+    async def _drive(self, indexes: Iterator[int], results: list[Vector]) -> None:
+        for index in indexes:
             results[index] = await self._one(index)
 
     async def _one(self, index: int) -> Vector:

@@ -11,7 +11,7 @@ from baton_engine.api.served import Served
 from baton_engine.model.tokenizer import Tokenizer
 
 
-class Given(NamedTuple):
+class PromptInput(NamedTuple):
     """One prompt of a request."""
 
     tokens: tuple[int, ...]
@@ -22,7 +22,7 @@ class Given(NamedTuple):
 
 def read_prompts(
     fields: Fields, name: str, served: Served, most: int = limits.PROMPTS.most, *, any_length: bool = False
-) -> list[Given]:
+) -> list[PromptInput]:
     """
     Read the field `name`: a string, an array of strings, token ids, or an array of arrays of token ids.
 
@@ -40,7 +40,7 @@ def read_prompts(
     if not isinstance(value[0], str | list):
         return [_from_ids(value, tokenizer, param)]
     fields.array(name, most)
-    prompts: list[Given] = []
+    prompts: list[PromptInput] = []
     for position, item in enumerate(value):
         where = f"{param}[{position}]"
         if type(item) is not type(value[0]):
@@ -59,19 +59,19 @@ def check_text(served: Served, param: str, *texts: str) -> None:
         raise ContextTooLong(least, 0, served.max_model_len, param=param, least=True)
 
 
-def _from_text(text: str, served: Served, param: str, any_length: bool) -> Given:
+def _from_text(text: str, served: Served, param: str, any_length: bool) -> PromptInput:
     if not any_length:
         check_text(served, param, text)
     tokens = tuple(served.tokenizer.encode(text))
     if not tokens:
         raise _empty(param)
-    return Given(tokens, text)
+    return PromptInput(tokens, text)
 
 
-def _from_ids(ids: list[Any], tokenizer: Tokenizer, param: str) -> Given:
+def _from_ids(ids: list[Any], tokenizer: Tokenizer, param: str) -> PromptInput:
     if not ids:
         raise _empty(param)
-    return Given(read_ids(ids, tokenizer, param), None)
+    return PromptInput(read_ids(ids, tokenizer, param), None)
 
 
 def read_ids(ids: list[Any], tokenizer: Tokenizer, param: str) -> tuple[int, ...]:

@@ -93,15 +93,15 @@ class RequestLog:
 
 def _changed(sampling: SamplingParams) -> Iterable[str]:
     """Yield the parameters that differ from their defaults, except seed and max_tokens."""
-    for one in dataclasses.fields(sampling):
-        value = getattr(sampling, one.name)
-        if one.name in ("seed", "max_tokens") or value == one.default:
+    for parameter in dataclasses.fields(sampling):
+        value = getattr(sampling, parameter.name)
+        if parameter.name in ("seed", "max_tokens") or value == parameter.default:
             continue
-        if one.name == "constraint":
+        if parameter.name == "constraint":
             value = value.kind  # the source may be private
         elif isinstance(value, frozenset):
             value = sorted(value)
-        yield f"{one.name}={str(value)[:VALUE_LIMIT]}"
+        yield f"{parameter.name}={str(value)[:VALUE_LIMIT]}"
 
 
 def _quoted(text: str) -> str:

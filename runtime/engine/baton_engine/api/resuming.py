@@ -32,14 +32,14 @@ def resumable(work: Work) -> bool:
     return work.parameters.streaming.wanted and single and not reads and isinstance(work.shape, Resumable)
 
 
-def beginning(work: Work, cached_tokens: int) -> bytes:
+def resume_start(work: Work, cached_tokens: int) -> bytes:
     """Return the resume state before the first event."""
     assert isinstance(work.shape, Resumable)
     begun = Beginning(work.shape.id, work.shape.created, work.parameters.seed, cached_tokens)
     return begin_line(begun)
 
 
-def behind(piece: Piece) -> bytes:
+def resume_tokens(piece: Piece) -> bytes:
     """Return the resume state after the events of a piece."""
     if not piece.tokens and piece.finish is None:
         return b""

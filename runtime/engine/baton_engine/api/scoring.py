@@ -1,5 +1,5 @@
 """
-`POST /v1/rerank` and `/v1/score`: how well texts fit together.
+`POST /v1/rerank` and `/v1/score`: relevance scores of pairs of texts.
 
 A cross encoder reads both texts at once and returns a score from 0 to 1, or a logit if its checkpoint says
 so. With an embedder, the score is the cosine of the texts' embeddings, as in vLLM. Rerank has the shape of
@@ -85,7 +85,10 @@ def score(fields: Fields, served: Served) -> PooledInputs:
     pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
 
     def body(id: str, scores: Sequence[float], usage: dict[str, int]) -> dict[str, Any]:
-        data = [{"index": index, "object": "score", "score": one} for index, one in enumerate(scores)]
+        data = [
+            {"index": index, "object": "score", "score": similarity}
+            for index, similarity in enumerate(scores)
+        ]
         envelope = {"id": id, "object": "list", "created": int(time.time()), "model": served.name}
         return envelope | {"data": data, "usage": usage}
 
@@ -128,12 +131,12 @@ def _embedded(kind: str, pairs: Pairs, served: Served, embedder: Embedder, body:
     """Each text is embedded once, however many pairs have it."""
     indexes: dict[str, int] = {}
     inputs: list[tuple[int, ...]] = []
-    for one in (one for pair in pairs for one in pair):
-        if one.text not in indexes:
-            indexes[one.text] = len(inputs)
-            check_text(served, one.path, one.text)
-            inputs.append(tuple(served.tokenizer.encode(one.text)))
-            check_length(inputs[-1], served, one.path)
+    for text in (text for pair in pairs for text in pair):
+        if text.text not in indexes:
+            indexes[text.text] = len(inputs)
+            check_text(served, text.path, text.text)
+            inputs.append(tuple(served.tokenizer.encode(text.text)))
+            check_length(inputs[-1], served, text.path)
 
     def answer(id: str, vectors: Sequence[Vector], usage: dict[str, int]) -> dict[str, Any]:
         units = [vector / (np.linalg.norm(vector) or 1.0) for vector in vectors]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from baton_api.keys import Keys
 from baton_api.workers import Load
 from baton_engine.adapters import AdapterRegistry
-from baton_engine.api.chat.format import ChatFormat, chat_format_of
+from baton_engine.api.chat_format import ChatFormat, chat_format_of
 from baton_engine.api.exchange import History, new_history
 from baton_engine.api.http import RequestDrain
 from baton_engine.api.parameters import Defaults, Vocabulary
@@ -17,12 +17,12 @@ from baton_engine.api.running import Running
 from baton_engine.client import AsyncEngine
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.metrics.exposition import WorkerMetrics
-from baton_engine.metrics.tracing import WorkerTracing
-from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.model.embedder import Embedder, NoEmbeddings
 from baton_engine.model.encoder import EncoderSpec
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import RemotePrefill
 from baton_engine.settings import WorkerSettings
+from baton_engine.tracing import WorkerTracing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Served:
     admin_keys: Keys = field(default_factory=Keys)
     """Keys for administration."""
     defaults: Defaults = field(default_factory=Defaults)
-    embedder: Embedder | Unable = field(default_factory=lambda: Unable("its pooling is unknown"))
+    embedder: Embedder | NoEmbeddings = field(default_factory=lambda: NoEmbeddings("its pooling is unknown"))
     """Embedding configuration, or the reason why embeddings are not supported."""
     encoder: EncoderSpec | None = None
     """The model's encoder. None: a decoder."""

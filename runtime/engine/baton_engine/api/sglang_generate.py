@@ -54,11 +54,13 @@ def prepare(fields: Fields, served: Served) -> Work:
             f"{len(given)} prompts with n={common.n} exceed the limit of {limits.ALL_CHOICES.most} choices.",
             param=sampling.param("n"),
         )
-    own = Fields(fields.mapping("sampling_params") or {}, "sampling_params")
+    options = fields.member("sampling_params")
     wanted, wanted_param = read_max_tokens(
-        own, "max_new_tokens", "max_tokens", low=limits.MAX_TOKENS_OR_NONE.least
+        options, "max_new_tokens", "max_tokens", low=limits.MAX_TOKENS_OR_NONE.least
     )
-    prompts = tuple(_fit(one.tokens, wanted, served, source, sampling.param(wanted_param)) for one in given)
+    prompts = tuple(
+        _fit(prompt.tokens, wanted, served, source, sampling.param(wanted_param)) for prompt in given
+    )
     parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in prompts))
     value = fields.get(source)
     names = read_names(fields)
@@ -75,7 +77,7 @@ def prepare(fields: Fields, served: Served) -> Work:
 
 
 @dataclass(slots=True)
-class Gained:
+class OutputSoFar:
     """The output of one choice so far."""
 
     text: str = ""
@@ -100,10 +102,10 @@ class SglangShape:
     several: bool
     """Whether the response is an array."""
     began: float = field(default_factory=time.monotonic)
-    _gained: dict[int, Gained] = field(default_factory=dict)
+    _gained: dict[int, OutputSoFar] = field(default_factory=dict)
 
     def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
-        gained = self._gained.setdefault(choice.index, Gained())
+        gained = self._gained.setdefault(choice.index, OutputSoFar())
         gained.add(piece)
         body = self._body(choice, gained.text, gained.tokens, piece.finish)
         return data_event(body | {"index": choice.index} if self.several else body)
@@ -112,7 +114,7 @@ class SglangShape:
         return DONE
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> Any:
-        bodies = [self._body(choice, whole.text, whole.tokens, whole.finish) for choice, whole in choices]
+        bodies = [self._body(choice, piece.text, piece.tokens, piece.finish) for choice, piece in choices]
         return bodies if self.several else bodies[0]
 
     def _body(
@@ -130,7 +132,7 @@ class SglangShape:
         if self.alternatives is not None:
             meta |= self._logprobs("input", self._of_prompt(choice))
             meta |= self._logprobs("output", tokens)
-        return {"text": text, "output_ids": [one.token for one in tokens], "meta_info": meta}
+        return {"text": text, "output_ids": [token.token for token in tokens], "meta_info": meta}
 
     def _of_prompt(self, choice: Choice) -> list[TokenChoice]:
         """Return the prompt's tokens from `start` on. The first token of the prompt has no logprob."""
@@ -140,10 +142,10 @@ class SglangShape:
         return [TokenChoice(token=prompt[0]), *scored(prompt, choice.scores)][self.start :]
 
     def _logprobs(self, key: str, tokens: Sequence[TokenChoice]) -> dict[str, Any]:
-        rows = {f"{key}_token_logprobs": [self._entry(one.logprob, one.token) for one in tokens]}
+        rows = {f"{key}_token_logprobs": [self._entry(choice.logprob, choice.token) for choice in tokens]}
         if not self.alternatives:
             return rows
-        tops = [[self._entry(logprob, token) for token, logprob in one.top] for one in tokens]
+        tops = [[self._entry(logprob, token) for token, logprob in choice.top] for choice in tokens]
         return rows | {f"{key}_top_logprobs": [top[: self.alternatives] or None for top in tops]}
 
     def _entry(self, logprob: float | None, token: int) -> tuple[float | None, int, str | None]:
@@ -172,8 +174,8 @@ def _sampling(fields: Fields, prompt_logprobs: int | None) -> Fields:
     """Return `sampling_params` with translated names, and the parameters of the outer object."""
     given: Mapping[str, Any] = fields.mapping("sampling_params") or {}
     renamed = {NAMES.get(name, name): value for name, value in given.items()}
-    beside = {"stream": fields.boolean("stream"), "stream_options": None, "prompt_logprobs": prompt_logprobs}
-    return Fields(renamed | beside, "sampling_params")
+    outer = {"stream": fields.boolean("stream"), "stream_options": None, "prompt_logprobs": prompt_logprobs}
+    return Fields(renamed | outer, "sampling_params")
 
 
 def _alternatives(fields: Fields) -> int | None:

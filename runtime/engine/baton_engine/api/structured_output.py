@@ -68,16 +68,14 @@ def _response_format(fields: Fields) -> Iterator[NamedConstraint]:
             yield fields.param("response_format"), _any_object()
         case "json_schema":
             inner.require("json_schema")
-            named = Fields(inner.mapping("json_schema") or {}, inner.param("json_schema"))
-            yield fields.param("response_format"), _named_schema(named)
+            yield fields.param("response_format"), _named_schema(inner.member("json_schema"))
         case "structural_tag":
             form = {key: part for key, part in value.items() if key != "type"}
             yield fields.param("response_format"), _tag(form, inner.param("type"))
 
 
 def _named_schema(fields: Fields) -> Constraint:
-    fields.require("name")
-    name = fields.text("name", limits.SCHEMA_NAME.most) or ""
+    name = fields.required_text("name", limits.SCHEMA_NAME.most)
     if not NAME.fullmatch(name):
         fields.wrong_value("name", f"expected only a-z, A-Z, 0-9, '_' and '-', but got {shown(name)}")
     fields.text("description")
@@ -87,10 +85,9 @@ def _named_schema(fields: Fields) -> Constraint:
 
 
 def _structured_outputs(fields: Fields) -> Iterator[NamedConstraint]:
-    value = fields.mapping("structured_outputs")
-    if not value:
+    if not fields.mapping("structured_outputs"):
         return
-    inner = Fields(value, fields.param("structured_outputs"))
+    inner = fields.member("structured_outputs")
     blank = _white_space(inner, "whitespace_pattern")
     if inner.boolean("disable_any_whitespace"):
         blank = ""

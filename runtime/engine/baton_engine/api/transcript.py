@@ -17,8 +17,8 @@ from baton_engine.api.parameters import Parameters
 from baton_engine.api.parsing.parts import Part, Reader
 from baton_engine.api.parsing.reasoning.formats import Thinker
 from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.prompt_lookup import Lookup
 from baton_engine.requests import FinishReason, Output
-from baton_engine.speculation.lookup import Lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,12 @@ class Transcript:
             text.append(rest)
             if self._thinker is not None:
                 parts += self.reader.push(rest)
-        whole = "".join(text)
+        new_text = "".join(text)
         if self._thinker is None:
-            parts += self.reader.push(whole)
+            parts += self.reader.push(new_text)
         if self.finish is not None:
             parts += self.reader.flush(cut=self.finish is not FinishReason.STOP)
-        return Piece(whole, output.tokens[: len(offsets)], offsets, parts, self.finish)
+        return Piece(new_text, output.tokens[: len(offsets)], offsets, parts, self.finish)
 
     def _read(self, text: str, thinker: Thinker) -> Sequence[Part]:
         """Read the text of one token. It counts as reasoning if it begins or ends within reasoning."""
@@ -145,31 +145,31 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Add text. Returns the text that can be emitted, and the stop string that was found."""
         if not self._stops:
             return text, None
-        self._held += text
+        self._buffer += text
         match = self._first_match()
         if match is not None:
             start, stop = match
-            released = self._held[: start + len(stop) if self._include else start]
-            self._held = ""
+            released = self._buffer[: start + len(stop) if self._include else start]
+            self._buffer = ""
             return released, stop
         keep = self._could_begin()
-        cut = len(self._held) - keep
-        released, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._buffer) - keep
+        released, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return released, None
 
     def flush(self) -> str:
         """Return the buffered text at an end without a stop string."""
-        released, self._held = self._held, ""
+        released, self._buffer = self._buffer, ""
         return released
 
     def _first_match(self) -> tuple[int, str] | None:
-        match = [(self._held.find(stop), stop) for stop in self._stops]
+        match = [(self._buffer.find(stop), stop) for stop in self._stops]
         matches = [(start + len(stop), start, stop) for start, stop in match if start >= 0]
         if not matches:
             return None
@@ -178,9 +178,9 @@ class StopStrings:
 
     def _could_begin(self) -> int:
         """Return the maximum number of characters at the end that are a proper prefix of a stop string."""
-        held, longest = self._held, max(map(len, self._stops)) - 1
+        buffer, longest = self._buffer, max(map(len, self._stops)) - 1
         beginnings = _beginnings(self._stops)
-        return next((n for n in range(min(longest, len(held)), 0, -1) if held[-n:] in beginnings), 0)
+        return next((n for n in range(min(longest, len(buffer)), 0, -1) if buffer[-n:] in beginnings), 0)
 
 
 @functools.lru_cache(maxsize=8)

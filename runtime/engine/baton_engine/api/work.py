@@ -39,7 +39,7 @@ class Work:
     marks: frozenset[str] | None = frozenset()
     """Special tokens that the reader needs, even if they are not part of the response. None: all."""
     matchers: Callable[[], GrammarMatcher] | None = None
-    """Creates the matcher of one choice, which enforces its constraint and reasoning budget, see `guided`."""
+    """Creates the matcher of one choice: it enforces constraint and reasoning budget, see `with_matchers`."""
     adapter: LoadedAdapter | None = None
     constrained_by: str | None = None
     """Path of the request's field with the constraint, for errors."""
@@ -102,7 +102,7 @@ def read_max_tokens(fields: Fields, *names: str, low: int = 1) -> tuple[int | No
     return next(((value, name) for value, name in values if value is not None), (None, names[0]))
 
 
-def named(work: Work, fields: Fields) -> Work:
+def with_constraint_field(work: Work, fields: Fields) -> Work:
     """Return `work` with the path of the field that causes its constraint."""
     param = structured_output.constrained_by(fields)
     if param is None and fields.given("tools"):
@@ -110,7 +110,7 @@ def named(work: Work, fields: Fields) -> Work:
     return dataclasses.replace(work, constrained_by=param)
 
 
-async def guided(work: Work, grammars: Grammars, tenant: str = "") -> Work:
+async def with_matchers(work: Work, grammars: Grammars, tenant: str = "") -> Work:
     """
     Return `work` with its constraint compiled, in the turn of `tenant`.
 

@@ -173,13 +173,13 @@ class Grammars:
         key = _key(constraint.kind, source)
         with self._lock:
             entry = self._futures.get(key)
-            mine = entry is None
+            is_new = entry is None
             if entry is None:
                 entry = self._futures[key] = Future()
                 if len(self._futures) > CACHE_LIMIT:
                     self._futures.popitem(last=False)
             self._futures.move_to_end(key)
-        if mine:
+        if is_new:
             self._compile(constraint, entry)
             if isinstance(entry.exception(), Exception) and not isinstance(entry.exception(), InvalidRequest):
                 with self._lock:  # the failure may be temporary

@@ -138,7 +138,7 @@ class _Writer:
 
     def _triggered(self, form: Mapping[str, Any]) -> str:
         triggers, tags = _list(form, "triggers"), _objects(form, "tags")
-        ways: list[str] = []
+        alternatives: list[str] = []
         for trigger in triggers:
             if not isinstance(trigger, str) or not trigger:
                 raise TagError("a trigger is not a string with at least one character")
@@ -152,23 +152,23 @@ class _Writer:
                 before = f"{self._terminal(TEXT)} {self._literal(trigger)}"
             else:
                 before = self._terminal(f"{TEXT} {json.dumps(trigger)}", lazy=True)
-            ways.append(f"{before} ({' | '.join(bodies)})")
+            alternatives.append(f"{before} ({' | '.join(bodies)})")
         for tag in tags:
             begin = _text(tag, "begin")
             if not any(begin.startswith(trigger) for trigger in triggers):
                 raise TagError(f"the tag {begin[:60]!r} does not begin with a trigger")
-        one = self._named(" | ".join(f"({way})" for way in ways))
+        tag_rule = self._named(" | ".join(f"({way})" for way in alternatives))
         if form.get("stop_after_first"):
-            return one if form.get("at_least_one") else f"({one} | {self._terminal(TEXT)})"
-        return f"{one}{'+' if form.get('at_least_one') else '*'} {self._terminal(TEXT)}"
+            return tag_rule if form.get("at_least_one") else f"({tag_rule} | {self._terminal(TEXT)})"
+        return f"{tag_rule}{'+' if form.get('at_least_one') else '*'} {self._terminal(TEXT)}"
 
     def _separated(self, form: Mapping[str, Any]) -> str:
-        one = self._named(" | ".join(f"({self._tag(tag)})" for tag in _objects(form, "tags")))
+        tag_rule = self._named(" | ".join(f"({self._tag(tag)})" for tag in _objects(form, "tags")))
         if form.get("stop_after_first"):
-            several = one
+            several = tag_rule
         else:
             separator = _text(form, "separator")
-            several = f"{one} ({self._literal(separator)} {one})*" if separator else f"{one}+"
+            several = f"{tag_rule} ({self._literal(separator)} {tag_rule})*" if separator else f"{tag_rule}+"
         return f"({several})" if form.get("at_least_one") else f"({several})?"
 
     def _json(self, schema: Any) -> str:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
-from baton_engine.model.spec import ModelSpec
 from baton_engine.settings import WorkerSettings
+from baton_engine.spec import ModelSpec
 from baton_engine.streams import Streams, streams_of
 
 log = logging.getLogger(__name__)

@@ -65,7 +65,7 @@ class KvPublisher:
         self._last = -1
         self._awake = False
         self._closing = False
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+        self._published: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
         self._context = zmq.Context()
         try:
             self._events, bound = self._listen(zmq.PUB, endpoint, "--kv-events")
@@ -141,7 +141,7 @@ class KvPublisher:
             if not seq:
                 events.insert(0, AllBlocksCleared())
             batch = msgspec.msgpack.encode(EventBatch(self._clock(), events, RANK))
-            self._kept.append((seq, batch))
+            self._published.append((seq, batch))
             self._events.send_multipart((self._topic, sequence_bytes(seq), batch))
         return bool(waiting)
 
@@ -152,7 +152,7 @@ class KvPublisher:
             log.warning("Invalid replay request: %d frames without a sequence number.", len(request_frames))
             return
         subscriber, start = request_frames[0], int.from_bytes(request_frames[2])
-        for seq, batch in self._kept:
+        for seq, batch in self._published:
             if seq >= start:
                 self._replays.send_multipart((subscriber, b"", self._topic, sequence_bytes(seq), batch))
         self._replays.send_multipart((subscriber, b"", b"", REPLAY_END, b""))

@@ -238,9 +238,9 @@ class PeerMetrics(Collector):
         kind = metric.kind if name.over is None else "gauge"
         shown = Family(name.name.removesuffix("_total"), metric.help, kind)
         if name.over is not None:
-            whole = _total(families, name.over)
+            total = _total(families, name.over)
             shown.add_sample(
-                name.name, {MODEL: self._model}, _total(families, metric) / whole if whole else 0.0
+                name.name, {MODEL: self._model}, _total(families, metric) / total if total else 0.0
             )
             return shown
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
@@ -248,10 +248,12 @@ class PeerMetrics(Collector):
             suffix = sample.name.removeprefix(_family(metric))
             if suffix == "_created":
                 continue
-            kept = {name.labels[key]: value for key, value in sample.labels.items() if key in name.labels}
+            labels_shown = {
+                name.labels[key]: value for key, value in sample.labels.items() if key in name.labels
+            }
             if "le" in sample.labels:
-                kept["le"] = sample.labels["le"]
-            key = shown.name + suffix, tuple(kept.items())
+                labels_shown["le"] = sample.labels["le"]
+            key = shown.name + suffix, tuple(labels_shown.items())
             sums[key] = sums.get(key, 0.0) + sample.value
         for (full, labels), value in sums.items():
             shown.add_sample(full, {MODEL: self._model, **dict(labels)}, value)
@@ -263,4 +265,4 @@ def _family(metric: Metric) -> str:
 
 
 def _total(families: dict[str, Family], metric: Metric) -> float:
-    return sum(one.value for one in families[_family(metric)].samples if one.name == metric.name)
+    return sum(sample.value for sample in families[_family(metric)].samples if sample.name == metric.name)

@@ -71,7 +71,7 @@ def download(store: ObjectStore, uri: str, patterns: Sequence[str], folder: Path
     """Download matching objects into `folder` and return a digest of their versions. Raises SetupError."""
     wanted = tuple(patterns) or (*WANTED, "*.gguf")
     with _errors(uri):
-        items = [item for item in _listed(store) if any(fnmatch(item.path, one) for one in wanted)]
+        items = [item for item in _listed(store) if any(fnmatch(item.path, pattern) for pattern in wanted)]
     if not items:
         raise SetupError(f"No model files exist under {uri}. Expected files: {', '.join(wanted)}.")
     partial = folder / PARTIAL
@@ -101,12 +101,12 @@ def _listed(store: ObjectStore) -> list[Item]:
 
     items = []
     for page in obstore.list(store):
-        for one in page:
-            path = one["path"]
+        for entry in page:
+            path = entry["path"]
             if ".." in PurePosixPath(path).parts:
                 raise SetupError(f"The object {path!r} would be written outside the model's folder.")
-            version = one["e_tag"] or one["version"] or one["last_modified"].isoformat()
-            items.append(Item(path, one["size"], version))
+            version = entry["e_tag"] or entry["version"] or entry["last_modified"].isoformat()
+            items.append(Item(path, entry["size"], version))
     return sorted(items, key=lambda item: item.path)
 
 

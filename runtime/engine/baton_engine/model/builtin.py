@@ -120,8 +120,8 @@ def _is_whole(target: Path, model: BuiltIn) -> bool:
 
 def _fetch(model: BuiltIn, target: Path, progress: Progress, installer: Installer) -> None:
     """Download into `target`. Requires the lock, so every partial folder belongs to a dead process."""
-    for left in target.parent.glob(f"{PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for abandoned in target.parent.glob(f"{PARTIAL}*"):
+        shutil.rmtree(abandoned, ignore_errors=True)
     progress.start(f"Fetching {model.name}", 0)
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=target.parent) as folder:
         installer(model, Path(folder))

@@ -18,14 +18,14 @@ from baton_api.errors import SetupError
 from baton_engine.model import config, gguf_model
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.progress import SILENT, Progress
-from baton_engine.model.spec import ModelSpec, Quantize
+from baton_engine.spec import ModelSpec, Quantize
 
 if TYPE_CHECKING:
     import torch
 
-    from baton_engine.model.quantized import Format
     from baton_engine.model.shards import Shard
     from baton_engine.model.weights import Weights
+    from baton_engine.quantized import Format
 
 GGUF_SUFFIX = ".gguf"
 
@@ -83,9 +83,9 @@ def load_weights(
     """
     from baton_engine.model import weights
     from baton_engine.model.family_tensors import FamilyTensors
-    from baton_engine.model.quantized import NATIVE_FORMATS
     from baton_engine.model.quantized_folder import source_of
     from baton_engine.model.tensor_reader import TensorSource
+    from baton_engine.quantized import NATIVE_FORMATS
 
     source: TensorSource
     if checkpoint.is_gguf:
@@ -93,9 +93,9 @@ def load_weights(
     else:
         folder = source_of(checkpoint.path, read_json(checkpoint.path / "config.json"), spec)
         source = FamilyTensors(folder, spec)
-    kept = NATIVE_FORMATS if formats is None else formats
+    formats = NATIVE_FORMATS if formats is None else formats
     return weights.build(
-        source, spec, dtype, progress, quantize, shard, sampled, kept, device, streamed, lazy
+        source, spec, dtype, progress, quantize, shard, sampled, formats, device, streamed, lazy
     )
 
 
@@ -148,7 +148,7 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     def __str__(self) -> str:
-        return ", ".join(f"{one.name}={getattr(self, one.name):g}" for one in fields(self))
+        return ", ".join(f"{parameter.name}={getattr(self, parameter.name):g}" for parameter in fields(self))
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:

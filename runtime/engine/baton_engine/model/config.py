@@ -15,7 +15,7 @@ from baton_api.errors import SetupError
 from baton_engine.model.families import BY_ARCHITECTURE, HEADLESS, MULTIMODAL
 from baton_engine.model.family import ModelFamily
 from baton_engine.model.scheme import scheme_of
-from baton_engine.model.spec import ModelSpec, RopeScaling, checked, mscale
+from baton_engine.spec import ModelSpec, RopeScaling, checked, mscale
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -123,9 +123,9 @@ def _rope(config: Mapping[str, Any], context: int) -> tuple[float, RopeScaling]:
 def _yarn(parameters: Mapping[str, Any], original: int, context: int) -> RopeScaling:
     factor = float(parameters.get("factor") or context / original)
     given = parameters.get("attention_factor")
-    one, all_dimensions = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if given is None and one and all_dimensions:
-        given = mscale(factor, float(one)) / mscale(factor, float(all_dimensions))
+    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if given is None and scale and scale_all:
+        given = mscale(factor, float(scale)) / mscale(factor, float(scale_all))
     return RopeScaling(
         kind="yarn",
         factor=factor,
@@ -147,8 +147,8 @@ def _longrope(parameters: Mapping[str, Any], original: int, context: int) -> Rop
         kind="factors",
         original_context=original,
         attention_factor=float(given),
-        factors=tuple(float(one) for one in parameters["long_factor"]),
-        short_factors=tuple(float(one) for one in parameters["short_factor"]),
+        factors=tuple(float(divisor) for divisor in parameters["long_factor"]),
+        short_factors=tuple(float(divisor) for divisor in parameters["short_factor"]),
     )
 
 

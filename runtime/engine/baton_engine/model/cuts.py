@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton_engine.model.quantized import FLOAT8_MULTIPLE, Quantized, QuantizedPart, pack_float8
+from baton_engine.quantized import FLOAT8_MULTIPLE, Quantized, QuantizedPart, pack_float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +24,23 @@ class Cut:
     """0: outputs. 1: inputs, of which there is one range."""
     ranges: tuple[range, ...]
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the part of a tensor of shape `whole`."""
-        count = sum(len(one) for one in self.ranges)
-        return (*whole[: self.dimension], count, *whole[self.dimension + 1 :])
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a tensor of `shape`."""
+        count = sum(len(part) for part in self.ranges)
+        return (*shape[: self.dimension], count, *shape[self.dimension + 1 :])
 
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the part of `whole`: a view if there is one range."""
-        parts = [whole.narrow(self.dimension, one.start, len(one)) for one in self.ranges]
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of `tensor`: a view if there is one range."""
+        parts = [tensor.narrow(self.dimension, part.start, len(part)) for part in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dimension)
 
     def in_units(self, size: int) -> Cut | None:
-        """Return the cut of a tensor of which one place holds `size` values. None: it is inside a place."""
-        if any(one.start % size or one.stop % size for one in self.ranges):
+        """Return the cut of a tensor whose elements are units of `size` values. None: it is inside a unit."""
+        if any(part.start % size or part.stop % size for part in self.ranges):
             return None
-        return Cut(self.dimension, tuple(range(one.start // size, one.stop // size) for one in self.ranges))
+        return Cut(
+            self.dimension, tuple(range(part.start // size, part.stop // size) for part in self.ranges)
+        )
 
     def of_blocks(self, part: QuantizedPart, inputs: int) -> Quantized | None:
         """Return the part of a matrix whose rows are blocks, all formats but FP8. None: it cuts blocks."""
@@ -49,14 +51,14 @@ class Cut:
             return None
         stored = part.rows.view(len(part.rows), inputs // part.format.block, -1)
         rows = blocks.of(stored).flatten(1)
-        return Quantized((replace(part, rows=rows),), sum(len(one) for one in self.ranges))
+        return Quantized((replace(part, rows=rows),), sum(len(span) for span in self.ranges))
 
     def of_float8(self, numbers: Tensor, scales: Tensor, group: int) -> Quantized | None:
         """
         Return the part of a matrix whose numbers and scales are apart, as `pack_float8`.
 
-        A part that begins inside a group has smaller groups, each with the scale of the whole one. None: they
-        would be smaller than a step of the kernels.
+        A part that begins inside a group has smaller groups, with the scales of the groups that they are
+        parts of. None: they would be smaller than a step of the kernels.
         """
         if self.dimension == 0:
             return pack_float8(self.of(numbers), self.of(scales), group)

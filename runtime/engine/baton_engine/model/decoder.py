@@ -18,17 +18,17 @@ from torch import Tensor
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.lending import Seat
+from baton_engine.model.experts import Experts
+from baton_engine.model.group import Group
+from baton_engine.model.latent import LatentAttention
 from baton_engine.model.lora import LoraWeights, LowRankLinear, low_rank_linears
 from baton_engine.model.native_decoder import native_decoder
-from baton_engine.model.quantized import Matrix, floats
 from baton_engine.model.rope import Rotary
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights, rounded
 from baton_engine.ops import ExpertLinear, Linear, Ops
 from baton_engine.ops.choice import create_ops, interpreted
-from baton_engine.ops.experts import Experts
-from baton_engine.ops.latent import LatentAttention
-from baton_engine.parallel.group import Group
+from baton_engine.quantized import Matrix, floats
+from baton_engine.spec import ModelSpec
 
 
 class Model(Protocol):

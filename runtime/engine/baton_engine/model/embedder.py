@@ -81,14 +81,14 @@ class Embedder:
 
 
 @dataclass(frozen=True, slots=True)
-class Unable:
+class NoEmbeddings:
     """A model that does not compute embeddings."""
 
     reason: str
     """Completes the sentence "the model does not compute embeddings: …"."""
 
 
-def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) -> Embedder | Unable:
+def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) -> Embedder | NoEmbeddings:
     """
     Return the embedding configuration of `checkpoint`.
 
@@ -96,7 +96,7 @@ def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) 
     SetupError for damaged files, and for a choice that the model does not support.
     """
     if choice == "none":
-        return Unable("this worker was started with --pooling none")
+        return NoEmbeddings("this worker was started with --pooling none")
     config = {} if checkpoint.is_gguf else read_json(checkpoint.path / "config.json")
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         if choice != "auto":
@@ -104,12 +104,12 @@ def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) 
                 f"--pooling {choice}: {checkpoint.name} uses bidirectional attention, which is not "
                 "supported. Its embeddings would be wrong. Use --pooling none."
             )
-        return Unable("it uses bidirectional attention, which is not supported")
+        return NoEmbeddings("it uses bidirectional attention, which is not supported")
     if choice == "cls":
         raise SetupError(f"--pooling cls: {checkpoint.name} is a decoder, and {FIRST_TOKEN}.")
     embedder = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint.path, MODES)
     lengths = _lengths(config, checkpoint)
-    if isinstance(embedder, Unable):
+    if isinstance(embedder, NoEmbeddings):
         if choice == "auto":
             return embedder
         embedder = Embedder(pooling=Pooling(choice))
@@ -121,41 +121,41 @@ def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) 
     )
 
 
-def encoder_embedder(checkpoint: Checkpoint, choice: str, *, labels: int) -> Embedder | Unable:
+def encoder_embedder(checkpoint: Checkpoint, choice: str, *, labels: int) -> Embedder | NoEmbeddings:
     """
     Return the embedding configuration of an encoder. `labels` is the number of its scores, 0 without a head.
 
     `choice` is one of `CHOICES`. Raises SetupError as `embedder_of` does.
     """
     if choice == "none":
-        return Unable("this worker was started with --pooling none")
+        return NoEmbeddings("this worker was started with --pooling none")
     mode = Pooling.MEAN if choice == "auto" else ENCODER_MODES[choice]
     if labels or not isinstance(mode, Pooling):
         reason = SCORES if labels else str(mode)
         if choice != "auto":
             raise SetupError(f"--pooling {choice}: {checkpoint.name} has no such embeddings: {reason}.")
-        return Unable(reason)
+        return NoEmbeddings(reason)
     if not (checkpoint.path / MODULES).is_file():
-        return Unable(UNPOOLED) if choice == "auto" else Embedder(pooling=mode)
+        return NoEmbeddings(UNPOOLED) if choice == "auto" else Embedder(pooling=mode)
     embedder = _of_folder(checkpoint.path, ENCODER_MODES)
-    if choice == "auto" or isinstance(embedder, Unable):
+    if choice == "auto" or isinstance(embedder, NoEmbeddings):
         return embedder if choice == "auto" else Embedder(pooling=mode)
     return Embedder(pooling=mode, normalized=embedder.normalized)
 
 
-def _of_gguf(checkpoint: Checkpoint) -> Embedder | Unable:
+def _of_gguf(checkpoint: Checkpoint) -> Embedder | NoEmbeddings:
     metadata = checkpoint.gguf.metadata
     number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
     if number == 0:
-        return Unable(GENERATES)
+        return NoEmbeddings(GENERATES)
     mode = GGUF_TYPES.get(number, f"its pooling_type {str(number)[:20]} is not supported")
-    return Embedder(pooling=mode) if isinstance(mode, Pooling) else Unable(mode)
+    return Embedder(pooling=mode) if isinstance(mode, Pooling) else NoEmbeddings(mode)
 
 
-def _of_folder(folder: Path, modes: Mapping[str, Pooling | str]) -> Embedder | Unable:
+def _of_folder(folder: Path, modes: Mapping[str, Pooling | str]) -> Embedder | NoEmbeddings:
     if not (folder / MODULES).is_file():
-        return Unable(GENERATES)
-    pooling: Embedder | Unable = Unable(f"its {MODULES} has no pooling")
+        return NoEmbeddings(GENERATES)
+    pooling: Embedder | NoEmbeddings = NoEmbeddings(f"its {MODULES} has no pooling")
     for module in read_list(folder / MODULES):
         kind = str(module.get("type")).rpartition(".")[2] if isinstance(module, dict) else str(module)
         match kind:
@@ -167,13 +167,13 @@ def _of_folder(folder: Path, modes: Mapping[str, Pooling | str]) -> Embedder | U
                 if isinstance(pooling, Embedder):
                     pooling = Embedder(pooling=pooling.pooling)
             case _:
-                return Unable(f"its {MODULES} has the step {kind[:60]!r}, which is not supported")
+                return NoEmbeddings(f"its {MODULES} has the step {kind[:60]!r}, which is not supported")
     return pooling
 
 
 def _pooling(
     folder: Path, module: Mapping[str, Any], supported: Mapping[str, Pooling | str]
-) -> Embedder | Unable:
+) -> Embedder | NoEmbeddings:
     path = folder / str(module.get("path")) / "config.json"
     if not path.resolve().is_relative_to(folder.resolve()):
         raise SetupError(f"{folder / MODULES} refers to a pooling outside the model's folder.")
@@ -184,10 +184,10 @@ def _pooling(
         prefix = "pooling_mode_"
         modes = [name.removeprefix(prefix) for name, on in config.items() if on is True and prefix in name]
     if not isinstance(modes, list) or len(modes) != 1:
-        return Unable(f"it pools by {_listed(modes)}, but only one pooling at a time is supported")
+        return NoEmbeddings(f"it pools by {_listed(modes)}, but only one pooling at a time is supported")
     names = ", ".join(name for name, mode in supported.items() if isinstance(mode, Pooling))
     mode = supported.get(str(modes[0]), f"it pools by {str(modes[0])[:60]!r}, but only {names} are supported")
-    return Embedder(pooling=mode, normalized=False) if isinstance(mode, Pooling) else Unable(mode)
+    return Embedder(pooling=mode, normalized=False) if isinstance(mode, Pooling) else NoEmbeddings(mode)
 
 
 def _listed(modes: object) -> str:

@@ -23,15 +23,15 @@ from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, read_json
 from baton_engine.model.config import token_ids
-from baton_engine.model.embedder import Embedder, Unable, encoder_embedder
+from baton_engine.model.embedder import Embedder, NoEmbeddings, encoder_embedder
 from baton_engine.model.lora import LoraWeights
 from baton_engine.model.progress import Progress
 from baton_engine.model.safetensors import SafetensorsFolder
-from baton_engine.model.spec import LIMITS, ModelSpec, checked
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops import Linear
 from baton_engine.ops.plain import PlainLinear
 from baton_engine.settings import WorkerSettings
+from baton_engine.spec import LIMITS, ModelSpec, checked
 
 log = logging.getLogger(__name__)
 
@@ -343,7 +343,7 @@ def load_encoder(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
-) -> tuple[ModelSpec, Tokenizer, Embedder | Unable, EncoderSpec, Encoder, str, int]:
+) -> tuple[ModelSpec, Tokenizer, Embedder | NoEmbeddings, EncoderSpec, Encoder, str, int]:
     """Load an encoder as `worker` needs it: the last two are its digest and its bytes. Raises SetupError."""
     if settings.role is not Role.BOTH:
         raise SetupError(

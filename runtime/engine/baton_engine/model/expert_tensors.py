@@ -21,8 +21,8 @@ from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.gguf import NO_EXPONENT
-from baton_engine.model.quantized import Format, Quantized, pack_float4
-from baton_engine.model.spec import ModelSpec
+from baton_engine.quantized import Format, Quantized, pack_float4
+from baton_engine.spec import ModelSpec
 
 if TYPE_CHECKING:
     from baton_engine.model.safetensors import SafetensorsFolder
@@ -58,7 +58,7 @@ class ExpertTensors:
         self.name = source.name
         self._source = source
         self._order = order = BY_ARCHITECTURE[spec.architecture].fused_experts
-        self._whole: dict[str, str] = {}
+        self._stored: dict[str, str] = {}
         self._parts: dict[str, ExpertSlice] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for stored, shape in source.shapes.items():
@@ -68,7 +68,7 @@ class ExpertTensors:
                 stored.endswith("_scales") and stored.removesuffix("scales") + "blocks" in source.shapes
             ):
                 name = regular_name(stored)
-                self._whole[name], self.shapes[name] = stored, shape
+                self._stored[name], self.shapes[name] = stored, shape
 
     def _add(self, stored: str, shape: tuple[int, ...], stem: str, matrix: str, form: str) -> None:
         kind = "bias" if form == "_bias" else "weight"
@@ -89,14 +89,14 @@ class ExpertTensors:
 
     def stored_bytes(self, tensor: str) -> int:
         if (part := self._parts.get(tensor)) is None:
-            return self._source.stored_bytes(self._whole[tensor])
+            return self._source.stored_bytes(self._stored[tensor])
         return int(self._source.stored_bytes(part.stored) * part.share / part.experts)
 
     def format(self, tensor: str) -> str:
         part = self._parts.get(tensor)
         if part is not None and part.stored.endswith("_blocks"):
             return Format.MXFP4.name
-        return self._source.format(self._whole[tensor] if part is None else part.stored)
+        return self._source.format(self._stored[tensor] if part is None else part.stored)
 
     def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         part = self._parts.get(tensor)
@@ -121,7 +121,7 @@ class ExpertTensors:
 
     def read(self, tensor: str) -> Tensor:
         if (part := self._parts.get(tensor)) is None:
-            return self._source.read(self._whole[tensor])
+            return self._source.read(self._stored[tensor])
         if part.stored.endswith("_blocks"):
             return expand_mxfp4(*self._mxfp4(part))
         values = self._source.read(part.stored)[part.expert]

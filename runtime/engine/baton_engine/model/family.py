@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ExpertSpec, ModelSpec
 
 Refine = Callable[[ModelSpec, Mapping[str, Any]], ModelSpec]
 """Returns a spec with the options of the family, read from the configuration (or the metadata of GGUF)."""
@@ -71,14 +71,14 @@ class TensorNames:
         """Return the name in `target` of the tensor `name`; an unknown name stays as it is."""
         base, _, kind = name.rpartition(".")
         for part in fields(self):
-            own, other = getattr(self, part.name), getattr(target, part.name)
-            if not own or not other:
+            ours, theirs = getattr(self, part.name), getattr(target, part.name)
+            if not ours or not theirs:
                 continue
             if part.name in OUTSIDE_LAYERS:
-                if base == own:
-                    return f"{other}.{kind}"
-            elif part.name != "layer" and (number := self._layer_number(base, own)) is not None:
-                return f"{target.layer.format(number)}{other}.{kind}"
+                if base == ours:
+                    return f"{theirs}.{kind}"
+            elif part.name != "layer" and (number := self._layer_number(base, ours)) is not None:
+                return f"{target.layer.format(number)}{theirs}.{kind}"
         return name
 
     def _layer_number(self, base: str, part: str) -> str | None:
@@ -185,3 +185,28 @@ class ModelFamily:
     def headless(self) -> str:
         """Architecture of the family's checkpoints without a language model head (embedding models)."""
         return self.architecture.replace("ForCausalLM", "Model")
+
+
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Return the number of experts of a `config.json`. transformers renamed it. Raises KeyError."""
+    for name in ("num_local_experts", "n_routed_experts"):
+        if config.get(name) is not None:
+            return int(config[name])
+    return int(config["num_experts"])
+
+
+def gguf_experts(metadata: Mapping[str, Any], intermediate: int) -> ExpertSpec | None:
+    """
+    Return the experts of a GGUF file whose weights are normalized, or None for a dense model.
+
+    `intermediate` is the experts' size if the file has no `expert_feed_forward_length`.
+    """
+    count = int(metadata.get("expert_count", 0))
+    if not count:
+        return None
+    return ExpertSpec(
+        count=count,
+        chosen=int(metadata["expert_used_count"]),
+        intermediate=int(metadata.get("expert_feed_forward_length", intermediate)),
+        normalized=True,
+    )

@@ -12,11 +12,10 @@ from baton_engine.model.cuts import Cut
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import NORM
 from baton_engine.model.file_reader import LocatedSource, Location
-from baton_engine.model.latent_weights import rotated_in_halves
-from baton_engine.model.quantized import Quantized
-from baton_engine.model.rope import in_halves
-from baton_engine.model.spec import ModelSpec
+from baton_engine.model.rope import in_halves, rotated_in_halves
 from baton_engine.model.tensor_reader import TensorSource
+from baton_engine.quantized import Quantized
+from baton_engine.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from baton_api.errors import SetupError
 from baton_engine.model.families import BY_ARCHITECTURE, BY_GGUF
 from baton_engine.model.family import GGUFFormat
 from baton_engine.model.gguf import GGUFFile
-from baton_engine.model.spec import ModelSpec, RopeScaling, checked
+from baton_engine.spec import ModelSpec, RopeScaling, checked
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from baton_engine.model.cuts import Cut
-    from baton_engine.model.quantized import Quantized
+    from baton_engine.quantized import Quantized
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3's scaling, as divisors of the frequencies."""
@@ -139,7 +139,7 @@ class GGUFTensors:
         self._spec = spec
         self._interleaved = family.gguf.interleaved
         self._names = family.tensors
-        own = family.gguf.tensors
+        stored_names = family.gguf.tensors
         self._stored: dict[str, tuple[str, int | None]] = {}
         """The tensor of the file, and the part of it if it has all experts stacked."""
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -148,10 +148,12 @@ class GGUFTensors:
         for stored in file.tensors:
             if stored.endswith(KEYS) and (values := stored.removesuffix(KEYS) + VALUES) in file.tensors:
                 self._add_expansion(
-                    own.translate(stored.replace(KEYS, ".attn_kv_b.weight"), self._names), stored, values
+                    stored_names.translate(stored.replace(KEYS, ".attn_kv_b.weight"), self._names),
+                    stored,
+                    values,
                 )
             elif stored not in ROPE_TENSORS and not (stored.endswith(VALUES) and spec.latent is not None):
-                self._add(own.translate(stored, self._names), stored)
+                self._add(stored_names.translate(stored, self._names), stored)
 
     def _add_expansion(self, name: str, keys: str, values: str) -> None:
         # [heads, rank, plain] and [heads, value, rank]
@@ -165,15 +167,15 @@ class GGUFTensors:
             self._stored[name], self.shapes[name] = (stored, None), shape
             return
         for expert in range(shape[0]):
-            each = name.format(expert)
-            self._stored[each], self.shapes[each] = (stored, expert), shape[1:]
+            tensor = name.format(expert)
+            self._stored[tensor], self.shapes[tensor] = (stored, expert), shape[1:]
 
     def stored_bytes(self, tensor: str) -> int:
         if tensor in self._halves:
             return sum(self._file.tensors[half].size for half in self._halves[tensor])
         stored, part = self._stored[tensor]
-        whole = self._file.tensors[stored]
-        return whole.size if part is None else whole.size // whole.shape[0]
+        stacked = self._file.tensors[stored]
+        return stacked.size if part is None else stacked.size // stacked.shape[0]
 
     def read(self, tensor: str) -> Tensor:
         if tensor in self._halves:
@@ -191,7 +193,7 @@ class GGUFTensors:
     def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         from torch import arange, from_numpy
 
-        from baton_engine.model.quantized import Format, Quantized, QuantizedPart
+        from baton_engine.quantized import Format, Quantized, QuantizedPart
 
         if tensor in self._halves or self._spec.latent is not None:
             return None
@@ -222,7 +224,7 @@ class GGUFTensors:
         """Return rows in the decoder's order."""
         base = tensor.rpartition(".")[0]
         if self._interleaved and self._spec.latent is not None:
-            from baton_engine.model.latent_weights import rotated_in_halves
+            from baton_engine.model.rope import rotated_in_halves
 
             return rotated_in_halves(values, base, self._spec, self._names)
         if not self._is_reordered(tensor):

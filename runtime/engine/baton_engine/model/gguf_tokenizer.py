@@ -118,13 +118,13 @@ def _backend(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         elif number == USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
-    around = {
+    added_at = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe"),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
-    ids = {end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end, added in around.items() if added}
+    ids = {end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end, added in added_at.items() if added}
     added = {end: (tokens[number], number) for end, number in ids.items() if number is not None}
-    text = [added[end][0] if end in added else "" for end in around]
+    text = [added[end][0] if end in added else "" for end in added_at]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{text[0]} $A {text[1]}".strip(), special_tokens=list(added.values())
     )

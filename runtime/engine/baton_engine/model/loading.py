@@ -19,13 +19,14 @@ from baton_engine.model.checkpoint import Checkpoint, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.native_decoder import NativeDecoder
 from baton_engine.model.progress import Progress
-from baton_engine.model.quantized import Format
-from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.model.stored_weights import Damaged, WeightsFile
 from baton_engine.model.weights import show_formats
+from baton_engine.model.weights_digest import WeightsSummary
 from baton_engine.ops.choice import interpreted, kept_formats
+from baton_engine.ops.native import support
+from baton_engine.quantized import Format
 from baton_engine.settings import WorkerSettings
-from baton_engine.transfer.compatibility import WeightsSummary
+from baton_engine.spec import ModelSpec, Quantize
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def load_model(
 
 def _packs(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the CPU's kernels compute the model: `create_model` packs its weights."""
-    return device.type == "cpu" and not interpreted() and native_decoder.runs(spec, dtype)
+    return device.type == "cpu" and not interpreted() and support.runs(spec, dtype)
 
 
 def _file(
@@ -138,9 +139,7 @@ def _file(
         content = stored_weights.content_digest(checkpoint.path)
     except OSError:
         return None  # reading the weights raises the error, with its reason
-    name = stored_weights.file_name(
-        content, native_decoder.library_name(), short(dtype), quantize, sorted(formats)
-    )
+    name = stored_weights.file_name(content, support.library_name(), short(dtype), quantize, sorted(formats))
     return WeightsFile(machine.cache_folder(os.environ) / name, limit)
 
 

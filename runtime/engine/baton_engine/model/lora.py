@@ -23,7 +23,7 @@ from baton_api.errors import SetupError
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.rope import in_halves
 from baton_engine.model.safetensors import FLOATS, read_header
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -10,8 +10,6 @@ stored once; tied embeddings are read from the packed head.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import functools
 import logging
 import os
 import weakref
@@ -24,12 +22,10 @@ from baton_engine import machine
 from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.kv.cache import KVCache
 from baton_engine.lending import Cores, Seat
-from baton_engine.model import native_experts
 from baton_engine.model.lora import LoraWeights
 from baton_engine.model.native_lora import NativeAdapter, adapter_pointers
 from baton_engine.model.native_weights import WeightLoader
 from baton_engine.model.rope import Rotary
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.stored_weights import (
     HEADER_BYTES,
     PIECE_BYTES,
@@ -39,7 +35,9 @@ from baton_engine.model.stored_weights import (
     WeightsFile,
 )
 from baton_engine.model.weights import Weights, rounded
-from baton_engine.ops.native import library
+from baton_engine.ops.native import library, support
+from baton_engine.ops.native.support import KINDS, open_library, supports
+from baton_engine.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -49,24 +47,8 @@ FIRST_POSITIONS = 1024
 """Initial number of positions in the rotary tables, which grow with longer contexts."""
 PROBED_BYTES = 64 * 1024 * 1024
 """Bytes of stored weights that are mapped to find out whether the system maps files in huge pages."""
-MOST_HEAD_DIM = 256
-MOST_GROUP = 96
-KINDS = {torch.float32: 0, torch.bfloat16: 1}
 ROTATIONS = ("none", "full", "sliding")
 """Values of `ModelSpec.rotation`, by their number in the kernels."""
-
-IMPLEMENTED = frozenset(
-    (
-        "architecture", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate",
-        "context", "norm_epsilon", "rope_theta", "rope", "qkv_bias", "output_bias", "mlp_bias", "pre_norm",
-        "post_norm", "qk_norm", "qk_norm_joint", "activation", "rotary_dim", "sliding_rope_theta",
-        "unrotated_layers", "attention_scale", "attention_cap", "embedding_scale", "residual_scale",
-        "logit_scale", "logit_cap", "sliding_window", "sliding_layers", "experts", "draft_layers",
-        "tied_embeddings", "headless", "eos_ids", "bos_id",
-    )
-)  # fmt: skip
-"""Fields of `ModelSpec` that the kernels implement or that do not affect them. A model with another option
-runs with torch operations."""
 
 
 class _Spec(ctypes.Structure):
@@ -184,10 +166,10 @@ class NativeDecoder:
         )
         return tuple(sums) if read else None
 
-    def store(self, place: WeightsFile, digest: str, loaded_bytes: int) -> None:
+    def store(self, file: WeightsFile, digest: str, loaded_bytes: int) -> None:
         """Write the packed weights to a file, while the model may compute. Raises OSError."""
         header = Header(self._loads, self.bytes, (), digest, loaded_bytes)
-        place.write(self._kernels.baton_arena(self._handle), header, self._kernels)
+        file.write(self._kernels.baton_arena(self._handle), header, self._kernels)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         logits = torch.empty((len(batch.wanted_at), self.spec.vocab), dtype=torch.float32)
@@ -284,7 +266,7 @@ class NativeDecoder:
 
 def _tied(weights: Weights | StoredWeights) -> bool:
     if isinstance(weights, StoredWeights):
-        return all(load.place != "embedding" for load in weights.header.loads)
+        return all(load.name != "embedding" for load in weights.header.loads)
     return weights.head is weights.embedding
 
 
@@ -311,22 +293,8 @@ def _sizes(spec: ModelSpec, dtype: torch.dtype, tied: bool, cores: Cores) -> _Sp
         logit_cap=spec.logit_cap or 0,
         score_scale=spec.score_scale,
         score_cap=spec.attention_cap or 0,
-        **native_experts.sizes(spec),
+        **support.expert_sizes(spec),
         **cores.sizes(),
-    )
-
-
-def supports(spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """Return whether the kernels support a model with these sizes and options in `dtype`."""
-    others = (option for option in dataclasses.fields(spec) if option.name not in IMPLEMENTED)
-    return (
-        dtype in KINDS
-        and all(getattr(spec, option.name) == option.default for option in others)
-        and spec.head_dim % 2 == 0
-        and spec.head_dim <= MOST_HEAD_DIM
-        and spec.heads % spec.kv_heads == 0
-        and spec.group <= MOST_GROUP
-        and native_experts.supports(spec)
     )
 
 
@@ -346,39 +314,9 @@ def native_decoder(
     if not supports(spec, dtype):
         return None
     try:
-        kernel_library = _library(tuple(sorted(environment.items())))
+        kernel_library = open_library(environment)
     except library.Unavailable as reason:
         log.warning("native kernels are unavailable, using slower torch operations: %s", reason)
         return None
     cores = Cores(threads or torch.get_num_threads(), seat)
     return NativeDecoder(spec, weights, dtype, kernel_library, cores)
-
-
-def runs(spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """Return whether the kernels are available and support the model."""
-    return supports(spec, dtype) and available()
-
-
-def library_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the kernels' library, which states sources, compiler and processor. See `runs`."""
-    return os.path.basename(_library(tuple(sorted(environment.items())))._name)
-
-
-def available(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the kernels are available. Builds them if necessary."""
-    try:
-        _library(tuple(sorted(environment.items())))
-    except library.Unavailable:
-        return False
-    return True
-
-
-@functools.cache
-def _library(environment: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    kernel_library = library.load(dict(environment))
-    kernel_library.baton_create.restype = ctypes.c_void_p
-    kernel_library.baton_adapter_create.restype = ctypes.c_void_p
-    kernel_library.baton_bytes.restype = ctypes.c_int64
-    kernel_library.baton_arena.restype = ctypes.c_void_p
-    kernel_library.baton_checksum.restype = ctypes.c_uint64
-    return kernel_library

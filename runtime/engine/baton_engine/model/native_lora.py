@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from baton_engine.model.lora import FUSED, LoraWeights, low_rank_linears, projection_shapes
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 MOST_PARTS = 3
 
@@ -55,13 +55,13 @@ class NativeAdapter:
         for number, layer in enumerate(weights.layers):
             linears = low_rank_linears(spec, layer, dtype, torch.device("cpu"))
             tensors.append(linears)
-            for place, name in enumerate(FUSED):
+            for position, name in enumerate(FUSED):
                 if (linear := linears.get(name)) is None:
                     continue
-                source = sources[number * len(FUSED) + place]
+                source = sources[number * len(FUSED) + position]
                 source.a = linear.a.data_ptr()
                 source.rank, source.inputs = linear.a.shape
-                source.outputs, source.parts = outputs[place], len(linear.outputs)
+                source.outputs, source.parts = outputs[position], len(linear.outputs)
                 for index, part in enumerate(linear.outputs):
                     source.part[index] = _Part(
                         part.b.data_ptr(), part.start, len(part.b), part.rank, part.b.shape[1]
@@ -77,4 +77,6 @@ def adapter_pointers(adapters: Sequence[NativeAdapter | None]) -> ctypes.Array[c
     """Return the adapters of a pass's rows as `struct pass` has them; None if no row has one."""
     if not any(adapters):
         return None
-    return (ctypes.c_void_p * len(adapters))(*(None if one is None else one.handle for one in adapters))
+    return (ctypes.c_void_p * len(adapters))(
+        *(None if adapter is None else adapter.handle for adapter in adapters)
+    )

@@ -9,9 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton_engine.model import native_experts
-from baton_engine.model.quantized import Matrix, Quantized, floats
 from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.quantized import Matrix, Quantized, floats
 
 FIELDS = {
     name: number
@@ -36,7 +35,7 @@ class WeightLayout(msgspec.Struct, frozen=True, array_like=True):
     """One weight in the order of loading, as far as the layout of the packed weights depends on it."""
 
     layer: int
-    place: str
+    name: str
     outputs: int
     """EXPERTS: their number."""
     inputs: int
@@ -74,7 +73,7 @@ class WeightLoader:
 
     def _reserve(self, load: WeightLayout) -> bool:
         layer, bias = ctypes.c_int64(load.layer), BIASED if load.biased else STORED
-        if load.place == EXPERTS:
+        if load.name == EXPERTS:
             return bool(
                 self._kernels.baton_load_router(self._model, layer, STORED)
                 and all(
@@ -84,7 +83,7 @@ class WeightLoader:
                     for expert in range(load.outputs)
                 )
             )
-        where = self._model, layer, ctypes.c_int64(FIELDS[load.place])
+        where = self._model, layer, ctypes.c_int64(FIELDS[load.name])
         outputs, inputs = ctypes.c_int64(load.outputs), ctypes.c_int64(load.inputs)
         if not load.parts:
             return bool(self._kernels.baton_load(*where, STORED, bias, outputs, inputs))
@@ -103,12 +102,25 @@ class WeightLoader:
             self._load(number, "down", layer.down, layer.down_bias)
         if layer.router is not None and layer.expert_gate_up is not None and layer.expert_down is not None:
             weights = layer.router, floats(layer.expert_gate_up), floats(layer.expert_down)
-            native_experts.load(self._kernels, self._model, number, *weights, self._dtype)
+            self._load_experts(number, *weights)
             self.loads.append(WeightLayout(number, EXPERTS, *layer.router.shape))
 
-    def _load(self, layer: int, place: str, weight: Matrix, bias: Tensor | None = None) -> None:
+    def _load_experts(self, layer: int, router: Tensor, gate_up: Tensor, down: Tensor) -> None:
+        """Pack the router [E, N] and the experts [E, 2G, N] and [E, N, G] of a layer. Raises MemoryError."""
+        number, exact = ctypes.c_int64(layer), router.to(torch.float32).contiguous()
+        fits = self._kernels.baton_load_router(self._model, number, ctypes.c_void_p(exact.data_ptr()))
+        for expert, weights in enumerate(zip(gate_up, down, strict=True)):
+            packed = [weight.to(self._dtype).contiguous() for weight in weights]
+            pointers = (ctypes.c_void_p(weight.data_ptr()) for weight in packed)
+            fits = fits and self._kernels.baton_load_expert(
+                self._model, number, ctypes.c_int64(expert), *pointers
+            )
+        if not fits:
+            raise MemoryError(f"layer {layer}: no memory for {len(router)} packed experts")
+
+    def _load(self, layer: int, name: str, weight: Matrix, bias: Tensor | None = None) -> None:
         bias = None if bias is None else bias.to(self._dtype).contiguous()
-        where = (self._model, ctypes.c_int64(layer), ctypes.c_int64(FIELDS[place]))
+        where = (self._model, ctypes.c_int64(layer), ctypes.c_int64(FIELDS[name]))
         bias_at = ctypes.c_void_p(None if bias is None else bias.data_ptr())
         formats: tuple[tuple[int, int], ...] = ()
         if isinstance(weight, Quantized):
@@ -133,6 +145,6 @@ class WeightLoader:
                 ctypes.c_int64(weight.shape[1] if weight.dim() == 2 else 1),
             )
         if not fits:
-            raise ValueError(f"layer {layer}: {place} {tuple(weight.shape)} does not fit the model's sizes")
+            raise ValueError(f"layer {layer}: {name} {tuple(weight.shape)} does not fit the model's sizes")
         inputs = weight.shape[1] if len(weight.shape) == 2 else 1
-        self.loads.append(WeightLayout(layer, place, weight.shape[0], inputs, bias is not None, formats))
+        self.loads.append(WeightLayout(layer, name, weight.shape[0], inputs, bias is not None, formats))

@@ -20,11 +20,11 @@ from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
 from baton_engine.model.expert_tensors import ExpertTensors, regular_name
 from baton_engine.model.families import BY_ARCHITECTURE
-from baton_engine.model.quantized import BLOCK, FLOAT8_MULTIPLE, Format, Quantized, pack
 from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.scheme import WAY_OUT, Scheme, scheme_of
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tensor_reader import TensorSource
+from baton_engine.quantized import BLOCK, FLOAT8_MULTIPLE, Format, Quantized, pack
+from baton_engine.spec import ModelSpec
 
 WEIGHT = ".weight"
 PACKED = {"gptq": ".qweight", "awq": ".qweight", "int4": ".weight_packed", "int8": WEIGHT, "fp8": WEIGHT}
@@ -59,7 +59,7 @@ class _Groups:
             scales, zeros = self.scales[:, self.group_of], self.zeros[:, self.group_of]
         else:
             size = numbers.shape[1] // self.scales.shape[1]
-            scales, zeros = (each.repeat_interleave(size, dim=1) for each in (self.scales, self.zeros))
+            scales, zeros = (table.repeat_interleave(size, dim=1) for table in (self.scales, self.zeros))
         return (numbers - zeros).to(torch.float32) * scales
 
 
@@ -70,18 +70,20 @@ class QuantizedFolder:
         self._plain = SafetensorsFolder(folder)
         self._scheme = scheme
         self.name = self._plain.name
-        held, packed = self._plain.shapes, PACKED[scheme.method]
+        shapes, packed = self._plain.shapes, PACKED[scheme.method]
         self._bases = {
             name.removesuffix(packed)
-            for name in held
+            for name in shapes
             if name.endswith(packed) and self._is_quantized(name.removesuffix(packed))
         }
         ours = {f"{base}{suffix}" for base in self._bases for suffix in (packed, *BESIDE[scheme.method])}
         self._others = {
-            regular_name(name): name for name in held if name not in ours and not name.endswith(CACHE_SCALES)
+            regular_name(name): name
+            for name in shapes
+            if name not in ours and not name.endswith(CACHE_SCALES)
         }
         """Stored names of the tensors that are not quantized."""
-        self.shapes = {name: held[stored] for name, stored in self._others.items()}
+        self.shapes = {name: shapes[stored] for name, stored in self._others.items()}
         self.shapes.update({f"{base}{WEIGHT}": self._shape(base) for base in self._bases})
 
     def stored_bytes(self, tensor: str) -> int:
@@ -102,8 +104,8 @@ class QuantizedFolder:
             return self._plain.read(self._others[tensor])
         if self._scheme.method == "fp8":
             return self._read_fp8(base)
-        whole = Cut(0, (range(self._shape(base)[0]),))
-        return self._groups(base).floats(self._numbers(base, whole))
+        all_rows = Cut(0, (range(self._shape(base)[0]),))
+        return self._groups(base).floats(self._numbers(base, all_rows))
 
     def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         """

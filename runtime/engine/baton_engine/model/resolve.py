@@ -32,8 +32,8 @@ WAYS_OUT = (
 ADAPTER_WAYS_OUT = "Specify a folder that exists in the worker's container, or set HF_ENDPOINT to a mirror."
 
 
-def resolve(model: str, progress: Progress = SILENT, cache: Path | None = None) -> Checkpoint:
-    """Return the checkpoint of `model`. Downloads it if necessary; `cache` stores built-in models."""
+def resolve(model: str, progress: Progress = SILENT) -> Checkpoint:
+    """Return the checkpoint of `model`. Downloads it if necessary."""
     path = Path(model).expanduser()
     if path.is_dir():
         return _folder(path)
@@ -46,18 +46,18 @@ def resolve(model: str, progress: Progress = SILENT, cache: Path | None = None) 
         )
     if model == SMOLLM2.name:
         file = bundled(SMOLLM2, bundled_folder(os.environ))
-        return Checkpoint(file or fetch(SMOLLM2, cache or cache_folder(os.environ), progress), model)
+        return Checkpoint(file or fetch(SMOLLM2, cache_folder(os.environ), progress), model)
     if path.suffix == GGUF_SUFFIX or not HUB_ID.fullmatch(model):
         raise SetupError(f"The file or folder {model[:300]!r} does not exist. {WAYS_OUT}")
     opening = f"The folder {model!r} does not exist, and "
     return Checkpoint(hub.cached(model, opening, WAYS_OUT), model)
 
 
-def adapter_folder(location: str, patterns: tuple[str, ...], cache: Path | None = None) -> Path:
+def adapter_folder(location: str, patterns: tuple[str, ...]) -> Path:
     """
     Return the folder of an adapter: a path, a URI (hf, s3, gs or file), or a Hugging Face Hub id.
 
-    Downloads files that match `patterns` into `cache` once; changed files need another location. Raises
+    Downloads files that match `patterns` into Baton's cache once; changed files need another location. Raises
     FileNotFoundError if a local folder does not exist, and SetupError.
     """
     path = Path(location.removeprefix("file://")).expanduser()
@@ -65,7 +65,7 @@ def adapter_folder(location: str, patterns: tuple[str, ...], cache: Path | None 
         return path
     if "://" in location and not location.startswith("file://"):
         name = hashlib.sha256(location.encode()).hexdigest()[:16]
-        folder = (cache or cache_folder(os.environ)) / "adapters" / name
+        folder = cache_folder(os.environ) / "adapters" / name
         fetch_files(ModelSource(location, patterns=patterns), folder)
         return folder
     if path.is_absolute() or location.startswith((".", "~", "file:")) or not HUB_ID.fullmatch(location):

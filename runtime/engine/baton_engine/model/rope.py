@@ -11,9 +11,10 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, cat
 
-from baton_engine.model.spec import ModelSpec, RopeScaling
+from baton_engine.model.family import TensorNames
+from baton_engine.spec import ModelSpec, RopeScaling
 
 
 class Rotary:
@@ -82,9 +83,9 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 def _llama3(plain: Tensor, rope: RopeScaling) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and blend those between."""
     rotations = rope.original_context * plain / (2 * math.pi)
-    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return (1 - kept) * plain / rope.factor + kept * plain
+    unscaled = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    unscaled = unscaled.clamp(0, 1)
+    return (1 - unscaled) * plain / rope.factor + unscaled * plain
 
 
 def _yarn(plain: Tensor, rope: RopeScaling, spec: ModelSpec) -> Tensor:
@@ -103,3 +104,19 @@ def _yarn(plain: Tensor, rope: RopeScaling, spec: ModelSpec) -> Tensor:
         high += 0.001  # avoids a division by zero
     slowed = ((torch.arange(spec.rotated // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return plain / rope.factor * slowed + plain * (1 - slowed)
+
+
+def rotated_in_halves(rows: Tensor, base: str, spec: ModelSpec, names: TensorNames) -> Tensor:
+    """
+    Reorder the rows of the weight `base` that rotates adjacent pairs, for a rotation of halves.
+
+    The last `rotated` rows of each query head, and of the latent of keys and values, are rotated.
+    """
+    latent = spec.latent
+    if latent is None or not base.endswith((names.q, names.q_expand, names.kv_latent)):
+        return rows
+    heads = rows.view(1 if base.endswith(names.kv_latent) else spec.heads, -1, *rows.shape[1:])
+    # [heads, R / 2, 2, ...] -> [heads, 2, R / 2, ...]
+    adjacent = heads[:, -spec.rotated :].reshape(len(heads), spec.rotated // 2, 2, *rows.shape[1:])
+    pairs = adjacent.transpose(1, 2).flatten(1, 2)
+    return cat((heads[:, : -spec.rotated], pairs), dim=1).reshape(rows.shape)

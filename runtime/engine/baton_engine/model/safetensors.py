@@ -18,7 +18,7 @@ from torch import Tensor
 from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
 from baton_engine.model.file_reader import Location
-from baton_engine.model.quantized import Quantized
+from baton_engine.quantized import Quantized
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

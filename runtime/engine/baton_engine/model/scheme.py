@@ -117,7 +117,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 def _compressed(config: Mapping[str, Any]) -> Scheme:
     groups = list(config["config_groups"].values())
     weights = [group["weights"] for group in groups]
-    if not weights or any(each != weights[0] for each in weights):
+    if not weights or any(other != weights[0] for other in weights[1:]):
         raise _UnsupportedOption("config_groups", f"of {len(weights)} kinds", "one kind of weights")
     given = weights[0]
     kind, bits, strategy = given.get("type", "int"), given.get("num_bits"), given.get("strategy", "tensor")

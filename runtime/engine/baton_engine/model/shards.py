@@ -20,9 +20,9 @@ from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import TensorNames
-from baton_engine.model.quantized import Quantized
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tensor_reader import TensorSource
+from baton_engine.quantized import Quantized
+from baton_engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,17 @@ class Shard:
         """Return this rank's key heads of `count`. `size` divides `count`, or is a multiple of it."""
         return self.part(count) if count >= self.size else _single(self.rank * count // self.size)
 
-    def spec(self, whole: ModelSpec) -> ModelSpec:
+    def spec(self, model: ModelSpec) -> ModelSpec:
         """Return the sizes of this rank's part. The vocabulary stays whole: only its matrices are divided."""
-        experts = whole.experts
+        experts = model.experts
         if experts is not None:
             inner, shared = experts.intermediate // self.size, experts.shared // self.size
             experts = replace(experts, intermediate=inner, shared=shared)
         return replace(
-            whole,
-            heads=whole.heads // self.size,
-            kv_heads=len(self.kv_heads(whole.kv_heads)),
-            intermediate=whole.intermediate // self.size,
+            model,
+            heads=model.heads // self.size,
+            kv_heads=len(self.kv_heads(model.kv_heads)),
+            intermediate=model.intermediate // self.size,
             experts=experts,
         )
 
@@ -110,16 +110,16 @@ class ShardTensors:
         return self._source.format(tensor)
 
     def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
-        own = self._cuts.get(tensor)
-        if own is not None and cut is not None:
+        ours = self._cuts.get(tensor)
+        if ours is not None and cut is not None:
             raise ValueError(f"{tensor} is cut already")
-        return self._source.read_quantized(tensor, own or cut)
+        return self._source.read_quantized(tensor, ours or cut)
 
     def read(self, tensor: str) -> Tensor:
         if tensor in self._added_once:
             return torch.zeros(self.shapes[tensor])
-        whole = self._source.read(tensor)
-        return self._cuts[tensor].of(whole) if tensor in self._cuts else whole
+        values = self._source.read(tensor)
+        return self._cuts[tensor].of(values) if tensor in self._cuts else values
 
 
 def _cuts(spec: ModelSpec, shard: Shard) -> Iterator[tuple[str, Cut]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 
 def layer_windows(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:

@@ -2,9 +2,9 @@
 Packed weights of the CPU kernels in files of Baton's cache, which later starts map instead of packing again.
 
 A file is for one content of a checkpoint, one library of kernels (thus one kind of processor), one dtype and
-one choice of formats. Its name is a digest of them, and of this package's sources. The file holds a header
-and the kernels' memory. All bytes have checksums, which are compared before the weights are used. Workers of
-one machine share the mapped memory.
+one choice of formats. Its name is a digest of them, and of the sources that read and pack weights. The file
+has a header and the kernels' memory. All bytes have checksums, which are compared before the weights are
+used. Workers of one machine share the mapped memory.
 """
 
 from __future__ import annotations
@@ -124,20 +124,20 @@ class WeightsFile:
         Other processes see a whole file only. Of several that write the same one, the first one does. Raises
         OSError.
         """
-        whole = HEADER_BYTES + header.size
-        if whole > self.limit:
+        size = HEADER_BYTES + header.size
+        if size > self.limit:
             log.info(
                 "The packed weights (%s) are not stored, because --weights-cache is %s.",
-                show_size(whole),
+                show_size(size),
                 show_size(self.limit),
             )
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.path.parent).free
-        if whole > free * FREE_SHARE:
+        if size > free * FREE_SHARE:
             log.warning(
                 "The packed weights (%s) are not stored, because only %s are free in %s.",
-                show_size(whole),
+                show_size(size),
                 show_size(free),
                 self.path.parent,
             )
@@ -149,7 +149,7 @@ class WeightsFile:
             os.fchmod(file, 0o644)  # `trusted` rejects files that others can write
             os.replace(_partial(self.path), self.path)
         _prune(self.path, self.limit)
-        log.info("The packed weights (%s) are stored in %s for later starts.", show_size(whole), self.path)
+        log.info("The packed weights (%s) are stored in %s for later starts.", show_size(size), self.path)
 
 
 def content_digest(path: Path) -> str:
@@ -160,12 +160,12 @@ def content_digest(path: Path) -> str:
     """
     files = [path]
     if path.is_dir():
-        files = [each for each in sorted(path.iterdir()) if each.suffix in (".safetensors", ".json")]
+        files = [part for part in sorted(path.iterdir()) if part.suffix in (".safetensors", ".json")]
     digest = hashlib.sha256()
-    for each in files:
-        with each.open("rb") as file:
+    for part in files:
+        with part.open("rb") as file:
             status = os.fstat(file.fileno())
-            name = each.name if each != path else ""
+            name = part.name if part != path else ""
             digest.update(f"{name}\0{status.st_size}\0".encode())
             if status.st_size <= WHOLE:
                 digest.update(file.read())
@@ -181,7 +181,8 @@ def content_digest(path: Path) -> str:
 def file_name(*parts: object) -> str:
     """Return the name of the file for weights that depend on `parts`, by their representations."""
     digest = hashlib.sha256(repr(parts).encode())
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    package = Path(__file__).parents[1]
+    for source in (package / "quantized.py", package / "spec.py", *sorted((package / "model").rglob("*.py"))):
         digest.update(source.read_bytes())
     return f"{PREFIX}{digest.hexdigest()[:32]}"
 
@@ -252,13 +253,13 @@ def _locked(path: Path) -> Iterator[int | None]:
         os.close(file)
 
 
-def _prune(kept: Path, limit: int) -> None:
-    """Delete the least recently used files except `kept`, until all have at most `limit` bytes."""
+def _prune(written: Path, limit: int) -> None:
+    """Delete the least recently used files except `written`, until all have at most `limit` bytes."""
     files = []
-    for path in kept.parent.glob(f"{PREFIX}*"):
+    for path in written.parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.stat()
-            files.append((path == kept, status.st_mtime, status.st_size, path))
+            files.append((path == written, status.st_mtime, status.st_size, path))
     total = 0
     for newest, used, size, path in sorted(files, reverse=True):
         total += size

@@ -17,8 +17,8 @@ from torch import Tensor
 from baton_engine.model.cuts import Cut
 from baton_engine.model.file_reader import ALIGNMENT, FileReader, LocatedSource, Location, Scratch
 from baton_engine.model.progress import Progress
-from baton_engine.model.quantized import BLOCK, Format, Matrix, Quantized, QuantizedPart, quantize
-from baton_engine.model.spec import Quantize
+from baton_engine.quantized import BLOCK, Format, Matrix, Quantized, QuantizedPart, quantize
+from baton_engine.spec import Quantize
 
 log = logging.getLogger(__name__)
 
@@ -117,18 +117,18 @@ class TensorReader:
         shape = sum(rows), *self.shapes[names[0]][1:]
         dtype = self.dtype_of(names[0])
         if self.stream is None:
-            whole = torch.empty(shape, dtype=dtype, device=self.device)
+            stack = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            whole = self.stream.scratch.take(shape, dtype)
+            stack = self.stream.scratch.take(shape, dtype)
         start = 0
         for name, count in zip(names, rows, strict=True):
             if self.sampled:
-                _copy_samples(whole, start, self.source.read(name))
-            elif self.stream is None or not self.stream.read(name, whole[start : start + count]):
-                whole[start : start + count] = self.source.read(name)
+                _copy_samples(stack, start, self.source.read(name))
+            elif self.stream is None or not self.stream.read(name, stack[start : start + count]):
+                stack[start : start + count] = self.source.read(name)
             start += count
             self.progress.advance(self.source.stored_bytes(name))
-        return whole
+        return stack
 
     def most_bytes(self, name: str) -> int:
         """Return the bytes that `stacked` needs for a tensor at most."""
@@ -137,13 +137,13 @@ class TensorReader:
     def matrix(self, names: Sequence[str], paired: bool = False) -> Matrix:
         """Return the matrices stacked, quantized if possible. `paired`: they must have one format."""
         read = self._sampled if self.sampled else self._quantized
-        kept = [read(name) for name in names] if self.choice != "off" else []
-        parts = [part for matrix in kept if matrix is not None for part in matrix.parts]
-        whole = len(parts) == len(names) and (
+        matrices = [read(name) for name in names] if self.choice != "off" else []
+        parts = [part for matrix in matrices if matrix is not None for part in matrix.parts]
+        uniform = len(parts) == len(names) and (
             len({part.format for part in parts}) == 1
             or (not paired and all(len(part.rows) % MIXED_ROWS == 0 for part in parts))
         )
-        if not whole:
+        if not uniform:
             self.expanded.update(form for form in map(self.source.format, names) if form not in PLAIN)
             return self.stacked(names)
         for name in names:
@@ -152,11 +152,11 @@ class TensorReader:
 
     def _quantized(self, name: str, cut: Cut | None = None) -> Quantized | None:
         stored = Format.__members__.get(self.source.format(name))
-        kept = None
+        matrix = None
         if stored is None or stored in self.formats:
-            kept = self.source.read_quantized(name, cut)
-        if kept is not None or self.choice == "keep" or self.shapes[name][1] % BLOCK:
-            return kept
+            matrix = self.source.read_quantized(name, cut)
+        if matrix is not None or self.choice == "keep" or self.shapes[name][1] % BLOCK:
+            return matrix
         values = self.source.read(name)
         return quantize(values if cut is None else cut.of(values), Format[self.choice.upper()])
 
@@ -166,23 +166,23 @@ class TensorReader:
         if first is None:
             return None
         (part,), count = first.parts, self.shapes[name][0]
-        whole = torch.empty((count, part.rows.shape[1]), dtype=torch.uint8)
-        width = whole.shape[1]
+        all_rows = torch.empty((count, part.rows.shape[1]), dtype=torch.uint8)
+        width = all_rows.shape[1]
         rows = sorted(
             {
                 row
-                for sample in samples(whole.numel(), 1)
+                for sample in samples(all_rows.numel(), 1)
                 for row in range(sample.start // width, -(-sample.stop // width))
             }
         )
         read = self._quantized(name, Cut(0, tuple(range(row, row + 1) for row in rows)))
         assert read is not None
-        whole[rows] = read.parts[0].rows
-        return Quantized((QuantizedPart(part.format, whole, part.group),), first.inputs)
+        all_rows[rows] = read.parts[0].rows
+        return Quantized((QuantizedPart(part.format, all_rows, part.group),), first.inputs)
 
     def report(self) -> None:
         """Log the quantized matrices that were expanded."""
-        kept = ", ".join(form.name for form in sorted(self.formats))
+        formats = ", ".join(form.name for form in sorted(self.formats))
         parts = ", in parts of whole groups of inputs" if self.divided else ""
         for form, count in sorted(self.expanded.items()):
             log.log(
@@ -191,7 +191,7 @@ class TensorReader:
                 self.source.name,
                 count,
                 form,
-                "" if self.choice == "off" else f". Formats that are kept: {kept}{parts}",
+                "" if self.choice == "off" else f". Formats that are kept: {formats}{parts}",
             )
 
 
@@ -203,11 +203,11 @@ def samples(count: int, itemsize: int) -> list[range]:
     return [range(start, min(start + length, count)) for start in starts]
 
 
-def _copy_samples(whole: Tensor, row: int, part: Tensor) -> None:
-    """Copy the samples of `whole` that are in `part`, whose first row is `row` there."""
-    target, source = whole.view(-1), part.reshape(-1)
-    offset = row * (whole.numel() // len(whole))
-    for sample in samples(whole.numel(), whole.dtype.itemsize):
+def _copy_samples(tensor: Tensor, row: int, part: Tensor) -> None:
+    """Copy the samples of `tensor` that are in `part`, whose first row is `row` there."""
+    target, source = tensor.view(-1), part.reshape(-1)
+    offset = row * (tensor.numel() // len(tensor))
+    for sample in samples(tensor.numel(), tensor.dtype.itemsize):
         start, stop = max(sample.start, offset), min(sample.stop, offset + len(source))
         if start < stop:
             target[start:stop] = source[start - offset : stop - offset]

@@ -24,8 +24,8 @@ from baton_engine.machine import cache_folder
 from baton_engine.model import gguf_tokenizer, tokenizer_cache
 from baton_engine.model.checkpoint import Checkpoint, read_json
 from baton_engine.model.config import token_ids
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer_cache import Definition
+from baton_engine.spec import ModelSpec
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """Texts come one at a time, so threads of the library would only make forks unsafe."""
@@ -35,7 +35,7 @@ BREAK = "\ue0b1"
 SPACE_MARK = "\u2581"
 """SentencePiece's visible space."""
 COLLAPSED = 8
-"""A token stands for at most so many times the characters of the longest one, if white space collapses."""
+"""Where white space collapses, a token stands for at most so many times the characters of the longest."""
 HELD_LIMIT = 64
 """Maximum buffered tokens that do not form a character. Each step decodes the whole buffer, so it is bounded;
 at the limit, incomplete characters are emitted."""
@@ -55,7 +55,7 @@ class TextStream:
         self._stream = DecodeStream(ids=after, skip_special_tokens=False)
         self._tokens = after
         self._shown = len(self._text())
-        self._held = 0
+        self._pending = 0
 
     def _text(self) -> str:
         return str(self._backend.decode(self._tokens, skip_special_tokens=False))
@@ -70,9 +70,9 @@ class TextStream:
         except Exception:  # tokenizers raises it if later byte tokens change the text of earlier ones
             return self.flush()
         if text is None:
-            self._held += 1
-            return self.flush() if self._held >= HELD_LIMIT else ""
-        self._held = 0
+            self._pending += 1
+            return self.flush() if self._pending >= HELD_LIMIT else ""
+        self._pending = 0
         self._shown += len(text)
         return text
 
@@ -97,15 +97,15 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._byte_level = "ByteLevel" in _kinds(self._backend.decoder)
-        whole = self._byte_level or getattr(self._backend.model, "byte_fallback", False)
+        keeps_bytes = self._byte_level or getattr(self._backend.model, "byte_fallback", False)
         longest = max(map(len, self._backend.get_vocab()), default=1)
-        self._characters = longest if whole else COLLAPSED * longest
-        """Most characters of a text that one token stands for."""
+        self._characters = longest if keeps_bytes else COLLAPSED * longest
+        """Maximum characters of a text that a token stands for."""
         added = self._backend.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self._special = frozenset(number for number, token in added.items() if token.special)
-        own = tokenizer.eos_token_id
-        ends = (*eos_ids, *spec.eos_ids, *(() if own is None else (own,)))
+        eos = tokenizer.eos_token_id
+        ends = (*eos_ids, *spec.eos_ids, *(() if eos is None else (eos,)))
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end < spec.vocab))
         """Token ids that end an answer."""
         self.bos_id: int | None = spec.bos_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -161,7 +161,7 @@ class Tokenizer:
 
     def least_tokens(self, characters: int) -> int:
         """
-        Return how many tokens a text of so many characters has at least.
+        Return the least number of tokens of a text with this number of characters.
 
         A lower bound, except for tokenizers that collapse white space or unknown words: see `COLLAPSED`.
         """

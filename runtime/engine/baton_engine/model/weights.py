@@ -10,26 +10,149 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
-from baton_engine.model.expert_weights import mlp_shapes, mlp_weights
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import NORM, ModelFamily, TensorNames
 from baton_engine.model.family_tensors import Prefixed
 from baton_engine.model.file_reader import Scratch
-from baton_engine.model.latent_weights import latent_norms, latent_shapes
 from baton_engine.model.progress import Progress
-from baton_engine.model.quantized import NATIVE_FORMATS, Format, Matrix, Quantized
 from baton_engine.model.shards import Shard, ShardTensors
-from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.model.tensor_reader import TensorReader, TensorSource, TensorStream
+from baton_engine.quantized import NATIVE_FORMATS, Format, Matrix, Quantized
+from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec, Quantize
+
+
+def latent_shapes(
+    spec: ModelSpec, latent: LatentSpec, names: TensorNames
+) -> dict[str, tuple[int, int, bool]]:
+    """Return outputs, inputs and whether there is a bias, for each matrix of a layer's attention."""
+    n, heads, rotated = spec.hidden, spec.heads, spec.rotated
+    queries = heads * (latent.plain + rotated)
+    shapes = {
+        names.kv_latent: (latent.kv_rank + rotated, n, False),
+        names.kv_expand: (heads * (latent.plain + latent.value), latent.kv_rank, False),
+        names.output: (n, heads * latent.value, False),
+    }
+    if not latent.q_rank:
+        return shapes | {names.q: (queries, n, False)}
+    return shapes | {
+        names.q_latent: (latent.q_rank, n, False),
+        names.q_expand: (queries, latent.q_rank, False),
+    }
+
+
+def latent_norms(latent: LatentSpec, names: TensorNames) -> dict[str, int]:
+    """Return the sizes of the norms of the latents."""
+    return {names.kv_latent_norm: latent.kv_rank} | (
+        {names.q_latent_norm: latent.q_rank} if latent.q_rank else {}
+    )
+
+
+Shape = tuple[int, int, bool]
+"""Outputs, inputs, and whether there is a bias."""
+
+
+class MLPWeights(TypedDict):
+    """Fields of `LayerWeights`."""
+
+    gate_up: Matrix | None
+    gate_up_bias: Tensor | None
+    down: Matrix | None
+    down_bias: Tensor | None
+    router: Tensor | None
+    router_bias: Tensor | None
+    router_correction: Tensor | None
+    expert_gate_up: Matrix | None
+    expert_gate_up_bias: Tensor | None
+    expert_down: Matrix | None
+    expert_down_bias: Tensor | None
+
+
+class PartReader(Protocol):
+    def __call__(self, present: bool, kind: str, *parts: str) -> Tensor | None:
+        """Return the tensors of `kind` (weight or bias) of one layer, stacked; None if not `present`."""
+        ...
+
+
+def mlp_shapes(spec: ModelSpec, names: TensorNames, layer: int) -> dict[str, Shape]:
+    """Return the shape of each matrix of the MLP and of the experts of `layer`."""
+    n, experts = spec.hidden, spec.experts_of(layer)
+    if experts is None:
+        return _gated_shapes(_dense_gates(names), names.down, n, spec.intermediate, spec.mlp_bias)
+    shapes = {names.router: (experts.count, n, experts.biased)}
+    for expert in range(experts.count):
+        gates = [names.expert_gate.format(expert), names.expert_up.format(expert)]
+        down = names.expert_down.format(expert)
+        shapes |= _gated_shapes(gates, down, n, experts.intermediate, experts.biased)
+    if experts.shared:
+        gates = [names.shared_gate, names.shared_up]
+        shapes |= _gated_shapes(gates, names.shared_down, n, experts.shared, False)
+    return shapes
+
+
+def _gated_shapes(gates: Sequence[str], down: str, n: int, f: int, biased: bool) -> dict[str, Shape]:
+    rows = 2 * f // len(gates)
+    return {**dict.fromkeys(gates, (rows, n, biased)), down: (n, f, biased)}
+
+
+def mlp_weights(
+    spec: ModelSpec, names: TensorNames, layer: int, read: PartReader, matrix: Callable[..., Matrix]
+) -> MLPWeights:
+    """Read the MLP and the experts of `layer`."""
+    experts = spec.experts_of(layer)
+    dense, biased = experts is None, experts is None and spec.mlp_bias
+    gates, down = _dense_gates(names), names.down
+    if not dense:
+        gates, down = [names.shared_gate, names.shared_up], names.shared_down
+    has_mlp = experts is None or experts.shared > 0
+    gates_of, downs_of = [names.expert_gate, names.expert_up], [names.expert_down]
+    return {
+        "gate_up": matrix(*gates) if has_mlp else None,
+        "gate_up_bias": read(biased, "bias", *gates),
+        "down": matrix(down) if has_mlp else None,
+        "down_bias": read(biased, "bias", down),
+        "router": read(not dense, "weight", names.router),
+        "router_bias": read(experts is not None and experts.biased, "bias", names.router),
+        "router_correction": read(experts is not None and experts.corrected, "bias", names.router_correction),
+        "expert_gate_up": _weights_of(experts, gates_of, matrix),
+        "expert_gate_up_bias": _biases_of(experts, gates_of, read),
+        "expert_down": _weights_of(experts, downs_of, matrix),
+        "expert_down_bias": _biases_of(experts, downs_of, read),
+    }
+
+
+def _weights_of(
+    experts: ExpertSpec | None, parts: Sequence[str], matrix: Callable[..., Matrix]
+) -> Matrix | None:
+    if experts is None:
+        return None
+    stacked = matrix(*_of_each(experts, parts))
+    return stacked.view(experts.count, -1, stacked.shape[1]) if isinstance(stacked, Tensor) else stacked
+
+
+def _biases_of(experts: ExpertSpec | None, parts: Sequence[str], read: PartReader) -> Tensor | None:
+    if experts is None:
+        return None
+    biases = read(experts.biased, "bias", *_of_each(experts, parts))
+    return None if biases is None else biases.view(experts.count, -1)
+
+
+def _of_each(experts: ExpertSpec, parts: Sequence[str]) -> list[str]:
+    return [part.format(expert) for expert in range(experts.count) for part in parts]
+
+
+def _dense_gates(names: TensorNames) -> list[str]:
+    return [names.gate_up] if names.gate_up else [names.gate, names.up]
+
 
 log = logging.getLogger(__name__)
 
@@ -182,21 +305,21 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def check(source: TensorSource, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the expected shapes. Raises SetupError if the source's tensors differ."""
-    wanted, held = expected_shapes(spec), source.shapes
-    if missing := [name for name in wanted if name not in held]:
+    wanted, present = expected_shapes(spec), source.shapes
+    if missing := [name for name in wanted if name not in present]:
         raise SetupError(
             f"{source.name}: {_listed(missing)} missing, of {len(wanted)} tensors that "
             f"{spec.architecture} with {spec.layers} layers requires. Download the checkpoint again."
         )
-    if extra := [name for name in held if name not in wanted and not _is_harmless(name, spec)]:
+    if extra := [name for name in present if name not in wanted and not _is_harmless(name, spec)]:
         raise SetupError(
             f"{source.name}: {_listed(extra)} not part of {spec.architecture} with this configuration. The "
             "results would be wrong. Use a checkpoint of this architecture."
         )
     for name, shape in wanted.items():
-        if held[name] != shape:
+        if present[name] != shape:
             raise SetupError(
-                f"{source.name}: tensor {name} has shape {list(held[name])}, "
+                f"{source.name}: tensor {name} has shape {list(present[name])}, "
                 f"but the configuration requires {list(shape)}."
             )
     return wanted
@@ -236,9 +359,9 @@ def build(
         source = ShardTensors(source, spec, shard)
         shapes = {name: source.shapes[name] for name in shapes}
 
-    kept = partial(_kept, family=family, dtype=dtype)
+    dtype_of = partial(_dtype_of, family=family, dtype=dtype)
     reader = TensorReader(
-        source, shapes, kept, progress, choice, formats, sampled, device, divided=shard is not None
+        source, shapes, dtype_of, progress, choice, formats, sampled, device, divided=shard is not None
     )
     embedding = reader.matrix([f"{names.embedding}.weight"])
     layers = _streamed(spec, names, reader) if streamed else _one_by_one(spec, names, reader)
@@ -324,7 +447,7 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(factor, dtype=dtype))
 
 
-def _kept(name: str, *, family: ModelFamily, dtype: torch.dtype) -> torch.dtype:
+def _dtype_of(name: str, *, family: ModelFamily, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the tensor is kept: fp32 if rounding to `dtype` would change the results."""
     base, names = name.rpartition(".")[0], family.tensors
     exact = (family.norm_offset and base.endswith(NORM)) or base.endswith(names.router_correction)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # `baton up` imports `native.library` without torch
 
     from baton_engine.batch import Batch
     from baton_engine.kv.cache import KVCache
-    from baton_engine.model.quantized import Matrix
+    from baton_engine.quantized import Matrix
 
 
 class Linear(Protocol):

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from baton_engine.batch import Batch, StaticBatch
 from baton_engine.kv.cache import KVCache
-from baton_engine.model.quantized import Matrix, Quantized
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
 from baton_engine.ops.kernels import attention, experts, layers, plans
 from baton_engine.ops.kernels.one_row import RowLinear
-from baton_engine.ops.kernels.quantized import QuantizedLinear
-from baton_engine.ops.kernels.quantized_experts import QuantizedExperts
+from baton_engine.ops.kernels.quantized import QuantizedExperts, QuantizedLinear
 from baton_engine.ops.plain import PlainLinear, PlainOps
+from baton_engine.quantized import Matrix, Quantized
+from baton_engine.spec import ModelSpec
 
 MOST_HEAD_DIM = 256
 """A tile of wider heads would not fit in registers."""
@@ -119,11 +118,11 @@ class AcceleratorOps(PlainOps):
             return super().attention(q, cache, layer, batch, window, sinks)
         if window not in self._plan_of:
             if isinstance(batch, StaticBatch):
-                made = plans.plan_on_device(batch, self.spec, window)
+                plan = plans.plan_on_device(batch, self.spec, window)
             else:
                 large = attention.has_large_tiles(self.spec, q.element_size(), self._shared_memory)
-                made = plans.plan(batch, self.spec, window, large_tiles=large)
-            self._plan_of[window] = made
+                plan = plans.plan(batch, self.spec, window, large_tiles=large)
+            self._plan_of[window] = plan
         return attention.attention(q, cache, layer, batch, self._plan_of[window], window, sinks, self.spec)
 
 

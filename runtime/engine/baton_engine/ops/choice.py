@@ -1,4 +1,4 @@
-"""Choice of the operations of a decoder: by its device, and by what is installed."""
+"""Choice of the operations of a decoder, and of its dtype: by its device, and by what is installed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from baton_api.errors import SetupError
 from baton_engine.devices import has_bfloat16, shared_memory
 from baton_engine.kv.cache import FLOAT8_CACHE
-from baton_engine.model import native_decoder
-from baton_engine.model.quantized import NATIVE_FORMATS, Format
-from baton_engine.model.spec import ModelSpec, Quantize
 from baton_engine.ops import Ops, launchers
-from baton_engine.ops.cpu import CpuOps
+from baton_engine.ops.cpu import CpuOps, preferred_dtype
+from baton_engine.ops.native import support
 from baton_engine.ops.native.library import disabled
 from baton_engine.ops.plain import PlainOps
+from baton_engine.quantized import NATIVE_FORMATS, Format
+from baton_engine.spec import ModelSpec, Quantize
 
 if TYPE_CHECKING:
-    from baton_engine.sampling.weights import TokenRule
+    from baton_engine.ops.token_weights import TokenRule
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def kept_formats(
     elif on_cpu and ranks > 1:
         reason = "ranks on a CPU compute with torch operations"
     elif on_cpu:
-        runs = native_decoder.supports(spec, dtype) and native_decoder.available(environment)
+        runs = support.supports(spec, dtype) and support.available(environment)
         reason = "" if runs else "a C compiler is missing, or they do not support the model"
     else:
         reason = _missing(environment)
@@ -157,3 +157,25 @@ def runs_kernels(device_type: str, environment: Mapping[str, str] = os.environ) 
 @cache
 def _unusable_here() -> str:
     return _unusable(os.environ)
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """Return the data type of --dtype `name`."""
+    match name:
+        case "float32":
+            return torch.float32
+        case "bfloat16":
+            return torch.bfloat16
+        case _ if device.type == "cpu":
+            return preferred_dtype(torch.cpu.get_capabilities(), support.available())
+        case _:
+            capability = torch.cuda.get_device_capability(device)
+            if has_bfloat16(capability, rocm=torch.version.hip is not None):
+                return torch.bfloat16
+            log.warning(
+                "%s (compute capability %d.%d) has no products of bfloat16: weights and KV cache are in "
+                "float32, twice the size",
+                torch.cuda.get_device_name(device),
+                *capability,
+            )
+            return torch.float32

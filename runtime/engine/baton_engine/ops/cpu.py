@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_engine.model.quantized import Matrix, floats
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Linear
 from baton_engine.ops.plain import PlainLinear, PlainOps
+from baton_engine.quantized import Matrix, floats
+from baton_engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

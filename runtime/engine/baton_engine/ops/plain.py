@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
-from baton_engine.model.quantized import Matrix, floats
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
+from baton_engine.quantized import Matrix, floats
+from baton_engine.spec import ModelSpec
 from baton_engine.streams import copied
 
 SINK_DIMENSIONS = 8
@@ -189,13 +189,13 @@ class PlainOps:
         kv = cache.kv[:, layer]
         for part in self._parts(batch, window):
             # [R * B, 2, K, slot, D] -> [2, R, K, B * slot, D]
-            held = kv.index_select(0, part.blocks).view(part.rows, -1, *kv.shape[1:])
+            blocks = kv.index_select(0, part.blocks).view(part.rows, -1, *kv.shape[1:])
             if part.unused is not None and part.last is not None:
                 # Values of an earlier request may be NaN, and 0 times NaN is NaN.
-                row = torch.arange(part.rows, device=held.device)
+                row = torch.arange(part.rows, device=blocks.device)
                 unused = part.unused[:, None, None, :, None]
-                held[row, part.last] = held[row, part.last].masked_fill(unused, 0)
-            planes = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : part.context]
+                blocks[row, part.last] = blocks[row, part.last].masked_fill(unused, 0)
+            planes = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : part.context]
             keys, values = planes[0], planes[-1]
             queries = q[part.tokens].view(part.rows, -1, *q.shape[1:]).transpose(1, 2)  # [R, H, L, D]
             if sinks is not None:
@@ -243,7 +243,7 @@ class PlainOps:
         length, context = queries.shape[2], keys.shape[2]
         queries = functional.pad(queries, (0, SINK_DIMENSIONS))
         queries[..., self.spec.head_dim] = (sinks / self.spec.score_scale)[:, None]
-        keys, values = (functional.pad(each, (0, SINK_DIMENSIONS, 0, 1)) for each in (keys, values))
+        keys, values = (functional.pad(tensor, (0, SINK_DIMENSIONS, 0, 1)) for tensor in (keys, values))
         keys[:, :, context, self.spec.head_dim] = 1
         mask = part.mask
         if mask is None:

@@ -12,16 +12,16 @@ from baton_api.errors import SetupError
 from baton_api.workers import Role
 from baton_engine.model.checkpoint import Checkpoint, load_weights
 from baton_engine.model.decoder import create_decoder
+from baton_engine.model.group import Group
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.shards import Shard, check_degree
-from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import show_formats
+from baton_engine.model.weights_digest import WeightsSummary, weights_digest
 from baton_engine.ops.choice import kept_formats
-from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import Start
 from baton_engine.parallel.ranks import TIMEOUT_S, ParallelModel, Ranks
 from baton_engine.settings import WorkerSettings
-from baton_engine.transfer.compatibility import WeightsSummary, weights_digest
+from baton_engine.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +97,8 @@ def load_parallel(
     part = create_decoder(shard.spec(spec), summary.weights, device, dtype, group)
     sizes = summary.formats
     log.info("Weights of rank 0: %s", show_formats(sizes))
-    whole = load_weights(checkpoint, spec, dtype, SILENT, quantize, sampled=True, formats=formats)
-    return ParallelModel(spec, part, group, ranks, ranks.load()), weights_digest(whole), sizes.total()
+    sampled = load_weights(checkpoint, spec, dtype, SILENT, quantize, sampled=True, formats=formats)
+    return ParallelModel(spec, part, group, ranks, ranks.load()), weights_digest(sampled), sizes.total()
 
 
 def _device(first: torch.device, rank: int) -> str:

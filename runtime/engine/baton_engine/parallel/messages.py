@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from baton_api.messages import PoolLayout
 from baton_engine.batch import Batch, BatchRow
-from baton_engine.model.spec import Quantize
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.spec import Quantize
 
 LENGTH_BYTES = 4
 

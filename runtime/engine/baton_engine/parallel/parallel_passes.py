@@ -24,43 +24,45 @@ class CaptureFailed(Exception):
 class ParallelPasses:
     """Implementation of `captured_passes.Passes`, on rank 0."""
 
-    def __init__(self, ranks: Ranks, own: CapturedPasses, cache: KVCache) -> None:
-        """`own` and `cache` are rank 0's."""
+    def __init__(self, ranks: Ranks, rank0: CapturedPasses, cache: KVCache) -> None:
+        """`rank0` are the passes of rank 0, and `cache` is its part."""
         self._ranks = ranks
-        self._own = own
+        self._rank0 = rank0
         self._cache = cache
         self._others_used = 0
 
     @property
     def used(self) -> int:
-        return max(self._own.used, self._others_used)
+        return max(self._rank0.used, self._others_used)
 
     def capture(self, rows: int) -> int:
         """As `Passes`. Raises SetupError if a rank has ended or does not answer."""
         self._post(CapturePass(rows=rows))
-        own = captured(self._own, rows)
+        rank0 = captured(self._rank0, rows)
         others = self._ranks.replies(PassCaptured)
-        reasons = [f"rank {rank}: {one.reason}" for rank, one in enumerate([own, *others]) if one.reason]
+        reasons = [
+            f"rank {rank}: {reply.reason}" for rank, reply in enumerate([rank0, *others]) if reply.reason
+        ]
         if reasons:
             self.drop(rows)
             raise CaptureFailed("; ".join(reasons))
         self._others_used = max(other.used for other in others)
-        return max(own.used, self._others_used)
+        return max(rank0.used, self._others_used)
 
     def drop(self, rows: int) -> None:
         self._post(DropPass(rows=rows))
-        self._own.drop(rows)
+        self._rank0.drop(rows)
 
     def fits(self, rows: int, batch: Batch) -> bool:
-        return self._own.fits(rows, batch)
+        return self._rank0.fits(rows, batch)
 
     def replay(self, rows: int, batch: Batch) -> Tensor:
         message = ReplayPass.of(rows, batch)
-        return self._ranks.compute(message, lambda: self._own.replay(rows, batch), self._cache.streams)
+        return self._ranks.compute(message, lambda: self._rank0.replay(rows, batch), self._cache.streams)
 
     def clear(self) -> None:
         """The graphs of other ranks end with their processes."""
-        self._own.clear()
+        self._rank0.clear()
 
     def _post(self, message: CapturePass | DropPass) -> None:
         try:

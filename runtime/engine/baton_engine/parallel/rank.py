@@ -30,9 +30,10 @@ from baton_engine.devices import free_bytes, taken_bytes
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model, create_decoder
+from baton_engine.model.group import Group
 from baton_engine.model.shards import Shard
+from baton_engine.model.weights_digest import WeightsSummary
 from baton_engine.ops.choice import kept_formats
-from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import (
     Allocate,
     Allocated,
@@ -52,7 +53,6 @@ from baton_engine.parallel.messages import (
 )
 from baton_engine.parallel.parallel_passes import captured
 from baton_engine.parallel.rank_orders import RankOrders
-from baton_engine.transfer.compatibility import WeightsSummary
 from baton_engine.working_memory import DevicePeak, PeakMemory, working_memory
 
 log = logging.getLogger(__name__)

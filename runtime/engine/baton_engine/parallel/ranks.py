@@ -17,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
@@ -27,13 +29,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton_api.errors import BatonError, SetupError, TransferFailed
+from baton_api.errors import SetupError, TransferFailed
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache, MemoryBudget
 from baton_engine.model.decoder import Decoder
+from baton_engine.model.group import Group, RankFailed
 from baton_engine.model.lora import LoraWeights
-from baton_engine.model.spec import ModelSpec
-from baton_engine.parallel.group import Group
 from baton_engine.parallel.messages import (
     Allocate,
     Allocated,
@@ -53,10 +54,57 @@ from baton_engine.parallel.messages import (
     Start,
     frame,
 )
-from baton_engine.parallel.pass_watch import PassWatch
 from baton_engine.parallel.rank_pools import RankPools
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.spec import ModelSpec
 from baton_engine.streams import Streams, streams_of
+
+LOOKS = 4
+"""Times per limit that the thread looks at the wait."""
+
+
+class PassWatch:
+    """
+    Calls a function, once, if a wait takes longer than the limit, and up to a quarter of it later.
+
+    torch's watchdog of NCCL does so for operations that it launches, but a replayed graph does not pass it.
+    A thread looks from time to time, so that a wait itself costs no system call.
+    """
+
+    def __init__(
+        self, seconds: float, on_late: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds = seconds
+        self._on_late = on_late
+        self._clock = clock
+        self._since: float | None = None
+        """Begin of the wait. None: nothing waits."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pass-watch", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def limit(self) -> Iterator[None]:
+        """Return a context that waits for the device. One thread waits at a time."""
+        self._since = self._clock()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def close(self) -> None:
+        """End the thread. `on_late` may call it."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds / LOOKS):
+            since = self._since
+            if since is not None and self._clock() - since > self._seconds:
+                self._on_late()
+                return
+
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +115,6 @@ TIMEOUT_S = 60.0
 
 REASON_S = 2.0
 """Seconds to wait for the reason after an operation failed: its error only says that a connection ended."""
-
-
-class RankFailed(BatonError):
-    """A rank ended or hangs. Only a new worker can compute again."""
 
 
 class RankProcess(Protocol):

@@ -23,7 +23,7 @@ class Logprobs:
         self._states = states
         self.rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         """Rows that request logprobs."""
-        self._place = {row: place for place, row in enumerate(self.rows)}
+        self._position_of = {row: position for position, row in enumerate(self.rows)}
         if not self.rows:
             return
         self._values = logits[copied(np.array(self.rows), logits.device)].log_softmax(-1)
@@ -38,21 +38,21 @@ class Logprobs:
         device = tokens.device
         selected = tokens[copied(np.array(self.rows), device)].clamp(min=0).long()
         self._chosen = to_host(self._values.gather(1, selected[:, None]).squeeze(1))
-        for row, place in self._place.items():
+        for row, position in self._position_of.items():
             if named_ids := self._states[row].params.logprob_ids:
                 named = copied(np.array(named_ids, dtype=np.int64), device)
-                self._named[row] = to_host(self._values[place].index_select(0, named))
+                self._named[row] = to_host(self._values[position].index_select(0, named))
 
     def choice(self, row: int, token: int) -> TokenChoice:
         """Return the token of `row` with its logprobs, after an event behind `gather`."""
         params = self._states[row].params
         if params.logprobs is None:
             return TokenChoice(token=token)
-        place = self._place[row]
+        position = self._position_of[row]
         top: list[tuple[int, float]] = []
         if row in self._named:
             top = list(zip(params.logprob_ids, self._named[row].tolist(), strict=True))
         elif count := params.logprobs:
-            ids, values = self._ids[place, :count].tolist(), self._top[place, :count].tolist()
+            ids, values = self._ids[position, :count].tolist(), self._top[position, :count].tolist()
             top = list(zip(ids, values, strict=True))
-        return TokenChoice(token=token, logprob=self._chosen[place].item(), top=top)
+        return TokenChoice(token=token, logprob=self._chosen[position].item(), top=top)

@@ -7,7 +7,8 @@ top-p and min-p each determine a least weight to keep. The 64th highest block ma
 to a few likely tokens in nearly all cases.
 
 The token of a row depends only on its logits, parameters and position, not on other rows. Weights and their
-sums are exact integers (`baton_engine.sampling.weights`), so kernels on an accelerator select the same token.
+sums are exact integers (`baton_engine.ops.token_weights`), so kernels on an accelerator select the same
+token.
 
 Order of the steps: token mask, repetition penalty, frequency and presence penalty, logit bias, suppressed
 stop ids, temperature, min-p, top-k, and top-p of the remaining tokens. Tokens with the same weight as the
@@ -28,10 +29,10 @@ from torch import Tensor
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.ops.choice import selection as kernels_of
+from baton_engine.ops.token_weights import BLOCK, TokenRule, weigh
 from baton_engine.sampling import token_masks
 from baton_engine.sampling.logprobs import Logprobs
-from baton_engine.sampling.state import SamplingState, Seen
-from baton_engine.sampling.weights import BLOCK, TokenRule, rule_of, weigh
+from baton_engine.sampling.state import SamplingState, TokenCounts, rule_of
 from baton_engine.streams import copied, finish, to_host
 
 CANDIDATES = (64, 512)
@@ -151,7 +152,7 @@ def _adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
         flat.index_fill_(0, _moved(np.array(stops), flat), float("-inf"))
 
 
-def _penalize(flat: Tensor, rows: Sequence[tuple[int, SamplingParams, Seen]]) -> None:
+def _penalize(flat: Tensor, rows: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
     """Apply penalties to rows that start at these places."""
     indices = _moved(np.concatenate([start + seen.ids for start, _, seen in rows]), flat)
     counts = _moved(np.concatenate([seen.counts for _, _, seen in rows]), flat)
@@ -174,13 +175,13 @@ def _draw(logits: Tensor, peaks: Tensor, rules: Sequence[TokenRule]) -> list[int
     """Sample a token for each row. `peaks` are the highest logits. May overwrite the logits."""
     weights = weigh(logits, peaks, rules)
     tokens = [0] * len(rules)
-    whole = [row for row, rule in enumerate(rules) if not _truncates(rule)]
-    if whole:
-        numbers = np.array([rules[row].number for row in whole])
-        picked = _from_all(_select(weights.values, whole), weights.sums[whole], numbers)
-        for row, token in zip(whole, picked, strict=True):
+    untruncated = [row for row, rule in enumerate(rules) if not _truncates(rule)]
+    if untruncated:
+        numbers = np.array([rules[row].number for row in untruncated])
+        picked = _from_all(_select(weights.values, untruncated), weights.sums[untruncated], numbers)
+        for row, token in zip(untruncated, picked, strict=True):
             tokens[row] = token
-    if len(whole) < len(rules):
+    if len(untruncated) < len(rules):
         values, totals = weights.values.cpu().numpy(), weights.sums.sum(1)
         for row, rule in enumerate(rules):
             if _truncates(rule):

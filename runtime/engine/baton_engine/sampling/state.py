@@ -9,6 +9,7 @@ therefore gets the same tokens in any batch, after a retraction, and on another 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.sampling import SamplingParams
+from baton_engine.ops.token_weights import GREEDY, TokenRule, scale
 from baton_engine.requests import GrammarMatcher
 from baton_engine.sampling.token_masks import TokenMask
 
@@ -60,7 +62,7 @@ class SamplingState:
         otherwise."""
         self.adjusted = penalized or bool(params.logit_bias) or self.suppresses
         """Whether logits are modified before the selection."""
-        self.seen = Seen(given if params.repetition_penalty != 1.0 else ()) if penalized else None
+        self.seen = TokenCounts(given if params.repetition_penalty != 1.0 else ()) if penalized else None
         for token in prompt[len(given) :]:
             self.push(token)
 
@@ -102,14 +104,14 @@ class SamplingState:
             self.token_mask.push(token)
 
 
-class Seen:
+class TokenCounts:
     """The distinct tokens to penalize, with their counts in the output."""
 
     __slots__ = ("_counts", "_ids", "_index")
 
     def __init__(self, prompt: Sequence[int]) -> None:
         distinct = sorted(set(prompt))
-        self._index = {token: place for place, token in enumerate(distinct)}
+        self._index = {token: position for position, token in enumerate(distinct)}
         self._ids = np.zeros(max(64, 2 * len(distinct)), dtype=np.int64)
         self._ids[: len(distinct)] = distinct
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
@@ -123,12 +125,12 @@ class Seen:
         return self._counts[: len(self._index)]
 
     def push(self, token: int) -> None:
-        place = self._index.setdefault(token, len(self._index))
-        if place == len(self._ids):
+        position = self._index.setdefault(token, len(self._index))
+        if position == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token
-        self._counts[place] += 1
+        self._ids[position] = token
+        self._counts[position] += 1
 
 
 _MASK = (1 << 64) - 1
@@ -152,3 +154,18 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+def rule_of(state: SamplingState, vocab: int) -> TokenRule:
+    """Return the parameters of the next token."""
+    if state.greedy:
+        return GREEDY
+    params = state.params
+    floor = np.float32(2.0 ** scale(vocab)) * np.float32(params.min_p)
+    return TokenRule(
+        factor=float(np.float32(math.log2(math.e) / params.temperature)),
+        floor=max(float(floor), 1.0),
+        top_k=params.top_k if params.top_k < vocab else 0,
+        top_p=params.top_p,
+        number=uniform(params.seed, state.position),
+    )

@@ -144,7 +144,7 @@ class MaskFiller:
         if len(wanted) > len(self._space):
             self._space = np.zeros((2 * len(wanted), self._space.shape[1]), dtype=np.int32)
         masks: list[Mask] = [None] * len(token_masks)
-        rows = [(row, token_mask, self._space[place]) for place, (row, token_mask) in enumerate(wanted)]
+        rows = [(row, token_mask, self._space[position]) for position, (row, token_mask) in enumerate(wanted)]
         parts = min(self._threads, -(-len(rows) // ROWS_PER_THREAD))
         filling = [self._pool.submit(self._fill, rows[part::parts], masks) for part in range(parts)]
         return PendingMasks(masks, filling)

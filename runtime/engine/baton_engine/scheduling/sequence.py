@@ -14,11 +14,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.hashing import block_hashes, chain_hash
+from baton_engine.prompt_lookup import Lookup
 from baton_engine.requests import Fetch, Request
 from baton_engine.sampling.prompt_outputs import prompt_output_of
 from baton_engine.sampling.state import SamplingState
-from baton_engine.speculation.draft_state import DraftState
-from baton_engine.speculation.lookup import Lookup
+
+FIRST_ACCEPTANCE = 0.7
+"""Estimated acceptance of a token before the first draft."""
+
+
+class DraftState:
+    """Tokens of a sequence in the draft model's cache, its last draft and its acceptance."""
+
+    __slots__ = ("acceptance", "admissions", "draft", "filled", "start")
+
+    def __init__(self, admissions: int) -> None:
+        self.admissions = admissions
+        """`Sequence.admissions`: another number means other blocks."""
+        self.filled = 0
+        """Number of leading tokens whose KV is in the draft model's blocks."""
+        self.acceptance = FIRST_ACCEPTANCE
+        """Estimated probability that a draft token is accepted if those before it are."""
+        self.start = 0
+        """Position of the last draft."""
+        self.draft: tuple[int, ...] = ()
+        """The last draft, until its result is known. KV of all its tokens but the last was computed."""
 
 
 class Stage(enum.Enum):
@@ -127,17 +147,17 @@ class Sequence:
 
     def grow(self, blocks: abc.Sequence[int]) -> None:
         """Append allocated blocks."""
-        held = self.request.blocks
-        self.table[len(held) : len(held) + len(blocks)] = blocks
-        held.extend(blocks)
-        self.capacity = len(held) * self.block_size
+        table_blocks = self.request.blocks
+        self.table[len(table_blocks) : len(table_blocks) + len(blocks)] = blocks
+        table_blocks.extend(blocks)
+        self.capacity = len(table_blocks) * self.block_size
 
     def trim(self, tokens: int) -> list[int]:
         """Remove and return the blocks after the first `tokens` tokens. The caller releases the blocks."""
-        kept = self.blocks_for(tokens)
-        blocks = self.request.blocks[kept:]
-        del self.request.blocks[kept:]
-        self.capacity = kept * self.block_size
+        count = self.blocks_for(tokens)
+        blocks = self.request.blocks[count:]
+        del self.request.blocks[count:]
+        self.capacity = count * self.block_size
         return blocks
 
     def drop_blocks(self) -> list[int]:

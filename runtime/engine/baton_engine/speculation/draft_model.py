@@ -24,9 +24,8 @@ from baton_engine.forward_pass import synchronizer
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Model
 from baton_engine.sampling import sampler
-from baton_engine.scheduling.sequence import Sequence
+from baton_engine.scheduling.sequence import FIRST_ACCEPTANCE, DraftState, Sequence
 from baton_engine.speculation.costs import PassTimes
-from baton_engine.speculation.draft_state import FIRST_ACCEPTANCE, DraftState
 
 WEIGHT = 0.1
 """Weight of one result in the estimate of acceptance."""

@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 from baton_engine.forward_pass import PassResult, Sampled, ScheduledChunk
 from baton_engine.metrics.counters import EngineCounters
+from baton_engine.prompt_lookup import AcceptanceRates, Lookup
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence
 from baton_engine.speculation.costs import PassTimes, allot, common_length
 from baton_engine.speculation.draft_model import DraftModel
-from baton_engine.speculation.lookup import AcceptanceRates, Lookup
 from baton_engine.speculation.verification import verify
 
 log = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ def block_checksums(cache: KVCache, blocks: Sequence[int], sums: bool = False) -
 def _contents(cache: KVCache, blocks: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
     """Yield the bytes of each block on the host. Those of a device are copied together."""
     if cache.kv.device.type != "cpu":
-        with cache.streams.aside():
+        with cache.streams.side_stream():
             chosen = torch.tensor(list(blocks), device=cache.kv.device)
             copies = cache.kv.index_select(0, chosen).cpu()
         yield from copies.view(torch.uint8).numpy().reshape(len(blocks), -1)
@@ -62,7 +62,7 @@ def _contents(cache: KVCache, blocks: Sequence[int]) -> Iterator[NDArray[np.uint
 
 
 def _word_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
-    with cache.streams.aside():
+    with cache.streams.side_stream():
         words = cache.kv.view(cache.blocks, -1).view(torch.int64)
         of_plane = words.shape[1] // cache.planes
         layout = of_plane, of_plane * cache.ranks, of_plane * cache.rank
@@ -125,15 +125,15 @@ LIMIT = 1024 * 1024
 """Maximum bytes. An agent has about 500, and several hundred more per device."""
 
 
-def seal(metadata: bytes, wire: str, place: str) -> bytes:
+def seal(metadata: bytes, wire: str, host_id: str) -> bytes:
     """Add version, checksum and shared settings to `metadata`."""
-    body = f"{wire}\n{place}\n".encode() + metadata
+    body = f"{wire}\n{host_id}\n".encode() + metadata
     return MAGIC + xxhash.xxh3_128_digest(body) + body
 
 
 def unseal(sealed: bytes, wire: str) -> tuple[bytes, str]:
     """
-    Return the metadata and the place of the peer.
+    Return the metadata and the host id of the peer.
 
     Raises TransferFailed for damaged metadata, IncompatiblePeer for another `wire`.
     """
@@ -148,20 +148,20 @@ def unseal(sealed: bytes, wire: str) -> tuple[bytes, str]:
     parts = body.split(b"\n", 2)
     if xxhash.xxh3_128_digest(body) != sealed[len(MAGIC) : begin] or len(parts) < 3:
         raise TransferFailed("The peer's metadata was damaged in transit.")
-    theirs, place, metadata = parts
+    theirs, host_id, metadata = parts
     if theirs != wire.encode():
         raise IncompatiblePeer(
             f"The peer runs UCX with {theirs.decode(errors='replace')} and this worker with {wire}. Set the "
             "same values on all workers, or remove them."
         )
-    return metadata, place.decode(errors="replace")
+    return metadata, host_id.decode(errors="replace")
 
 
 def join_sealed(sealed: Sequence[bytes]) -> bytes:
     """Return the sealed metadata of all ranks' agents as one string. That of a single rank is unchanged."""
     if len(sealed) == 1:
         return sealed[0]
-    return b"".join(len(one).to_bytes(4) + one for one in sealed)
+    return b"".join(len(part).to_bytes(4) + part for part in sealed)
 
 
 def split_sealed(joined: bytes, ranks: int) -> list[bytes]:

@@ -22,7 +22,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pulled
 from baton_engine.transfer.integrity import block_checksums
 from baton_engine.transfer.parts import pool_layout, whole_bytes
-from baton_engine.transfer.reads import Settlement, check_pools, check_read, runs
+from baton_engine.transfer.reads import PullFuture, check_pools, check_read, runs
 
 _workers: WeakValueDictionary[bytes, LoopbackTransfer] = WeakValueDictionary()
 
@@ -63,8 +63,8 @@ class LoopbackTransfer:
         self._peers[worker._agent] = metadata
         return Peer(worker._agent, pools)
 
-    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Settlement:
-        end = Settlement()
+    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> PullFuture:
+        end = PullFuture()
         try:
             check_read(peer.pools[0], self.pools[0], remote, local)
             self._copier.submit(self._copy, peer, list(remote), list(local), end)
@@ -72,14 +72,14 @@ class LoopbackTransfer:
             end.fail(error)
         return end
 
-    def _copy(self, peer: Peer, remote: list[int], local: list[int], end: Settlement) -> None:
+    def _copy(self, peer: Peer, remote: list[int], local: list[int], end: PullFuture) -> None:
         begin = time.perf_counter()
         token = self._peers.get(peer.name)
         worker = None if token is None else _workers.get(token)
         if worker is None:
             end.fail(TransferFailed(f"The peer {peer.name} is gone."))
             return
-        with self._cache.streams.aside():
+        with self._cache.streams.side_stream():
             for source, destination, count in runs(remote, local):
                 content = worker._cache.kv[source : source + count]
                 self._cache.kv[destination : destination + count].copy_(content)

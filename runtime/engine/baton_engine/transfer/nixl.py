@@ -48,7 +48,7 @@ class NixlAgent:
     def __init__(self, name: str, cache: KVCache, pool: PoolLayout) -> None:
         """`pool` is `pool_layout` of `cache`, the part of one rank."""
         self.wire = ""
-        self.place = ""
+        self.host_id = ""
         self._name = name
         self._cache = cache  # keeps the memory alive while peers may write to it
         self._pool = pool
@@ -80,7 +80,7 @@ class NixlAgent:
                     f"UCX cannot start (UCX_TLS={tls}) or cannot register {size} bytes: {error}. {WAY_OUT}"
                 ) from error
             self.wire = ucx.wire()
-            self.place = ucx.place()
+            self.host_id = ucx.host_id()
         self._rdma = ucx.has_rdma()
         return metadata
 

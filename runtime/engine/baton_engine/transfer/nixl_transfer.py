@@ -20,7 +20,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pulled
 from baton_engine.transfer.integrity import block_checksums, join_sealed, split_sealed
 from baton_engine.transfer.pool_reader import PoolReader
-from baton_engine.transfer.reads import Settlement, check_pools, check_read, join_reads
+from baton_engine.transfer.reads import PullFuture, check_pools, check_read, join_reads
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class NixlTransfer:
     def __init__(self, cache: KVCache, worker: str, others: OtherRanks | None) -> None:
         self._cache = cache
         self._others = others
-        self._own = PoolReader(cache, worker)
-        self._pools: tuple[PoolLayout, ...] = (self._own.pool,)
+        self._rank0 = PoolReader(cache, worker)
+        self._pools: tuple[PoolLayout, ...] = (self._rank0.pool,)
         self._metadata = b""
 
     @classmethod
@@ -74,13 +74,13 @@ class NixlTransfer:
         """Start UCX and register the cache of each rank. Raises SetupError."""
         transfer = cls(cache, worker, others)
         try:
-            sealed = [await asyncio.wrap_future(transfer._own.open())]
+            sealed = [await asyncio.wrap_future(transfer._rank0.open())]
             opened = await _all(others.open(worker)) if others is not None else []
         except TransferFailed as error:
-            transfer._own.stop()
+            transfer._rank0.stop()
             raise SetupError(f"A rank cannot transfer its KV blocks: {error.message}") from error
         except BaseException:
-            transfer._own.stop()
+            transfer._rank0.stop()
             raise
         transfer._metadata = join_sealed([*sealed, *(metadata for metadata, _ in opened)])
         transfer._pools = (*transfer._pools, *(pool for _, pool in opened))
@@ -101,7 +101,7 @@ class NixlTransfer:
     async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
         check_pools(self._pools, pools, self._cache.whole_kv_heads)
         sealed = split_sealed(metadata, len(pools))
-        peer = Peer(await asyncio.wrap_future(self._own.connect(sealed, pools, epoch)), pools)
+        peer = Peer(await asyncio.wrap_future(self._rank0.connect(sealed, pools, epoch)), pools)
         if self._others is not None:
             try:
                 await _all(self._others.connect(sealed, pools, epoch, peer.name))
@@ -110,17 +110,17 @@ class NixlTransfer:
                 raise
         return peer
 
-    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Settlement:
-        end = Settlement()
+    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> PullFuture:
+        end = PullFuture()
         try:
             check_read(peer.pools[0], self._pools[0], remote, local)
         except TransferFailed as error:
             end.fail(error)
             return end
-        own = self._own.pull(peer.name, remote, local)
+        rank0 = self._rank0.pull(peer.name, remote, local)
         if self._others is None:
-            return own
-        join_reads([own.end, *self._others.pull(peer.name, remote, local)], end)
+            return rank0
+        join_reads([rank0.end, *self._others.pull(peer.name, remote, local)], end)
         return end
 
     def checksums(self, blocks: Sequence[int], sums: bool) -> list[int]:
@@ -137,19 +137,19 @@ class NixlTransfer:
             self._serve(-1)
 
     def _serve(self, change: int) -> None:
-        self._own.serve(change)
+        self._rank0.serve(change)
         if self._others is not None:
             self._others.serve(change)
 
     async def disconnect(self, peer: Peer) -> None:
         if self._others is not None:
             self._others.disconnect(peer.name)  # later orders come after it
-        await asyncio.wrap_future(self._own.disconnect(peer.name))
+        await asyncio.wrap_future(self._rank0.disconnect(peer.name))
 
     async def close(self) -> None:
         others = self._others.close(CLOSE_GRACE_S) if self._others is not None else []
-        self._own.stop()
-        ended = await asyncio.to_thread(self._own.join, CLOSE_GRACE_S)
+        self._rank0.stop()
+        ended = await asyncio.to_thread(self._rank0.join, CLOSE_GRACE_S)
         await asyncio.to_thread(wait, others, CLOSE_GRACE_S)  # a rank that hangs does not answer
         if not ended:
             log.warning(

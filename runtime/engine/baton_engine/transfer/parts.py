@@ -49,8 +49,10 @@ def common_pieces(ours: PoolLayout, ranks: int, theirs: PoolLayout, planes: int)
     common = range(max(our_first, their_first), min(our_first + our_count, their_first + their_count))
     return CommonPieces(
         size,
-        tuple((plane * our_count + one - our_first) * size for plane in range(planes) for one in common),
-        tuple((plane * their_count + one - their_first) * size for plane in range(planes) for one in common),
+        tuple((plane * our_count + heads - our_first) * size for plane in range(planes) for heads in common),
+        tuple(
+            (plane * their_count + heads - their_first) * size for plane in range(planes) for heads in common
+        ),
     )
 
 

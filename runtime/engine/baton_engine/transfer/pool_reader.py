@@ -14,7 +14,7 @@ from baton_engine.transfer.integrity import block_checksums, seal, unseal
 from baton_engine.transfer.nixl import NixlAgent
 from baton_engine.transfer.parts import VRAM, common_pieces, pool_layout
 from baton_engine.transfer.reader import BlockReader, Read
-from baton_engine.transfer.reads import Settlement, join_reads, slices
+from baton_engine.transfer.reads import PullFuture, join_reads, slices
 
 SLICE_BYTES = 4 * 1024 * 1024
 """Size of one slice. Over shared memory it blocks the thread for about 1 ms."""
@@ -48,7 +48,7 @@ class PoolReader:
         metadata = self._agent.open()
         if self.pool.memory == VRAM:
             block_checksums(self._cache, (0,), sums=True)  # Triton compiles its kernel now, not for a request
-        return seal(metadata, self._agent.wire, self._agent.place)
+        return seal(metadata, self._agent.wire, self._agent.host_id)
 
     def connect(
         self, sealed: Sequence[bytes], pools: tuple[PoolLayout, ...], epoch: str, peer: str = ""
@@ -67,8 +67,8 @@ class PoolReader:
             for pool, metadata in zip(pools, sealed, strict=True):
                 common = common_pieces(self.pool, self._cache.ranks, pool, self._cache.planes)
                 if common.bytes:
-                    plain, place = unseal(metadata, self._agent.wire)
-                    near = place == self._agent.place != ""
+                    plain, host_id = unseal(metadata, self._agent.wire)
+                    near = host_id == self._agent.host_id != ""
                     agents[self._reader.connect(plain, (pool,), epoch, near)] = common.bytes
         except BaseException:
             for agent in agents:
@@ -91,13 +91,13 @@ class PoolReader:
         if not connected.uses:
             del self._peers[peer]
 
-    def pull(self, peer: str, remote: Sequence[int], local: Sequence[int]) -> Settlement:
+    def pull(self, peer: str, remote: Sequence[int], local: Sequence[int]) -> PullFuture:
         """Start to read this rank's part of the blocks. They must be valid (`reads.check_read`)."""
-        end = Settlement()
+        end = PullFuture()
         self._reader.post(lambda: self._pull(peer, remote, local, end))
         return end
 
-    def _pull(self, peer: str, remote: Sequence[int], local: Sequence[int], end: Settlement) -> None:
+    def _pull(self, peer: str, remote: Sequence[int], local: Sequence[int], end: PullFuture) -> None:
         connected = self._peers.get(peer)
         # The reader fails reads from unknown agents.
         agents = {peer: 0} if connected is None else connected.agents
@@ -105,7 +105,7 @@ class PoolReader:
             Read(
                 peer=agent,
                 bytes=len(remote) * size,
-                end=Settlement() if len(agents) > 1 else end,
+                end=PullFuture() if len(agents) > 1 else end,
                 waiting=deque(slices(remote, local, max(1, SLICE_BYTES // max(1, size)))),
                 sample=(list(remote[:1]), list(local[:1])),
             )

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
-from baton_engine.transfer.reads import Settlement
+from baton_engine.transfer.reads import PullFuture
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Read:
 
     peer: str
     bytes: int
-    end: Settlement
+    end: PullFuture
     waiting: deque[tuple[list[int], list[int]]]
     sample: tuple[list[int], list[int]]
     """One block that is read again to determine the transport."""

@@ -84,7 +84,7 @@ def runs(remote: Sequence[int], local: Sequence[int]) -> Iterator[tuple[int, int
             begin = position
 
 
-class Settlement:
+class PullFuture:
     """Implementation of `Pull`. Its owner sets the result once, from any thread."""
 
     def __init__(self) -> None:
@@ -105,8 +105,8 @@ class Settlement:
         self.end.set_exception(error)
 
 
-def join_reads(parts: Sequence[Future[Pulled]], whole: Settlement) -> None:
-    """Settle `whole` with the last of `parts`. It fails if one of them has failed."""
+def join_reads(parts: Sequence[Future[Pulled]], total: PullFuture) -> None:
+    """Complete `total` with the last of `parts`. It fails if one of them has failed."""
     lock, left = threading.Lock(), len(parts)
 
     def ended(_: Future[Pulled]) -> None:
@@ -117,11 +117,11 @@ def join_reads(parts: Sequence[Future[Pulled]], whole: Settlement) -> None:
                 return
         error = next((error for part in parts if (error := part.exception()) is not None), None)
         if error is not None:
-            whole.fail(error)
+            total.fail(error)
             return
         pulled = [part.result() for part in parts]
-        seconds = max(one.seconds for one in pulled)
-        whole.succeed(Pulled(sum(one.bytes for one in pulled), seconds, pulled[0].transport))
+        seconds = max(part_read.seconds for part_read in pulled)
+        total.succeed(Pulled(sum(part_read.bytes for part_read in pulled), seconds, pulled[0].transport))
 
     for part in parts:
         part.add_done_callback(ended)

@@ -61,7 +61,7 @@ def has_rdma() -> bool:
     return INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
 
 
-def place() -> str:
+def host_id() -> str:
     """
     Return an id of the machine and namespaces, which processes must share for direct memory copies by UCX.
 
@@ -79,7 +79,7 @@ def transport(on_device: bool, copied: bool, rdma: bool) -> str:
     """
     Return the transport of reads from a peer, as far as it can be observed, because NIXL does not report it.
 
-    `copied` means that both ends have the same `place` and reads complete in the posting call: the kernel
+    `copied` means that both ends have the same `host_id` and reads complete in the posting call: the kernel
     copies between processes (`shm`, process_vm_readv). Other reads use a network: TCP without an RDMA device,
     otherwise an unknown one (`network`). For GPU memory the transport is unknown, because copies between GPUs
     are asynchronous too.

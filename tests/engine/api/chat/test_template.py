@@ -17,13 +17,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton_api.errors import InvalidRequest, SetupError
 from baton_engine.api.chat.messages import read_messages
-from baton_engine.api.chat.template import dialect, sandbox
-from baton_engine.api.chat.template.dialect import Dialect
-from baton_engine.api.chat.template.prompt import TemplateInput, render
-from baton_engine.api.chat.template.sandbox import TemplateError
-from baton_engine.api.chat.template.subprocess import render_apart
-from baton_engine.api.chat.template.templates import Templates, templates_of
 from baton_engine.api.fields import Fields
+from baton_engine.api.template import dialect, sandbox
+from baton_engine.api.template.dialect import Dialect
+from baton_engine.api.template.rendering import TemplateInput, render, render_apart
+from baton_engine.api.template.sandbox import TemplateError
+from baton_engine.api.template.templates import Templates, templates_of
 from tests.engine.api.api import make_tokenizer
 from tests.tokenizers import npm_tokenizer
 

@@ -14,7 +14,7 @@ from baton_api.errors import ModelNotFound
 from baton_api.keys import KeyDigest, Keys
 from baton_engine.api.fields import Fields
 from baton_engine.api.http import HttpServer
-from baton_engine.api.messages import conversation
+from baton_engine.api.messages import request
 from baton_engine.api.parsing.tools.request import log_left_out
 from baton_engine.settings import WorkerSettings
 from tests.engine.api.api import CONTEXT, MODEL, Api, open_api
@@ -329,8 +329,8 @@ HISTORIES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("name", HISTORIES)
 def test_message_history_of_agents_becomes_chat(name: str) -> None:
     given, expected = HISTORIES[name]
-    read = conversation.read(Fields({"messages": given}))
-    assert conversation.finished(read.messages) == expected
+    read = request.read_conversation(Fields({"messages": given}))
+    assert request.finished(read.messages) == expected
 
 
 EDITS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}

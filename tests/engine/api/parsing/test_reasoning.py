@@ -20,11 +20,15 @@ from baton_engine.api.parsing.parts import (
     ToolCall,
     merged,
 )
-from baton_engine.api.parsing.reasoning import families, formats
-from baton_engine.api.parsing.reasoning.families import FAMILIES, PromptState
-from baton_engine.api.parsing.reasoning.formats import Described, Harmony, Marked, Opening
-from baton_engine.api.parsing.reasoning.reader import ReasoningReader
-from baton_engine.api.parsing.reasoning.visibility import Showing
+from baton_engine.api.parsing.reasoning import formats, marked
+from baton_engine.api.parsing.reasoning.formats import (
+    AnswerStart,
+    Described,
+    Harmony,
+    Marked,
+    ReasoningFilter,
+)
+from baton_engine.api.parsing.reasoning.marked import FAMILIES, PromptState, ReasoningReader
 from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
 from baton_engine.model.families import BY_ARCHITECTURE
 
@@ -104,7 +108,7 @@ def test_marks_tell_the_thought_from_the_answer(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_reasoning_reader_families_split_thought_from_answer(
-    family: families.ReasoningFamily,
+    family: marked.ReasoningFamily,
 ) -> None:
     text = f"{family.start} some {family.start[:-1]} thought {family.end[:-1]}{family.end}\n an answer"
     state = PromptState.OPEN if family.implied else PromptState.FREE
@@ -124,19 +128,19 @@ def test_reasoning_reader_random_text_is_the_same_in_pieces(seed: int) -> None:
     scraps = ["<think>", "</think>", "<", "</", "think", ">", " ", "\n", "a", "b "]
     text = "".join(chance.choices(scraps, k=12))
     for state in PromptState:
-        for fields in ({}, {"apart": False}, {"exact": True}):
+        for fields in ({}, {"separate": False}, {"keep_space": True}):
             assert_same_in_pieces(lambda: ReasoningReader(QWEN3, PlainReader(), state, **fields), text)  # noqa: B023
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_reasoning_reader_not_apart_keeps_thoughts_in_the_text(name: str) -> None:
     state, text, _ = MARKED[name]
-    parts = read(ReasoningReader(QWEN3, PlainReader(), state, apart=False), [text])
+    parts = read(ReasoningReader(QWEN3, PlainReader(), state, separate=False), [text])
     assert parts == ([AnswerText(text)] if text else [])
 
 
 def test_reasoning_reader_exact_keeps_white_space() -> None:
-    reader = ReasoningReader(QWEN3, PlainReader(), PromptState.OPEN, exact=True)
+    reader = ReasoningReader(QWEN3, PlainReader(), PromptState.OPEN, keep_space=True)
     assert read(reader, ["Hm. \n</think>\n 7 "]) == [Thought("Hm."), AnswerText("\n 7 ")]
 
 
@@ -153,7 +157,7 @@ def test_reasoning_reader_thought_whole_or_left_out() -> None:
     pieces = ["<think>a", "b ", "c</think>", "d", "e"]
 
     def parts_by_piece(left_out: bool) -> list[list[Part]]:
-        reader = Showing(ReasoningReader(QWEN3, PlainReader(), PromptState.FREE), left_out=left_out)
+        reader = ReasoningFilter(ReasoningReader(QWEN3, PlainReader(), PromptState.FREE), left_out=left_out)
         return [list(reader.push(piece)) for piece in pieces] + [list(reader.flush())]
 
     assert parts_by_piece(left_out=False) == [
@@ -165,7 +169,7 @@ def test_reasoning_reader_thought_whole_or_left_out() -> None:
         [],
     ]
     assert parts_by_piece(left_out=True) == [[], [], [], [AnswerText("d")], [AnswerText("e")], []]
-    cut = Showing(ReasoningReader(QWEN3, PlainReader(), PromptState.OPEN), left_out=False)
+    cut = ReasoningFilter(ReasoningReader(QWEN3, PlainReader(), PromptState.OPEN), left_out=False)
     assert read(cut, ["only ", "thought"]) == [Thought("only thought")]
     assert cut.thinking
 
@@ -194,10 +198,10 @@ def test_family_state_follows_the_end_of_the_prompt(name: str) -> None:
 
 def test_format_thinking_marks_delay_the_constraint() -> None:
     form = Marked(QWEN3)
-    assert form.thinking(Opening(prompt="<|assistant|>\n")) == ("<think>", "</think>")
-    assert form.thinking(Opening(prompt="<|assistant|>\n<think>\n")) == ("", "</think>")
-    assert form.thinking(Opening(prompt="<think>\n\n</think>\n\n")) is None
-    assert Harmony().thinking(Opening(prompt="<|start|>assistant")) == ("", "<|channel|>final<|message|>")
+    assert form.thinking(AnswerStart(prompt="<|assistant|>\n")) == ("<think>", "</think>")
+    assert form.thinking(AnswerStart(prompt="<|assistant|>\n<think>\n")) == ("", "</think>")
+    assert form.thinking(AnswerStart(prompt="<think>\n\n</think>\n\n")) is None
+    assert Harmony().thinking(AnswerStart(prompt="<|start|>assistant")) == ("", "<|channel|>final<|message|>")
 
 
 HARMONY: dict[str, tuple[str, list[Part]]] = {
@@ -223,12 +227,12 @@ HARMONY: dict[str, tuple[str, list[Part]]] = {
 @pytest.mark.parametrize("name", HARMONY)
 def test_channels_tell_the_parts_of_gpt_oss(name: str) -> None:
     text, expected = HARMONY[name]
-    opening = Opening(prompt="<|start|>assistant", toolbox=TOOLBOX)
+    opening = AnswerStart(prompt="<|start|>assistant", toolbox=TOOLBOX)
     assert assert_same_in_pieces(lambda: Harmony().reader(opening, PlainReader()), text) == expected
 
 
 def test_harmony_knows_which_tokens_are_thoughts() -> None:
-    reader = Harmony().reader(Opening(prompt=""), PlainReader())
+    reader = Harmony().reader(AnswerStart(prompt=""), PlainReader())
     assert isinstance(reader, formats.Thinker)
     reader.push("<|channel|>analysis<|message|>Hm")
     assert reader.thinking
@@ -254,7 +258,7 @@ DESCRIBED: dict[str, tuple[str, str, list[Part]]] = {
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_described_format_splits_the_parts(name: str) -> None:
     prompt, text, expected = DESCRIBED[name]
-    opening = Opening(prompt=f"<|user|>Hi<|assistant|>{prompt}", toolbox=TOOLBOX)
+    opening = AnswerStart(prompt=f"<|user|>Hi<|assistant|>{prompt}", toolbox=TOOLBOX)
     form = Described(RESPONSE_TEMPLATE)
     assert assert_same_in_pieces(lambda: form.reader(opening, PlainReader()), text) == expected
 

@@ -13,7 +13,7 @@ from baton_api.errors import (
     MISSING_REQUIRED_PARAMETER,
     InvalidRequest,
 )
-from baton_engine.api.responses.conversation import read
+from baton_engine.api.chat.input_items import read
 
 
 def user(text: str) -> dict[str, Any]:

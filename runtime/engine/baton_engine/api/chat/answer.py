@@ -100,7 +100,7 @@ class ChatShape:
         return self.streaming.closing(self._envelope(CHUNK, []), usage)
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
-        body = self._envelope("chat.completion", [self._choice(choice, whole) for choice, whole in choices])
+        body = self._envelope("chat.completion", [self._choice(choice, piece) for choice, piece in choices])
         body["usage"] = usage.body()
         if self.metadata is not None:
             body["metadata"] = self.metadata
@@ -123,10 +123,10 @@ class ChatShape:
         """Whether the answer may contain calls instead of content."""
         return self.toolbox is not None and bool(self.toolbox.callable)
 
-    def _choice(self, choice: Choice, whole: Piece) -> dict[str, Any]:
-        calls = {} if self.toolbox is None else message_calls(whole.parts, self.toolbox)
-        content_text = self.echo + "".join(part.text for part in whole.parts if isinstance(part, AnswerText))
-        thought = "".join(part.text for part in whole.parts if isinstance(part, Thought))
+    def _choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        calls = {} if self.toolbox is None else message_calls(piece.parts, self.toolbox)
+        content_text = self.echo + "".join(part.text for part in piece.parts if isinstance(part, AnswerText))
+        thought = "".join(part.text for part in piece.parts if isinstance(part, Thought))
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if not content_text and self._offers else content_text,
@@ -134,8 +134,8 @@ class ChatShape:
             "annotations": [],
         }
         message |= _thought(thought or None) | calls
-        body = {"index": choice.index, "message": message, "logprobs": self._logprobs(whole)}
-        return body | self._end(choice.transcript, bool(calls)) | self._token_ids(whole)
+        body = {"index": choice.index, "message": message, "logprobs": self._logprobs(piece)}
+        return body | self._end(choice.transcript, bool(calls)) | self._token_ids(piece)
 
     def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -16,15 +16,19 @@ from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.sampling import SamplingParams, Thinking
 from baton_engine.api import parameters, structured_output
 from baton_engine.api.chat.answer import ChatShape
-from baton_engine.api.chat.format import ChatFormat
 from baton_engine.api.chat.messages import read_content
 from baton_engine.api.chat.prompt import ChatPrompt, read_prompt
+from baton_engine.api.chat_format import ChatFormat
 from baton_engine.api.fields import Fields
 from baton_engine.api.logprobs import token_name
 from baton_engine.api.parameters import unsupported
 from baton_engine.api.parsing.parts import Reader
-from baton_engine.api.parsing.reasoning.formats import Opening
-from baton_engine.api.parsing.reasoning.visibility import ReasoningOptions, Showing, read_options
+from baton_engine.api.parsing.reasoning.formats import (
+    AnswerStart,
+    ReasoningFilter,
+    ReasoningOptions,
+    read_options,
+)
 from baton_engine.api.parsing.tools.request import reject_forced_call
 from baton_engine.api.prompts import check_text
 from baton_engine.api.served import Served
@@ -52,12 +56,12 @@ def prepare(fields: Fields, served: Served) -> Work:
     parameters.check_min_tokens(common, prompt.max_tokens)
     if common.sampling.constraint is not None:
         reject_forced_call(chat_prompt.toolbox, structured_output.constrained_by(fields) or "response_format")
-    opening = Opening(
+    opening = AnswerStart(
         prompt=chat_prompt.text,
         continued=chat_prompt.last if chat_prompt.continued else None,
         toolbox=chat_prompt.toolbox,
-        apart=options.apart,
-        exact=common.sampling.constraint is not None,
+        separate=options.separate,
+        keep_space=common.sampling.constraint is not None,
     )
     sampling = _constrained(common.sampling, opening, options, served)
     shape = ChatShape(
@@ -74,12 +78,12 @@ def prepare(fields: Fields, served: Served) -> Work:
         echo=chat_prompt.last or "" if fields.boolean("echo") else "",
     )
     common = replace(common, sampling=sampling)
-    held = common.streaming.wanted and not options.streamed
+    buffers = common.streaming.wanted and not options.streamed
     return Work(
         (prompt,),
         common,
         shape,
-        reader=_reader(served.chat, opening, options, held),
+        reader=_reader(served.chat, opening, options, buffers),
         marks=_marks(served.chat, chat_prompt),
         prediction=_prediction(fields, served),
     )
@@ -91,7 +95,7 @@ def prompt_tokens(fields: Fields, served: Served) -> tuple[int, ...]:
 
 
 def _constrained(
-    sampling: SamplingParams, opening: Opening, options: ReasoningOptions, served: Served
+    sampling: SamplingParams, opening: AnswerStart, options: ReasoningOptions, served: Served
 ) -> SamplingParams:
     """Add the constraint of the tools, and the reasoning before the constrained answer."""
     chat = served.chat
@@ -111,17 +115,21 @@ def _constrained(
 
 
 def _reader(
-    chat: ChatFormat, opening: Opening, options: ReasoningOptions, held: bool
+    chat: ChatFormat, opening: AnswerStart, options: ReasoningOptions, buffers: bool
 ) -> Callable[[], Reader]:
-    """Return a function that creates the reader of one choice. `held` buffers reasoning until its end."""
+    """
+    Return a function that creates the reader of one choice.
+
+    With `buffers`, reasoning is emitted in one piece at its end.
+    """
 
     def reader() -> Reader:
         calls = chat.tools.reader(opening.toolbox)
         if chat.reasoning is None:
             return calls
         thoughts = chat.reasoning.reader(opening, calls)
-        if held or not options.included:
-            return Showing(thoughts, left_out=not options.included)
+        if buffers or not options.included:
+            return ReasoningFilter(thoughts, left_out=not options.included)
         return thoughts
 
     return reader

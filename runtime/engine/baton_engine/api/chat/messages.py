@@ -35,23 +35,17 @@ Message = dict[str, Any]
 def read_messages(fields: Fields) -> list[Message]:
     """Read `messages`, at least one. Raises InvalidRequest."""
     fields.require("messages")
-    items = fields.array("messages", limits.MESSAGES.most) or []
-    if not items:
+    if not fields.array("messages", limits.MESSAGES.most):
         raise InvalidRequest(
             "Invalid 'messages': empty array. Expected at least 1 message.",
             param="messages",
             code=EMPTY_ARRAY,
         )
-    messages: list[Message] = []
-    called = Called()
-    for position, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise wrong_type(f"messages[{position}]", "an object", item)
-        messages.append(_message(Fields(item, f"messages[{position}]"), called))
-    return messages
+    called = CallHistory()
+    return [_message(item, called) for item in fields.objects("messages", limits.MESSAGES.most)]
 
 
-class Called:
+class CallHistory:
     """The calls so far, which later results refer to."""
 
     def __init__(self) -> None:
@@ -75,21 +69,19 @@ class Called:
         return self._last if self.name(self._last) == name else self.fresh()
 
 
-def _message(fields: Fields, called: Called) -> Message:
+def _message(fields: Fields, called: CallHistory) -> Message:
     fields.require("role")
     role = fields.choice("role", ROLES)
     match role:
         case "assistant":
             message = _assistant(fields, called)
         case "tool":
-            fields.require("tool_call_id")
-            call = fields.text("tool_call_id") or ""
+            call = fields.required_text("tool_call_id")
             message = {"role": "tool", "content": _result(fields), "tool_call_id": call}
             if name := called.name(call):
                 message["name"] = name
         case "function":
-            fields.require("name")
-            call = called.latest(fields.text("name") or "")
+            call = called.latest(fields.required_text("name"))
             message = {"role": "tool", "content": _result(fields), "tool_call_id": call}
         case _:
             message = {"role": role, "content": read_content(fields)}
@@ -97,7 +89,7 @@ def _message(fields: Fields, called: Called) -> Message:
     return message if speaker is None else message | {"name": speaker}
 
 
-def _assistant(fields: Fields, called: Called) -> Message:
+def _assistant(fields: Fields, called: CallHistory) -> Message:
     if fields.given("audio"):
         raise unsupported(fields.param("audio"))
     message: Message = {"role": "assistant", "content": None}
@@ -120,28 +112,20 @@ def _assistant(fields: Fields, called: Called) -> Message:
 
 
 def _calls(fields: Fields) -> list[Message]:
-    items = fields.array("tool_calls", limits.TOOL_CALLS.most) or []
-    calls: list[Message] = []
-    for position, item in enumerate(items):
-        path = f"{fields.param('tool_calls')}[{position}]"
-        if not isinstance(item, dict):
-            raise wrong_type(path, "an object", item)
-        call = Fields(item, path)
-        call.require("id")
-        calls.append({"id": call.text("id"), "type": "function", "function": _called(call)})
-    return calls
+    return [
+        {"id": call.required_text("id"), "type": "function", "function": _called(call)}
+        for call in fields.objects("tool_calls", limits.TOOL_CALLS.most)
+    ]
 
 
 def _called(call: Fields) -> Message:
     """Read a call. The text of a custom tool becomes the parameter of a function."""
     kind = call.choice("type", ("function", "custom")) or "function"
     call.require(kind)
-    function = Fields(call.mapping(kind) or {}, call.param(kind))
-    function.require("name")
-    if kind == "custom":
-        function.require("input")
-        return {"name": function.text("name"), "arguments": {INPUT: function.text("input")}}
-    return {"name": function.text("name"), "arguments": _arguments(function)}
+    function = call.member(kind)
+    name = function.required_text("name")
+    arguments = {INPUT: function.required_text("input")} if kind == "custom" else _arguments(function)
+    return {"name": name, "arguments": arguments}
 
 
 def _arguments(function: Fields) -> dict[str, Any] | str:
@@ -163,15 +147,12 @@ def _arguments(function: Fields) -> dict[str, Any] | str:
     return arguments if isinstance(arguments, dict) else text
 
 
-def _function_call(fields: Fields, called: Called) -> list[Message]:
+def _function_call(fields: Fields, called: CallHistory) -> list[Message]:
     """Read the deprecated `function_call`."""
-    given = fields.mapping("function_call")
-    if not given:
+    if not fields.mapping("function_call"):
         return []
-    function = Fields(given, fields.param("function_call"))
-    function.require("name")
-    name = function.text("name") or ""
-    call = {"name": name, "arguments": _arguments(function)}
+    function = fields.member("function_call")
+    call = {"name": function.required_text("name"), "arguments": _arguments(function)}
     return [{"id": called.fresh(), "type": "function", "function": call}]
 
 
@@ -208,10 +189,7 @@ def _part(part: Any, path: str, noted: bool) -> str:
     kind = fields.require("type")
     if kind in (*TEXT_PARTS, "refusal"):
         name = "refusal" if kind == "refusal" else "text"
-        fields.require(name)
-        text = fields.text(name)
-        assert text is not None
-        return text
+        return fields.required_text(name)
     if noted:
         return unreadable_note(kind)
     if kind in OTHER_PARTS:

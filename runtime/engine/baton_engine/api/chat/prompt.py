@@ -10,15 +10,15 @@ from typing import Any
 
 from baton_api import limits, response_items
 from baton_api.errors import EMPTY_ARRAY, InvalidRequest
+from baton_engine.api.chat import input_items
 from baton_engine.api.chat.messages import Message, read_messages
-from baton_engine.api.chat.template.prompt import TemplateInput, read_template, read_variables
-from baton_engine.api.fields import Fields, renamed, wrong_type
+from baton_engine.api.fields import Fields, renamed_fields
 from baton_engine.api.parsing.tools.hermes import END, START
 from baton_engine.api.parsing.tools.request import read_tools
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 from baton_engine.api.prompts import check_text, read_ids
-from baton_engine.api.responses import conversation
 from baton_engine.api.served import Served
+from baton_engine.api.template.rendering import TemplateInput, read_template, read_variables
 from baton_engine.model.tokenizer import BREAK, Tokenizer
 
 IDS = ("input_ids", "prompt_token_ids")
@@ -53,8 +53,8 @@ def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> 
     if name is not None:
         return _of_ids(fields, name, toolbox, served)
     templates, settings = served.chat.templates, served.settings
-    brought = read_template(fields, settings.trust_request_chat_template)
-    if brought is None:
+    own_template = read_template(fields, settings.trust_request_chat_template)
+    if own_template is None:
         templates.source(toolbox is not None)  # a missing template is reported before invalid messages
     messages = _messages(fields)
     last = _last(messages)
@@ -65,7 +65,7 @@ def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> 
     if settings.plain_message_texts:
         messages = [_plain_message(message, served.tokenizer) for message in messages]
         documents, encode = _broken(documents, served.tokenizer.broken), served.tokenizer.encode_plain
-    if brought is None and _has_tools(messages, toolbox) and served.chat.describes_tools(toolbox):
+    if own_template is None and _has_tools(messages, toolbox) and served.chat.describes_tools(toolbox):
         messages, tools = describe_tools(messages, toolbox), None
     template_input = TemplateInput(
         messages=messages,
@@ -75,7 +75,7 @@ def read_prompt(fields: Fields, served: Served, *, any_length: bool = False) -> 
         continued=continued,
         variables=read_variables(fields, settings.default_chat_template_kwargs, templates.specials),
     )
-    text = templates.render(template_input, brought)
+    text = templates.render(template_input, own_template)
     if not any_length:
         check_text(served, "messages", text)
     return ChatPrompt(
@@ -104,9 +104,11 @@ def _broken(value: Any, broken: Callable[[str], str]) -> Any:
         case str():
             return broken(value)
         case dict():
-            return {name: one if name in NAMES else _broken(one, broken) for name, one in value.items()}
+            return {
+                name: member if name in NAMES else _broken(member, broken) for name, member in value.items()
+            }
         case list() | tuple():
-            return [_broken(one, broken) for one in value]
+            return [_broken(member, broken) for member in value]
         case _:
             return value
 
@@ -116,9 +118,9 @@ def _messages(fields: Fields) -> list[Message]:
     items = fields.get("input")
     if fields.get("messages") is not None or not isinstance(items, str | list):
         return read_messages(fields)
-    talk = conversation.read(response_items.listed(items), 0, fields.text("instructions"))
-    with renamed(lambda param: conversation.source(param, talk) or param):
-        return read_messages(Fields({"messages": talk.messages}))
+    conversation = input_items.read(response_items.listed(items), 0, fields.text("instructions"))
+    with renamed_fields(lambda param: input_items.source(param, conversation) or param):
+        return read_messages(Fields({"messages": conversation.messages}))
 
 
 def _of_ids(fields: Fields, name: str, toolbox: Toolbox | None, served: Served) -> ChatPrompt:
@@ -161,11 +163,9 @@ def _continued(fields: Fields, last: str | None) -> bool:
 
 
 def _documents(fields: Fields) -> list[dict[str, Any]] | None:
-    documents = fields.array("documents", limits.DOCUMENTS.most)
-    for position, document in enumerate(documents or ()):
-        if not isinstance(document, dict):
-            raise wrong_type(f"documents[{position}]", "an object", document)
-    return documents
+    for _ in fields.objects("documents", limits.DOCUMENTS.most):
+        pass  # objects with any members
+    return fields.array("documents", limits.DOCUMENTS.most)
 
 
 RESULT, RESULT_END = "<tool_response>", "</tool_response>"
@@ -188,8 +188,8 @@ def describe_tools(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | Non
         elif message.get("tool_calls"):
             text_part = _text(message.get("content"))
             calls = [_call(call["function"]) for call in message["tool_calls"]]
-            kept = {key: value for key, value in message.items() if key != "tool_calls"}
-            rewritten.append(kept | {"content": "\n".join([*([text_part] if text_part else []), *calls])})
+            others = {key: value for key, value in message.items() if key != "tool_calls"}
+            rewritten.append(others | {"content": "\n".join([*([text_part] if text_part else []), *calls])})
         elif message["role"] == "user" and rewritten and rewritten[-1].get("results"):
             results = rewritten.pop()["content"]  # many templates require alternating roles
             rewritten.append(dict(message) | {"content": f"{results}\n{_text(message['content'])}"})
@@ -199,19 +199,22 @@ def describe_tools(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | Non
         message.pop("results", None)
     if toolbox is None or not toolbox.callable:
         return rewritten
-    words = _words(toolbox)
+    instructions = _instructions(toolbox)
     if rewritten and rewritten[0]["role"] in ("system", "developer"):
-        return [rewritten[0] | {"content": f"{_text(rewritten[0]['content'])}\n\n{words}"}, *rewritten[1:]]
-    return [{"role": "system", "content": words}, *rewritten]
+        return [
+            rewritten[0] | {"content": f"{_text(rewritten[0]['content'])}\n\n{instructions}"},
+            *rewritten[1:],
+        ]
+    return [{"role": "system", "content": instructions}, *rewritten]
 
 
-def _words(toolbox: Toolbox) -> str:
+def _instructions(toolbox: Toolbox) -> str:
     example = _call({"name": "the name of the tool", "arguments": {"parameter": "value"}})
     definitions = [tool.definition["function"] for tool in toolbox.callable.values()]
     tools = [json.dumps(definition, ensure_ascii=False) for definition in definitions]
-    lead = "To answer, call" if toolbox.forced else "If it helps to answer, call"
-    many = "one of these tools, or several of them" if toolbox.parallel else "one of these tools"
-    return "\n".join([f"{lead} {many}:", *tools, "A call is written like this:", example])
+    introduction = "To answer, call" if toolbox.forced else "If it helps to answer, call"
+    amount = "one of these tools, or several of them" if toolbox.parallel else "one of these tools"
+    return "\n".join([f"{introduction} {amount}:", *tools, "A call is written like this:", example])
 
 
 def _call(function: Mapping[str, Any]) -> str:

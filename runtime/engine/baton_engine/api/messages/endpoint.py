@@ -9,13 +9,13 @@ from typing import Any
 from baton_api import anthropic, limits
 from baton_engine.api import parameters
 from baton_engine.api.chat import endpoint
-from baton_engine.api.fields import Fields, renamed
+from baton_engine.api.fields import Fields, renamed_fields
 from baton_engine.api.generate import check_model
 from baton_engine.api.messages import request
 from baton_engine.api.messages.output import MessageShape
 from baton_engine.api.messages.request import MessagesRequest
 from baton_engine.api.served import Served
-from baton_engine.api.work import Work, named
+from baton_engine.api.work import Work, with_constraint_field
 
 
 def prepare(fields: Fields, served: Served) -> Work:
@@ -33,8 +33,8 @@ def prepare(fields: Fields, served: Served) -> Work:
             "budget_tokens", f"expected less than 'max_tokens', which is {wanted}, but got {budget}"
         )
     chat, here = Fields(given.chat), partial(request.here, request=given)
-    with renamed(here):
-        work = named(endpoint.prepare(chat, served), chat)
+    with renamed_fields(here):
+        work = with_constraint_field(endpoint.prepare(chat, served), chat)
         (prompt,) = work.prompts
         limit = min(wanted, prompt.max_tokens)
         parameters.check_min_tokens(work.parameters, limit)
@@ -55,7 +55,7 @@ def count_tokens(fields: Fields, served: Served) -> dict[str, Any]:
     fields.require("model")
     check_model(fields, served)
     given = _read(fields, served)
-    with renamed(partial(request.here, request=given)):
+    with renamed_fields(partial(request.here, request=given)):
         count = len(endpoint.prompt_tokens(Fields(given.chat), served))
     edited = {"context_management": {"original_input_tokens": count}} if given.edits else {}
     return {"input_tokens": count} | edited

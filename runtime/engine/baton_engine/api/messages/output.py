@@ -48,7 +48,7 @@ class Block:
         return {"type": self.type, self.type: value} | signature
 
     @property
-    def whole(self) -> dict[str, Any] | None:
+    def complete(self) -> dict[str, Any] | None:
         """The complete block; None for a truncated call, whose input is incomplete JSON."""
         text = "".join(self.texts)
         if self.call is None:
@@ -145,13 +145,13 @@ class MessageShape:
             self._begun = True
             message = self._message([], None, usage())
             opening = anthropic.event("message_start", {"message": message}) + anthropic.event("ping", {})
-        passing = opening + self._blocks.push(merged(piece.parts))
+        events = opening + self._blocks.push(merged(piece.parts))
         if piece.finish is not None:
-            passing += self._blocks.close()
+            events += self._blocks.close()
             delta = self._end(choice.transcript)
             members = {"delta": delta, "usage": _usage(usage())} | self._edited()
-            passing += anthropic.event("message_delta", members)
-        return passing
+            events += anthropic.event("message_delta", members)
+        return events
 
     def resume(self, answer: str, created: int) -> None:
         self.id, self.created = answer, created
@@ -160,9 +160,9 @@ class MessageShape:
         return anthropic.event("message_stop", {})
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
-        choice, whole = choices[0]
-        self._blocks.push(merged(whole.parts))
-        content = [block.whole for block in self._blocks.all]
+        choice, piece = choices[0]
+        self._blocks.push(merged(piece.parts))
+        content = [block.complete for block in self._blocks.all]
         return self._message([block for block in content if block is not None], choice.transcript, usage)
 
     def _message(self, content: Sequence[Any], transcript: Transcript | None, usage: Usage) -> dict[str, Any]:

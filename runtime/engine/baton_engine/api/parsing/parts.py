@@ -57,21 +57,21 @@ class Reader(Protocol):
         """
         Return the buffered parts at the end of the answer. A truncated call keeps its arguments so far.
 
-        `cut` says that the model did not end the answer. A mark, or the beginning of a call, that was cut off
-        is no text then. If the model ended it, it is, so that no text is lost.
+        `cut` says that the model did not end the answer. The beginning of a mark or of a call at its end is
+        then dropped. Otherwise it is text, so that no text is lost.
         """
         ...
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
     """Join adjacent parts of the same type and call."""
-    whole: list[Part] = []
+    joined: list[Part] = []
     for _, run in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
         first, *others = run
         if others and not isinstance(first, ToolCall):
             first = replace(first, text="".join(getattr(part, "text", "") for part in (first, *others)))
-        whole.append(first)
-    return whole
+        joined.append(first)
+    return joined
 
 
 class PlainReader:

@@ -1,12 +1,20 @@
-"""The routes of `/v1/responses` on a worker."""
+"""
+The routes of `/v1/responses` on a worker, and the conversations that `previous_response_id` continues.
+
+A standalone worker stores responses itself. Behind a router, the next request may reach another worker. The
+router therefore stores responses, and sends the whole conversation with each request.
+"""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,16 +22,77 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import headers, limits, response_items, response_store
 from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, EMPTY_ARRAY, InvalidRequest
-from baton_api.response_store import ResponseStore, StoreLimits, owner
+from baton_api.response_store import ResponseStore, StoreLimits, Turn, owner
 from baton_engine.api.chat import endpoint
-from baton_engine.api.fields import Fields, renamed
+from baton_engine.api.fields import Fields, renamed_fields
 from baton_engine.api.generate import Generate
 from baton_engine.api.responses import request
 from baton_engine.api.responses.output import Events, MessageLogprobs, ResponseItems, ResponseShape
 from baton_engine.api.responses.request import ResponseRequest
-from baton_engine.api.responses.store import ConversationMemory, OwnMemory, RoutersMemory, forget
 from baton_engine.api.served import Served
-from baton_engine.api.work import Work, named
+from baton_engine.api.work import Work, with_constraint_field
+
+ResponseBody = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """The conversation of a request."""
+
+    items: Sequence[object]
+    """The whole conversation, oldest item first."""
+    earlier: int
+    """Number of items from earlier responses."""
+    keep: Callable[[ResponseBody], None]
+    """Stores the response."""
+
+
+class ConversationMemory(Protocol):
+    """Access of one request to stored conversations."""
+
+    def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:
+        """
+        Return the conversation that ends with `given`, with kept items in place of references.
+
+        Raises PreviousResponseNotFound, and InvalidRequest for an unknown item.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMemory:
+    """Stores responses in this worker."""
+
+    store: ResponseStore
+    owner: bytes
+
+    def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:
+        if any(isinstance(item, dict) and item.get("type") == response_items.REFERENCE for item in given):
+            resolved = self.store.resolved(self.owner, [msgspec.json.encode(item) for item in given])
+            given = [msgspec.json.decode(item) for item in resolved]
+        before = None if previous is None else self.store.previous(self.owner, previous)
+        earlier = [msgspec.json.decode(item) for item in before.conversation] if before else []
+
+        def keep(response: ResponseBody) -> None:
+            body = msgspec.json.encode(response)
+            self.store.put(self.owner, Turn(response["id"], before, response_items.named(given), body))
+
+        return Recalled([*earlier, *given], len(earlier), keep)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutersMemory:
+    """The router stores responses, and has put `earlier` items before the input."""
+
+    earlier: int
+
+    def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:
+        return Recalled(given, min(self.earlier, len(given)), forget)
+
+
+def forget(response: ResponseBody) -> None:
+    """Do not store the response."""
+
 
 _STATE = headers.STATE.encode()
 
@@ -95,7 +164,7 @@ def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
         )
     response_request = request.read(fields, recalled.items, recalled.earlier)
     here = partial(request.here, request=response_request)
-    with renamed(here):
+    with renamed_fields(here):
         work = (
             _fitted(response_request, served)
             if response_request.truncate
@@ -103,7 +172,7 @@ def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
         )
     constrained_by = work.constrained_by and here(work.constrained_by)
     sampling = served.defaults.sampling
-    drawn = {
+    sampling_echo = {
         "temperature": fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range),
         "top_p": fields.number("top_p", sampling.top_p, *limits.TOP_P.range),
     }
@@ -116,7 +185,7 @@ def prepare(fields: Fields, served: Served, memory: ConversationMemory) -> Work:
     )
     shape = ResponseShape(
         model=served.answering(fields.text("model")),
-        echo=response_request.echo | drawn,
+        echo=response_request.echo | sampling_echo,
         events_of=events,
         output=ResponseItems(events, response_request.tools, logprobs),
         logprobs=logprobs,
@@ -143,11 +212,11 @@ def _input(fields: Fields) -> list[Any]:
 
 def _chat(response_request: ResponseRequest, served: Served, start: int) -> Work:
     """Prepare the chat request with the instructions and the messages from `start` on."""
-    talk = response_request.conversation
-    head = talk.messages[: talk.sources[:1] == ["instructions"]]
-    messages = [*head, *talk.messages[max(start, len(head)) :]]
+    conversation = response_request.conversation
+    head = conversation.messages[: conversation.sources[:1] == ["instructions"]]
+    messages = [*head, *conversation.messages[max(start, len(head)) :]]
     fields = Fields(response_request.options | {"messages": messages})
-    return named(endpoint.prepare(fields, served), fields)
+    return with_constraint_field(endpoint.prepare(fields, served), fields)
 
 
 def _fitted(response_request: ResponseRequest, served: Served) -> Work:

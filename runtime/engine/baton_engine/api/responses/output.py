@@ -51,7 +51,7 @@ CUSTOM_CALL = ItemKind("custom_tool_call", "response.custom_tool_call_input", "i
 
 
 @dataclass(slots=True)
-class Growing:
+class OpenItem:
     """The open item."""
 
     kind: ItemKind
@@ -62,13 +62,13 @@ class Growing:
     """The called tool."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    place: dict[str, Any] = field(init=False)
+    position: dict[str, Any] = field(init=False)
     """Members of its events that identify the item."""
 
     def __post_init__(self) -> None:
-        self.place = {"item_id": self.id, "output_index": self.index}
+        self.position = {"item_id": self.id, "output_index": self.index}
         if self.kind.content:
-            self.place["content_index"] = 0
+            self.position["content_index"] = 0
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ class ResponseItems:
         self._events = events
         self._tools = {tool.qualified: tool for tool in tools}
         self._logprobs = logprobs
-        self._open: Growing | None = None
+        self._open: OpenItem | None = None
         self._blank = ""
         """White space that may be the start of a message."""
 
@@ -145,7 +145,7 @@ class ResponseItems:
                 return
         self._grow(self._of(MESSAGE), text)
 
-    def _of(self, kind: ItemKind) -> Growing:
+    def _of(self, kind: ItemKind) -> OpenItem:
         """Return the open item if it is of this kind, otherwise a new item."""
         if self._open is not None and self._open.kind is kind:
             return self._open
@@ -153,22 +153,22 @@ class ResponseItems:
 
     def _begin(
         self, kind: ItemKind, call: ToolCall | None = None, tool: OfferedTool | None = None
-    ) -> Growing:
+    ) -> OpenItem:
         self._end("completed")
         self._blank = ""
-        self._open = item = Growing(kind, len(self.items), new_id(kind.type), call, tool)
+        self._open = item = OpenItem(kind, len(self.items), new_id(kind.type), call, tool)
         self._events.add(
             "response.output_item.added", {"output_index": item.index, "item": item.item("in_progress")}
         )
         if kind.content:
-            self._events.add("response.content_part.added", item.place | {"part": item.part("")})
+            self._events.add("response.content_part.added", item.position | {"part": item.part("")})
         return item
 
-    def _grow(self, item: Growing, text: str) -> None:
+    def _grow(self, item: OpenItem, text: str) -> None:
         if not text:
             return
         item.texts.append(text)
-        delta = item.place | {"delta": text}
+        delta = item.position | {"delta": text}
         if item.kind is MESSAGE:
             delta["logprobs"] = logprobs = [] if self._logprobs is None else self._logprobs.of(text)
             item.logprobs += logprobs
@@ -179,7 +179,7 @@ class ResponseItems:
         if item is None:
             return
         text = "".join(item.texts)
-        done = item.place | {item.kind.name: text}
+        done = item.position | {item.kind.name: text}
         if item.kind is MESSAGE:
             done["logprobs"] = item.logprobs
         elif item.call is not None:
@@ -187,11 +187,11 @@ class ResponseItems:
         self._events.add(f"{item.kind.event}.done", done)
         if item.kind.content:
             self._events.add(
-                "response.content_part.done", item.place | {"part": item.part(text, item.logprobs)}
+                "response.content_part.done", item.position | {"part": item.part(text, item.logprobs)}
             )
-        whole = item.item(status)
-        self._events.add("response.output_item.done", {"output_index": item.index, "item": whole})
-        self.items.append(whole)
+        complete = item.item(status)
+        self._events.add("response.output_item.done", {"output_index": item.index, "item": complete})
+        self.items.append(complete)
 
 
 _encoder = msgspec.json.Encoder()
@@ -245,8 +245,8 @@ class MessageLogprobs:
         end = self._read = start + len(text)
         tokens: list[TokenChoice] = []
         while self._tokens and self._tokens[0][0] < end:
-            place, token = self._tokens.popleft()
-            if place >= start:
+            offset, token = self._tokens.popleft()
+            if offset >= start:
                 tokens.append(token)
         entries: list[dict[str, Any]] = chat_logprobs(self._tokenizer, tokens, self._alternatives)["content"]
         return entries
@@ -287,8 +287,8 @@ class ResponseShape:
         return self.events_of.take()
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
-        _, whole = choices[0]
-        self._take(whole, merged(whole.parts))
+        _, piece = choices[0]
+        self._take(piece, merged(piece.parts))
         return self._complete(usage)
 
     def failure(self, error: BatonError) -> bytes:

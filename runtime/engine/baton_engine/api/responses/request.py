@@ -4,8 +4,8 @@ Translation of a responses request to a chat request.
 Members with the same name and meaning pass unchanged, including extensions; others are renamed. Members of
 chat that responses lack are rejected with the name to use instead. Errors of chat are reported under the
 member names of the request. Tools are flat in responses and nested in chat. Tools of a namespace get its name
-before their own. Tools that run at OpenAI are left out, because agents offer them unasked, and what only
-shortens the client's context is ignored.
+before their own. Tools that run at OpenAI are left out, because agents send them with every request. Fields
+that only shorten the client's context are ignored.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from baton_api import limits
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_engine.api.chat import input_items
+from baton_engine.api.chat.input_items import ChatMessages, qualified
 from baton_engine.api.fields import Fields, shown, wrong_type
-from baton_engine.api.parameters import read_metadata, unsupported
+from baton_engine.api.parameters import read_metadata, reject_moved, reject_unsupported
 from baton_engine.api.parsing.tools.request import log_left_out, only_hosted
-from baton_engine.api.responses import conversation
-from baton_engine.api.responses.conversation import ChatMessages, qualified
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -104,14 +104,14 @@ class ResponseRequest:
 
 def read(fields: Fields, items: Sequence[object], earlier: int) -> ResponseRequest:
     """Translate a request. `items` is the whole conversation; the first `earlier` items are of responses."""
-    _reject_fields(fields)
+    reject_unsupported(fields, UNSUPPORTED)
+    reject_moved(fields, MOVED)
     include = _include(fields)
     top_logprobs = fields.integer("top_logprobs", *limits.TOP_LOGPROBS.range)
     fields.integer("max_tool_calls", *limits.MAX_TOOL_CALLS.range)
     fields.integer("n", 1, 1)
     instructions = fields.text("instructions")
-    text = Fields(fields.mapping("text") or {}, "text")
-    reasoning = Fields(fields.mapping("reasoning") or {}, "reasoning")
+    text, reasoning = fields.member("text"), fields.member("reasoning")
     reasoning.choice("summary", SUMMARIES)
     offered = read_tools(fields, items, earlier)
     choice = read_choice(fields, any_left=bool(offered))
@@ -126,7 +126,7 @@ def read(fields: Fields, items: Sequence[object], earlier: int) -> ResponseReque
         "top_logprobs": top_logprobs if LOGPROBS in include else None,
     }
     return ResponseRequest(
-        conversation=conversation.read(items, earlier, instructions),
+        conversation=input_items.read(items, earlier, instructions),
         options={name: value for name, value in options.items() if value is not None},
         echo={
             "instructions": instructions,
@@ -160,19 +160,6 @@ def _echo(fields: Fields, text: Fields, reasoning: Fields) -> dict[str, Any]:
         "truncation": fields.choice("truncation", ("auto", "disabled")) or "disabled",
         "user": fields.get("user"),
     }
-
-
-def _reject_fields(fields: Fields) -> None:
-    for name in UNSUPPORTED:
-        if fields.given(name):
-            raise unsupported(name)
-    for name, here in MOVED.items():
-        if fields.get(name) is not None:
-            raise InvalidRequest(
-                f"Unsupported parameter: '{name}'. Use {here!r} instead.",
-                param=name,
-                code=UNSUPPORTED_PARAMETER,
-            )
 
 
 def _include(fields: Fields) -> frozenset[str]:
@@ -216,7 +203,7 @@ _TOOL = re.compile(r"^tools\[(\d+)\]")
 
 def here(param: str, request: ResponseRequest) -> str:
     """Return the field of `request` that corresponds to chat's `param`."""
-    if item := conversation.source(param, request.conversation):
+    if item := input_items.source(param, request.conversation):
         return item
     if (tool := _TOOL.match(param)) and int(tool[1]) < len(request.tools):
         rest = re.sub(r"^\.(?:function|custom)\b", "", param[tool.end() :])
@@ -260,13 +247,8 @@ def read_tools(fields: Fields, items: Sequence[object], earlier: int) -> list[Of
 
 def _tools(fields: Fields, kinds: Sequence[str] = ("function", "custom", "namespace")) -> list[OfferedTool]:
     tools: list[OfferedTool] = []
-    for position, tool in enumerate(fields.array("tools", limits.TOOLS.most) or ()):
-        path = fields.param(f"tools[{position}]")
-        if not isinstance(tool, dict):
-            raise wrong_type(path, "an object", tool)
-        inner = Fields(tool, path)
-        inner.require("type")
-        kind = inner.text("type") or ""
+    for tool in fields.objects("tools", limits.TOOLS.most):
+        kind = tool.required_text("type")
         if kind.startswith(HOSTED):
             log_left_out(kind, SERVICE)
         elif kind not in kinds:
@@ -277,9 +259,8 @@ def _tools(fields: Fields, kinds: Sequence[str] = ("function", "custom", "namesp
                 code=UNSUPPORTED_PARAMETER,
             )
         else:
-            inner.require("name")
-            inner.text("name")
-            tools += _tools_of(inner, kind)
+            tool.required_text("name")
+            tools += _tools_of(tool, kind)
     return tools
 
 
@@ -338,20 +319,18 @@ def read_choice(fields: Fields, *, any_left: bool) -> str | dict[str, Any]:
     if inner.choice("type", ("function", "custom", "allowed_tools")) != "allowed_tools":
         if hosted:
             raise only_hosted(SERVICE)
-        inner.require("name")
-        inner.text("name")
+        inner.required_text("name")
         return value
     inner.choice("mode", ("auto", "required"))
     items = inner.array("tools", limits.TOOLS.most) or ()
-    for position, tool in enumerate(items):
-        if not isinstance(tool, dict):
-            raise wrong_type(f"tool_choice.tools[{position}]", "an object", tool)
-    kept = [tool for tool in items if not str(tool.get("type")).startswith(HOSTED)]
-    if items and not kept:
+    for _ in inner.objects("tools", limits.TOOLS.most):
+        pass  # objects with any members
+    of_client = [tool for tool in items if not str(tool.get("type")).startswith(HOSTED)]
+    if items and not of_client:
         if value.get("mode") == "required":
             raise only_hosted(SERVICE)
         return "none"
-    return value | {"tools": kept}
+    return value | {"tools": of_client}
 
 
 def choice_for_chat(choice: str | dict[str, Any]) -> str | dict[str, Any] | None:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from baton_engine.model.experts import ExpertSpec, expert_count
-from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
-from baton_engine.model.latent import LatentSpec
-from baton_engine.model.spec import ModelSpec, mscale
+from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels, expert_count
+from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec, mscale
 
 
 def with_latent(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:

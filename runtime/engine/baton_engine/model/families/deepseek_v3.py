@@ -8,7 +8,7 @@ from typing import Any
 
 from baton_engine.model.families.deepseek_v2 import routed, with_latent
 from baton_engine.model.family import ModelFamily, SupportedModels
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 GROUP_BEST = 2
 """A group's score is the sum of its two best experts. https://arxiv.org/abs/2412.19437, section 2.1.2"""

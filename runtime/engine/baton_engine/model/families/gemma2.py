@@ -13,7 +13,7 @@ from typing import Any
 
 from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels, TensorNames
 from baton_engine.model.sliding import alternating_windows, gguf_pattern
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 WINDOW_PERIOD = 2
 """Every second layer attends to all tokens."""

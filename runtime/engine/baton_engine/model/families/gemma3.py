@@ -13,7 +13,7 @@ from typing import Any
 from baton_engine.model.families import gemma2
 from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
 from baton_engine.model.sliding import alternating_windows, gguf_pattern, rope_by_window
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 WINDOW_PERIOD = 6
 """Every sixth layer attends to all tokens."""

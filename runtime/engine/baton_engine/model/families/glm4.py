@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton_engine.model.family import GGUF_NAMES, GGUFFormat, ModelFamily, SupportedModels, TensorNames
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 DEFAULTS: Mapping[str, Any] = {
     "head_dim": 128,

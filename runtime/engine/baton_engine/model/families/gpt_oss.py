@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from baton_engine.model.experts import ExpertSpec, expert_count
-from baton_engine.model.family import GGUF_NAMES, GGUFFormat, ModelFamily, SupportedModels, TensorNames
+from baton_engine.model.family import (
+    GGUF_NAMES,
+    GGUFFormat,
+    ModelFamily,
+    SupportedModels,
+    TensorNames,
+    expert_count,
+)
 from baton_engine.model.sliding import alternating_windows, every
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ExpertSpec, ModelSpec
 
 SLOPE, CLAMP = 1.702, 7.0
 """Defaults of transformers' `GptOssConfig`."""

@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from baton_engine.model.families import llama
 from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 
 def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
-    attention_bias = bool(config.get("attention_bias", False))
     return replace(
-        spec,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        llama.refine(spec, config),
         embedding_scale=float(config.get("embedding_multiplier", 1.0)),
         residual_scale=float(config.get("residual_multiplier", 1.0)),
         attention_scale=float(config.get("attention_multiplier", 1.0)),

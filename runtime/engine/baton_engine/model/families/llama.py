@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from baton_engine.model.experts import gguf_experts
-from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
+from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels, gguf_experts
 from baton_engine.model.sliding import gguf_window
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 
-def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+def refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+    """Read the biases of `config.json`."""
     attention_bias = bool(config.get("attention_bias", False))
     return replace(
         spec,
@@ -29,7 +29,7 @@ def _refine_gguf(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
 
 FAMILY = ModelFamily(
     architecture="LlamaForCausalLM",
-    refine=_refine,
+    refine=refine,
     gguf=GGUFFormat(architecture="llama", refine=_refine_gguf, interleaved=True),
     models=(
         SupportedModels(name="Llama 2, SmolLM2", tool_parsers=("hermes",)),

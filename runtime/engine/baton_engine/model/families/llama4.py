@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from baton_engine.model.experts import ExpertSpec, expert_count
-from baton_engine.model.family import ModelFamily, SupportedModels, TensorNames
+from baton_engine.model.family import ModelFamily, SupportedModels, TensorNames, expert_count
 from baton_engine.model.sliding import every
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ExpertSpec, ModelSpec
 
 PERIOD = 4
 """Default distance of layers without rotation."""
@@ -29,7 +28,7 @@ def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     )
     unrotated = tuple(not value for value in rotated)
     kinds = config.get("layer_types") or [
-        "full_attention" if each else "chunked_attention" for each in unrotated
+        "full_attention" if omitted else "chunked_attention" for omitted in unrotated
     ]
     if others := set(kinds) - {"chunked_attention", "full_attention"}:
         raise ValueError(f"layer_types has {sorted(others)}. Supported: chunked_attention, full_attention.")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton_engine.model.family import ModelFamily, SupportedModels
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 
 def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from baton_engine.model.experts import ExpertSpec, expert_count
-from baton_engine.model.family import ModelFamily, SupportedModels, TensorNames
-from baton_engine.model.spec import ModelSpec
+from baton_engine.model.family import ModelFamily, SupportedModels, TensorNames, expert_count
+from baton_engine.spec import ExpertSpec, ModelSpec
 
 
 def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:

@@ -12,7 +12,7 @@ from typing import Any
 
 from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels, TensorNames
 from baton_engine.model.sliding import gguf_pattern
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 TENSORS = TensorNames(
     attention_norm="",

@@ -9,7 +9,7 @@ from typing import Any
 from baton_engine.model.families import olmo2
 from baton_engine.model.family import ModelFamily, SupportedModels
 from baton_engine.model.sliding import alternating_windows, rope_by_window
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 THETA = 500_000.0
 """Default of `rope_theta` in transformers."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton_engine.model.family import GGUF_NAMES, GGUFFormat, ModelFamily, SupportedModels, TensorNames
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 FUSED: Mapping[str, str] = {"q": "", "k": "", "v": "", "gate": "", "up": ""}
 """The tensors that fused ones replace."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
 from baton_engine.model.sliding import gguf_window, layer_windows
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 
 def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:

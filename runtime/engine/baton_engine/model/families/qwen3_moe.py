@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from baton_engine.model.experts import ExpertSpec, expert_count, gguf_experts
 from baton_engine.model.families import qwen3
-from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
+from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels, expert_count, gguf_experts
 from baton_engine.model.sliding import gguf_window
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ExpertSpec, ModelSpec
 
 
 def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:

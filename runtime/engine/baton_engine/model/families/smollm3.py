@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from baton_engine.model.families import llama
 from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
 from baton_engine.model.sliding import every
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 
 UNROTATED_PERIOD = 4
 """Default of `no_rope_layer_interval`, and llama.cpp's only value."""
@@ -17,17 +18,10 @@ UNROTATED_PERIOD = 4
 def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     if config.get("use_sliding_window"):
         raise ValueError("use_sliding_window is not supported.")
-    attention_bias = bool(config.get("attention_bias", False))
     period = int(config.get("no_rope_layer_interval") or UNROTATED_PERIOD)
     # The list has 1 for layers with rotation, in spite of its name.
     rotated = config.get("no_rope_layers") or every(spec.layers, period)
-    return replace(
-        spec,
-        unrotated_layers=tuple(not layer for layer in rotated),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-    )
+    return replace(llama.refine(spec, config), unrotated_layers=tuple(not layer for layer in rotated))
 
 
 def _refine_gguf(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
-from baton_engine.model.spec import ModelSpec
-from baton_engine.model.unpacked import FLOAT8_FACTOR
 from baton_engine.ops.kernels import float8
 from baton_engine.ops.kernels.plans import (
     LARGE_TILE_ROWS,
@@ -33,6 +31,8 @@ from baton_engine.ops.kernels.plans import (
     seen_from_position,
     window_kind,
 )
+from baton_engine.quantized import FLOAT8_FACTOR
+from baton_engine.spec import ModelSpec
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 16, 64
 """Keys per step."""
@@ -76,14 +76,14 @@ def _tile(
     """
     dim = tl.arange(0, BLOCK_D)
     key = start + tl.arange(0, TILE)
-    held = (key >= begin) & (key < end) if MASKED else key >= start
-    block = tl.load(table + key // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-    place = block * block_stride + key % BLOCK_SIZE * D
+    in_range = (key >= begin) & (key < end) if MASKED else key >= start
+    block = tl.load(table + key // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
+    offset = block * block_stride + key % BLOCK_SIZE * D
     if MASKED or BLOCK_D != D:
-        mask = held[:, None] & (dim < D)[None, :]
-        k = tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0)
+        mask = in_range[:, None] & (dim < D)[None, :]
+        k = tl.load(keys + offset[:, None] + dim[None, :], mask=mask, other=0)
     else:
-        k = tl.load(keys + place[:, None] + dim[None, :])
+        k = tl.load(keys + offset[:, None] + dim[None, :])
     if FLOAT8:
         k = float8.widen(k, q.dtype)  # `scale` makes up for its factor
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -91,7 +91,9 @@ def _tile(
         scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
     scores *= LOG2_E
     if MASKED:
-        visible = (key[None, :] <= position[:, None]) & (key[None, :] >= seen_from[:, None]) & held[None, :]
+        visible = (
+            (key[None, :] <= position[:, None]) & (key[None, :] >= seen_from[:, None]) & in_range[None, :]
+        )
         scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1))
     level = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
@@ -99,9 +101,9 @@ def _tile(
     shrunk = tl.exp2(peak - level)
     total = total * shrunk + tl.sum(weights, axis=1)
     if MASKED or BLOCK_D != D:
-        v = tl.load(values + place[:, None] + dim[None, :], mask=mask, other=0)
+        v = tl.load(values + offset[:, None] + dim[None, :], mask=mask, other=0)
     else:
-        v = tl.load(values + place[:, None] + dim[None, :])
+        v = tl.load(values + offset[:, None] + dim[None, :])
     if FLOAT8:
         v = float8.widen(v, q.dtype)
     mixed = mixed * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -189,9 +191,9 @@ def _attend_entry(
     begin = tl.min(seen_from, axis=0)
     end = tl.max(position, axis=0) + 1
     dim = tl.arange(0, BLOCK_D)
-    place = token[:, None] * K * G * D + head[:, None] * D + dim[None, :]
+    offset = token[:, None] * K * G * D + head[:, None] * D + dim[None, :]
     mask = used[:, None] & (dim < D)[None, :]
-    queries = tl.load(q + place, mask=mask, other=0.0)
+    queries = tl.load(q + offset, mask=mask, other=0.0)
     keys = kv + kv_head * head_stride
     values = keys + plane_stride
     if PARTIAL:
@@ -211,7 +213,7 @@ def _attend_entry(
         if SINKS:
             total, shrunk = _add_sink(sinks, head, peak, total)
             mixed = mixed * shrunk[:, None]
-        tl.store(result + place, (mixed / total[:, None]).to(queries.dtype), mask=mask)
+        tl.store(result + offset, (mixed / total[:, None]).to(queries.dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -260,9 +262,9 @@ def _add_splits(
     if SINKS:
         total, shrunk = _add_sink(sinks, head, peak, total)
         mixed = mixed * shrunk
-    place = (token * H + head) * D + dim
+    offset = (token * H + head) * D + dim
     mixed = mixed / tl.where(total == 0, 1.0, total)
-    tl.store(result + place, mixed.to(result.dtype.element_ty), mask=dim < D)
+    tl.store(result + offset, mixed.to(result.dtype.element_ty), mask=dim < D)
 
 
 def attention(

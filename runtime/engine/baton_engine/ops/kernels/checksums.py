@@ -25,8 +25,8 @@ def _mixed_sums(
         at = start + step * CHUNK + tl.arange(0, CHUNK)
         inside = at < size
         word = tl.load(words + block * size + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        place = at // run * stride + begin + at % run + 1
-        x = word ^ (place.to(tl.uint64) * key.to(tl.uint64))
+        position = at // run * stride + begin + at % run + 1
+        x = word ^ (position.to(tl.uint64) * key.to(tl.uint64))
         x = (x ^ (x >> 30)) * first.to(tl.uint64)
         x = (x ^ (x >> 27)) * second.to(tl.uint64)
         total += tl.where(inside, x ^ (x >> 31), 0)

@@ -47,14 +47,14 @@ def _group(chosen, order, starts, pairs, BLOCK: tl.constexpr):
         pair = first + tl.arange(0, BLOCK)
         inside = pair < pairs
         before += (inside & (tl.load(chosen + pair, mask=inside, other=0) < expert)).to(tl.int32)
-    place = tl.sum(before, axis=0)
-    tl.store(starts + expert, place)
+    position = tl.sum(before, axis=0)
+    tl.store(starts + expert, position)
     for first in range(0, pairs, BLOCK):
         pair = first + tl.arange(0, BLOCK)
         inside = pair < pairs
-        own = (inside & (tl.load(chosen + pair, mask=inside, other=0) == expert)).to(tl.int32)
-        tl.store(order + place + tl.cumsum(own, axis=0) - 1, pair, mask=own != 0)
-        place += tl.sum(own, axis=0)
+        of_expert = (inside & (tl.load(chosen + pair, mask=inside, other=0) == expert)).to(tl.int32)
+        tl.store(order + position + tl.cumsum(of_expert, axis=0) - 1, pair, mask=of_expert != 0)
+        position += tl.sum(of_expert, axis=0)
 
 
 def group(chosen: Tensor, count: int) -> ExpertGroups:
@@ -74,24 +74,26 @@ def _multiply(
     """Multiply all pairs of one expert with a tile of its outputs."""
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     expert = tl.program_id(1).to(tl.int64)
-    held = output < outputs
+    valid = output < outputs
     weight = weights + (expert * outputs + output)[:, None] * inputs
     last = tl.load(starts + expert + 1)
     for first in range(tl.load(starts + expert), last, ROWS):
-        place = first + tl.arange(0, ROWS)
-        paired = place < last
-        pair = tl.load(order + place, mask=paired, other=0)
+        position = first + tl.arange(0, ROWS)
+        paired = position < last
+        pair = tl.load(order + position, mask=paired, other=0)
         row = x + (pair // share).to(tl.int64)[:, None] * x_stride
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for begin in range(0, inputs, STEP):
             k = (begin + tl.arange(0, STEP))[None, :]
             values = tl.load(row + k, mask=paired[:, None] & (k < inputs), other=0.0)
-            tile = tl.load(weight + k, mask=held[:, None] & (k < inputs), other=0.0)
+            tile = tl.load(weight + k, mask=valid[:, None] & (k < inputs), other=0.0)
             total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
         if BIAS:
-            total += tl.load(biases + expert * outputs + output, mask=held, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(biases + expert * outputs + output, mask=valid, other=0.0).to(tl.float32)[
+                None, :
+            ]
         at = result + pair.to(tl.int64)[:, None] * outputs + output[None, :]
-        tl.store(at, total.to(result.dtype.element_ty), mask=paired[:, None] & held[None, :])
+        tl.store(at, total.to(result.dtype.element_ty), mask=paired[:, None] & valid[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,8 @@ def _sum(results, shares, total, size, CHOSEN: tl.constexpr, WEIGHTED: tl.conste
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     exact = tl.zeros([BLOCK], tl.float32)
-    for place in range(CHOSEN):
-        pair = token * CHOSEN + place
+    for number in range(CHOSEN):
+        pair = token * CHOSEN + number
         part = tl.load(results + pair * size + column, mask=inside, other=0.0).to(tl.float32)
         exact += part * tl.load(shares + pair) if WEIGHTED else part
     tl.store(total + token * size + column, exact.to(total.dtype.element_ty), mask=inside)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
-from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.kernels import float8
+from baton_engine.spec import ModelSpec
 
 COLUMNS = 1024
 """Columns of an activation that one program computes."""
@@ -161,11 +161,11 @@ def _rope_and_store(
     tl.store(q + token * H * D + head * D + dim, value, mask=inside & (head < H))
     slot = tl.load(slots + token)
     plane = tl.where(not_value, 0, 1)
-    place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * D + plane * plane_stride
-    place += (head - H - plane * K) * head_stride
-    held = float8.narrow(value.to(tl.float32)) if FLOAT8 else value
+    offset = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * D + plane * plane_stride
+    offset += (head - H - plane * K) * head_stride
+    stored = float8.narrow(value.to(tl.float32)) if FLOAT8 else value
     if slot >= 0:
-        tl.store(kv + place + dim, held, mask=inside & (head >= H))
+        tl.store(kv + offset + dim, stored, mask=inside & (head >= H))
 
 
 @triton.jit

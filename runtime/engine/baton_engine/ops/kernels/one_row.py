@@ -62,8 +62,8 @@ class RowLinear:
         outputs, inputs = self.weight.shape
         result = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
         many = outputs >= MANY_OUTPUTS
-        each = 4 if many else 16
-        _one_row[(triton.cdiv(outputs, each),)](
+        tile = 4 if many else 16
+        _one_row[(triton.cdiv(outputs, tile),)](
             x.contiguous(),
             self.weight,
             self.weight if self.bias is None else self.bias,
@@ -72,7 +72,7 @@ class RowLinear:
             inputs,
             BIAS=self.bias is not None,
             EVEN=inputs % STEP == 0,
-            OUTPUTS=each,
+            OUTPUTS=tile,
             STEP=STEP,
             num_warps=4 if many else 8,
             num_stages=2,

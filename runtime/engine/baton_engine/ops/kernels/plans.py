@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_engine.batch import Batch, StaticBatch
-from baton_engine.model.spec import ModelSpec
+from baton_engine.spec import ModelSpec
 from baton_engine.streams import copied
 
 SPLIT = 256
@@ -142,25 +142,25 @@ def _plan(
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Write the splits of one row, whose only token is at the same index, and its sum."""
-    own = tl.program_id(0)
+    current = tl.program_id(0)
     row = tl.arange(0, ROWS)
     position = tl.load(positions + row, mask=row < rows, other=0).to(tl.int32)
     slot = tl.load(slots + row, mask=row < rows, other=-1)
     first = seen_from_position(position, window, WINDOW) // SPLIT
     number = tl.where(slot >= 0, position // SPLIT - first + 1, 0)  # a row without a slot has no splits
-    before = tl.sum(tl.where(row < own, number, 0), axis=0)
-    own_first = tl.sum(tl.where(row == own, first, 0), axis=0)
-    own_number = tl.sum(tl.where(row == own, number, 0), axis=0)
-    tl.store(sums + own * 4, own)
-    tl.store(sums + own * 4 + 1, before)
-    tl.store(sums + own * 4 + 2, own_number)
-    if own == rows - 1:
-        tl.store(total, before + own_number)
-    for start in range(0, own_number, STEP):
+    before = tl.sum(tl.where(row < current, number, 0), axis=0)
+    current_first = tl.sum(tl.where(row == current, first, 0), axis=0)
+    current_number = tl.sum(tl.where(row == current, number, 0), axis=0)
+    tl.store(sums + current * 4, current)
+    tl.store(sums + current * 4 + 1, before)
+    tl.store(sums + current * 4 + 2, current_number)
+    if current == rows - 1:
+        tl.store(total, before + current_number)
+    for start in range(0, current_number, STEP):
         split = start + tl.arange(0, STEP)
         entry = splits + (before + split) * 4
-        inside = split < own_number
-        tl.store(entry, own + split * 0, mask=inside)
-        tl.store(entry + 1, own + split * 0, mask=inside)
+        inside = split < current_number
+        tl.store(entry, current + split * 0, mask=inside)
+        tl.store(entry + 1, current + split * 0, mask=inside)
         tl.store(entry + 2, 1 + split * 0, mask=inside)
-        tl.store(entry + 3, own_first + split, mask=inside)
+        tl.store(entry + 3, current_first + split, mask=inside)

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from baton_engine.model.quantized import SUPERBLOCK, Quantized, QuantizedPart
-from baton_engine.model.unpacked import Unpacked, unpack
+from baton_engine.ops import ExpertGroups
 from baton_engine.ops.kernels import float8
+from baton_engine.quantized import SUPERBLOCK, Quantized, QuantizedPart, Unpacked, unpack
 
 ROWS = 32
 """Rows of a tile, for any number of rows: tiles of another height would be multiplied by other instructions,
@@ -60,20 +60,20 @@ def _floats(numbers, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit
 def _scale_of(
-    scales, offsets, factors, output, outputs, held, step,
+    scales, offsets, factors, output, outputs, valid, step,
     STEP: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
     SUPERBLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return scale and offset of each output in a step, in fp32."""
-    place = step // GROUP_STEPS * outputs + output
-    scale = tl.load(scales + place, mask=held, other=0).to(tl.float32)
+    offset_of_group = step // GROUP_STEPS * outputs + output
+    scale = tl.load(scales + offset_of_group, mask=valid, other=0).to(tl.float32)
     offset = scale * 0
     if OFFSET != "none":
-        offset = tl.load(offsets + place, mask=held, other=0).to(tl.float32)
+        offset = tl.load(offsets + offset_of_group, mask=valid, other=0).to(tl.float32)
     if FACTORS:
         factor = factors + step * STEP // SUPERBLOCK * 2 * outputs + output
-        scale *= tl.load(factor, mask=held, other=0).to(tl.float32)
-        offset *= tl.load(factor + outputs, mask=held, other=0).to(tl.float32)
+        scale *= tl.load(factor, mask=valid, other=0).to(tl.float32)
+        offset *= tl.load(factor + outputs, mask=valid, other=0).to(tl.float32)
     if OFFSET == "zeros":
         offset = -offset * scale
     return scale, offset
@@ -88,11 +88,11 @@ def sum_split(
 ):  # fmt: skip
     """Return the sums [ROWS, COLUMNS] of the steps begin to end."""
     inner = tl.arange(0, WIDTH)
-    held = output < outputs
+    valid = output < outputs
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(begin, end):
-        place = (step * outputs + output) * WIDTH
-        packed = tl.load(numbers + place[:, None] + inner[None, :], mask=held[:, None], other=0)
+        offset_of_step = (step * outputs + output) * WIDTH
+        packed = tl.load(numbers + offset_of_step[:, None] + inner[None, :], mask=valid[:, None], other=0)
         k = step * STEP + inner[None, :]
         at = x + row[:, None] * x_stride + k
         first = tl.load(at, mask=(row < rows)[:, None] & (k < inputs), other=0.0)
@@ -107,7 +107,7 @@ def sum_split(
             wide = _floats(packed, KIND, ZERO, first.dtype)
             products = tl.dot(first, tl.trans(wide), input_precision="ieee")
         scale, offset = _scale_of(
-            scales, offsets, factors, output, outputs, held, step,
+            scales, offsets, factors, output, outputs, valid, step,
             STEP, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK,
         )  # fmt: skip
         total += products * scale[None, :]
@@ -121,12 +121,12 @@ def sum_split(
 
 @triton.jit
 def _store(total, bias, result, row, rows, output, outputs, result_stride, BIAS: tl.constexpr):
-    held = output < outputs
+    valid = output < outputs
     if BIAS:
-        total += tl.load(bias + output, mask=held, other=0.0).to(tl.float32)[None, :]
-    mask = (row < rows)[:, None] & held[None, :]
-    place = row[:, None] * result_stride + output[None, :]
-    tl.store(result + place, total.to(result.dtype.element_ty), mask=mask)
+        total += tl.load(bias + output, mask=valid, other=0.0).to(tl.float32)[None, :]
+    mask = (row < rows)[:, None] & valid[None, :]
+    at = row[:, None] * result_stride + output[None, :]
+    tl.store(result + at, total.to(result.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -151,8 +151,8 @@ def _multiply(
             KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
         )  # fmt: skip
     if PARTIAL:
-        place = (first * rows + row)[:, None] * outputs + output[None, :]
-        tl.store(sums + place, total, mask=(row < rows)[:, None] & (output < outputs)[None, :])
+        at = (first * rows + row)[:, None] * outputs + output[None, :]
+        tl.store(sums + at, total, mask=(row < rows)[:, None] & (output < outputs)[None, :])
     else:
         _store(total, bias, result, row, rows, output, outputs, result_stride, BIAS)
 
@@ -167,8 +167,8 @@ def _add_splits(
     output = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for split in range(splits):
-        place = (split * rows + row)[:, None] * outputs + output[None, :]
-        total += tl.load(sums + place, mask=(output < outputs)[None, :], other=0.0)
+        at = (split * rows + row)[:, None] * outputs + output[None, :]
+        total += tl.load(sums + at, mask=(output < outputs)[None, :], other=0.0)
     _store(total, bias, result, row, rows, output, outputs, result_stride, BIAS)
 
 
@@ -316,8 +316,8 @@ def arranged(unpacked: Unpacked) -> Arranged:
     """Lay out the rows of a matrix, on their device."""
     numbers = unpacked.numbers
     outputs, inputs = numbers.shape
-    whole = unpacked.group >= inputs
-    step = MOST_STEP if whole else min(MOST_STEP, unpacked.group & -unpacked.group)
+    one_group = unpacked.group >= inputs
+    step = MOST_STEP if one_group else min(MOST_STEP, unpacked.group & -unpacked.group)
     steps = -(-inputs // step)
     kind = unpacked.floats or ("int8" if numbers.dtype == torch.int8 else "int4")
     padded = functional.pad(numbers, (0, steps * step - inputs)).view(outputs, steps, step).transpose(0, 1)
@@ -336,8 +336,82 @@ def arranged(unpacked: Unpacked) -> Arranged:
             "ZERO": unpacked.zero,
             "STEP": step,
             "WIDTH": padded.shape[2],
-            "GROUP_STEPS": steps if whole else unpacked.group // step,
+            "GROUP_STEPS": steps if one_group else unpacked.group // step,
             "OFFSET": "none" if offsets is None else "minima" if unpacked.zeros is None else "zeros",
             "FACTORS": factors is not None,
         },
     )
+
+
+@triton.jit(do_not_specialize=["share", "rows"])
+def _multiply_quantized(
+    x, numbers, scales, offsets, factors, biases, result, order, starts, share, rows, x_stride, outputs,
+    all_outputs, inputs, steps,
+    BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Multiply all pairs of one expert with a tile of its outputs."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    expert = tl.program_id(1).to(tl.int64)
+    # A tile at the end of an expert reads outputs of the next one, and does not store them.
+    output = expert * outputs + column
+    last = tl.load(starts + expert + 1)
+    for first in range(tl.load(starts + expert), last, ROWS):
+        position = first + tl.arange(0, ROWS)
+        paired = position < last
+        pair = tl.load(order + position, mask=paired, other=0).to(tl.int64)
+        row = tl.where(paired, pair // share, rows)
+        total = sum_split(
+            x, numbers, scales, offsets, factors, row, rows, x_stride, output, all_outputs, inputs, 0, steps,
+            KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
+        )  # fmt: skip
+        valid = column < outputs
+        if BIAS:
+            total += tl.load(biases + output, mask=valid, other=0.0).to(tl.float32)[None, :]
+        at = result + pair[:, None] * outputs + column[None, :]
+        tl.store(at, total.to(result.dtype.element_ty), mask=paired[:, None] & valid[None, :])
+
+
+class QuantizedExperts:
+    """The quantized weights of all experts: implementation of `ExpertLinear` in one launch."""
+
+    def __init__(self, matrix: Quantized, biases: Tensor | None, count: int) -> None:
+        """`matrix` has the outputs of `count` experts one after the other, in one format."""
+        (part,) = merged(matrix.parts)
+        self._weights = arranged(unpack(part, matrix.inputs))
+        self._biases = biases
+        self._count = count
+
+    def __call__(self, x: Tensor, groups: ExpertGroups) -> Tensor:
+        weights, pairs = self._weights, len(groups.order)
+        outputs = weights.outputs // self._count
+        result = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+        if pairs:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            _multiply_quantized[(triton.cdiv(outputs, COLUMNS), self._count)](
+                x,
+                weights.numbers,
+                weights.scales,
+                weights.scales if weights.offsets is None else weights.offsets,
+                weights.scales if weights.factors is None else weights.factors,
+                x if self._biases is None else self._biases,
+                result,
+                groups.order,
+                groups.starts,
+                pairs // len(x),
+                len(x),
+                x.stride(0),
+                outputs,
+                weights.outputs,
+                weights.inputs,
+                len(weights.numbers),
+                BIAS=self._biases is not None,
+                SUPERBLOCK=SUPERBLOCK,
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
+                num_stages=STAGES,
+                enable_fp_fusion=True,
+                **weights.constants,
+            )
+        return result

@@ -1,7 +1,7 @@
 """
 Selection of tokens from logits on an accelerator, by the rules of `baton_engine.sampling.sampler`.
 
-Weights are integers, and their sums are exact (`baton_engine.sampling.weights`). A row's token is therefore
+Weights are integers, and their sums are exact (`baton_engine.ops.token_weights`). A row's token is therefore
 the one that the host selects, and does not depend on other rows.
 
 Greedy rows need two launches: the highest logit of each block of tokens, and that of the row. Rows with
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_engine.sampling import weights as definition
-from baton_engine.sampling.weights import TokenRule, scale
+from baton_engine.ops import token_weights as definition
+from baton_engine.ops.token_weights import TokenRule, scale
 from baton_engine.streams import copied
 
 BLOCK = 1024
@@ -52,10 +52,10 @@ def _find_peaks(logits, peaks, offsets, stride, vocab, BLOCK: tl.constexpr):
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("inf"))  # a row with NaN has no token, as one with infinity
-    peak, place = tl.max(x, axis=0, return_indices=True)
+    peak, offset = tl.max(x, axis=0, return_indices=True)
     at = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(peaks + at, peak)
-    tl.store(offsets + at, place)
+    tl.store(offsets + at, offset)
 
 
 @triton.jit
@@ -70,8 +70,8 @@ def _weigh(
         block = tl.arange(0, BLOCKS)
         peak = tl.max(tl.load(peaks + row * blocks + block, mask=block < blocks, other=float("-inf")), axis=0)
         token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        place = logits + row * stride + token
-        x = tl.load(place, mask=token < vocab, other=float("-inf"))
+        at = logits + row * stride + token
+        x = tl.load(at, mask=token < vocab, other=float("-inf"))
         # A row without a finite peak has no token. Its weights do not matter, but must not be NaN.
         healthy = (peak > float("-inf")) & (peak < float("inf"))
         x = (tl.where(healthy, x, 0.0) - tl.where(healthy, peak, 0.0)) * factor
@@ -86,7 +86,7 @@ def _weigh(
         bits = power.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
         weight = bits.to(tl.float32, bitcast=True)
         weight = tl.where(weight < WHOLE, (weight + WHOLE) - WHOLE, weight)
-        tl.store(place, weight, mask=token < vocab)
+        tl.store(at, weight, mask=token < vocab)
         tl.store(tops + row * blocks + tl.program_id(1), tl.max(weight, axis=0))
 
 
@@ -152,8 +152,8 @@ def _add_kept(weights, rules, leasts, sums, stride, vocab, BLOCK: tl.constexpr):
     if tl.load(rules + row * FIELDS) > 0:
         token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(weights + row * stride + token, mask=token < vocab, other=0.0)
-        kept = weight.to(tl.int32, bitcast=True) >= tl.load(leasts + row)
-        total = tl.sum(tl.where(kept, weight, 0.0).to(tl.int64), axis=0)
+        weighed = weight.to(tl.int32, bitcast=True) >= tl.load(leasts + row)
+        total = tl.sum(tl.where(weighed, weight, 0.0).to(tl.int64), axis=0)
         tl.store(sums + row * tl.num_programs(1) + tl.program_id(1), total)
 
 
@@ -183,8 +183,8 @@ def _choose(
             target -= tl.max(tl.where(before, end, 0), axis=0)
             inside = first * BLOCK + tl.arange(0, BLOCK)
             weight = tl.load(weights + row * stride + inside, mask=inside < vocab, other=0.0)
-            kept = weight.to(tl.int32, bitcast=True) >= tl.load(leasts + row)
-            end = tl.cumsum(tl.where(kept, weight, 0.0).to(tl.int64), axis=0)
+            weighed = weight.to(tl.int32, bitcast=True) >= tl.load(leasts + row)
+            end = tl.cumsum(tl.where(weighed, weight, 0.0).to(tl.int64), axis=0)
             token = first * BLOCK + tl.sum((end <= target).to(tl.int32), axis=0)
     tl.store(tokens + row, tl.where(healthy, token, -1))
 

@@ -1,12 +1,12 @@
 /*
- * Weights of tokens, by the definition of `baton_engine.sampling.weights`: the bits are the same in torch and in Triton.
+ * Weights of tokens, by the definition of `baton_engine.ops.token_weights`: the bits are the same in torch and in Triton.
  */
 #ifndef BATON_DRAW_H
 #define BATON_DRAW_H
 
 #include "vector.h"
 
-#define DRAW_BLOCK 128 /* tokens per block, as in `baton_engine.sampling.weights` */
+#define DRAW_BLOCK 128 /* tokens per block, as in `baton_engine.ops.token_weights` */
 #define WHOLE 8388608.0f /* 2**23: floats from here on are integers */
 
 typedef float half_floats __attribute__((vector_size(VECTOR_BYTES / 2), aligned(4), may_alias));

@@ -1,7 +1,5 @@
 """
-Reasoning before an answer: its marks by model family, its readers, and its presentation to clients.
+Reasoning before an answer: `formats` selects the format of a model and reads the options of a request.
 
-`families` defines the marks, and `formats` selects the format of a model. `reader` separates reasoning
-between two marks from the answer; `harmony` and `described` read formats with more structure. `visibility`
-reads the options of a request and applies them.
+`marked` reads reasoning between two marks; `harmony` and `described` read formats with more structure.
 """

@@ -57,17 +57,17 @@ class DescribedReader:
         toolbox: Toolbox | None,
         ids: Callable[[], str],
         *,
-        apart: bool = True,
-        exact: bool = False,
+        separate: bool = True,
+        keep_space: bool = False,
     ) -> None:
-        """`inner` reads the text for the user, which includes the reasoning unless `apart` is set."""
+        """`inner` reads the text for the user, which includes the reasoning unless `separate` is set."""
         self._parser: Parser | None = parser
         self._inner = inner
         self._callable = {} if toolbox is None else toolbox.callable
         self._parallel = toolbox is None or toolbox.parallel
         self._ids = ids
-        self._apart = apart
-        self._exact = exact
+        self._separate = separate
+        self._keep_space = keep_space
         self._calls = 0
         self._unparsed = ""
         """Text of the open region, if it may be a call."""
@@ -105,7 +105,7 @@ class DescribedReader:
         return self._inner.push(self._no_call() + text)
 
     def _no_call(self) -> str:
-        """Return the text of what is no call."""
+        """Return the text that turned out not to be a call."""
         return "" if self._cut else self._unparsed
 
     def _parts(self, events: Sequence[Mapping[str, Any]]) -> Sequence[Part]:
@@ -130,8 +130,8 @@ class DescribedReader:
         if field == CALLS and self._callable:
             self._unparsed += text
             return ()
-        thought = field in THOUGHTS and self._apart
-        if not self._exact:
+        thought = field in THOUGHTS and self._separate
+        if not self._keep_space:
             text = self._trimmed(text)
         if not text:
             return ()

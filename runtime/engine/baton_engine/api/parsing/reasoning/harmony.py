@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Reader, Thought, ToolCall
-from baton_engine.api.parsing.reasoning.reader import beginning
+from baton_engine.api.parsing.reasoning.marked import beginning
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 
 MESSAGE = "<|message|>"
@@ -39,70 +39,70 @@ class HarmonyReader:
         toolbox: Toolbox | None,
         ids: Callable[[], str],
         *,
-        apart: bool = True,
+        separate: bool = True,
     ) -> None:
-        """`inner` reads the text for the user. Without `apart`, the analysis is part of the text."""
+        """`inner` reads the text for the user. Without `separate`, the analysis is part of the text."""
         self._inner = inner
         self._callable = {} if toolbox is None else toolbox.callable
         self._parallel = toolbox is None or toolbox.parallel
         self._ids = ids
-        self._apart = apart
+        self._separate = separate
         self._header = True
         """Whether the next character belongs to the header of a message."""
         self._begun = False
         self._calls = 0
         self._emit: Callable[[str], Sequence[Part]] = self._emit_text
         self.thinking = False
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> Sequence[Part]:
-        self._held += text
+        self._buffer += text
         parts: list[Part] = []
         while self._read_header(parts) if self._header else self._read_text(parts):
             pass
         return parts
 
     def flush(self, cut: bool = False) -> Sequence[Part]:
-        held, self._held = self._held, ""
+        rest, self._buffer = self._buffer, ""
         parts: Sequence[Part] = ()
         if not self._header:
-            mark_length = max(beginning(held, mark) for mark in ENDS)
-            parts = self._emit(held[: len(held) - mark_length if mark_length > (not cut) else None])
-        elif not self._begun and not held.startswith("<|"):
-            parts = self._emit_text(held)
+            mark_length = max(beginning(rest, mark) for mark in ENDS)
+            parts = self._emit(rest[: len(rest) - mark_length if mark_length > (not cut) else None])
+        elif not self._begun and not rest.startswith("<|"):
+            parts = self._emit_text(rest)
         return [*parts, *self._inner.flush(cut)]
 
     def _read_header(self, parts: list[Part]) -> bool:
         """Consume a header if it is complete. Returns whether to continue with the text."""
-        if not self._begun and not any(_alike(self._held, start) for start in STARTS):
+        if not self._begun and not any(_alike(self._buffer, start) for start in STARTS):
             self._begun, self._header = True, False
             return True
-        header, message, rest = self._held.partition(MESSAGE)
+        header, message, rest = self._buffer.partition(MESSAGE)
         if not message:
             return False
-        self._held, self._header, self._begun = rest, False, True
+        self._buffer, self._header, self._begun = rest, False, True
         channel, function = _CHANNEL.search(header), _FUNCTION.search(header)
         self.thinking = False
         if function is not None and function[1] in self._callable:
             self._emit = self._call(function[1], parts)
         elif channel is not None and channel[1] == "analysis":
             self.thinking = True
-            self._emit = _reasoning if self._apart else _answer
+            self._emit = _reasoning if self._separate else _answer
         else:
             self._emit = self._emit_text
         return True
 
     def _read_text(self, parts: list[Part]) -> bool:
         """Consume the available text of a message. Returns whether the message has ended."""
-        match = min(((place, mark) for mark in ENDS if (place := self._held.find(mark)) >= 0), default=None)
+        match = min(((start, mark) for mark in ENDS if (start := self._buffer.find(mark)) >= 0), default=None)
         if match is None:
-            sure = len(self._held) - max(beginning(self._held, mark) for mark in ENDS)
-            parts += self._emit(self._held[:sure])
-            self._held = self._held[sure:]
+            length = len(self._buffer) - max(beginning(self._buffer, mark) for mark in ENDS)
+            parts += self._emit(self._buffer[:length])
+            self._buffer = self._buffer[length:]
             return False
-        place, mark = match
-        parts += self._emit(self._held[:place])
-        self._held = self._held[place if mark in STARTS else place + len(mark) :]
+        start, mark = match
+        parts += self._emit(self._buffer[:start])
+        self._buffer = self._buffer[start if mark in STARTS else start + len(mark) :]
         self._header, self.thinking = True, False
         return True
 

@@ -111,10 +111,10 @@ def _verbatim(source: TextSource, call: OpenCall, end: str, limit: int | None = 
         text, stop = yield from source.chunk(_brackets(end[:1]))
         call.write(text)
         if stop and stop == end[:1]:
-            place = source.mark()
-            source.back(place - 1)
+            behind = source.mark()
+            source.back(behind - 1)
             if (yield from source.literal(end)):
-                source.back(place - 1)
+                source.back(behind - 1)
                 return
             yield from source.take()
         call.write(stop)

@@ -30,10 +30,10 @@ HEAD_LIMIT = 256
 
 def read(source: TextSource) -> Reading:
     while mark := (yield from source.find(CALLS, CALL)):
-        place = source.mark()
+        start = source.mark()
         yield from source.space()
         if not (yield from _read_call(source, begun=mark == CALL)):
-            source.back(place)
+            source.back(start)
             source.words(mark)
             continue
         more = True

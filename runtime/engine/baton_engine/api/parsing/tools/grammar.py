@@ -32,8 +32,8 @@ def grammar(layout: Layout, toolbox: Toolbox, tokens: Mapping[str, int], answer:
     """
     lark = Lark(tokens)
     trigger = layout.triggers[0] if layout.opening.startswith(layout.triggers) else ""
-    ways = [layout.call(lark, tool, _checked(toolbox, tool)) for tool in toolbox.callable.values()]
-    call = lark.rule(" | ".join(ways))
+    alternatives = [layout.call(lark, tool, _checked(toolbox, tool)) for tool in toolbox.callable.values()]
+    call = lark.rule(" | ".join(alternatives))
     several = toolbox.parallel
     inner = (
         f"{call} ({joined(lark.literal(layout.separator), call)})*"
@@ -103,10 +103,10 @@ class Lark:
 
     def input(self, tool: Tool, grammar: TextGrammar) -> str:
         """Return an expression for the text of a custom tool."""
-        place = f"in the grammar of tool '{tool.name}': "
+        where = f"in the grammar of tool '{tool.name}': "
         if grammar.syntax == "regex":
-            return self.terminal(first([regex(grammar.definition)], place))
-        return self.rule(first([f"%lark {{\n{grammar.definition}\n}}"], place))
+            return self.terminal(first([regex(grammar.definition)], where))
+        return self.rule(first([f"%lark {{\n{grammar.definition}\n}}"], where))
 
     def free(self, without: tuple[str, ...], beginning: str = "") -> str:
         """Return a terminal for text without any of `without` and with no first character in `beginning`."""
@@ -133,9 +133,9 @@ def _checked(toolbox: Toolbox, tool: Tool) -> bool:
     return toolbox.forced or tool.exact
 
 
-def first(bodies: Sequence[str], place: str) -> str:
-    """Return the first of `bodies` that can be enforced. If none can, the error begins with `place`."""
-    return f"%first {json.dumps({'bodies': bodies, PLACE: place})}"
+def first(bodies: Sequence[str], where: str) -> str:
+    """Return the first of `bodies` that can be enforced. If none can, the error begins with `where`."""
+    return f"%first {json.dumps({'bodies': bodies, PLACE: where})}"
 
 
 def place_of(tool: Tool) -> str:

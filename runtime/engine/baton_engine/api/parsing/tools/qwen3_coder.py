@@ -38,9 +38,9 @@ ANCHORED = re.compile(r"\^((?:[^$\\]|\\.)*)\$")
 
 def read(source: TextSource) -> Reading:
     while mark := (yield from source.find(START, FUNCTION)):
-        place = source.mark()
+        start = source.mark()
         if not (yield from _read_calls(source, begun=mark == FUNCTION)):
-            source.back(place)
+            source.back(start)
             source.words(mark)
 
 
@@ -99,8 +99,8 @@ def _read_parameters(source: TextSource, call: OpenCall, tool: Tool) -> Wait[Non
                 return
             call.write(tagged_arguments.typed(text[0].removesuffix("\n"), types))
     yield from source.space()
-    whole = yield from source.literal(FUNCTION_END)
-    if not tool.custom and (whole or not source.ended):
+    closed = yield from source.literal(FUNCTION_END)
+    if not tool.custom and (closed or not source.ended):
         call.write("}" if written else "{}")
 
 
@@ -109,11 +109,11 @@ class _Line:
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._pass = write
-        self._held = ""
+        self._line_break = ""
 
     def write(self, text: str) -> None:
-        text = self._held + text
-        self._held = "\n" if text.endswith("\n") else ""
+        text = self._line_break + text
+        self._line_break = "\n" if text.endswith("\n") else ""
         self._pass(text.removesuffix("\n"))
 
 
@@ -125,14 +125,14 @@ def _quote(call: OpenCall, text: str) -> None:
 
 
 def _call(lark: Lark, tool: Tool, checked: bool) -> str:
-    def one(name: str, schema: Mapping[str, Any]) -> str:
+    def parameter(name: str, schema: Mapping[str, Any]) -> str:
         head, end = lark.literal(f"{PARAMETER}{name}>\n"), lark.literal("\n")
         if tool.grammar is not None:
             return f"{head} {lark.input(tool, tool.grammar)} {lark.literal(VALUE_END)} {end}"
         return f"{head} {_value(lark, tool, schema, schema, f'/properties/{name}')} {end}"
 
     head = lark.literal(f"{FUNCTION}{tool.name}>\n")
-    return f"{head} {members(lark, tool, checked, one)} {lark.literal(FUNCTION_END)}"
+    return f"{head} {members(lark, tool, checked, parameter)} {lark.literal(FUNCTION_END)}"
 
 
 def _value(lark: Lark, tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], path: str) -> str:
@@ -141,14 +141,19 @@ def _value(lark: Lark, tool: Tool, schema: Mapping[str, Any], root: Mapping[str,
     if isinstance(target := tagged_arguments.resolved(schema.get("$ref"), root), Mapping):
         return _value(lark, tool, target, root, schema["$ref"].partition("#")[2])
     if "enum" in schema or "const" in schema:
-        ways = schema.get("enum", [schema.get("const")])
-        texts = [way if isinstance(way, str) else tagged_arguments.dumped(way) for way in ways]
+        alternatives = schema.get("enum", [schema.get("const")])
+        texts = [
+            alternative if isinstance(alternative, str) else tagged_arguments.dumped(alternative)
+            for alternative in alternatives
+        ]
         return f"({' | '.join(map(lark.literal, texts))}) {end}"
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             parts = enumerate(schema[key])
-            ways = [_value(lark, tool, part, root, f"{path}/{key}/{number}") for number, part in parts]
-            return f"({' | '.join(ways)})"
+            alternatives = [
+                _value(lark, tool, part, root, f"{path}/{key}/{number}") for number, part in parts
+            ]
+            return f"({' | '.join(alternatives)})"
     types = tagged_arguments.types_of(schema, root)
     if types and "string" not in types:
         return f"{lark.json(definitions(root) | dict(schema), tool, path)} {end}"

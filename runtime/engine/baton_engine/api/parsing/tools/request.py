@@ -23,7 +23,7 @@ from baton_api.errors import (
     UNSUPPORTED_PARAMETER,
     InvalidRequest,
 )
-from baton_engine.api.fields import Fields, shown, wrong_type
+from baton_engine.api.fields import Fields, shown
 from baton_engine.api.parsing.tools.toolbox import NO_PARAMETERS, TextGrammar, Tool, Toolbox
 from baton_engine.grammar import schemas
 
@@ -43,11 +43,10 @@ def read_tools(fields: Fields) -> Toolbox | None:
             "'function_call' is only allowed when 'functions' are specified.", param="function_call"
         )
     parallel = fields.boolean("parallel_tool_calls", True)
-    items = fields.array("tools", limits.TOOLS.most)
-    if not items:  # clients that build the list send an empty one
+    if not fields.array("tools", limits.TOOLS.most):  # clients that build the list send an empty one
         _without_tools(fields)
         return None
-    tools = tuple(_tool(item, f"tools[{position}]") for position, item in enumerate(items))
+    tools = tuple(map(_tool, fields.objects("tools", limits.TOOLS.most)))
     _check_names(tools, "tools")
     return _chosen(fields, Toolbox(tools=tools, parallel=parallel))
 
@@ -95,10 +94,7 @@ def _without_tools(fields: Fields) -> None:
 # --- One tool ---
 
 
-def _tool(item: object, path: str) -> Tool:
-    if not isinstance(item, dict):
-        raise wrong_type(path, "an object", item)
-    fields = Fields(item, path)
+def _tool(fields: Fields) -> Tool:
     fields.require("type")
     kind = fields.choice("type", KINDS)
     assert kind is not None
@@ -112,7 +108,7 @@ def _nested(fields: Fields) -> Fields:
     if fields.get(kind) is None and fields.get("name") is not None:
         return fields
     fields.require(kind)
-    return Fields(fields.mapping(kind) or {}, fields.param(kind))
+    return fields.member(kind)
 
 
 def _function(fields: Fields) -> Tool:
@@ -144,19 +140,15 @@ def _custom(fields: Fields) -> Tool:
     given = inner
     if inner.get("definition") is None:
         inner.require("grammar")
-        given = Fields(inner.mapping("grammar") or {}, inner.param("grammar"))
+        given = inner.member("grammar")
     given.require("syntax")
     syntax = given.choice("syntax", ("lark", "regex"))
-    given.require("definition")
-    definition = given.text("definition", limits.TOOL_SCHEMA.most)
-    assert definition is not None
+    definition = given.required_text("definition", limits.TOOL_SCHEMA.most)
     return replace(tool, grammar=TextGrammar("lark" if syntax == "lark" else "regex", definition))
 
 
 def _name(fields: Fields) -> str:
-    fields.require("name")
-    name = fields.text("name", limits.TOOL_NAME.most)
-    assert name is not None
+    name = fields.required_text("name", limits.TOOL_NAME.most)
     if not NAME.fullmatch(name):
         fields.wrong_value("name", f"Expected letters, digits, '_' and '-' only, but got {shown(name)}")
     return name
@@ -219,25 +211,20 @@ def _chosen(fields: Fields, toolbox: Toolbox) -> Toolbox:
             parallel=False,
         )
     inner.require("allowed_tools")
-    allowed = Fields(inner.mapping("allowed_tools") or {}, inner.param("allowed_tools"))
+    allowed = inner.member("allowed_tools")
     allowed.require("mode")
     mode = allowed.choice("mode", ("auto", "required"))
     allowed.require("tools")
-    items = allowed.array("tools", limits.TOOLS.most)
-    if not items:
+    if not allowed.array("tools", limits.TOOLS.most):
         param = allowed.param("tools")
         raise InvalidRequest(
             f"Invalid '{param}': empty array. Expected at least 1 tool.", param=param, code=EMPTY_ARRAY
         )
     names = set()
-    for position, item in enumerate(items):
-        path = f"{allowed.param('tools')}[{position}]"
-        if not isinstance(item, dict):
-            raise wrong_type(path, "an object", item)
-        one = Fields(item, path)
-        one.require("type")
-        one.choice("type", KINDS)
-        names.add(_named(one, toolbox))
+    for reference in allowed.objects("tools", limits.TOOLS.most):
+        reference.require("type")
+        reference.choice("type", KINDS)
+        names.add(_named(reference, toolbox))
     return replace(toolbox, choice=_mode(mode or "auto"), allowed=frozenset(names))
 
 
@@ -245,9 +232,7 @@ def _named(fields: Fields, toolbox: Toolbox) -> str:
     """Return the name in `{"type": kind, kind: {"name": ...}}`. Raises InvalidRequest if it is unknown."""
     kind = fields.get("type")
     inner = _nested(fields)
-    inner.require("name")
-    name = inner.text("name")
-    assert name is not None
+    name = inner.required_text("name")
     if not any(tool.name == name and tool.custom == (kind == "custom") for tool in toolbox.tools):
         inner.wrong_value("name", f"there is no {kind} tool {shown(name)} in 'tools'")
     return name
@@ -265,20 +250,15 @@ def _functions(fields: Fields) -> Toolbox:
         raise InvalidRequest(
             "'functions' and 'tools' cannot be combined. Remove one of them.", param="functions"
         )
-    items = fields.array("functions", limits.FUNCTIONS.most) or []
-    if not items:
+    if not fields.array("functions", limits.FUNCTIONS.most):
         raise InvalidRequest(
             "Invalid 'functions': empty array. Expected at least 1 function.",
             param="functions",
             code=EMPTY_ARRAY,
         )
-    tools = []
-    for position, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise wrong_type(f"functions[{position}]", "an object", item)
-        tools.append(_function(Fields(item, f"functions[{position}]")))
+    tools = tuple(map(_function, fields.objects("functions", limits.FUNCTIONS.most)))
     _check_names(tools, "functions")
-    toolbox = Toolbox(tools=tuple(tools), parallel=False, legacy=True)
+    toolbox = Toolbox(tools=tools, parallel=False, legacy=True)
     choice = fields.get("function_call")
     if choice is None:
         return toolbox
@@ -288,9 +268,7 @@ def _functions(fields: Fields) -> Toolbox:
     if not isinstance(choice, dict):
         fields.wrong_type("function_call", "a string or an object", choice)
     inner = Fields(choice, "function_call")
-    inner.require("name")
-    name = inner.text("name")
-    assert name is not None
+    name = inner.required_text("name")
     if all(tool.name != name for tool in tools):
         inner.wrong_value("name", f"there is no function {shown(name)} in 'functions'")
     return replace(toolbox, choice="required", allowed=frozenset({name}), named=True)

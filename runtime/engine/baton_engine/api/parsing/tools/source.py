@@ -168,11 +168,11 @@ class TextSource:
     def pass_on(self, stop: str, write: Callable[[str], None]) -> Wait[bool]:
         """Pass text to `write` as it arrives and consume it up to `stop`. False if the text ends first."""
         while True:
-            place = self._text.find(stop, self._at)
-            end = place if place >= 0 else self._sure((stop,))
+            found = self._text.find(stop, self._at)
+            end = found if found >= 0 else self._sure((stop,))
             write(self._text[self._at : end])
             self._at = end
-            if place >= 0:
+            if found >= 0:
                 self._at += len(stop)
                 return True
             if self.ended:
@@ -188,7 +188,7 @@ class TextSource:
 
     def _sure(self, marks: Sequence[str]) -> int:
         """Return the position up to which the text is no part of a mark."""
-        return len(self._text) if self.ended and not self.cut else _held(self._text, marks, self._at)
+        return len(self._text) if self.ended and not self.cut else _start_of_mark(self._text, marks, self._at)
 
     def mark(self) -> int:
         """Return the current position for `back`. `trim` invalidates it."""
@@ -286,21 +286,21 @@ class CallReader:
 
 def _first(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
     """Return position and mark of the first of `marks`, or None."""
-    candidates = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
+    candidates = [(found, mark) for mark in marks if (found := text.find(mark, start)) >= 0]
     return min(candidates, default=None)
 
 
-def _held(text: str, marks: Sequence[str], start: int) -> int:
+def _start_of_mark(text: str, marks: Sequence[str], start: int) -> int:
     """Return the position of a suffix of `text` that may become one of `marks`, or the text's length."""
-    held = len(text)
+    earliest = len(text)
     for mark in marks:
-        place = text.find(mark[0], max(start, len(text) - len(mark) + 1))
-        while place >= 0:
-            if mark.startswith(text[place:]):
-                held = min(held, place)
+        found = text.find(mark[0], max(start, len(text) - len(mark) + 1))
+        while found >= 0:
+            if mark.startswith(text[found:]):
+                earliest = min(earliest, found)
                 break
-            place = text.find(mark[0], place + 1)
-    return held
+            found = text.find(mark[0], found + 1)
+    return earliest
 
 
 def _longest(marks: Sequence[str]) -> int:

@@ -25,11 +25,12 @@ def members(
     lark: Lark,
     tool: Tool,
     checked: bool,
-    one: Callable[[str, Mapping[str, Any]], str],
+    write: Callable[[str, Mapping[str, Any]], str],
     separator: str = "",
 ) -> str:
     """
-    Return the grammar of the parameters in order, with optional ones. `one` writes a name and its value.
+    Return the grammar of the parameters in order, with optional ones. `write` returns that of a parameter,
+    from its name and schema.
 
     Without `checked`, the names are the tool's and values are unrestricted. Raises InvalidRequest for a
     strict schema that a list of parameters cannot express.
@@ -47,7 +48,7 @@ def members(
     first = later = '""'
     for name, value in reversed(properties.items()):
         inner = dict(value) if isinstance(value, Mapping) else {}
-        written = lark.rule(one(name, definitions(schema) | inner))
+        written = lark.rule(write(name, definitions(schema) | inner))
         skip_first, skip_later = ("", "") if name in required else (f" | {first}", f" | {later}")
         first = lark.rule(f"{written} {later}{skip_first}")
         later = lark.rule(joined(lark.literal(separator), written, later) + skip_later)
@@ -141,13 +142,13 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = DEPTH) -> frozen
 
 def resolved(reference: object, root: Mapping[str, Any]) -> Any:
     """Return the target of a reference within the same schema, or None."""
-    place: Any = root
+    target: Any = root
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     for step in reference[1:].strip("/").split("/") if reference != "#" else ():
         step = step.replace("~1", "/").replace("~0", "~")
-        place = place.get(step) if isinstance(place, Mapping) else None
-    return place
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target
 
 
 def _parsed(text: str) -> Any:

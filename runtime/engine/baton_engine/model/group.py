@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from baton_api.errors import BatonError
 from baton_engine.model.shards import Shard
 from baton_engine.ops import Table
 
@@ -78,14 +79,16 @@ class Group:
 
     def joined(self, logits: Tensor) -> Tensor:
         """Return the logits [S, V] of all tokens in rank 0, from [S, tokens of this rank] in each."""
-        rank, widest = self.shard.rank, max(len(one) for one in self._ranges)
+        rank, widest = self.shard.rank, max(len(tokens) for tokens in self._ranges)
         padded = logits.new_empty((len(logits), widest))
         padded[:, : logits.shape[1]] = logits
         gathered = [torch.empty_like(padded) for _ in self._ranges] if rank == 0 else []
         self._connected.gather([gathered] if rank == 0 else [], [padded]).wait()
         if rank != 0:
             return logits
-        return torch.cat([part[:, : len(one)] for part, one in zip(gathered, self._ranges, strict=True)], 1)
+        return torch.cat(
+            [part[:, : len(tokens)] for part, tokens in zip(gathered, self._ranges, strict=True)], 1
+        )
 
     def broadcast(self, values: Tensor) -> Tensor:
         """Return rank 0's values, of the same shape in each rank. Overwrites those of the others."""
@@ -110,3 +113,7 @@ class Group:
         if self.backend is None:
             raise RuntimeError("this rank is not connected to the others")
         return self.backend
+
+
+class RankFailed(BatonError):
+    """A rank ended or hangs. Only a new worker can compute again."""

@@ -3,7 +3,8 @@ The sandbox of chat templates: jinja's, configured as in `transformers`, with li
 
 A template is a program. Each loop iteration and macro call is a step. Steps and time are limited, and so is
 the size of every string, list and number. A runaway template therefore fails after a few seconds. The cost of
-a single call of Python's library is not limited; `subprocess` runs untrusted templates in a separate process.
+a single call of Python's library is not limited; `rendering.render_apart` runs untrusted templates in a
+separate process.
 
 This module has few imports, so that such a process starts quickly.
 """

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_engine.ops.native import library
-from baton_engine.sampling.state import SamplingState, uniform
 
 BLOCK = 128
 """Number of tokens per block of the host's sampler."""
@@ -70,21 +69,6 @@ GREEDY = TokenRule(0.0)
 def scale(vocab: int) -> int:
     """Return the binary logarithm of the weight of the most likely token."""
     return SUM_BITS - (vocab - 1).bit_length()
-
-
-def rule_of(state: SamplingState, vocab: int) -> TokenRule:
-    """Return the parameters of the next token."""
-    if state.greedy:
-        return GREEDY
-    params = state.params
-    floor = np.float32(2.0 ** scale(vocab)) * np.float32(params.min_p)
-    return TokenRule(
-        factor=float(np.float32(math.log2(math.e) / params.temperature)),
-        floor=max(float(floor), 1.0),
-        top_k=params.top_k if params.top_k < vocab else 0,
-        top_p=params.top_p,
-        number=uniform(params.seed, state.position),
-    )
 
 
 class TokenWeights(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton_engine.api.chat.template.sandbox import Exhausted, Program, TemplateError
+from baton_engine.api.template.sandbox import Exhausted, Program, TemplateError
 
 Message = Mapping[str, Any]
 
@@ -134,7 +134,7 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
     joined: list[Message] = []
     for message in messages:
         pair = (joined[-1], message) if joined else ()
-        plain = all(one["role"] in ("user", "assistant") and one.keys() <= _PLAIN for one in pair)
+        plain = all(part["role"] in ("user", "assistant") and part.keys() <= _PLAIN for part in pair)
         if pair and plain and pair[0]["role"] == message["role"]:
             joined[-1] = _joined(*pair)
         else:
@@ -181,10 +181,10 @@ def _learn_calls(dialect: Dialect, shows: Callable[..., bool]) -> Dialect:
     for short_ids in (False, True):
         for objects in (True, False):
             for silence in ("", None):
-                way = replace(dialect, objects=objects, silence=silence, short_ids=short_ids)
-                if shows(way.adapt(_CALLED), "look_up", "first_key"):
-                    lax = replace(way, broken=True)
-                    return lax if shows(lax.adapt(_BROKEN), "look_up", BROKEN_ARGUMENTS) else way
+                candidate = replace(dialect, objects=objects, silence=silence, short_ids=short_ids)
+                if shows(candidate.adapt(_CALLED), "look_up", "first_key"):
+                    lax = replace(candidate, broken=True)
+                    return lax if shows(lax.adapt(_BROKEN), "look_up", BROKEN_ARGUMENTS) else candidate
     return dialect
 
 

@@ -12,7 +12,7 @@ from baton_engine.scheduling.scheduler import YIELDS
 from baton_engine.scheduling.sequence import Sequence
 
 
-class Interruption:
+class PassInterruption:
     """Decides which passes a request may end. After `YIELDS` in a row, patient sequences get a whole one."""
 
     def __init__(self, model: Model) -> None:
@@ -21,8 +21,8 @@ class Interruption:
         self._in_a_row = 0
 
     @contextlib.contextmanager
-    def of(self, chunks: list[ScheduledChunk]) -> Iterator[None]:
-        """A pass of `chunks` is computed meanwhile. Used on the engine's thread."""
+    def during(self, chunks: list[ScheduledChunk]) -> Iterator[None]:
+        """Return a context in which a pass of `chunks` is computed. Used on the engine's thread."""
         patient = [chunk.sequence.request.patient for chunk in chunks]
         self._allowed = all(patient) and self._in_a_row < YIELDS
         try:
@@ -35,9 +35,9 @@ class Interruption:
         if any(patient):
             self._in_a_row = 0
 
-    def ask(self, sequence: Sequence | None) -> None:
+    def interrupt_for(self, sequence: Sequence | None) -> None:
         """
-        A command about `sequence` waits for the pass in progress. Called on any thread.
+        End the pass in progress if a command about `sequence` need not wait for it. Called on any thread.
 
         A pass that begins just now is not always ended.
         """

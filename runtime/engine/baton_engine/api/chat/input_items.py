@@ -61,8 +61,8 @@ _MESSAGE = re.compile(r"^messages\[(\d+)\]")
 def source(param: str, conversation: ChatMessages) -> str | None:
     """Return the path of the item that chat's `param` refers to; None if it is no message."""
     message = _MESSAGE.match(param)
-    place = int(message[1]) if message else len(conversation.sources)
-    return conversation.sources[place] if place < len(conversation.sources) else None
+    index = int(message[1]) if message else len(conversation.sources)
+    return conversation.sources[index] if index < len(conversation.sources) else None
 
 
 def read(items: Sequence[object], earlier: int, instructions: str | None) -> ChatMessages:
@@ -95,15 +95,15 @@ def _add(conversation: ChatMessages, item: Fields, path: str, truncated: bool) -
         case "function_call" | "custom_tool_call" if truncated:
             pass  # it was never executed
         case "function_call":
-            call = {"name": _name(item), "arguments": _text(item, "arguments")}
+            call = {"name": _name(item), "arguments": item.required_text("arguments")}
             _add_call(conversation, {"type": "function", "function": call}, item, path)
         case "custom_tool_call":
-            call = {"name": _name(item), "input": _text(item, "input")}
+            call = {"name": _name(item), "input": item.required_text("input")}
             _add_call(conversation, {"type": "custom", "custom": call}, item, path)
         case "function_call_output" | "custom_tool_call_output":
             result = {
                 "role": "tool",
-                "tool_call_id": _text(item, "call_id"),
+                "tool_call_id": item.required_text("call_id"),
                 "content": _result(item),
             }
             conversation.add(result, path)
@@ -130,26 +130,23 @@ def _add_message(conversation: ChatMessages, item: Fields, path: str) -> None:
 
 def _add_call(conversation: ChatMessages, call: dict[str, Any], item: Fields, path: str) -> None:
     message = conversation.assistant(path)
-    message.setdefault("tool_calls", []).append({"id": _text(item, "call_id"), **call})
+    message.setdefault("tool_calls", []).append({"id": item.required_text("call_id"), **call})
 
 
 def _thought(item: Fields) -> str:
     """Return the text of a reasoning item, or its summary if the text is missing."""
     for name, kinds in THOUGHT_PARTS.items():
         texts = []
-        for position, part in enumerate(item.array(name, limits.PARTS.most) or ()):
-            if not isinstance(part, dict):
-                raise wrong_type(item.param(f"{name}[{position}]"), "an object", part)
-            fields = Fields(part, item.param(f"{name}[{position}]"))
-            fields.choice("type", kinds)
-            texts.append(_text(fields, "text"))
+        for part in item.objects(name, limits.PARTS.most):
+            part.choice("type", kinds)
+            texts.append(part.required_text("text"))
         if texts:
             return "\n".join(texts)
     return ""
 
 
 def _name(item: Fields) -> str:
-    return qualified(_text(item, "name"), item.text("namespace"))
+    return qualified(item.required_text("name"), item.text("namespace"))
 
 
 def qualified(name: str, namespace: str | None) -> str:
@@ -202,11 +199,4 @@ def _part(part: object, path: str) -> dict[str, Any]:
     kind = fields.text("type")
     if kind not in TEXTS:
         fields.wrong_value("type", f"the model supports text only, not {shown(kind)}")
-    return {"type": "text", "text": _text(fields, TEXTS[kind])}
-
-
-def _text(fields: Fields, name: str) -> str:
-    fields.require(name)
-    text = fields.text(name)
-    assert text is not None
-    return text
+    return {"type": "text", "text": fields.required_text(TEXTS[kind])}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton_engine.api.chat.template.templates import Templates, templates_of
 from baton_engine.api.parsing.reasoning.formats import ReasoningFormat, format_of
 from baton_engine.api.parsing.tools import families
 from baton_engine.api.parsing.tools.family import ToolFamily
 from baton_engine.api.parsing.tools.toolbox import Toolbox
+from baton_engine.api.template.templates import Templates, templates_of
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.settings import WorkerSettings
 

@@ -2,7 +2,7 @@
 Drafts from the request's own tokens: what followed the latest tokens when they occurred before.
 
 Answers that edit code or quote documents repeat long parts of their prompt. The longest earlier occurrence of
-the last tokens is found through a chain of the places of each pair of tokens, as in LZ77. While the answer
+the last tokens is found through a chain of the positions of each pair of tokens, as in LZ77. While the answer
 follows an occurrence, it is not searched again.
 
 Whether a continuation is correct is recorded for every generated token, also for tokens that were not
@@ -68,7 +68,7 @@ class AcceptanceRates:
 
 
 class Lookup:
-    """The tokens of one request, their index, and the place that its answer follows."""
+    """The tokens of one request, their index, and the earlier position that its answer repeats."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class Lookup:
         """
         self._tokens = [*prediction, GAP, *prompt] if prediction else list(prompt)
         self._latest: dict[int, int] = {}
-        """By pair of tokens, the place after its last occurrence."""
+        """By pair of tokens, the position after its last occurrence."""
         self._earlier: list[int] = [0] * PAIR
-        """By place, the place of the preceding occurrence of the same pair; 0: none."""
-        self._place: int | None = 0 if prediction else None
+        """By position, that of the preceding occurrence of the same pair; 0: none."""
+        self._match_end: int | None = 0 if prediction else None
         """Place of the token that follows if the answer continues like an earlier part."""
         self._matched = 0
-        """Length of the match before `_place`."""
+        """Length of the match before `_match_end`."""
         self._pushed = 0
         self._predicted_end = len(prediction)
         self.predicted = 0
@@ -104,27 +104,27 @@ class Lookup:
 
     def push(self, token: int) -> None:
         """Add a generated token."""
-        place, tokens = self._place, self._tokens
+        position, tokens = self._match_end, self._tokens
         tokens.append(token)
         self._pushed += 1
-        if place is not None:
-            kind, hit = _kind(self._matched), tokens[place] == token
+        if position is not None:
+            kind, hit = _kind(self._matched), tokens[position] == token
             self._rates.add(kind, hit)
             self._shared.add(kind, hit)
-            self.predicted += hit and place < self._predicted_end
-            if hit and tokens[place + 1] != GAP:
-                self._place, self._matched = place + 1, self._matched + 1
+            self.predicted += hit and position < self._predicted_end
+            if hit and tokens[position + 1] != GAP:
+                self._match_end, self._matched = position + 1, self._matched + 1
                 return
-        self._place = None
+        self._match_end = None
 
     def propose(self, most: int) -> list[int]:
         """Return at most `most` tokens that may follow."""
         self._index()
-        if self._place is None:
+        if self._match_end is None:
             self._search()
-        if self._place is None:
+        if self._match_end is None:
             return []
-        tokens, start = self._tokens, self._place
+        tokens, start = self._tokens, self._match_end
         draft = tokens[start : start + most]
         if GAP in draft:
             return draft[: draft.index(GAP)]
@@ -147,31 +147,31 @@ class Lookup:
     def _index(self) -> None:
         tokens, latest, earlier = self._tokens, self._latest, self._earlier
         start = len(earlier)
-        for place in range(start, min(len(tokens), start + INDEXED_AT_ONCE)):
-            pair = tokens[place - 2] << 32 | tokens[place - 1]
+        for position in range(start, min(len(tokens), start + INDEXED_AT_ONCE)):
+            pair = tokens[position - 2] << 32 | tokens[position - 1]
             earlier.append(latest.get(pair, 0))
-            latest[pair] = place
+            latest[pair] = position
 
     def _search(self) -> None:
         tokens = self._tokens
         end = len(tokens)
         if end < PAIR or len(self._earlier) < end:
             return
-        place = self._latest.get(tokens[-2] << 32 | tokens[-1], 0)
+        position = self._latest.get(tokens[-2] << 32 | tokens[-1], 0)
         longest = 0
         for _ in range(CANDIDATES):
-            if not place or longest == LONGEST_MATCH:
+            if not position or longest == LONGEST_MATCH:
                 return
             length = PAIR
             while (
                 length < LONGEST_MATCH
-                and length < place
-                and tokens[place - length - 1] == tokens[end - length - 1]
+                and length < position
+                and tokens[position - length - 1] == tokens[end - length - 1]
             ):
                 length += 1
-            if length > longest and tokens[place] != GAP:
-                self._place, self._matched, longest = place, length, length
-            place = self._earlier[place]
+            if length > longest and tokens[position] != GAP:
+                self._match_end, self._matched, longest = position, length, length
+            position = self._earlier[position]
 
 
 def _kind(matched: int) -> int:

@@ -111,9 +111,13 @@ class WorkerTrace:
     def end(self, attributes: Attributes, *, failed: bool = False) -> None:
         """End the request's span now, and send all its spans."""
         start, end = self._ns(self._began), self._ns(time.monotonic())
-        own = otlp.attributes({"baton.worker": self._worker, **attributes})
+        span_attributes = otlp.attributes({"baton.worker": self._worker, **attributes})
         above = otlp.place(self._above.trace, self._above.span)
-        spans = [otlp.span(above, self._here.span, self._name, otlp.SERVER, start, end, own, failed=failed)]
+        spans = [
+            otlp.span(
+                above, self._here.span, self._name, otlp.SERVER, start, end, span_attributes, failed=failed
+            )
+        ]
         for summary in self._summaries:
             spans += self._engine_spans(summary)
         self._spans.take(b"".join(spans))
@@ -132,7 +136,7 @@ class WorkerTrace:
             spans.append(self._steps("engine.decode", summary.decode, above, _span_id()))
         return spans
 
-    def _steps(self, name: str, steps: StepSpan, above: int, own: int) -> bytes:
+    def _steps(self, name: str, steps: StepSpan, above: int, span: int) -> bytes:
         attributes = otlp.attributes(
             {
                 "baton.passes": steps.count,
@@ -140,12 +144,14 @@ class WorkerTrace:
                 "baton.forward_s": steps.forward_s,
             }
         )
-        return self._child(name, steps.began, steps.ended, attributes, above, own)
+        return self._child(name, steps.began, steps.ended, attributes, above, span)
 
-    def _child(self, name: str, began: float, ended: float, attributes: bytes, above: int, own: int) -> bytes:
+    def _child(
+        self, name: str, began: float, ended: float, attributes: bytes, above: int, span: int
+    ) -> bytes:
         start, end = self._ns(began), self._ns(ended)
         return otlp.span(
-            otlp.place(self._here.trace, above), own, name, otlp.INTERNAL, start, end, attributes
+            otlp.place(self._here.trace, above), span, name, otlp.INTERNAL, start, end, attributes
         )
 
     def _ns(self, seconds: float) -> int:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_api.errors import InvalidRequest, SetupError
-from baton_engine.api.chat.template import sandbox
-from baton_engine.api.chat.template.prompt import TemplateInput, render
-from baton_engine.api.chat.template.sandbox import TemplateError
-from baton_engine.api.chat.template.subprocess import render_apart
+from baton_engine.api.template import sandbox
+from baton_engine.api.template.rendering import TemplateInput, render, render_apart
+from baton_engine.api.template.sandbox import TemplateError
 from baton_engine.model.tokenizer import Tokenizer
 
 DEFAULT = "default"
@@ -59,16 +58,16 @@ class Templates:
         except TemplateError:
             return True
 
-    def render(self, conversation: TemplateInput, brought: str | None = None) -> str:
-        """Render the prompt, with the request's template `brought` if it is set. Raises InvalidRequest."""
+    def render(self, conversation: TemplateInput, own_template: str | None = None) -> str:
+        """Render the prompt, with the request's template if `own_template` is set. Raises InvalidRequest."""
         try:
-            if brought is not None:
-                return render_apart(brought, conversation, self.specials)
+            if own_template is not None:
+                return render_apart(own_template, conversation, self.specials)
             return render(self.source(bool(conversation.tools)), conversation, self.specials)
         except TemplateError as error:
             raise InvalidRequest(
                 f"The chat template cannot render these messages: {error}.",
-                param="messages" if brought is None else "chat_template",
+                param="messages" if own_template is None else "chat_template",
             ) from error
 
 
