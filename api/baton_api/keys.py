@@ -87,9 +87,9 @@ def _read(value: object) -> tuple[KeyDigest, ...]:
     if not isinstance(given, list | tuple):
         raise ValueError("expected keys as text")
     return tuple(
-        one if isinstance(one, KeyDigest) else KeyDigest.of(str(one).strip())
-        for one in given
-        if isinstance(one, KeyDigest) or str(one).strip()
+        key if isinstance(key, KeyDigest) else KeyDigest.of(str(key).strip())
+        for key in given
+        if isinstance(key, KeyDigest) or str(key).strip()
     )
 
 
@@ -192,10 +192,10 @@ def with_authorization(given: list[tuple[bytes, bytes]]) -> list[tuple[bytes, by
     key = next((value for name, value in given if name == API_KEY), None)
     if key is None:
         return given
-    kept = [header for header in given if header[0] != API_KEY]
-    if any(name == AUTHORIZATION for name, _ in kept):
-        return kept
-    return [*kept, (AUTHORIZATION, b"Bearer " + key)]
+    others = [header for header in given if header[0] != API_KEY]
+    if any(name == AUTHORIZATION for name, _ in others):
+        return others
+    return [*others, (AUTHORIZATION, b"Bearer " + key)]
 
 
 def read_file(path: Path) -> tuple[KeyDigest, ...]:

@@ -202,11 +202,11 @@ def streams_in_cache(kv_tokens: int, objectives: Objectives) -> int:
 
 def streams_in_time(step: StepLine, max_streams: int, objectives: Objectives) -> int:
     """Return the maximum streams within the objective. `max_streams`: their number does not matter."""
-    each = step.stream_s + step.token_s * mean_context(objectives)
+    of_stream_s = step.stream_s + step.token_s * mean_context(objectives)
     left = objectives.itl_s - step.base_s
-    if left < each:
+    if left < of_stream_s:
         return 0
-    return math.floor(left / each + 1e-9) if each > 0 else max_streams
+    return math.floor(left / of_stream_s + 1e-9) if of_stream_s > 0 else max_streams
 
 
 def mean_context(objectives: Objectives) -> int:

@@ -188,7 +188,7 @@ class ResponseStore:
 
     def _evict(self, amount: Callable[[OwnersShare], int]) -> None:
         """Drop the oldest response of the owner that has most of it."""
-        owner = max(self._shares, key=lambda one: amount(self._shares[one]))
+        owner = max(self._shares, key=lambda owner: amount(self._shares[owner]))
         self._drop((owner, next(iter(self._shares[owner].ids))))
 
     def _drop(self, key: tuple[bytes, str]) -> None:
@@ -204,20 +204,20 @@ class ResponseStore:
             del self._shares[owner]
 
     def _hold(self, share: OwnersShare, turn: Turn) -> None:
-        for held in _chain(turn):
-            held.holders += 1
-            if held.holders > 1:
+        for stored in _chain(turn):
+            stored.holders += 1
+            if stored.holders > 1:
                 return
-            self._size += held.size
-            share.size += held.size
+            self._size += stored.size
+            share.size += stored.size
 
     def _release(self, share: OwnersShare, turn: Turn) -> None:
-        for held in _chain(turn):
-            held.holders -= 1
-            if held.holders:
+        for stored in _chain(turn):
+            stored.holders -= 1
+            if stored.holders:
                 return
-            self._size -= held.size
-            share.size -= held.size
+            self._size -= stored.size
+            share.size -= stored.size
 
 
 class _Answer(msgspec.Struct):

@@ -98,7 +98,9 @@ class SamplingParams:
             "a token outside the vocabulary": all(0 <= id < vocabulary for id in self._token_ids()),
             "a bad word without tokens": all(self.bad_words),
             "reasoning without an end": self.thinking is None or bool(self.thinking.end),
-            **{f"a {one.field} outside its range": self._within(one) for one in limits.SAMPLING_NUMBERS},
+            **{
+                f"a {limit.field} outside its range": self._within(limit) for limit in limits.SAMPLING_NUMBERS
+            },
         }
         wrong = [name for name, holds in checks.items() if not holds]
         return f"the sampling has {wrong[0]}" if wrong else None

@@ -25,7 +25,7 @@ def split(value: object) -> tuple[str, ...]:
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if not isinstance(value, Iterable):
         raise ValueError("expected names separated by commas")
-    return tuple(part for one in value for part in split(str(one)))
+    return tuple(part for item in value for part in split(str(item)))
 
 
 def _origin(origin: str) -> str:

@@ -183,9 +183,9 @@ def _service(url: str, api_key: str, output: str) -> Commands:
 
 def _pairs(given: list[str]) -> dict[str, str]:
     pairs = {}
-    for one in given:
-        key, equals, value = one.partition("=")
+    for pair in given:
+        key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise SetupError(f"Invalid --metadata {one!r}. Expected KEY=VALUE.")
+            raise SetupError(f"Invalid --metadata {pair!r}. Expected KEY=VALUE.")
         pairs[key] = value
     return pairs

@@ -75,7 +75,7 @@ def translate(
         name = flag.replace("_", "-")
         name = aliases.get(name, name)
         if name not in valued:
-            flags = [one for one in (*valued, *aliases) if one.startswith("--") and one != HIDDEN]
+            flags = [known for known in (*valued, *aliases) if known.startswith("--") and known != HIDDEN]
             raise SetupError(peers.refusal(flag, flags, command))
         yield name + equals + value
         if valued[name] and not equals:

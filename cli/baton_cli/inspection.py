@@ -171,8 +171,8 @@ def bench(flags: BenchFlags) -> None:
     lengths = flags.prompt_tokens, flags.output_tokens, flags.shared_tokens
     wanted = BenchPlan(
         shape=Shape(*lengths, flags.groups, flags.spread),
-        objective=Objective(*(None if one is None else one / 1e3 for one in limits)),
-        clients=[int(one) for one in _numbers(flags.concurrency, "--concurrency")],
+        objective=Objective(*(None if limit is None else limit / 1e3 for limit in limits)),
+        clients=[int(number) for number in _numbers(flags.concurrency, "--concurrency")],
         rates=_numbers(flags.rate, "--rate"),
         trace=flags.trace,
         minutes=flags.minutes,
@@ -227,10 +227,10 @@ def _numbers(text: str, flag: str) -> list[float]:
     [1.0, 2.5]
     """
     try:
-        numbers = [float(one) for one in text.split(",") if one.strip()]
+        numbers = [float(number) for number in text.split(",") if number.strip()]
     except ValueError:
         numbers = [0.0]
-    if any(one <= 0 for one in numbers):
+    if any(number <= 0 for number in numbers):
         raise SetupError(f"Invalid {flag} {text!r}. Expected numbers above 0, such as 1,4,16.")
     return numbers
 

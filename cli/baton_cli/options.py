@@ -104,8 +104,8 @@ def options_of(settings: type[BaseSettings]) -> Iterator[Option]:
 def _groups(settings: type[BaseSettings]) -> dict[str, str]:
     """Return the group of each field. `GROUPS` of a class names the first field of each group."""
     starts: dict[str, str] = {}
-    for one in reversed(settings.__mro__):
-        starts |= vars(one).get("GROUPS", {})
+    for base in reversed(settings.__mro__):
+        starts |= vars(base).get("GROUPS", {})
     groups, group = {}, ""
     for name in settings.model_fields:
         group = starts.get(name, group)
@@ -129,20 +129,20 @@ def with_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        own_names = {parameter.name for parameter in own}
-        added = [parameter for parameter in selected if parameter.name not in own_names]
+        declared = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        declared_names = {parameter.name for parameter in declared}
+        added = [parameter for parameter in selected if parameter.name not in declared_names]
 
         def run(**values: Any) -> None:
-            own_values = {name: values.pop(name) for name in own_names}
+            declared_values = {name: values.pop(name) for name in declared_names}
             set_values = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in values.items()
                 if value is not None and value != []
             }
-            command(**own_values, **set_values)
+            command(**declared_values, **set_values)
 
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in declared] + added
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__doc__ = command.__doc__

@@ -94,8 +94,10 @@ def aliases(settings: type, field: str) -> tuple[str, ...]:
 
 def flags(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """Return a mapping of aliases to Baton's flags."""
-    own = {other: "--" + field.replace("_", "-") for field, others in table.items() for other in others}
-    return own | {"--model": "--model-path"}
+    translated = {
+        other: "--" + field.replace("_", "-") for field, others in table.items() for other in others
+    }
+    return translated | {"--model": "--model-path"}
 
 
 def refusal(flag: str, flags: Collection[str], command: str) -> str:

@@ -244,8 +244,8 @@ def _flags(values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
             continue
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            flags.append(f"--{flag}={one}")
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            flags.append(f"--{flag}={item}")
     return flags
 
 

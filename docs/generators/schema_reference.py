@@ -118,7 +118,7 @@ def _description(field: Schema) -> str:
 
 
 def _without_null(schema: Schema) -> Schema:
-    others = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
+    others = [form for form in schema.get("anyOf", ()) if form.get("type") != "null"]
     return others[0] if len(others) == 1 else {"anyOf": others} if others else schema
 
 
@@ -126,7 +126,7 @@ def _type(schema: Schema) -> str:
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type(_without_null(one)) for one in schema["anyOf"]))
+        return " or ".join(dict.fromkeys(_type(_without_null(form)) for form in schema["anyOf"]))
     if schema.get("x-kubernetes-int-or-string"):
         return "integer or string"
     if schema.get("type") == "array":

@@ -21,7 +21,7 @@ FOLDERS = ("dashboards", "rules")
 
 def generated() -> dict[str, str]:
     """Return the generated files: path within the chart, and text."""
-    dashboards = {f"dashboards/{one.name}.json": grafana.to_json(one) for one in DASHBOARDS}
+    dashboards = {f"dashboards/{board.name}.json": grafana.to_json(board) for board in DASHBOARDS}
     return dashboards | {f"rules/{name}": text for name, text in rules.files().items()}
 
 

@@ -45,9 +45,9 @@ def rules() -> Mapping[str, tuple[RecordingRule, ...]]:
 
 
 def _mapped(mapping: EngineMapping) -> Iterator[RecordingRule]:
-    for one in mapping.metrics:
-        for source in one.sources:
-            yield from _of_source(mapping, one, source)
+    for mapped in mapping.metrics:
+        for source in mapped.sources:
+            yield from _of_source(mapping, mapped, source)
 
 
 def _of_source(mapping: EngineMapping, mapped: MappedMetric, source: SourceSeries) -> Iterator[RecordingRule]:
@@ -55,24 +55,24 @@ def _of_source(mapping: EngineMapping, mapped: MappedMetric, source: SourceSerie
         name = mapped.metric.name + part
         if part == "_bucket" and source.bounds:
             for bound in (*source.bounds, float("inf")):
-                one = _selected(mapping, source, part, bound=bound)
-                yield RecordingRule(name, one, {**source.labels, "le": _bound(bound * source.factor)})
+                bucket = _selected(mapping, source, part, bound=bound)
+                yield RecordingRule(name, bucket, {**source.labels, "le": _bound(bound * source.factor)})
         else:
             yield RecordingRule(name, _expression(mapping, source, part), source.labels)
 
 
 def _expression(mapping: EngineMapping, source: SourceSeries, part: Suffix) -> str:
-    whole = _selected(mapping, source, part)
+    expression = _selected(mapping, source, part)
     if source.factor != 1 and part in ("", "_sum"):
-        whole = f"{whole} * {source.factor:.12g}"
+        expression = f"{expression} * {source.factor:.12g}"
     for label, theirs in source.copied.items():
-        copied = f'label_replace({whole}, "{label}", "$1", "{theirs}", "(.+)")'
-        whole = f"{source.how} by ({', '.join((*TARGET, label))}) ({copied})"
+        copied = f'label_replace({expression}, "{label}", "$1", "{theirs}", "(.+)")'
+        expression = f"{source.how} by ({', '.join((*TARGET, label))}) ({copied})"
     if source.less is None:
-        return whole
+        return expression
     part_of_it = _selected(mapping, source.less, part)
     # Two gauges of one scrape may differ by a step.
-    return f"clamp_min({whole} - {part_of_it}, 0) or {whole}"
+    return f"clamp_min({expression} - {part_of_it}, 0) or {expression}"
 
 
 def _selected(
@@ -95,18 +95,18 @@ def _selected(
     for label, values in source.where.items():
         operator = "=" if len(values) == 1 else "=~"
         matchers.append(f'{label}{operator}"{"|".join(values)}"')
-    kept: tuple[str, ...] = (*TARGET, *source.copied.values())
+    labels: tuple[str, ...] = (*TARGET, *source.copied.values())
     if bound is not None:
         matchers.append(f'le=~"{_bound_pattern(bound)}"')
     elif part == "_bucket":
-        kept = (*kept, "le")
+        labels = (*labels, "le")
     name = f"{source.name}{part}"
     if source.also:
-        names = "|".join(f"{one}{part}" for one in (source.name, *source.also))
+        names = "|".join(f"{metric}{part}" for metric in (source.name, *source.also))
         name, matchers = "", [f'__name__=~"{names}"', *matchers]
     series = f"{name}{{{', '.join(matchers)}}}"
     series = f"rate({series}[{window}])" if window else series
-    return f"{source.how} by ({', '.join(kept)}) ({series})"
+    return f"{source.how} by ({', '.join(labels)}) ({series})"
 
 
 def _bound(bound: float) -> str:
@@ -130,8 +130,8 @@ def _queued_tokens(mapping: EngineMapping) -> Iterator[RecordingRule]:
     request in the window, it is unknown.
     """
     queued, running, computed, ended = (
-        mapping.source(one, source=kind)
-        for one, kind in (
+        mapping.source(metric, source=kind)
+        for metric, kind in (
             (metrics.WORKER_QUEUED, ""),
             (metrics.WORKER_RUNNING, ""),
             (metrics.WORKER_PROMPT_TOKENS, "computed"),

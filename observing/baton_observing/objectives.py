@@ -107,8 +107,8 @@ def _late(scope: Scope, metric: Metric, objective: Metric, default_bound: float)
     in_time = (
         f"{scope.bucket_rate(metric, *BY_SERVICE, class_='!=batch')} and on (namespace, service, le) {bound}"
     )
-    own = f"max by (namespace, service) ({in_time})"
-    good = f"({own} or {scope.rate_below(metric, default_bound, *BY_SERVICE, class_='!=batch')})"
+    by_objective = f"max by (namespace, service) ({in_time})"
+    good = f"({by_objective} or {scope.rate_below(metric, default_bound, *BY_SERVICE, class_='!=batch')})"
     return f"1 - {ratio(good, scope.rate(metric, *BY_SERVICE, suffix='_count', class_='!=batch'))}"
 
 

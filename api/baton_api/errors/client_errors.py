@@ -347,8 +347,10 @@ class QuotaExceeded(BatonError):
     type = "insufficient_quota"
     code = "insufficient_quota"
 
-    def __init__(self, what: str, held: int, limit: int) -> None:
-        super().__init__(f"This key stores {held} {what}; its limit is {limit}. Delete files to store more.")
+    def __init__(self, what: str, stored: int, limit: int) -> None:
+        super().__init__(
+            f"This key stores {stored} {what}; its limit is {limit}. Delete files to store more."
+        )
 
     @property
     def headers(self) -> dict[str, str]:

@@ -227,7 +227,7 @@ ROUTER_DECISIONS = Metric(
     "the decode worker computed after a failure; the reason names it.",
     (
         Label("path", ("remote", "local", "fallback")),
-        Label("reason", ("cheaper", "no_prefill", *(one.value for one in Fallback))),
+        Label("reason", ("cheaper", "no_prefill", *(reason.value for reason in Fallback))),
     ),
 )
 ROUTER_PREDICTION = Metric(

@@ -15,7 +15,7 @@ from baton_api.metrics.metric import (
 from baton_api.prompt_report import Fallback
 
 TRANSPORT = Label("transport", bound="8 transports, such as nixl/ucx shm; empty before the first read")
-FAILURES = tuple(one.value for one in Fallback)
+FAILURES = tuple(reason.value for reason in Fallback)
 CHOSEN = ("no_prefill_worker", "reads_prompt", "short", "cached")
 """Reasons other than failures for which a decode worker computes a prompt."""
 

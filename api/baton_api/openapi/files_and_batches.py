@@ -115,5 +115,5 @@ def _line_error() -> Schema:
     return full({"code": TEXT, "message": TEXT, "param": nullable(TEXT), "line": nullable(COUNT)})
 
 
-def _both(one: str, other: str) -> dict[str, list[str]]:
-    return {one: [other], other: [one]}
+def _both(first: str, second: str) -> dict[str, list[str]]:
+    return {first: [second], second: [first]}

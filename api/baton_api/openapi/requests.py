@@ -286,7 +286,7 @@ def _message() -> Schema:
 
 def _response(model: Schema) -> Schema:
     item = either(ref("Message"), record({"type": TEXT}, ["type"]))
-    own: dict[str, Any] = {"model": model, "input": either(TEXT, array(item, least=1))}
+    specific: dict[str, Any] = {"model": model, "input": either(TEXT, array(item, least=1))}
     names = ("temperature", "top_p", "stream", "parallel_tool_calls", "user", "cache_salt")
     shared = {name: schema for name, schema in (SAMPLING | SHOWN | CONVERSATION).items() if name in names}
     more = optional(
@@ -306,7 +306,7 @@ def _response(model: Schema) -> Schema:
         truncation=one_of("auto", "disabled"),
         safety_identifier=text(limits.SAFETY_IDENTIFIER),
     )
-    return record(own | shared | more, ["model"])
+    return record(specific | shared | more, ["model"])
 
 
 def _messages(model: Schema) -> dict[str, Schema]:

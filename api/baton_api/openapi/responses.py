@@ -264,7 +264,7 @@ def _messages() -> dict[str, Schema]:
 
 
 def _generated() -> Schema:
-    one = full({
+    answer = full({
         "text": TEXT,
         "output_ids": array(COUNT),
         "meta_info": full({
@@ -276,4 +276,4 @@ def _generated() -> Schema:
             "e2e_latency": NUMBER,
         }),
     })  # fmt: skip
-    return either(one, array(one))
+    return either(answer, array(answer))

@@ -22,6 +22,7 @@ from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.profiles import Objectives
 from baton_cli.bench.connection import Endpoint
+from baton_cli.bench.load import ClientCost
 from baton_cli.bench.prompts import Shape
 from baton_cli.bench.report import Level, Objective, Spread, level
 from baton_cli.bench.session import Session, open_session, target
@@ -94,7 +95,7 @@ def bench(where: BenchTarget, wanted: BenchPlan, save: Path | None, as_json: boo
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
     else:
         show(console, where.shown, model, wanted, levels)
-    if any(one.failed for one in levels):
+    if any(measured.failed for measured in levels):
         raise typer.Exit(SOME_FAILED)
 
 
@@ -107,7 +108,7 @@ async def _measure(where: BenchTarget, wanted: BenchPlan, say: Say) -> tuple[str
             if wanted.warm_up:
                 say("warming up")
                 await session.closed(wanted.shape, max(1, min(4, wanted.warm_up)), wanted.warm_up)
-            return session.model, [one async for one in _levels(session, wanted, say)]
+            return session.model, [measured async for measured in _levels(session, wanted, say)]
         finally:
             endpoint.close()
 
@@ -143,7 +144,7 @@ def as_data(url: str, model: str, wanted: BenchPlan, levels: Sequence[Level]) ->
         "trace": str(wanted.trace) if wanted.trace else None,
         "objective": dataclasses.asdict(wanted.objective),
         "seed": wanted.seed,
-        "levels": [dataclasses.asdict(one) for one in levels],
+        "levels": [dataclasses.asdict(measured) for measured in levels],
     }
 
 
@@ -151,12 +152,12 @@ def show(console: Console, url: str, model: str, wanted: BenchPlan, levels: Sequ
     """Print one line per level, with errors and warnings about the client."""
     console.print(Text.assemble((model, "bold"), f" at {url}: {_shaped(wanted)}\n"))
     console.print(table(levels))
-    for one in levels:
-        if one.errors:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
-            console.print(Text(f"\n{one.load}: {kinds}. First error: {one.example}", style="red"))
-        if one.client_is_bottleneck:
-            console.print(Text(f"\n{one.load}: {blamed(one)}", style="yellow"))
+    for measured in levels:
+        if measured.errors:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in measured.errors.items())
+            console.print(Text(f"\n{measured.load}: {kinds}. First error: {measured.example}", style="red"))
+        if measured.client_is_bottleneck:
+            console.print(Text(f"\n{measured.load}: {blamed(measured.client)}", style="yellow"))
 
 
 def table(levels: Sequence[Level]) -> Table:
@@ -180,28 +181,28 @@ def table(levels: Sequence[Level]) -> Table:
         "good/s",
     ):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in levels:
+    for measured in levels:
         table.add_row(
-            one.load,
-            f"{one.requests_per_s:.2f}",
-            f"{one.output_tokens_per_s:.1f}",
-            *_shares(one.ttft, ("p50", "p95", "p99")),
-            *_shares(one.tpot, ("p50", "p95", "p99")),
-            *_shares(one.total, ("p50", "p99")),
-            f"{100 * one.cached_share:.0f} %",
-            Text(str(one.failed), style="bold red" if one.failed else ""),
-            f"{100 * one.good_share:.0f} %",
-            f"{one.goodput_per_s:.2f}",
+            measured.load,
+            f"{measured.requests_per_s:.2f}",
+            f"{measured.output_tokens_per_s:.1f}",
+            *_shares(measured.ttft, ("p50", "p95", "p99")),
+            *_shares(measured.tpot, ("p50", "p95", "p99")),
+            *_shares(measured.total, ("p50", "p99")),
+            f"{100 * measured.cached_share:.0f} %",
+            Text(str(measured.failed), style="bold red" if measured.failed else ""),
+            f"{100 * measured.good_share:.0f} %",
+            f"{measured.goodput_per_s:.2f}",
         )
     return table
 
 
-def blamed(one: Level) -> str:
+def blamed(client: ClientCost) -> str:
     """Explain why the client limited a level."""
     return (
-        f"the client was the bottleneck ({100 * one.client.cpu_share:.0f} % of a core, event loop lag "
-        f"{1e3 * one.client.lag_p99_s:.0f} ms, requests {1e3 * one.client.late_p99_s:.0f} ms late), so these "
-        "times are too long. Run the client on another machine, or use fewer clients."
+        f"the client was the bottleneck ({100 * client.cpu_share:.0f} % of a core, event loop lag "
+        f"{1e3 * client.lag_p99_s:.0f} ms, requests {1e3 * client.late_p99_s:.0f} ms late), so these times are "
+        "too long. Run the client on another machine, or use fewer clients."
     )
 
 

@@ -65,8 +65,8 @@ async def closed(requests: Iterable[BenchRequest], clients: int, send: Send) -> 
         return done
 
     async def play(began: float) -> list[Outcome]:
-        each = await asyncio.gather(*(client(began) for _ in range(clients)))
-        return sorted(itertools.chain.from_iterable(each), key=lambda one: one.due_s)
+        by_client = await asyncio.gather(*(client(began) for _ in range(clients)))
+        return sorted(itertools.chain.from_iterable(by_client), key=lambda outcome: outcome.due_s)
 
     return await _watched(play)
 
@@ -81,7 +81,7 @@ async def open_(arrivals: Iterable[tuple[float, BenchRequest]], send: Send) -> L
                 await asyncio.sleep(max(0.0, began + due_s - time.perf_counter()))
                 late_s = time.perf_counter() - began - due_s
                 running.append(group.create_task(_sent(send, request, due_s, late_s)))
-        return [one.result() for one in running]
+        return [task.result() for task in running]
 
     return await _watched(play)
 
@@ -107,7 +107,7 @@ async def _watched(play: Callable[[float], Awaitable[list[Outcome]]]) -> LoadRes
     finally:
         watch.cancel()
     seconds = time.perf_counter() - began
-    late = [one.late_s for one in outcomes]
+    late = [outcome.late_s for outcome in outcomes]
     cost = ClientCost((time.process_time() - cpu) / seconds, _p99(lags), _p99(late))
     return LoadResult(seconds, outcomes, cost)
 

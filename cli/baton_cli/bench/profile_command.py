@@ -50,10 +50,10 @@ def described(profile: Profile) -> Iterator[str]:
     """Describe a profile by prefill, step and transfer times, and by capacity."""
     objectives, capacity = profile.objectives, profile.capacity
     for length in sorted(
-        {one.tokens for one in profile.points if one.what == "transfer"} or {objectives.prompt_tokens}
+        {point.tokens for point in profile.points if point.what == "transfer"} or {objectives.prompt_tokens}
     ):
         yield f"prefill of {length} tokens: {1e3 * profile.prefill.seconds(length, length):.4g} ms"
-    for streams in sorted({one.streams for one in profile.points if one.what == "step"}):
+    for streams in sorted({point.streams for point in profile.points if point.what == "step"}):
         seconds = profile.step.seconds(streams, streams * objectives.prompt_tokens)
         yield (
             f"decode step of {streams} streams with {objectives.prompt_tokens} tokens: {1e3 * seconds:.4g} "

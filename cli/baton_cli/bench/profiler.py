@@ -42,19 +42,19 @@ def fit(inputs: Sequence[Sequence[float]], outcomes: Sequence[float]) -> list[fl
     [1.0, 2.0]
     """
     width = len(inputs[0]) if inputs else 0
-    rows = [[one / outcome for one in row] for row, outcome in zip(inputs, outcomes, strict=True)]
+    rows = [[value / outcome for value in row] for row, outcome in zip(inputs, outcomes, strict=True)]
     best, least = [0.0] * width, float(len(rows))
     for count in range(1, width + 1):
         for chosen in itertools.combinations(range(width), count):
             solution = _least_squares([[row[column] for column in chosen] for row in rows])
             if solution is None or min(solution) < 0:
                 continue
-            whole = [0.0] * width
+            coefficients = [0.0] * width
             for column, value in zip(chosen, solution, strict=True):
-                whole[column] = value
-            error = sum((sum(c * x for c, x in zip(whole, row, strict=True)) - 1) ** 2 for row in rows)
+                coefficients[column] = value
+            error = sum((sum(c * x for c, x in zip(coefficients, row, strict=True)) - 1) ** 2 for row in rows)
             if error < least * (1 - 1e-9):
-                best, least = whole, error
+                best, least = coefficients, error
     return best
 
 
@@ -71,7 +71,7 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
             value / scales[i] / (scales[j] if j < width else 1.0) for j, value in enumerate(matrix[i])
         ]
     for i in range(width):
-        pivot = max(range(i, width), key=lambda one: abs(matrix[one][i]))
+        pivot = max(range(i, width), key=lambda row: abs(matrix[row][i]))
         if abs(matrix[pivot][i]) < 1e-9:
             return None
         matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
@@ -151,7 +151,7 @@ def _running_limit(worker: str) -> int:
         return 0
     families = text_string_to_metric_families(text)
     samples = (sample for family in families for sample in family.samples)
-    return round(sum(one.value for one in samples if one.name == metrics.WORKER_RUNNING_LIMIT.name))
+    return round(sum(sample.value for sample in samples if sample.name == metrics.WORKER_RUNNING_LIMIT.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,9 @@ class Timing:
         >>> Timing.of(answer)
         Timing(prefill_s=0.014, transfer_s=0.0)
         """
-        parts = [one.strip().partition(";dur=") for one in answer.headers.get(headers.TIMING, "").split(",")]
+        parts = [
+            part.strip().partition(";dur=") for part in answer.headers.get(headers.TIMING, "").split(",")
+        ]
         took = {name: float(value) / 1e3 for name, separator, value in parts if separator}
         return cls(took.get("prefill", 0.0), took.get("transfer", 0.0))
 
@@ -216,10 +218,10 @@ class Profiler:
                 continue
             self._say(f"prompts of {length} tokens, {count} at once")
             rounds = [await self._round(length, count) for _ in range(self._repeats + 1)][1:]
-            tokens = round(statistics.median(one[0] for one in rounds))
-            seconds = statistics.median(one[1] for one in rounds)
+            tokens = round(statistics.median(measured[0] for measured in rounds))
+            seconds = statistics.median(measured[1] for measured in rounds)
             yield Point(what="prefill", tokens=tokens, streams=count, seconds=seconds)
-            moved = statistics.median(one[2] for one in rounds)
+            moved = statistics.median(measured[2] for measured in rounds)
             if count == 1 and moved:
                 yield Point(what="transfer", tokens=tokens, streams=1, seconds=moved)
 
@@ -239,7 +241,9 @@ class Profiler:
             if not self._capacity.holds(count, context + LONGEST_ANSWER):
                 continue
             self._say(f"{count} streams with {context} tokens each")
-            rounds = [one for _ in range(self._repeats) if (one := await self._stream(context, count))]
+            rounds = [
+                measured for _ in range(self._repeats) if (measured := await self._stream(context, count))
+            ]
             if rounds:
                 tokens = round(statistics.median(tokens for tokens, _ in rounds))
                 seconds = statistics.median(seconds for _, seconds in rounds)
@@ -255,7 +259,9 @@ class Profiler:
             answers = await asyncio.gather(*(self._ask(BenchRequest(text, length)) for text in texts))
             seconds = step_s([(answer.sent, outcome) for answer, outcome in answers])
             if seconds is not None:
-                tokens = statistics.mean(one.prompt_tokens + one.output_tokens / 2 for _, one in answers)
+                tokens = statistics.mean(
+                    outcome.prompt_tokens + outcome.output_tokens / 2 for _, outcome in answers
+                )
                 return round(tokens), seconds
             length *= 2
         return None
@@ -275,23 +281,26 @@ class Profiler:
 
 def fitted(points: Sequence[Point]) -> tuple[PrefillLine, StepLine, TransferLine]:
     """Fit lines to the measured points."""
-    of = {what: [one for one in points if one.what == what] for what in ("prefill", "step", "transfer")}
+    of = {what: [point for point in points if point.what == what] for what in ("prefill", "step", "transfer")}
     prefill = (
         fit(
-            [(1.0, one.streams * one.tokens, one.streams * one.tokens**2 / 2) for one in of["prefill"]],
-            [one.seconds for one in of["prefill"]],
+            [
+                (1.0, point.streams * point.tokens, point.streams * point.tokens**2 / 2)
+                for point in of["prefill"]
+            ],
+            [point.seconds for point in of["prefill"]],
         )
         or [0.0] * 3
     )
     step = (
         fit(
-            [(1.0, one.streams, one.streams * one.tokens) for one in of["step"]],
-            [one.seconds for one in of["step"]],
+            [(1.0, point.streams, point.streams * point.tokens) for point in of["step"]],
+            [point.seconds for point in of["step"]],
         )
         or [0.0] * 3
     )
     transfer = (
-        fit([(1.0, one.tokens) for one in of["transfer"]], [one.seconds for one in of["transfer"]])
+        fit([(1.0, point.tokens) for point in of["transfer"]], [point.seconds for point in of["transfer"]])
         or [0.0] * 2
     )
     return (
@@ -307,10 +316,10 @@ def step_s(streams: Sequence[tuple[float, Outcome]]) -> float | None:
 
     Several tokens may arrive together, so tokens are counted over the whole period. None if it is too short.
     """
-    begin = max(sent + one.ttft_s for sent, one in streams)
-    end = min(sent + one.total_s for sent, one in streams)
+    begin = max(sent + outcome.ttft_s for sent, outcome in streams)
+    end = min(sent + outcome.total_s for sent, outcome in streams)
     moments = itertools.chain.from_iterable(
-        itertools.accumulate(one.gaps_s, initial=sent + one.ttft_s) for sent, one in streams
+        itertools.accumulate(outcome.gaps_s, initial=sent + outcome.ttft_s) for sent, outcome in streams
     )
     tokens = sum(begin < moment <= end for moment in moments)
     if end <= begin or tokens < LEAST_STEPS * len(streams):

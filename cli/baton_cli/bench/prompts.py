@@ -70,8 +70,8 @@ class Measure:
         >>> Measure.learn((10, 25), (110, 175))
         Measure(tokens_per_word=1.5, template=10.0)
         """
-        each = (many[1] - few[1]) / (many[0] - few[0])
-        return cls(each, few[1] - each * few[0])
+        tokens_per_word = (many[1] - few[1]) / (many[0] - few[0])
+        return cls(tokens_per_word, few[1] - tokens_per_word * few[0])
 
     def words(self, tokens: float) -> int:
         """Return the words for a number of tokens; at least 1."""
@@ -110,10 +110,10 @@ class Prompts:
         return max(1, round(middle * self._rng.uniform(1 - spread, 1 + spread)))
 
 
-def of_blocks(blocks: tuple[int, ...], each: int, tokens: int, measure: Measure) -> str:
-    """Return a prompt of blocks with `each` tokens, cut to `tokens`."""
-    whole = " ".join(text(PREFIX_SEED + (1 << 32) + one, measure.words(each)) for one in blocks)
-    return " ".join(whole.split(" ")[: measure.words(max(1.0, tokens - measure.template))])
+def of_blocks(blocks: tuple[int, ...], block_tokens: int, tokens: int, measure: Measure) -> str:
+    """Return a prompt of blocks with `block_tokens` tokens, cut to `tokens`."""
+    prompt = " ".join(text(PREFIX_SEED + (1 << 32) + block, measure.words(block_tokens)) for block in blocks)
+    return " ".join(prompt.split(" ")[: measure.words(max(1.0, tokens - measure.template))])
 
 
 BLOCK_TOKENS = 512
@@ -153,7 +153,7 @@ def rows(path: Path, minutes: float) -> Iterator[Row]:
 def _row(line: str, where: str) -> Row:
     try:
         given = json.loads(line)
-        blocks = tuple(int(one) for one in given["hash_ids"])
+        blocks = tuple(int(block) for block in given["hash_ids"])
         return Row(given["timestamp"] / 1e3, int(given["input_length"]), int(given["output_length"]), blocks)
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(

@@ -93,29 +93,29 @@ class Level:
 def level(load: str, value: float, played: LoadResult, objective: Objective) -> Level:
     """Aggregate the outcomes of one load level."""
     outcomes, seconds = played.outcomes, played.seconds
-    whole = [one for one in outcomes if not one.error]
-    failed = [one for one in outcomes if one.error]
+    succeeded = [outcome for outcome in outcomes if not outcome.error]
+    failed = [outcome for outcome in outcomes if outcome.error]
     good = sum(map(objective.kept, outcomes))
-    prompt = sum(one.prompt_tokens for one in whole)
-    output = sum(one.output_tokens for one in whole)
+    prompt = sum(outcome.prompt_tokens for outcome in succeeded)
+    output = sum(outcome.output_tokens for outcome in succeeded)
     return Level(
         load=load,
         value=value,
         seconds=seconds,
         requests=len(outcomes),
         failed=len(failed),
-        errors=dict(Counter(one.error for one in failed).most_common()),
+        errors=dict(Counter(outcome.error for outcome in failed).most_common()),
         example=failed[0].message if failed else "",
-        requests_per_s=len(whole) / seconds,
+        requests_per_s=len(succeeded) / seconds,
         output_tokens_per_s=output / seconds,
         prompt_tokens_per_s=prompt / seconds,
-        prompt_tokens=prompt / len(whole) if whole else 0.0,
-        output_tokens=output / len(whole) if whole else 0.0,
-        cached_share=sum(one.cached_tokens for one in whole) / prompt if prompt else 0.0,
-        ttft=Spread.of(one.ttft_s for one in whole),
-        tpot=Spread.of(one.tpot_s for one in whole if one.output_tokens > 1),
-        gap=Spread.of(gap for one in whole for gap in one.gaps_s),
-        total=Spread.of(one.total_s for one in whole),
+        prompt_tokens=prompt / len(succeeded) if succeeded else 0.0,
+        output_tokens=output / len(succeeded) if succeeded else 0.0,
+        cached_share=sum(outcome.cached_tokens for outcome in succeeded) / prompt if prompt else 0.0,
+        ttft=Spread.of(outcome.ttft_s for outcome in succeeded),
+        tpot=Spread.of(outcome.tpot_s for outcome in succeeded if outcome.output_tokens > 1),
+        gap=Spread.of(gap for outcome in succeeded for gap in outcome.gaps_s),
+        total=Spread.of(outcome.total_s for outcome in succeeded),
         good_share=good / len(outcomes) if outcomes else 0.0,
         goodput_per_s=good / seconds,
         client=played.client,
@@ -130,7 +130,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5)
     2.5
     """
-    place = share * (len(ordered) - 1)
-    below = int(place)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

@@ -98,9 +98,9 @@ async def open_session(endpoint: Endpoint, model: str, seed: int) -> Session:
         session.ignore_eos = False
         few = await _probe(session, PROBE_WORDS[0])
     many = await _probe(session, PROBE_WORDS[1]) if not few.error else few
-    for one in (few, many):
-        if one.error:
-            raise SetupError(f"The first request to {endpoint.url} failed: {one.error}. {one.message}")
+    for probe in (few, many):
+        if probe.error:
+            raise SetupError(f"The first request to {endpoint.url} failed: {probe.error}. {probe.message}")
     if few.prompt_tokens and many.prompt_tokens > few.prompt_tokens:
         session.measure = Measure.learn(
             (PROBE_WORDS[0], few.prompt_tokens), (PROBE_WORDS[1], many.prompt_tokens)

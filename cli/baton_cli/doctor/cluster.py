@@ -36,7 +36,7 @@ async def _inspect(kubeconfig: str, namespace: str) -> Cluster:
         server = client.configuration.host
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                denied = [one async for one in _denied(client, namespace)]
+                denied = [permission async for permission in _denied(client, namespace)]
                 return Cluster(server, denied=tuple(denied), crds=await _allowed_crds(client))
         except ApiException as error:
             return Cluster(server, f"{error.status} {error.reason}")
@@ -62,7 +62,7 @@ async def _allowed_crds(client: Any) -> tuple[Crd, ...] | None:
     from kubernetes.aio.client.exceptions import ApiException
 
     try:
-        return tuple([one async for one in _crds(client)])
+        return tuple([crd async for crd in _crds(client)])
     except ApiException as error:
         if error.status == FORBIDDEN:
             return None
@@ -91,7 +91,7 @@ async def _crds(client: Any) -> Any:
 
 def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Crd:
     """Compare the definition of this version with that of the cluster."""
-    served = {one["name"]: one for one in theirs["spec"]["versions"] if one["served"]}
+    served = {version["name"]: version for version in theirs["spec"]["versions"] if version["served"]}
     missing: list[str] = []
     for version in ours["spec"]["versions"]:
         installed = served.get(version["name"])
@@ -99,7 +99,7 @@ def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Crd:
             missing.append(f"version {version['name']}")
             continue
         have = set(fields(installed["schema"]["openAPIV3Schema"]))
-        missing += [one for one in fields(version["schema"]["openAPIV3Schema"]) if one not in have]
+        missing += [path for path in fields(version["schema"]["openAPIV3Schema"]) if path not in have]
     return Crd(ours["metadata"]["name"], tuple(served), tuple(missing))
 
 

@@ -86,7 +86,9 @@ def _vllm(client: httpx.Client, url: str, role: str, version: str) -> EngineWork
         connector=bool(params) if answered else None,
         side_channel=side_channel,
         side_channel_trouble=_trouble(side_channel),
-        kv_events=any(one.get("enable_kv_cache_events") for one in sources.values()) if sources else None,
+        kv_events=any(source.get("enable_kv_cache_events") for source in sources.values())
+        if sources
+        else None,
         prompt_tokens_details=reply["usage"].get("prompt_tokens_details") is not None if answered else None,
         block_size=int(block_size) if block_size.isdigit() else None,
     )

@@ -18,7 +18,9 @@ DMA_BUF_KERNEL = (5, 12)
 
 def gpus(root: Path = ROOT) -> Gpus:
     """Return the GPUs that this process may use. `root` is another root folder, in tests."""
-    nvidia = [one for one in (root / "dev").glob("nvidia*") if one.name.removeprefix("nvidia").isdecimal()]
+    nvidia = [
+        device for device in (root / "dev").glob("nvidia*") if device.name.removeprefix("nvidia").isdecimal()
+    ]
     if nvidia:
         release = _read(root / "proc/driver/nvidia/version").partition("\n")[0]
         version = re.search(r"\d+(\.\d+)+", release)
@@ -35,7 +37,7 @@ def gpus(root: Path = ROOT) -> Gpus:
             plugins=plugins(),
         )
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-    amd = [one for one in nodes if _read(one).strip() not in ("", "0")]
+    amd = [node for node in nodes if _read(node).strip() not in ("", "0")]
     if amd and (root / "dev/kfd").exists():
         return Gpus(devices=len(amd), driver="amdgpu", platform="rocm", direct="amdgpu", plugins=plugins())
     return Gpus()
@@ -47,7 +49,7 @@ def plugins() -> frozenset[str] | None:
     if nixl is None or nixl.origin is None:
         return None
     libraries = Path(nixl.origin).parents[1].glob("nixl_*.libs/ucx/libuct_*.so*")
-    return frozenset(one.name.removeprefix("libuct_").partition(".")[0] for one in libraries) or None
+    return frozenset(library.name.removeprefix("libuct_").partition(".")[0] for library in libraries) or None
 
 
 def _read(path: Path) -> str:

@@ -92,7 +92,7 @@ def verbs_trouble() -> str:
     devices = sorted(VERBS.glob("uverbs*"))
     if not devices:
         return f"no {VERBS}/uverbs*"
-    closed = [str(one) for one in devices if not os.access(one, os.R_OK | os.W_OK)]
+    closed = [str(device) for device in devices if not os.access(device, os.R_OK | os.W_OK)]
     return f"this user may not open {closed[0]}" if len(closed) == len(devices) else ""
 
 
@@ -132,7 +132,7 @@ def ask_servers(
             if date:
                 ahead = parsedate_to_datetime(date).timestamp() + 0.5 - now
                 apart[url] = round(ahead, 1)
-        answering = [one for one in listed if one[0] not in silent]
+        answering = [(url, role) for url, role in listed if url not in silent]
         return apart, silent, tuple(engine_workers(client, answering))
 
 
@@ -142,7 +142,7 @@ def _with_workers(client: httpx.Client, urls: Sequence[str]) -> Iterator[tuple[s
         yield url, ""
         try:
             listed = client.get(f"{url}/workers").json()["data"]
-            yield from ((f"http://{one['worker']}", one.get("role", "")) for one in listed)
+            yield from ((f"http://{row['worker']}", row.get("role", "")) for row in listed)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
             continue  # not a router, or no answer, which the caller notices
 

@@ -115,7 +115,7 @@ def network(machine: Machine) -> Iterator[Finding]:
         yield good("network", "UCX uses all devices")
         return
     existing = set(machine.interfaces) | {device.name for device in machine.rdma}
-    missing = [one for one in named.split(",") if one.partition(":")[0] not in existing]
+    missing = [device for device in named.split(",") if device.partition(":")[0] not in existing]
     if not missing:
         yield good("network", f"UCX_NET_DEVICES={named}")
         return

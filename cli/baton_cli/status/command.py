@@ -67,7 +67,7 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[ServiceSt
             listed = await custom.list_namespaced_custom_object(
                 GROUP, VERSION, namespace, "inferenceservices"
             )
-            chosen = [one for one in listed["items"] if name in ("", one["metadata"]["name"])]
+            chosen = [service for service in listed["items"] if name in ("", service["metadata"]["name"])]
             if name and not chosen:
                 raise SetupError(
                     f"The InferenceService {name} does not exist in {namespace}. Set another --namespace, "
@@ -91,27 +91,29 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[ServiceSt
 
 def _end(standings: Sequence[ServiceStatus], as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps([dataclasses.asdict(one) for one in standings], indent=1) + "\n")
+        sys.stdout.write(json.dumps([dataclasses.asdict(status) for status in standings], indent=1) + "\n")
     else:
         console = Console()
         if not console.is_terminal:
             console.width = WIDE
-        for one in standings:
-            show(console, one)
+        for status in standings:
+            show(console, status)
         if not standings:
             console.print("No services found.")
-    if not all(one.well for one in standings):
+    if not all(status.well for status in standings):
         raise typer.Exit(WRONG)
 
 
-def show(console: Console, one: ServiceStatus) -> None:
+def show(console: Console, status: ServiceStatus) -> None:
     """Print a summary, one line per part, and the problems with their solutions."""
-    sign, colour = ("✓", "green") if one.well else ("!", "yellow") if one.serving else ("✗", "bold red")
-    console.print(Text.assemble((f"{sign} ", colour), (one.name, "bold"), f"  {one.url}\n  {one.summary}\n"))
+    sign, colour = ("✓", "green") if status.well else ("!", "yellow") if status.serving else ("✗", "bold red")
+    console.print(
+        Text.assemble((f"{sign} ", colour), (status.name, "bold"), f"  {status.url}\n  {status.summary}\n")
+    )
     table = Table.grid(padding=(0, 2))
     for wraps in (False, False, False, True):
         table.add_column(no_wrap=not wraps, overflow="fold")
-    for part in one.parts:
+    for part in status.parts:
         shade = {True: "green", False: "bold red", None: ""}[part.well]
         table.add_row(
             Text(f"  {part.kind}", style="dim"),
@@ -120,7 +122,7 @@ def show(console: Console, one: ServiceStatus) -> None:
             Text(part.detail, style="dim"),
         )
     console.print(table)
-    for problem in one.problems:
+    for problem in status.problems:
         console.print(
             Text.assemble(("\n✗ ", "bold red"), problem.message, (f"\n→ {problem.remedy}", "default")),
             soft_wrap=True,

@@ -68,24 +68,24 @@ def status_of_router(
 ) -> ServiceStatus:
     """Return the status by the responses of `GET /server_info` and `GET /workers`."""
     refusal = "" if info["status"] == "ready" else str(info["status"])
-    models = ", ".join(one["id"] for one in info["models"]) or "no model"
+    models = ", ".join(model["id"] for model in info["models"]) or "no model"
     parts = tuple(map(_part, workers))
     problems = [
         Problem(
-            f"The {one['role']} worker {one['worker']} is {one['state']}"
-            + (f": {one['reason']}." if one["reason"] else "."),
-            WORKER_REMEDIES[one["state"]].format(worker=one["worker"]),
+            f"The {row['role']} worker {row['worker']} is {row['state']}"
+            + (f": {row['reason']}." if row["reason"] else "."),
+            WORKER_REMEDIES[row["state"]].format(worker=row["worker"]),
         )
-        for one in workers
-        if one["state"] in WORKER_REMEDIES
+        for row in workers
+        if row["state"] in WORKER_REMEDIES
     ]
     problems += [
-        Problem(f"The {one['role']} worker {one['worker']}: {warning}.", WARNING_REMEDY)
-        for one in workers
-        for warning in one.get("warnings", ())
+        Problem(f"The {row['role']} worker {row['worker']}: {warning}.", WARNING_REMEDY)
+        for row in workers
+        for warning in row.get("warnings", ())
     ]
-    configured = {one["role"] for one in workers}
-    able = {one["role"] for one in workers if one["state"] in WELL}
+    configured = {row["role"] for row in workers}
+    able = {row["role"] for row in workers if row["state"] in WELL}
     if Role.PREFILL in configured and Role.PREFILL not in able:
         problems.append(
             Problem(
@@ -166,7 +166,7 @@ def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, An
     """Return the status of an InferenceService with its pods."""
     name = service["metadata"]["name"]
     status = service.get("status") or {}
-    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     ready = conditions.get("Ready")
     problems = list(_problems(name, service, status, conditions))
     for pod in pods:
@@ -238,11 +238,11 @@ def _roles(status: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _revisions(status: Mapping[str, Any]) -> Iterator[Part]:
-    for one in status.get("revisions") or ():
-        detail = f"{one.get('weight', 0)} % of requests, {one.get('prefillReady', 0)} prefill and "
-        detail += f"{one.get('decodeReady', 0)} decode workers ready"
-        well = {"Serving": True, "Failed": False}.get(one["phase"])
-        yield Part("revision", one["name"], one["phase"], well, detail)
+    for revision in status.get("revisions") or ():
+        detail = f"{revision.get('weight', 0)} % of requests, {revision.get('prefillReady', 0)} prefill and "
+        detail += f"{revision.get('decodeReady', 0)} decode workers ready"
+        well = {"Serving": True, "Failed": False}.get(revision["phase"])
+        yield Part("revision", revision["name"], revision["phase"], well, detail)
 
 
 def _condition(condition: Mapping[str, Any]) -> Part:

@@ -136,8 +136,8 @@ def _stat() -> stat.Panel:
 
 def _timeline(panel: Panel) -> statetimeline.Panel:
     options = {
-        str(one.value): dashboard.ValueMappingResult(text=one.text, color=one.color, index=number)
-        for number, one in enumerate(panel.states)
+        str(state.value): dashboard.ValueMappingResult(text=state.text, color=state.color, index=number)
+        for number, state in enumerate(panel.states)
     }
     return (
         statetimeline.Panel()

@@ -64,23 +64,23 @@ class EngineMapping:
 
     def of(self, metric: Metric) -> MappedMetric | None:
         """Return the entry of a metric. None if the engine does not report it."""
-        return next((one for one in self.metrics if one.metric.name == metric.name), None)
+        return next((mapped for mapped in self.metrics if mapped.metric.name == metric.name), None)
 
     def source(self, metric: Metric, **labels: str) -> SourceSeries:
         """
         Return the series of a metric with these labels; an empty value matches any. Raises ValueError.
         """
         mapped = self.of(metric)
-        for one in mapped.sources if mapped else ():
-            if all(value in ("", one.labels.get(label)) for label, value in labels.items()):
-                return one
+        for source in mapped.sources if mapped else ():
+            if all(value in ("", source.labels.get(label)) for label, value in labels.items()):
+                return source
         raise ValueError(f"{self.title} does not report {metric.name} with {labels}")
 
     @property
     def names(self) -> Iterator[str]:
         """Names of the engine's metrics that the mapping reads."""
-        for one in self.metrics:
-            for source in one.sources:
+        for mapped in self.metrics:
+            for source in mapped.sources:
                 yield from (source.name, *source.also)
                 if source.less is not None:
                     yield source.less.name

@@ -29,7 +29,7 @@ def _same(metric: Metric, name: str, note: str = "") -> MappedMetric:
 
 def _requests(metric: Metric, name: str, *more: str, note: str = "") -> MappedMetric:
     """Map the number of requests in a queue, or in several."""
-    also = tuple(f"sglang:{one}" for one in more)
+    also = tuple(f"sglang:{name}" for name in more)
     return MappedMetric(metric, (SourceSeries(f"sglang:{name}", ALL_PRIORITIES, also=also),), note)
 
 
