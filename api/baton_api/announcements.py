@@ -52,7 +52,7 @@ class Announcer:
     """The child's end of the pipe."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """`descriptor` is inherited from the supervisor. None announces nothing."""
+        """`descriptor` is inherited from the supervisor. Without one, nothing is announced."""
         self._descriptor = descriptor
 
     def __call__(self, announcement: Announcement) -> None:

@@ -38,7 +38,7 @@ class AnswerUsage(NamedTuple):
 
     @staticmethod
     def decode(text: bytes) -> AnswerUsage | None:
-        """The report in a header; None if it is none."""
+        """Read the report in a header. None: it is no report."""
         match = _TEXT.fullmatch(text)
         return None if match is None else AnswerUsage(int(match[1]), int(match[2]))
 

@@ -1,15 +1,14 @@
 """
-A capacity that tenants share: each may fill a part of what it and absent tenants have together.
+Capacity that tenants share: one may fill most of what the others leave, and never all of it.
 
-A tenant that comes after a flood of another one still finds some.
+So a tenant that arrives while another one floods the server still finds some.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-SHARE = 0.8
-"""Part of the capacity that one tenant may fill, of what other tenants have left."""
+from baton_api.limits import TENANT_SHARE
 
 
 class SharedCapacity:
@@ -27,8 +26,8 @@ class SharedCapacity:
         return self._by_tenant.get(tenant, 0)
 
     def allowed(self, tenant: str) -> int:
-        """Units that the tenant may have at present, with those that it has."""
-        return int(SHARE * (self.limit - self.used + self.held(tenant)))
+        """Units that the tenant may have now, including those that it has."""
+        return int(TENANT_SHARE * (self.limit - self.used + self.held(tenant)))
 
     def fits(self, tenant: str, units: int) -> bool:
         """Whether the tenant may have `units` more."""

@@ -1,4 +1,4 @@
-"""Reachability of a server: from other machines and their address of it, and from web pages (CORS)."""
+"""Who can reach a server: other machines, and at which address, and web pages (CORS)."""
 
 from __future__ import annotations
 

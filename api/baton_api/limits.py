@@ -91,7 +91,7 @@ class Limit:
 _NUMBERS = (Kind.INTEGER, Kind.DECIMAL)
 
 TENANT_SHARE = 0.8
-"""Share of a queue that one tenant may fill, of what it and absent tenants have together."""
+"""Share that one tenant may fill, of the capacity (such as a queue) that other tenants do not use."""
 
 TOKENS = 2**31 - 1
 """More tokens than any context length."""

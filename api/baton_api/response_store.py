@@ -187,7 +187,7 @@ class ResponseStore:
             self._drop(key)
 
     def _evict(self, amount: Callable[[OwnersShare], int]) -> None:
-        """Drop the oldest response of the owner that has most of it."""
+        """Drop the oldest response of the owner with the largest `amount`."""
         owner = max(self._shares, key=lambda owner: amount(self._shares[owner]))
         self._drop((owner, next(iter(self._shares[owner].ids))))
 

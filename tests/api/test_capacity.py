@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton_api.capacity import SHARE, SharedCapacity
+from baton_api.capacity import SharedCapacity
+from baton_api.limits import TENANT_SHARE
 from baton_api.process_memory import memory_limit
 from tests.seeds import seeds
 
@@ -46,8 +47,8 @@ def test_law_nothing_exceeds_the_limit_and_a_new_tenant_finds_room(seed: int) ->
         else:
             capacity.add(tenant, -min(units, capacity.held(tenant)))
         assert capacity.used == sum(map(capacity.held, "abcd")) <= limit
-        assert capacity.allowed("new") == int(SHARE * (limit - capacity.used))
-        assert limit - capacity.used >= int((1 - SHARE) ** 4 * limit)
+        assert capacity.allowed("new") == int(TENANT_SHARE * (limit - capacity.used))
+        assert limit - capacity.used >= int((1 - TENANT_SHARE) ** 4 * limit)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`baton bench`: run load levels, and report the results as a table, JSON and charts."""
+"""`baton bench`: run load levels, and report the results as a table or JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from baton_cli.bench.report import Level, Objective, Spread, level
 from baton_cli.bench.session import Session, open_session, target
 
 SOME_FAILED = 3
-"""Exit status if requests failed, as of `baton batch`."""
+"""Exit status if requests failed, the same as for lines of `baton batch`."""
 
 WIDE = 200
 
@@ -201,8 +201,8 @@ def blamed(client: ClientCost) -> str:
     """Explain why the client limited a level."""
     return (
         f"the client was the bottleneck ({100 * client.cpu_share:.0f} % of a core, event loop lag "
-        f"{1e3 * client.lag_p99_s:.0f} ms, requests {1e3 * client.late_p99_s:.0f} ms late), so these times are "
-        "too long. Run the client on another machine, or use fewer clients."
+        f"{1e3 * client.lag_p99_s:.0f} ms, requests {1e3 * client.late_p99_s:.0f} ms late), so these times "
+        "are too long. Run the client on another machine, or use fewer clients."
     )
 
 

@@ -1,4 +1,4 @@
-"""Aggregate outcomes: percentiles, throughput, errors, goodput; and draw charts."""
+"""Aggregate outcomes: percentiles, throughput, errors and goodput."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """
 The parts of a dashboard: units, queries, panels, rows, variables, annotations.
 
-They are plain values. Grafana's JSON, the screenshots in docs/ and the tests are all made from them.
+They are plain values, from which Grafana's JSON is made. Tests read them too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
 vLLM's metrics.
 
-vLLM counts a request that waits for its KV blocks as waiting. The contract has an own metric for these.
+vLLM counts requests that wait for their KV blocks as waiting. The contract has a separate metric for them.
 """
 
 from __future__ import annotations
