@@ -1,5 +1,5 @@
 """
-Names in docstrings exist.
+Names in docstrings exist, and their examples are true.
 
 A renamed class leaves its old name behind in sentences, where no tool looks. So every error after "raises"
 is a class that a module defines or imports, and every identifier in backticks stands somewhere in the code:
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import doctest
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,19 +22,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (
-    "api",
-    "benchmarks",
-    "checks",
-    "cli",
-    "docs",
-    "e2e",
-    "observing",
-    "operator",
-    "router",
-    "runtime",
-    "tests",
-)
+PRODUCT = ("api", "cli", "observing", "operator", "router", "runtime")
+FOLDERS = (*PRODUCT, "benchmarks", "checks", "docs")
 
 FOREIGN = {"Glm4Config", "GptOssConfig", "roundf"}
 """Of transformers and C. Our code does not contain them."""
@@ -56,7 +47,7 @@ class Code:
     classes: set[str] = field(default_factory=lambda: set(dir(builtins)))
     """Classes, what is imported, attributes of modules, and constants, which may hold tuples of errors."""
     members: dict[str, set[str]] = field(default_factory=dict)
-    """Names in the body of each class, except in tests. A name stands for all classes that have it."""
+    """Names in the body of each class. A name stands for all classes that have it."""
     bases: dict[str, set[str]] = field(default_factory=dict)
 
     def read(self, text: str, place: str) -> None:
@@ -72,8 +63,6 @@ class Code:
                     self.names.update(NAME.findall(text))
                 case ast.ClassDef(name=name):
                     self.classes.add(name)
-                    if place.startswith("tests/"):
-                        continue
                     members = self.members.setdefault(name, set())
                     members |= names(list(ast.walk(node)))
                     bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
@@ -137,8 +126,26 @@ def findings(code: Code) -> list[str]:
     return found
 
 
+def modules_with_examples() -> list[str]:
+    """Modules of the product with `>>>` in a docstring."""
+    found = []
+    for path in [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]:
+        if ">>> " in path.read_text():
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            package = next(number for number, part in enumerate(parts) if part.startswith("baton_"))
+            found.append(".".join(parts[package:]).removesuffix(".__init__"))
+    return found
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_examples_in_docstrings_are_true(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
 def test_names_in_docstrings_exist() -> None:
     code = Code()
+    for path in (ROOT / "tests").rglob("*.py"):  # some docstrings name tests and their helpers
+        code.names.update(NAME.findall(path.read_text()))
     for path in [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*"))]:
         code.names.update(NAME.findall(str(path.relative_to(ROOT))))
         if path.suffix == ".py":

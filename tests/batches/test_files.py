@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import hashlib
 import itertools
 import os
 import random
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
@@ -26,8 +24,6 @@ from baton_api.errors import (
     BodyTooLarge,
     QuotaExceeded,
 )
-from baton_batches import api_objects, input_file, storage
-from baton_batches import upload as form
 from tests.batches.serving import (
     bearer,
     check_error,
@@ -42,14 +38,6 @@ from tests.batches.serving import (
 from tests.router.running import until
 
 DAYS_30 = 30 * 86400
-
-
-@pytest.mark.parametrize(
-    "module", [api_objects, form, input_file, storage], ids=lambda module: module.__name__
-)
-def test_upload_examples_are_valid(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted and not result.failed
 
 
 async def test_i1_file_is_stored_and_described() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 
 from baton_api.errors import SetupError
 from baton_api.setting_types import Bytes
-from baton_cli import options
 from baton_cli.options import options_of, read_settings, with_options
 from baton_engine.settings import WorkerSettings
 from baton_operator.settings import OperatorSettings
@@ -138,10 +136,6 @@ def test_help_shows_groups_switches_and_units() -> None:
 def test_groups_name_existing_settings() -> None:
     for settings in (WorkerSettings, RouterSettings, OperatorSettings):
         assert settings.GROUPS.keys() <= settings.model_fields.keys()
-
-
-def test_docstring_examples_are_correct() -> None:
-    assert doctest.testmod(options).failed == 0
 
 
 def test_body_limit_is_shown_as_size() -> None:

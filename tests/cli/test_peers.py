@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from pathlib import Path
 from typing import Any
@@ -157,10 +156,6 @@ def test_peer_alternatives_exist() -> None:
             of = re.search(rf"`baton (\w+)[^`]*{flag}", instead)
             assert flag in ({option for one in COMMANDS[of[1]].params for option in one.opts} if of else OWN)
     assert peers.INSTEAD.keys().isdisjoint(OWN | ROUTERS)
-
-
-def test_command_doctests_pass() -> None:
-    assert doctest.testmod(command).failed == 0
 
 
 def test_keys_may_be_repeated_and_are_hashed_as_they_are_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(tiny: Path, router_fields: dict[str, Any] | None = None, decode: int = 1, **given: Any) -> Plan:
     display = Display(Console(file=io.StringIO()))
     return make_plan(display, 1, decode, router_fields or {}, {"model": str(tiny), **given})
-
-
-def test_up_doctests_pass() -> None:
-    assert doctest.testmod(up).failed == 0
 
 
 def test_workers_share_a_share_of_the_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

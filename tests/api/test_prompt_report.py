@@ -35,11 +35,6 @@ def test_report_of_a_newer_worker_is_read() -> None:
     assert PromptReport.decode(REPORT.encode() + ";colour=red") == REPORT
 
 
-@pytest.mark.parametrize("unsaid", [";fallback=", ";tail=;fallback="])
-def test_report_of_an_older_worker_is_read(unsaid: str) -> None:
-    assert PromptReport.decode(REPORT.encode().removesuffix(unsaid)) == REPORT
-
-
 @pytest.mark.parametrize(
     "damage",
     [
