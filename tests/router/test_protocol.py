@@ -16,9 +16,9 @@ from typing import cast
 import pytest
 import uvicorn
 
-from baton_api.capacity import SHARE
 from baton_api.errors import Overloaded
 from baton_api.headers import REQUEST_ID
+from baton_api.limits import TENANT_SHARE
 from baton_http import protocol
 from baton_http.protocol import ACCEPTED_AT_ONCE, Acceptor, ConnectionLimits, http_protocol
 from baton_http.replies import Receive, Scope, Send
@@ -194,7 +194,7 @@ async def test_unfinished_bodies_have_one_limit_that_tenants_share(tmp_path: Pat
     ):
         memory = router.router.memory
         flood = [await unfinished(router, size - 1, "alice") for _ in range(40)]
-        assert memory.held("tenant:alice") == int(SHARE * limit) // (size - 1) * (size - 1)
+        assert memory.held("tenant:alice") == int(TENANT_SHARE * limit) // (size - 1) * (size - 1)
         body = {**QUESTION, "pad": "x" * (size // 2)}
         answer = await router.client.post(CHAT, json=body, headers={"authorization": "Bearer bob"})
         assert answer.status_code == 200
