@@ -116,6 +116,8 @@ class Prefill(Message, frozen=True, tag="prefill"):
     """The prefill worker computes the prompt only with an adapter of this digest."""
     ticket: str = ""
     request_id: str = ""
+    tenant: str = ""
+    """Whose turn it is in the prefill worker's queue. Empty: the request has turns of its own."""
     trace: str = ""
     """`traceparent` of the request, if it is traced."""
     deadline_s: float = 60.0

@@ -68,7 +68,7 @@ class ClientConnection:
         """
         The body of the request. Its memory counts for the tenant until the request ends.
 
-        Raises BodyTooLarge, Overloaded and ClientDisconnected.
+        Raises BodyTooLarge, ClientDisconnected, and why the rest of it is not read.
         """
         cycle = self._cycle
         cycle.keeps = True
@@ -80,7 +80,7 @@ class ClientConnection:
         while not self.read and size <= OVERSIZE_FACTOR * limit:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise ClientDisconnected
+                raise cycle.refusal or ClientDisconnected
             size += len(message["body"])
             self.read = not message.get("more_body")
             if self.read and size == len(message["body"]):

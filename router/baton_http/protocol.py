@@ -358,6 +358,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._receiving = None
         last: RequestCycle | None = self.cycle  # type: ignore[assignment]
         if last is not None and last.more_body:  # the body of this request is what is wrong
+            last.refusal = error
             if self.pipeline:
                 self.pipeline.popleft()
                 last.disconnect()
@@ -479,6 +480,8 @@ class RequestCycle(RequestResponseCycle):
         """Whose share of `memory` it uses."""
         self.held = 0
         """Bytes of `memory` that it uses."""
+        self.refusal: BatonError | None = None
+        """Why the rest of the body is not read; the client has been told."""
         self.keeps = False
         """Whether the application keeps what it receives, until it says so by `hold` or the request ends."""
         self._memory = listener.limits.memory

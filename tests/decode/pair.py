@@ -158,7 +158,7 @@ async def eventually(claim: Callable[[], object], describe: Callable[[], object]
 
 
 async def no_matcher(
-    constraint: Constraint | None, thinking: Thinking | None
+    constraint: Constraint | None, thinking: Thinking | None, tenant: str
 ) -> Callable[[], GrammarMatcher]:
     raise InvalidRequest("This worker has no grammars.")
 

@@ -66,10 +66,10 @@ async def test_guided_pair_prefill_rejection_is_served_by_decode() -> None:
     requested: list[Constraint | None] = []
 
     async def refuse(
-        constraint: Constraint | None, thinking: Thinking | None
+        constraint: Constraint | None, thinking: Thinking | None, tenant: str
     ) -> Callable[[], GrammarMatcher]:
         requested.append(constraint)
-        return await no_matcher(constraint, thinking)
+        return await no_matcher(constraint, thinking, tenant)
 
     async with open_pair(side("prefill"), side("decode"), matchers=refuse) as pair:
         assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
@@ -89,7 +89,7 @@ async def test_guided_pair_broken_prefill_matcher_is_recomputed() -> None:
             raise AssertionError("nothing was drawn")
 
     async def broken(
-        constraint: Constraint | None, thinking: Thinking | None
+        constraint: Constraint | None, thinking: Thinking | None, tenant: str
     ) -> Callable[[], GrammarMatcher]:
         return Broken
 

@@ -116,12 +116,14 @@ def test_session_reads_chunks_and_ends_with_commit() -> None:
 
 
 def test_begin_asks_for_the_prompt_with_all_it_depends_on() -> None:
-    fetch = Fetch("q", (3, 1, 4), 0, b"p" * 16, (21,), SamplingParams(seed=5), "tenant", "00-trace")
+    fetch = Fetch(
+        "q", (3, 1, 4), 0, b"p" * 16, (21,), SamplingParams(seed=5), "tenant", "00-trace", None, "a"
+    )
     session_ = DecodeSession(replace(session().spec, fetch=fetch))
     expected = Prefill(
         session="r", epoch=2, tokens=[3, 1, 4], start_block=0, parent=b"p" * 16,
         sampling=SamplingParams(seed=5).first_token(), salt="tenant", ticket="ticket-1",
-        request_id="request-1", trace="00-trace", deadline_s=7.5,
+        request_id="request-1", trace="00-trace", deadline_s=7.5, tenant="a",
     )  # fmt: skip
     assert session_.begin("request-1", "ticket-1", 7.5) == [SendToPrefill(expected)]
     assert session_.reason is None

@@ -58,7 +58,7 @@ def test_fetch_names_the_prompt_and_all_missing_blocks() -> None:
     books = remote_books()
     books.add("cached", 9, max_tokens=1, salt="tenant")
     books.step()
-    sequence = books.add("remote", 18, remote=REMOTE, salt="tenant", temperature=0.5)
+    sequence = books.add("remote", 18, remote=REMOTE, salt="tenant", tenant="a", temperature=0.5)
     sequence.request.trace = "00-trace"
     plan = books.step()
     assert (plan.fetches, plan.admitted, shape(plan)) == ([sequence], [], ([], []))
@@ -72,6 +72,7 @@ def test_fetch_names_the_prompt_and_all_missing_blocks() -> None:
         sampling=SamplingParams(temperature=0.5, max_tokens=8),
         salt="tenant",
         trace="00-trace",
+        tenant="a",
     )
     assert len(sequence.fetch.blocks) == 3
     assert (sequence.stage, books.scheduler.fetching, books.scheduler.running) == (

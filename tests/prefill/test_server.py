@@ -199,6 +199,19 @@ async def test_prefill_prompt_is_hashed_once_by_its_admission(length: int) -> No
     assert request.hashes == block_hashes(PROMPT[:length], side.cache.block_size, root_hash("t"))
 
 
+@pytest.mark.parametrize(("tenant", "turn"), [("alice", "alice"), ("", "r")])
+async def test_prefill_prompt_waits_for_the_turn_of_its_tenant(tenant: str, turn: str) -> None:
+    """Without a tenant, as the engine's other requests, it has turns of its own."""
+    side = fake_side("prefill-0")
+    client = Watched(side)
+    async with open_bench(side, client=client) as bench, bench.peer() as peer:
+        peer.send(prefill(tenant=tenant))
+        await chunks(peer)
+        peer.send(Done(session="r", epoch=1))
+        await hear(peer, Drained)
+    assert [request.tenant for request in client.requests] == [turn]
+
+
 async def test_prefill_announces_computed_blocks_then_commits() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(prefill())

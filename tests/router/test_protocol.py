@@ -16,6 +16,7 @@ from typing import cast
 import pytest
 import uvicorn
 
+from baton_api import metrics
 from baton_api.errors import Overloaded
 from baton_api.headers import REQUEST_ID
 from baton_api.limits import TENANT_SHARE
@@ -131,6 +132,15 @@ async def test_slow_body_is_an_error() -> None:
         answer = await answer_to(router, START + b"content-length: 10\r\n\r\n{")
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"0.2 seconds" in answer
+        await until(lambda: router.metric(metrics.ROUTER_REQUESTS.name, code="408") == 1)
+        assert not router.metric(metrics.ROUTER_REQUESTS.name, code="499")
+
+
+async def test_body_that_cannot_be_read_is_counted_as_it_is_answered() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        answer = await answer_to(router, START + b"transfer-encoding: chunked\r\n\r\n", b"no size\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        await until(lambda: router.metric(metrics.ROUTER_REQUESTS.name, code="400") == 1)
 
 
 SLOW = {

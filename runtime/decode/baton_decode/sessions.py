@@ -110,6 +110,7 @@ class SessionSpec:
             adapter_digest="" if fetch.adapter is None else fetch.adapter.digest,
             ticket=ticket,
             request_id=request_id,
+            tenant=fetch.tenant,
             trace=fetch.trace,
             deadline_s=deadline_s,
         )

@@ -183,6 +183,8 @@ class Fetch:
     """`traceparent` of the request; empty if it is not traced."""
     adapter: LoadedAdapter | None = None
     """The prefill worker must have an adapter with this digest."""
+    tenant: str = ""
+    """`Request.tenant`."""
 
 
 @dataclass(frozen=True, slots=True)

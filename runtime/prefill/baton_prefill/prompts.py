@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 NAME_LENGTH = 200
 """Maximum characters of a peer's names in the log."""
 
-MatchersOf = Callable[[Constraint | None, Thinking | None], Awaitable[Callable[[], GrammarMatcher]]]
+MatchersOf = Callable[[Constraint | None, Thinking | None, str], Awaitable[Callable[[], GrammarMatcher]]]
 
 
 class PromptClient(Protocol):
@@ -170,7 +170,7 @@ class PromptTask:
                 matcher=matcher,
                 client_id=prefill.request_id,
                 step_summary=None if self._spans is None else self._spans.step_summary(),
-                tenant=prefill.request_id,
+                tenant=prefill.tenant or prefill.request_id,
                 export=self,
             )
             async for output in self._context.client.generate(request):
@@ -195,7 +195,9 @@ class PromptTask:
     async def _matcher(self, sampling: SamplingParams) -> GrammarMatcher | None:
         if sampling.constraint is None and sampling.thinking is None:
             return None
-        matchers = await self._context.matchers(sampling.constraint, sampling.thinking)
+        matchers = await self._context.matchers(
+            sampling.constraint, sampling.thinking, self.session.prefill.tenant
+        )
         return matchers()
 
     def _ended(self, output: Output) -> None:

@@ -388,6 +388,7 @@ class Scheduler:
             sampling=request.sampling,
             salt=request.salt,
             trace=request.trace,
+            tenant=request.tenant,
             adapter=request.adapter,
         )
         self.pool.pin(sequence.fetch.blocks)
