@@ -209,7 +209,7 @@ def blamed(client: ClientCost) -> str:
 def _shares(spread: Spread | None, names: Sequence[str]) -> list[str]:
     if spread is None:
         return ["-"] * len(names)
-    return [f"{1e3 * getattr(spread, name):.4g}" for name in names]
+    return [report.significant(1e3 * getattr(spread, name)) for name in names]
 
 
 def _shaped(wanted: BenchPlan) -> str:
