@@ -197,12 +197,12 @@ def invite(console: Console, service: Service, model: str) -> None:
     curl = f"""\
   curl {service.url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "{model}", "max_tokens": 100,
-         "messages": [{{"role": "user", "content": "What is the capital of Italy?"}}]}}'
+         "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
 """
     python = f"""\
   from openai import OpenAI
   client = OpenAI(base_url="{service.url}/v1", api_key="none")
-  messages = [{{"role": "user", "content": "What is the capital of Italy?"}}]
+  messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
   answer = client.chat.completions.create(model="{model}", messages=messages, max_tokens=100)
   print(answer.choices[0].message.content)
 """
