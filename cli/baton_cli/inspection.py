@@ -77,7 +77,6 @@ def doctor(
     as_json = _as_json(output)
     from baton_cli.doctor.command import doctor
 
-
     account = kubeconfig if cluster or kubeconfig else None
     doctor(url or [], api_key, account, namespace, as_json)
 
