@@ -297,9 +297,9 @@ class BatchController:
         storage, now = self._storage, int(self._now())
         while storage.freeing(partial(storage.files.purge, now)) and not self._stopping.is_set():
             time.sleep(PAUSE_S)
-        for key in storage.files.broken(now):
+        for key in storage.files.abandoned_uploads(now):
             storage.objects.delete(key)
-            storage.freeing(partial(storage.files.withdraw, key))
+            storage.freeing(partial(storage.files.forget_upload, key))
         forget = partial(storage.ledger.forget, now, storage.settings.batches_kept_s)
         while storage.freeing(forget) and not self._stopping.is_set():
             time.sleep(PAUSE_S)

@@ -40,16 +40,16 @@ class BatchExecution:
         secret: RunnerSecret,
         ended: Callable[[], None],
         workers: Callable[[], int],
-        beside: Callable[[], bool],
+        busy: Callable[[], bool],
         cluster: BatchJobApi,
     ) -> None:
         """
         `ended` is called when a batch needs no runner any more. `workers`: number of decode workers, at
-        least 1. `beside`: whether clients sent other requests recently. Raises SetupError for contradictory
+        least 1. `busy`: whether clients sent other requests recently. Raises SetupError for contradictory
         settings.
         """
         self._workers = workers
-        self._beside = beside
+        self._busy = busy
         terms = RunnerTerms(settings.batch_lease_s, settings.batch_line_s, self._window)
         if settings.batch_jobs and settings.batch_execution != "external":
             raise SetupError("--batch-jobs is for --batch-execution external: else this router runs batches.")
@@ -69,7 +69,7 @@ class BatchExecution:
     def _window(self) -> int:
         workers = self._workers()
         widest = self._settings.batch_window or max(MIN_WINDOW, WINDOW_PER_WORKER * workers)
-        return min(widest, workers * self._settings.batch_window_beside) if self._beside() else widest
+        return min(widest, workers * self._settings.batch_window_when_busy) if self._busy() else widest
 
     def start(self, background: BackgroundTasks) -> None:
         """Begin to start runners, or to have them started, if that is this router's to do."""

@@ -1,9 +1,9 @@
 """
 The ledger of files: a row means that the file exists; its bytes are in the object store.
 
-Before its bytes are written, an object's key is recorded as a promise. The file's row replaces the promise
-once all bytes are stored. An aborted upload leaves a promise, and its bytes are removed a day later. A
-deleted or expired file disappears at once; its bytes are removed when no batch needs them.
+Before its bytes are written, an object's key is recorded as a pending upload. The file's row replaces the
+record once all bytes are stored. An aborted upload leaves its record, and its bytes are removed a day later.
+A deleted or expired file disappears at once; its bytes are removed when no batch needs them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, inser
 
 from baton_api.errors import FileNotFound, QuotaExceeded
 from baton_batches.database import Database
-from baton_batches.tables import batches, bindable, fetch_page, files, promises
+from baton_batches.tables import batches, bindable, fetch_page, files, pending_uploads
 from baton_batches.values import ENDED, StoredFile
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """Purposes that an upload may have."""
 OUTPUT = "batch_output"
 
-PROMISE_S = 86_400
-"""Seconds after which a promise is broken; no upload takes that long."""
+UPLOAD_LIMIT_S = 86_400
+"""Seconds after which an upload counts as abandoned; none takes that long."""
 
 TOMBSTONE_S = 86_400
 """Seconds for which a deleted file's row is kept, so that a client can page past it."""
@@ -62,19 +62,23 @@ class FileLedger:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def promise(self, object: str, now: int) -> None:
+    def begin_upload(self, object: str, now: int) -> None:
         """Record a key before its bytes are written."""
         with self._database.writing() as connection:
-            connection.execute(insert(promises).values(object=object, made_at=now))
+            connection.execute(insert(pending_uploads).values(object=object, made_at=now))
 
-    def withdraw(self, object: str) -> None:
-        """Remove a promise: there are no bytes."""
+    def forget_upload(self, object: str) -> None:
+        """Remove the record of an upload that left no bytes."""
         with self._database.writing() as connection:
-            connection.execute(delete(promises).where(promises.c.object == object))
+            connection.execute(delete(pending_uploads).where(pending_uploads.c.object == object))
 
-    def broken(self, now: int, limit: int = 100) -> list[str]:
-        """Keys of broken promises: remove the bytes, then the promise."""
-        query = select(promises.c.object).where(promises.c.made_at < now - PROMISE_S).limit(limit)
+    def abandoned_uploads(self, now: int, limit: int = 100) -> list[str]:
+        """Keys of uploads that will not end: remove their bytes, then the record."""
+        query = (
+            select(pending_uploads.c.object)
+            .where(pending_uploads.c.made_at < now - UPLOAD_LIMIT_S)
+            .limit(limit)
+        )
         with self._database.reading() as connection:
             return list(connection.scalars(query))
 
@@ -129,9 +133,9 @@ class FileLedger:
 
     def purge(self, now: int, limit: int = 100) -> int:
         """
-        Break the promise of files that are deleted or expired and not needed by an active batch.
+        Turn files that are deleted or expired, and that no active batch needs, into abandoned uploads.
 
-        Returns their count; their bytes are among `broken` from then on.
+        Returns their count; their bytes are removed like those of other abandoned uploads.
         """
         going_on = select(batches.c.input_object).where(
             batches.c.status.not_in([str(object_key) for object_key in ENDED])
@@ -147,7 +151,7 @@ class FileLedger:
                 del locked[object]
             if locked:
                 connection.execute(
-                    insert(promises), [{"object": object_key, "made_at": 0} for object_key in locked]
+                    insert(pending_uploads), [{"object": object_key, "made_at": 0} for object_key in locked]
                 )
                 connection.execute(
                     update(files)
@@ -160,8 +164,8 @@ class FileLedger:
 
 
 def add(connection: Connection, file: NewFile, now: int) -> StoredFile:
-    """Insert a file's row in place of its promise, in the caller's transaction."""
-    connection.execute(delete(promises).where(promises.c.object == file.object))
+    """Insert a file's row in place of its pending upload, in the caller's transaction."""
+    connection.execute(delete(pending_uploads).where(pending_uploads.c.object == file.object))
     values: dict[str, Any] = {
         "id": new_id("file-"),
         "owner": file.owner,

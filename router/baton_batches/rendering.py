@@ -200,12 +200,12 @@ class OutputFile:
         with suppress(BatonError):
             if self._writer is not None and not self._committed:
                 self._writer.abort()
-                self._storage.files.withdraw(self._key)
+                self._storage.files.forget_upload(self._key)
 
     def _write(self) -> ObjectWriter:
         if self._writer is None:
             self._key = new_key(self._batch.owner)
-            self._storage.files.promise(self._key, self._now)
+            self._storage.files.begin_upload(self._key, self._now)
             self._writer = self._storage.objects.writer(self._key)
         self._writer.write(bytes(self._rows))
         self._rows.clear()

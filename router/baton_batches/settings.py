@@ -98,7 +98,7 @@ class BatchSettings(BaseSettings):
     """Maximum number of lines of one batch in flight. The runner sends as many as increase the throughput, up
     to this limit. 0: 64 per decode worker, at least 512."""
 
-    batch_window_beside: int = Field(default=16, ge=1)
+    batch_window_when_busy: int = Field(default=16, ge=1)
     """The same limit per decode worker while other clients send requests, or did within the last ten seconds.
     Workers do not interrupt a line for a more urgent request."""
 

@@ -149,8 +149,8 @@ files = Table(
     Column("deleted_at", BigInteger),
 )
 
-promises = Table(
-    "promises",
+pending_uploads = Table(
+    "promises",  # its name since 0.1.0
     METADATA,
     Column("object", Text, primary_key=True),
     Column("made_at", BigInteger, nullable=False),

@@ -210,7 +210,7 @@ class _FileUpload:
         """`free` is told how many bytes of the body are not in memory any more."""
         run, transfer = self._storage.run, self._storage.transfer
         try:
-            await run(partial(self._storage.files.promise, self._key, self._now))
+            await run(partial(self._storage.files.begin_upload, self._key, self._now))
             await transfer(self._begin)
             waiting: list[bytes] = []
             size = 0
@@ -289,7 +289,7 @@ class _FileUpload:
     def _remove(self) -> None:
         with suppress(BatonError):
             self._storage.objects.delete(self._key)
-            self._storage.freeing(partial(self._storage.files.withdraw, self._key))
+            self._storage.freeing(partial(self._storage.files.forget_upload, self._key))
 
 
 def _check(storage: Storage, owner: str, now: int, quota: FileQuota) -> None:

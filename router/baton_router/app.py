@@ -86,13 +86,13 @@ INTERNAL_PATHS = frozenset({"/metrics", "/workers/targets"})
 
 
 class RouterApp:
-    """The application, and the state that its server asks for and changes."""
+    """The application, and the state that its server reads and sets."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.started = int(time.time())
         self.draining = False
-        """Set when the process is to end: /ready says so, and what comes all the same is served."""
+        """Set when the process will stop: /ready reports it; requests are still served."""
         tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
         self.upstreams = UpstreamPool(settings.connect_s, tls)
         self.scheduler = RequestScheduler(settings, self.upstreams, random.Random(), time.monotonic)
@@ -121,7 +121,7 @@ class RouterApp:
             secret,
             self.batch_controller.wake,
             lambda: max(1, len(self.workers.decode)),
-            self._beside,
+            self._recently_busy,
             BatchJobApi(kubernetes_access(settings)),
         )
         self._admin_operations = AdminOperations(settings, self.workers, random.Random(), time.monotonic)
@@ -225,7 +225,7 @@ class RouterApp:
             return id.encode()
         return owner(authorization(scope), self._keyed)
 
-    def _beside(self) -> bool:
+    def _recently_busy(self) -> bool:
         """Whether a request is in progress, or was within the last `RECENT_REQUEST_S`."""
         return time.monotonic() - self.scheduler.wanted_at < RECENT_REQUEST_S
 
@@ -253,7 +253,7 @@ class RouterApp:
 
 
 def create_app(settings: RouterSettings) -> RouterApp:
-    """The router for these workers; it looks at them while its lifespan lasts."""
+    """The router as an ASGI application; its background tasks run during its lifespan."""
     return RouterApp(settings)
 
 

@@ -31,14 +31,14 @@ def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) ->
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD = 20_000
-"""Objects between two looks for garbage that counting references does not find; there is hardly any."""
+"""Objects between two runs of the garbage collector, which finds hardly any."""
 
 WANTED_FILES = 1 << 20
 """Descriptors; a stream needs two. Where the system sets no limit, this one is enough."""
 
 
 def prepare() -> None:
-    """Once in a process, when all is imported; its children have it from it."""
+    """Prepare a process that has imported everything; its children inherit this."""
     raise_file_limit()
     gc.collect()
     gc.freeze()  # modules stay loaded, so the collector need not scan them

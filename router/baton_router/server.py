@@ -203,7 +203,7 @@ class MetricsServer:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The fastest there is."""
+    """uvloop's event loop where it is installed, otherwise asyncio's."""
     try:
         import uvloop
     except ModuleNotFoundError:  # not on Windows; asyncio's own does it more slowly

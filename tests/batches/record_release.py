@@ -108,7 +108,7 @@ def _by_the_ledger(path: Path, owner: str, inputs: dict[str, str]) -> dict[str, 
         ledger.record(ids[name], epoch, results, now)
     assert ledger.lease(ids["finalizing"], "keeper that died", now, 15)
     ledger.request_cancel(owner, ids["cancelling"], now)
-    files.promise("broken/upload", now)
+    files.begin_upload("broken/upload", now)
     database.close()
     return ids
 

@@ -140,7 +140,7 @@ async def test_unreferenced_bytes_are_deleted(tmp_path: Path, urls: str) -> None
     with kept(tmp_path, urls) as storage:
         now = int(time.now)
         batch = stored(storage, b"x\n", now)
-        storage.files.promise("o/broken", now)
+        storage.files.begin_upload("o/broken", now)
         writer = storage.objects.writer("o/broken")
         writer.write(b"x")
         writer.commit()
@@ -157,7 +157,7 @@ async def test_unreferenced_bytes_are_deleted(tmp_path: Path, urls: str) -> None
         await keep_until([BatchController(storage, time)], lambda: not list(folder.glob("o/*")))
         time.now += 31 * 86400
         await keep_until([BatchController(storage, time)], lambda: not storage.ledger.page("o", limit=9)[0])
-        await until(lambda: storage.files.broken(int(time.now)) == [])
+        await until(lambda: storage.files.abandoned_uploads(int(time.now)) == [])
 
 
 # --- Expiry ---
@@ -284,7 +284,7 @@ async def test_controller_sweeping_a_slow_store_continues(tmp_path: Path, urls: 
         try:
             await until(lambda: ledger.find(id).status is BatchStatus.IN_PROGRESS)
             slow = storage.objects = SlowObjects(storage.objects)
-            storage.files.promise("o/broken", 0)
+            storage.files.begin_upload("o/broken", 0)
             time.now += SWEEP_S
             await until(slow.deleting.is_set)
             other = stored(storage, b"", time.now)

@@ -108,13 +108,13 @@ def test_bytes_are_purged_once_and_not_while_a_batch_needs_them(database: Databa
     batch = ledger.create("a", CHAT, file, NOW)
     files.delete("a", file.id, NOW)
     assert files.purge(NOW) == 0
-    assert (files.purge(NOW + 9), files.broken(NOW + 9)) == (1, [other.object])
+    assert (files.purge(NOW + 9), files.abandoned_uploads(NOW + 9)) == (1, [other.object])
     ledger.request_cancel("a", batch.id, NOW)
     ledger.finalize(batch.id, leased(ledger, batch.id), NOW, output=None, errors=None)
     assert (files.purge(NOW), files.purge(NOW)) == (1, 0)
-    assert set(files.broken(NOW)) == {file.object, other.object}
-    files.withdraw(file.object)
-    assert files.broken(NOW) == [other.object]
+    assert set(files.abandoned_uploads(NOW)) == {file.object, other.object}
+    files.forget_upload(file.object)
+    assert files.abandoned_uploads(NOW) == [other.object]
     with pytest.raises(FileNotFound):
         ledger.create("a", CHAT, file, NOW)
 
@@ -136,8 +136,8 @@ def test_file_deleted_during_batch_creation_is_consistent(database: Database, ro
                 begun.append(ledger.create("a", CHAT, file, NOW).input_object)
 
     at_once([delete, create])
-    assert not set(begun) & set(files.broken(NOW))
-    assert len(begun) + len(files.broken(NOW)) == 8
+    assert not set(begun) & set(files.abandoned_uploads(NOW))
+    assert len(begun) + len(files.abandoned_uploads(NOW)) == 8
 
 
 def test_quota_bounds_files_and_bytes_under_concurrency(database: Database) -> None:

@@ -19,7 +19,7 @@ from baton_router.cache.prefix_index import PrefixIndex
 from baton_router.cache.prompt_chunks import PromptChunks
 
 PENDING_LIMIT = 1024
-"""Reports that came before the events of their blocks, and are kept until those come."""
+"""Maximum reports that wait for the events of their blocks."""
 
 NAMES_LIMIT = 32
 """Chunks in one block: there are several if messages are short, or if a model has several names."""
@@ -69,15 +69,15 @@ class WorkerBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """A prompt whose chunks are to be found in blocks."""
+    """A prompt whose chunks will be located in blocks."""
 
     prompt: PromptChunks
     blocks: int
-    """Full ones."""
+    """Number of full blocks."""
     known_chunks: int
-    """Leading chunks that need not be looked at."""
+    """Leading chunks whose blocks are known already."""
     slots: Collection[int]
-    """Workers that are believed to hold it all already."""
+    """Workers that are assumed to hold the whole prompt."""
 
 
 class BlockMap:
@@ -102,7 +102,7 @@ class BlockMap:
         return held
 
     def close(self, slot: int) -> None:
-        """It is gone."""
+        """Stop tracking the process of a slot: it is gone."""
         held = self._held.pop(slot, None)
         if held is not None:
             held.closed = True
@@ -114,7 +114,7 @@ class BlockMap:
         """
         The prompt ends in `blocks` full blocks, the last of them `tail`, with the workers of `slots`.
 
-        Of the leading `known_chunks` chunks it is known already where they are.
+        The blocks of the leading `known_chunks` chunks are known already.
         """
         if not blocks or known_chunks >= len(prompt.names) or not prompt.bytes:
             return
@@ -129,7 +129,7 @@ class BlockMap:
             if len(self._awaited) > PENDING_LIMIT:
                 self._awaited.popitem(last=False)
 
-    # --- From HeldBlocks ---
+    # --- Called by Tree ---
 
     def added(self, held: WorkerBlocks, slot: int, blocks: Sequence[int]) -> None:
         """The worker holds these blocks, parents before children."""
@@ -157,7 +157,7 @@ class BlockMap:
         self.added(held, slot, added)
 
     def _release(self, blocks: Iterable[int]) -> None:
-        """One worker less holds these; where none is left, the chunks are nowhere."""
+        """One worker fewer holds these blocks; chunks of blocks that no worker holds are removed."""
         for block in blocks:
             if block in self._chunks and not any(block in held.tree for held in self._held.values()):
                 del self._chunks[block]

@@ -1,9 +1,9 @@
 """
-A worker's KV events in their order, although some get lost: what to apply, and what to ask for.
+A worker's KV events in order, although some get lost: which to apply, and what to request.
 
-Batches are numbered. A number that is missing is asked for again; if it does not come, all blocks are
-asked for at once, and so they are at the beginning. Batches that come too early wait meanwhile. A feed on
-which nothing comes at all, not even the empty batches of an idle worker, is not to be relied on.
+Batches are numbered. A missing batch is requested again; if it does not come, a snapshot of all blocks is
+requested, as at the beginning. Batches that come too early wait meanwhile. A feed without any batch, even the
+empty ones of an idle worker, is degraded.
 
 Time is passed in, and nothing is sent from here.
 """
@@ -28,11 +28,11 @@ BUFFER_LIMIT = 10_000
 
 RETRY_S = 0.5
 RETRY_LIMIT_S = 30.0
-"""From one snapshot that failed to the next try, at first and at most."""
+"""Seconds from a failed snapshot to the next try, at first and at most."""
 
 
 class BlockSink(Protocol):
-    """Where events go, in their order."""
+    """Gets the events in order."""
 
     def apply(self, events: Sequence[Event]) -> None: ...
 
@@ -84,7 +84,7 @@ class KvEventFeed:
         return self._missing
 
     def batch(self, seq: int, events: Sequence[Event], now: float) -> None:
-        """A batch came, by itself or in a replay."""
+        """A batch has arrived, published or replayed."""
         if self._missing is FeedRequest.SNAPSHOT or seq > self.next:
             self._buffer(seq, events, now)
         elif seq == self.next:

@@ -45,12 +45,12 @@ class PrefixIndex:
 
     @property
     def bytes(self) -> int:
-        """Of memory, about."""
+        """Estimated memory."""
         held = sum(len(one.chunks) for one in self._held.values())
         return CHUNK_COST * len(self._holders) + HOLDER_COST * held
 
     def register(self, worker: int, capacity: int) -> None:
-        """A worker that holds nothing yet, or can hold another number of chunks than before."""
+        """Add a worker without chunks, or change its capacity."""
         held = self._held.setdefault(worker, _WorkerChunks(capacity))
         held.capacity = capacity
         self._shrink(worker, held)
@@ -61,7 +61,7 @@ class PrefixIndex:
         self._held.pop(worker, None)
 
     def clear(self, worker: int) -> None:
-        """The worker has dropped all that it held."""
+        """The worker has dropped all chunks."""
         held = self._held.get(worker)
         if held is not None:
             for chunk in held.chunks:
@@ -69,7 +69,7 @@ class PrefixIndex:
             held.chunks.clear()
 
     def holds(self, worker: int) -> int:
-        """How many chunks the worker is believed to hold."""
+        """Number of chunks that the worker is assumed to hold."""
         held = self._held.get(worker)
         return len(held.chunks) if held else 0
 
@@ -103,9 +103,9 @@ class PrefixIndex:
 
     def insert(self, worker: int, chunks: Sequence[int], matched: int = 0) -> list[int]:
         """
-        The worker holds these, a prompt from its beginning on, and has just used them.
+        The worker holds these chunks, a prompt from its beginning, and has just used them.
 
-        Gives those that it was not believed to hold before; `matched` leading ones it is known to hold.
+        Returns the chunks that are new to it; it is known to hold the `matched` leading ones.
         """
         held = self._held[worker]
         used, bit, holders = held.chunks, 1 << worker, self._holders
@@ -118,7 +118,7 @@ class PrefixIndex:
                 used[chunk] = None
                 holders[chunk] = holders.get(chunk, 0) | bit
                 new.append(chunk)
-        deque(map(use, reversed(chunks[:matched])), 0)  # a loop, as fast as there is one
+        deque(map(use, reversed(chunks[:matched])), 0)  # written as a fast loop
         if new:
             self._shrink(worker, held)
         return new

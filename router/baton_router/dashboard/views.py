@@ -26,7 +26,7 @@ from baton_router.tenants.tenants import Tenant
 from baton_router.workers.worker import Worker, Workers
 
 WORKERS_LIMIT = 64
-"""Workers of a picture; it says how many are left out."""
+"""Maximum workers that are shown; the data say how many are left out."""
 
 
 def service_view(
@@ -111,12 +111,12 @@ TOKENS_WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceRates:
-    """Of the last minute; None where nothing was seen of it."""
+    """Rates of the last minute; None where there was no request."""
 
     requests: int
-    """That were given to workers."""
+    """Requests that were placed."""
     first_token_s: float | None
-    """Median, of streams, from their arrival."""
+    """Median time to first token of streams, from their arrival."""
     tokens_s: float
     """Of answers, over the last ten seconds. Answers that run count as their worker's step says."""
     prompt_tokens: int
@@ -151,7 +151,7 @@ def service_rates(placements: Iterable[Placement], now: float) -> ServiceRates:
 
 
 def _tokens(placement: Placement, now: float) -> float:
-    """How many tokens of the answer came in the window."""
+    """Tokens of the answer that came within the window."""
     if placement.first_byte is None or not placement.streams:
         return 0.0
     since = now - TOKENS_WINDOW_S

@@ -6,7 +6,7 @@ did not ask for. A broken stream is resumed by token ids: another worker gets th
 the answer, and its chunks continue under the same id.
 
 vLLM writes JSON without spaces, and inside a JSON string a quote is always escaped, so that the members below
-are match by their bytes.
+are matched by their bytes.
 """
 
 from __future__ import annotations

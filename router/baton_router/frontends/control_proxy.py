@@ -1,7 +1,7 @@
 """
-Passes requests that are not hot to the process that serves them, by its Unix socket, and the answers back.
+Forwards requests outside of the hot paths to the process that serves them, over its Unix socket.
 
-One connection a request, read and written as streams: an upload of any size passes without being held.
+Each request has a connection, read and written as streams: an upload of any size passes without being stored.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ControlProxy:
             log.debug("%s was not read to its end: %s", scope["path"], error)
 
     async def _answer(self, scope: Scope, connection: socket.socket, send: Send) -> None:
-        """Read the answer and give it on. An answer that breaks off stays broken off."""
+        """Read the response and forward it. A response that breaks off is cut for the client too."""
         loop = asyncio.get_running_loop()
         answer = _ParsedResponse()
         while not answer.complete:
@@ -80,7 +80,7 @@ class ControlProxy:
             if not data:
                 if not answer.started:
                     await _send_away(scope, send)
-                return  # to return without the end makes the server cut
+                return  # returning without an end makes the server cut the connection
             answer.feed(data)
             answer.complete |= scope["method"] == "HEAD" and answer.status > 0
             if answer.status and not answer.started:

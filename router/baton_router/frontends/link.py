@@ -23,7 +23,7 @@ FRAME_LIMIT = 64 * 1024 * 1024
 
 
 class LinkMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One of those below."""
+    """Base of the messages below."""
 
 
 class PickMessage(LinkMessage, frozen=True):
@@ -126,7 +126,7 @@ class LinkProtocol(asyncio.Protocol):
         raise NotImplementedError
 
     def send(self, message: FrontendMessage | SchedulerMessage) -> None:
-        """Goes out soon, or nowhere if the connection is closed."""
+        """Send a message soon; it is dropped if the connection is closed."""
         if not self._sending:
             self._loop.call_soon(self._flush)
         encoded = self._encoder.encode(message)
@@ -167,8 +167,8 @@ class RegisteredWorker(msgspec.Struct, frozen=True, array_like=True):
     name: str
     ready: bool
     down_since: float
-    """Loop time from which on nothing came of it, if it is down; else 0."""
+    """Loop time since which it is down; 0 if it is not."""
     expired: bool = False
-    """Whether it was to end what it had, and has had its time."""
+    """Whether its drain time is over."""
     secure: bool = False
-    """Whether it is spoken to by TLS."""
+    """Whether TLS is used."""

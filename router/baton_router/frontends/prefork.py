@@ -50,7 +50,7 @@ class ReadySignal:
         self._say(STARTED)
 
     def refused(self, reason: str) -> None:
-        """It cannot be started until a person changes something."""
+        """The child cannot be started without a change of settings or files."""
         self._say(reason.encode())
 
     def _say(self, report: bytes) -> None:
@@ -75,7 +75,7 @@ class ChildProcess:
     started: bool = False
     """Whether it was ever ready."""
     report_pipe: int = field(default=-1)
-    """The pipe on which it says it."""
+    """The pipe on which it reports that."""
 
     @property
     def pause_s(self) -> float:

@@ -73,7 +73,7 @@ class RemotePicker:
         self._wire: _SchedulerConnection | None = None
         self._waiting: dict[int, _PendingPick] = {}
         self._granted: set[int] = set()
-        """Numbers that the connected scheduler must hear about."""
+        """Numbers of requests that the connected scheduler knows, and must release."""
         self.busy: Counter[str] = Counter()
         """Requests at each worker, by name."""
         self._removed: set[str] = set()

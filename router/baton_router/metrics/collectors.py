@@ -19,7 +19,7 @@ from baton_router.workers.worker_state import WorkerStates
 
 
 class CacheMetrics(Collector):
-    """The index, the feeds, and how right both were."""
+    """The prefix index, the feeds of KV events, and the accuracy of both."""
 
     def __init__(self, workers: Workers, worker_states: WorkerStates, feeds: KvSubscribers) -> None:
         self._workers = workers
@@ -67,7 +67,7 @@ def _counter(metric: Metric) -> CounterMetricFamily:
 
 
 REJECT_REASONS = ("requests", "tokens", "streams", "full", "late", "waited", "unready", "poison")
-"""Why requests are refused: the first three are limits of their tenants."""
+"""Why requests are rejected: the first three are limits of their tenants."""
 
 
 class QueueMetrics(Collector):
@@ -104,7 +104,7 @@ class QueueMetrics(Collector):
 
 
 class TenantMetrics(Collector):
-    """How many there are, and whether that is what the file says."""
+    """The number of tenants, and whether their file is invalid."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants

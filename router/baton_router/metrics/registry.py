@@ -47,7 +47,7 @@ class RouterMetrics:
         self.registry.register(BuildInfo())
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def gauge(self, metric: Metric, value: Callable[[], int]) -> None:
@@ -85,7 +85,7 @@ class CertificateMetrics(Collector):
 
 
 class WorkerStatusMetrics(Collector):
-    """How the workers are, read off them when asked for."""
+    """States and running requests of workers, read at each scrape."""
 
     def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
         self._workers = workers
@@ -113,17 +113,17 @@ def _family(metric: Metric) -> GaugeMetricFamily:
 
 
 LAG_INTERVAL_S = 0.1
-"""Seconds between two looks: a standstill of that length is seen, whenever it comes."""
+"""Seconds between two measurements: the event loop cannot stand still for longer unnoticed."""
 
 
 class LoopLag(Collector):
-    """Looks while its `watch` runs."""
+    """Delay of the event loop, measured while `watch` runs."""
 
     def __init__(self) -> None:
         self._lag = LabeledHistogram(metrics.ROUTER_LOOP_LAG)
 
     async def watch(self) -> None:
-        """Look until cancelled."""
+        """Measure until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + LAG_INTERVAL_S
@@ -135,7 +135,7 @@ class LoopLag(Collector):
 
 
 PROCESS_LABEL = "process"
-"""The label."""
+"""Label of each sample, with several processes."""
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
@@ -148,7 +148,7 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 
 
 def export_families(registry: CollectorRegistry) -> list[MetricFamily]:
-    """All that a process has counted."""
+    """The metrics of a process."""
     return [
         MetricFamily(
             metric.name,
@@ -161,7 +161,7 @@ def export_families(registry: CollectorRegistry) -> list[MetricFamily]:
 
 
 def merged_text(processes: Mapping[str, Sequence[MetricFamily]]) -> bytes:
-    """One page of all processes, by name, in Prometheus' text format."""
+    """The metrics of all processes, by their names, in Prometheus' text format."""
     page = CollectorRegistry()
     page.register(_MergedCollector(processes))
     return generate_latest(page)

@@ -33,16 +33,13 @@ class RequestCounters(Collector):
         self._tenants = BoundedLabels(TENANT_LABELS)
 
     def ended(self, path: str, model: str | None, priority_class: str, status: int, *, granted: bool) -> None:
-        """
-        A request to generate. `path` and `priority_class` are among those that there are; `granted`: a worker
-        was found for it, so that the name of the model means something.
-        """
+        """Count a request to generate. `granted`: a worker was found, so the name of the model is trusted."""
         if model is not None:
             model = self._models.label(model) if granted else self._models.existing_label(model)
         self._requests.add(path, model or "", priority_class, status)
 
     def refused(self, path: str, status: int) -> None:
-        """One of which the body was not read to its end, or makes no sense."""
+        """Count a request whose body was not read to its end, or is invalid."""
         self._requests.add(path, OTHER, OTHER, status)
 
     def used(self, tenant: str, prompt: int, report: PromptReport | None, tokens: int) -> None:

@@ -20,7 +20,7 @@ from baton_router.workers.worker import Worker, WorkerHealth, Workers, WorkerSta
 from baton_router.workers.worker_state import WorkerState, WorkerStates
 
 EJECTED_CACHE_S = 0.05
-"""For so long one relies on it that a worker that was put aside still is."""
+"""Seconds for which ejected and full workers are assumed to stay so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class WorkerPair:
 
 
 class Candidates:
-    """The workers that one model's requests can go to, by the numbers that the choice knows them by."""
+    """The workers that can serve one model, numbered for `pair_selection`."""
 
     __slots__ = (
         "_pairs",
@@ -76,7 +76,7 @@ class Candidates:
                 self.by_revision[revision] = Candidates(of_revision, prefills_of_revision, worker_states)
 
     def holder(self, matched: Mapping[int, int]) -> str:
-        """The revision that holds most of a prompt; of equal ones, or if none holds a part, any."""
+        """The revision with the longest cached prefix of a prompt; any of equal ones; empty without one."""
         most, holder = 0, ""
         for revision, of_revision in self.by_revision.items():
             for state in (*of_revision.decode_states, *of_revision.prefill_states):
@@ -84,12 +84,12 @@ class Candidates:
                     most, holder = count, revision
         return holder
 
-    def pair(self, way: PairOption) -> WorkerPair:
-        key = way.decode, way.prefill
+    def pair(self, option: PairOption) -> WorkerPair:
+        key = option.decode, option.prefill
         pair = self._pairs.get(key)
         if pair is None:
-            prefill = None if way.prefill == LOCAL_PREFILL else self.prefills[way.prefill]
-            pair = self._pairs[key] = WorkerPair(self.decodes[way.decode], prefill)
+            prefill = None if option.prefill == LOCAL_PREFILL else self.prefills[option.prefill]
+            pair = self._pairs[key] = WorkerPair(self.decodes[option.decode], prefill)
         return pair
 
 

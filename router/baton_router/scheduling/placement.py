@@ -33,9 +33,9 @@ class Placement(msgspec.Struct, eq=False):
     option: PairOption
     candidates: Candidates
     options: list[PlainOption]
-    """The cheapest ways."""
+    """The cheapest options."""
     prompt: PromptChunks
-    """Once the request has ended, its size alone."""
+    """Only its size once the request has ended."""
     tokens: int
     """Of the prompt, estimated; of several of the first one."""
     expected_cached: int
@@ -56,7 +56,7 @@ class Placement(msgspec.Struct, eq=False):
     others_s: float = 0.0
     """Their part of `compute_s`."""
     assumed_chunks: list[tuple[WorkerState, list[int]]] = []
-    """The chunks of the prompt that a worker is assumed to hold since it was sent there."""
+    """Chunks that the workers are assumed to hold because the prompt was sent there, and were not before."""
     first_byte: float | None = None
     ended: float | None = None
     report: PromptReport | None = None
@@ -75,7 +75,9 @@ class Placement(msgspec.Struct, eq=False):
     """Tokens of the answer, if they were counted."""
 
     def drop_prompt(self) -> None:
-        """Drop what only a request that runs needs: of a long prompt, chunks take more than all the rest."""
+        """Drop what only a running request needs: the chunks of a long prompt take more memory than all
+        else.
+        """
         self.prompt = PromptChunks((), self.prompt.sizes[-1:])
         self.assumed_chunks, self.matched = [], []
 
@@ -91,7 +93,7 @@ class Placement(msgspec.Struct, eq=False):
 
     @property
     def costs(self) -> str:
-        """The cheapest ways and their prices in seconds: `decode` alone, or `prefill>decode`."""
+        """The cheapest options and their prices in seconds: `decode` alone, or `prefill>decode`."""
         shown = []
         for option in map(PairOption._make, self.options[:ALTERNATIVES_SHOWN]):
             pair = self.candidates.pair(option)
@@ -142,7 +144,7 @@ def _option_json(pair: WorkerPair, option: PairOption) -> dict[str, object]:
 
 
 class DecisionCounters(Collector):
-    """Counted as decisions are made and as answers begin."""
+    """Metrics of decisions, counted as they are made and as answers begin."""
 
     def __init__(self) -> None:
         self._decisions = LabeledCounter(metrics.ROUTER_DECISIONS)
@@ -157,7 +159,7 @@ class DecisionCounters(Collector):
             self._decisions.add("local", "cheaper" if prefills else "no_prefill")
 
     def computed(self, expected: int, report: PromptReport) -> None:
-        """A prompt of which so many tokens were expected to be cached."""
+        """Count a computed prompt, of which `expected` tokens were expected to be cached."""
         self.cached(expected, report)
         if report.remote:
             self._transfer.observe(report.transfer_s)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 PLACEMENTS_LIMIT = 1_000
 EXPECTED_ANSWER_TOKENS = 200.0
-"""Before the first answer has ended."""
+"""Assumed length of an answer before the first one has ended."""
 
 NO_BACKLOG: Mapping[int, float] = {}
 NO_WEIGHTS: Mapping[str, float] = {}
@@ -72,7 +72,7 @@ class PlacementPlanner:
         self.worker_states = WorkerStates(profiles)
         self._candidate_cache = CandidateCache(workers, self.worker_states)
         self.placements: deque[Placement] = deque(maxlen=PLACEMENTS_LIMIT)
-        """The last ones, the newest at the end."""
+        """The latest placements, the newest last."""
 
     def candidates(
         self, model: str | None, now: float, direct: DirectRoute | None = None
@@ -166,7 +166,7 @@ class PlacementPlanner:
         )
 
     def book(self, placement: Placement, now: float) -> None:
-        """The request goes where it was planned, which must have been in this same moment."""
+        """Book a plan that was made at this same moment: its request goes to the workers."""
         placement.decided = placement.arrived = now
         # Workers give other tenants a turn after each prompt, so only the first one is in the way of others.
         compute_s = placement.compute_s - placement.others_s
@@ -199,13 +199,13 @@ class PlacementPlanner:
             or not state.total_blocks
             or placement.tokens > state.total_blocks * state.block_size
         ):
-            return 0.0  # one that can never fit is for the worker to refuse
+            return 0.0  # the worker rejects a prompt that can never fit
         return self._blocks_free_s(
             state, placement.tokens, state.step_cost.seconds(streams.count, streams.tokens)
         )
 
     def computed(self, placement: Placement, now: float) -> None:
-        """The prompt is computed, or believed to be: the worker can begin with another."""
+        """The prompt is computed, or assumed to be: the worker can begin with another one."""
         placement.prefill_state.prefills.release(placement.number, now)
 
     def began(self, placement: Placement, report: PromptReport | None, now: float) -> None:
@@ -255,7 +255,7 @@ class PlacementPlanner:
         placement.drop_prompt()
 
     def _learn_cached(self, placement: Placement, report: PromptReport) -> None:
-        """Learn from cached tokens that were unknown when the answer began."""
+        """Learn from a count of cached tokens that only the end of the answer reports."""
         if report is placement.report or report.cached is None:
             return
         placement.report = report
@@ -304,7 +304,8 @@ class PlacementPlanner:
             )
         else:
             log.info(
-                "The worker %s holds again what it is believed to hold.", placement.computing_worker.name
+                "The cache of the worker %s matches the router's index again.",
+                placement.computing_worker.name,
             )
 
     def _prefill_offer(

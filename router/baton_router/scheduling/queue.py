@@ -172,7 +172,7 @@ class Queue:
             return await entry.future
         except asyncio.CancelledError:
             if entry.future.done() and not entry.future.cancelled() and not entry.future.exception():
-                # It went in the same moment in which its client left.
+                # It was placed at the moment at which its client disconnected.
                 self._planner.release(entry.future.result(), self._clock(), complete=False)
                 self.changed()
             raise
@@ -215,7 +215,7 @@ class Queue:
         settings = self._settings
         if not settings.hold_s:
             return min(limits.max_wait_s, settings.recovery_s)
-        # Workers take as long to start for one class as for another; only who says so wants it sooner.
+        # A worker starts no faster for an urgent class: only an explicit target shortens the wait.
         return settings.hold_s if request.ttft_slo_s is None else min(limits.max_wait_s, settings.hold_s)
 
     def _admit(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
@@ -275,7 +275,9 @@ class Queue:
         queued_s = pool.entries.seconds
 
         def take(entry: QueueEntry) -> bool:
-            """Whether it goes; if not, what it is to take is in the way of those behind it."""
+            """Place the request if its workers have capacity; otherwise its work is ahead of those behind
+            it.
+            """
             assert isinstance(entry, QueuedRequest)
             plan = entry.plan
             if (
@@ -325,7 +327,7 @@ class Queue:
     def _replan(
         self, entry: QueuedRequest, ahead: dict[int, float], now: float, queued_s: float = 0.0
     ) -> Placement | None:
-        """Where it would go now; None if nowhere, in which case its future may hold the error."""
+        """Plan again; None if no worker can serve it, in which case its future may hold the error."""
         request = entry.request
         entry.plan, entry.planned = None, now
         try:
@@ -382,5 +384,5 @@ class Queue:
         if not has_capacity(placement.prefill_state, placement.uncached, self._settings.prefill_tokens, now):
             return False
         if request.retried and placement.pair.decode.health.full_until > now:
-            return False  # to ask it again at once would be no use
+            return False  # it rejected the request a moment ago
         return request.priority_class != BATCH or has_spare_blocks(placement.decode_state)

@@ -101,7 +101,7 @@ class QueuedRequest(QueueEntry):
     """The last plan; None if no worker could serve it."""
     planned: float
     predicted_s: float = 0.0
-    """Predicted wait, uncorrected."""
+    """Predicted wait, before the correction by `WaitBias`."""
 
     @property
     def replan_at(self) -> float:

@@ -39,7 +39,7 @@ PREDICTION_ERROR = 3.0
 """Factor by which a prediction may be wrong, on top of the predicted time."""
 
 DRAIN_CHECK_S = 0.5
-"""Seconds from one look at the workers that leave to the next."""
+"""Seconds between two checks of draining workers."""
 
 
 class RequestScheduler:
@@ -169,7 +169,7 @@ class RequestScheduler:
             self._crashed(placement, decode, now)
 
     def _crashed(self, placement: Placement, worker: Worker, now: float) -> None:
-        """A worker died or stopped while it had the request."""
+        """Remember that a worker died or stopped while it had the request."""
         epoch = worker.health.load.epoch if worker.health.load else ""
         self._crashes.lost((placement.tenant, placement.digest), worker.name, epoch, now)
 
@@ -205,7 +205,7 @@ class RequestScheduler:
         return first_token_timeout_s(placement.option.first_token_s, self._settings.first_byte_s)
 
     def _computed(self, placement: Placement) -> None:
-        """The prefill worker has finished its part, or will not."""
+        """Count the request out of its prefill worker, which has computed the prompt or never will."""
         if placement.pair.prefill is not None and placement.first_byte is None and placement.ended is None:
             placement.pair.prefill.in_flight -= 1
 

@@ -75,7 +75,7 @@ class Authenticator:
 
     @property
     def required(self) -> bool:
-        """Whether a key or a token is wanted."""
+        """Whether a key or a token is required."""
         return self._keys.required or self.tenants is not None or self._tokens is not None
 
     @property
@@ -213,19 +213,19 @@ def batch_models(tenant: Tenant) -> frozenset[str] | None:
 
 
 def check_path(tenant: Tenant, method: str, path: str) -> None:
-    """Raise Forbidden for what is only for those who run the service."""
+    """Raise Forbidden for operations that only admins may use."""
     if not tenant.admin and not path.startswith("/v1/") and path not in FOR_TENANTS:
         raise Forbidden(f"{method[:20]} {path[:200]}", tenant.name)
 
 
 RUNNER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
-"""Where a runner may send lines."""
+"""Paths to which a runner may send lines."""
 
 OWNER = "baton.owner"
-"""Where a scope says for whose batch a request is."""
+"""Key of a scope: the owner of the batch to which a request belongs."""
 
 BATCH = "batch"
-"""The class of all that runners send."""
+"""The class of all requests of runners."""
 
 RUNNER_AUTHORIZATION = b"Bearer " + runner_tokens.PREFIX.encode()
 """Prefix of the header that only batch runners send."""
@@ -236,7 +236,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
 class RunnerAuthenticator:
-    """Lets runners' requests in."""
+    """Authenticates requests of batch runners."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 Tenants: their models, classes, limits and cache salts.
 
 A file lists them with the digests of their keys, so that a mounted Secret, or even a ConfigMap, can hold it;
-it is YAML, and JSON is YAML too. It is read again within a second of a change. One that is wrong changes
-nothing: the tenants stay as they were, the log says why, and a metric says that it is so.
+it is YAML, and JSON is YAML too. It is reloaded within a second after a change. An invalid file changes
+nothing: the tenants stay as they were, the log says why, and a metric reports it.
 
 The salt separates tenants' prompts in every prefix cache. It is derived from the tenant's name and the secret
 that routers share, so that all of them compute the same one. Without the secret, the salt of another tenant
@@ -59,7 +59,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One of those who share a cluster."""
+    """One of the users who share a cluster, with its rights."""
 
     name: str = ""
     """Empty for requests without a name: all of them are one tenant."""
@@ -69,13 +69,13 @@ class Tenant:
     salt: str = ""
     """Of its KV blocks; tenants without one share a cache."""
     models: frozenset[str] | None = None
-    """The names that it may ask for; None is all."""
+    """Names of the models that it may use; None: all."""
     classes: frozenset[str] = frozenset(CLASSES)
     default_class: str = "default"
-    """Of requests that do not say."""
+    """Class of requests without the header."""
     limits: TenantLimits = TenantLimits()
     admin: bool = True
-    """Whether it may see and do what concerns the other tenants as well."""
+    """Whether it may see and change data of other tenants."""
 
     @property
     def id(self) -> str:
@@ -91,7 +91,7 @@ class Tenant:
         return self.models is None or model in self.models
 
     def narrowed(self, models: Iterable[str] | None, classes: Iterable[str] | None) -> Tenant:
-        """The same with what one of its members may: never more than the tenant."""
+        """The tenant with the rights of one of its members: never more than its own."""
         own = self
         if models is not None:
             allowed = frozenset(models)
@@ -128,7 +128,7 @@ class TenantsFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tenants:
-    """The tenants that are known now."""
+    """The tenants of a file, reloaded after changes."""
 
     def __init__(self, file: str, secret: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises SetupError if `file` is not a file of tenants."""
@@ -136,16 +136,16 @@ class Tenants:
         self._secret = secret
         self._file = WatchedFile(file, clock)
         self.problem = ""
-        """Why the file, as it is now, was not taken; empty if it was."""
+        """Why the current file is invalid; empty if it is not."""
         self.reads = 0
-        """Times that the file was taken: who keeps a tenant asks again when this has changed."""
+        """Number of reloads: a cached tenant is outdated when this has changed."""
         self._take(read_tenants(self._file.path, secret))
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     def by_key(self, sha256: bytes) -> Tenant | None:
-        """The tenant who has a key of this digest."""
+        """The tenant with a key of this digest."""
         self.reload_if_changed()
         return self._by_key.get(self._pepper(sha256))
 

@@ -20,7 +20,7 @@ from baton_http.jwks import IssuerKeys
 from baton_router.tenants.tenants import Tenant
 
 REMEMBERED_LIMIT = 10_000
-"""Tokens; the one that was not seen for the longest time goes first."""
+"""Maximum remembered tokens; the least recently used one is dropped first."""
 
 NAME_LIMIT = 128
 """Characters of a tenant's name that a token says."""
@@ -74,7 +74,7 @@ class WebTokens:
 
     def verified(self, sha256: bytes) -> Tenant | None:
         """Return the tenant of a token that was verified before and is still valid."""
-        self._keys.refresh()  # or a key that was withdrawn would live on in what is remembered
+        self._keys.refresh()  # else tokens of a withdrawn key would stay valid here
         if self._judged_by != self._keys.changes:
             self.forget()
         remembered_tenant = self._remembered.get(sha256)

@@ -25,15 +25,15 @@ class PrefillBookings:
         """Number -> seconds, tokens."""
         self._head_began = 0.0
         self._head_s = 0.0
-        """Of the first one, as far as they can have passed."""
+        """Seconds of the first one that can have passed while it is not done."""
         self.seconds = 0.0
         """Of all bookings."""
         self.tokens = 0
         self.waiting = 0
-        """How many there are."""
+        """Number of bookings."""
 
     def book(self, number: int, seconds: float, tokens: int, now: float) -> None:
-        """One prompt more, with `tokens` to compute in predicted `seconds`."""
+        """Add a prompt with `tokens` to compute in predicted `seconds`."""
         if not self._booked:
             self._head_began = now
             self._head_s = PROGRESS_LIMIT * seconds
@@ -44,7 +44,7 @@ class PrefillBookings:
         self.tokens += tokens
 
     def release(self, number: int, now: float) -> None:
-        """It is done, or will not be; a number that is not booked is none of ours."""
+        """Remove a prompt that is computed, or never will be. Unknown numbers are ignored."""
         booked = self._booked
         if number not in booked:
             return
@@ -89,7 +89,7 @@ class StreamBookings:
         self.count = 0
 
     def book(self, number: int, tokens: int, choices: int = 1) -> None:
-        """One request more; its choices share the `tokens` of its prompts."""
+        """Add a request, whose choices share the `tokens` of its prompts."""
         self._booked[number] = tokens, choices
         self.tokens += tokens
         self.count += choices

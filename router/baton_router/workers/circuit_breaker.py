@@ -19,7 +19,7 @@ WINDOW = 20
 """Outcomes of which half may not be failures, counted from the first failure on."""
 
 WINDOW_S = 10.0
-"""Seconds in which they must have come for that."""
+"""Seconds within which these outcomes must have come."""
 
 PAUSE_S = 2.0
 """Seconds for which it is open the first time; each further time is twice as long."""
@@ -54,16 +54,16 @@ class CircuitBreaker:
         return self.opened and (now < self.until or self.probe != 0)
 
     def sent(self, number: int, now: float) -> CircuitBreaker:
-        """A request goes to the worker, whether or not that was wise."""
+        """A request was sent to the worker, even if the breaker refuses."""
         if not self.opened or self.refuses(now):
             return self
         return replace(self, probe=number)
 
     def served(self, number: int, now: float) -> CircuitBreaker:
-        """A request was answered, with whatever status that is not the worker's fault."""
+        """A request was answered with a status that is not the worker's fault."""
         if self.opened:
             if number != self.probe:
-                return self  # it was sent before, or in need; one answer in between proves nothing
+                return self  # sent before the pause, or as a last resort: one answer proves nothing
             return CircuitBreaker(openings=self.openings, since=now)
         if not self.failures and not self.recent:
             return self
@@ -82,7 +82,7 @@ class CircuitBreaker:
         return replace(self, failures=self.failures + 1, recent=recent)
 
     def release(self, number: int) -> CircuitBreaker:
-        """A request has ended; if it was to decide and did not, another one may."""
+        """A request has ended; if it was the probe and decided nothing, another one may be."""
         return replace(self, probe=0) if number and number == self.probe else self
 
     def _open(self, now: float) -> CircuitBreaker:

@@ -22,10 +22,10 @@ from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
 NEVER = float("inf")
 
 LEAST_S = 1e-4
-"""No prediction is below this: a line through noise may well be."""
+"""No prediction is below this, although a line through noise may be."""
 
 RELIABLE_AFTER = 10
-"""Measurements that make a prediction one to rely on."""
+"""Measurements after which a prediction is reliable."""
 
 SMOOTHING = 0.1
 """Weight of one measurement in a moving average."""
@@ -102,7 +102,7 @@ class PrefillCost:
     _kind: WorkerKind
 
     def seconds(self, uncached: int, context: int) -> float:
-        constant, each, pairs = self.line.coefficients  # written out: it is asked for every worker
+        constant, each, pairs = self.line.coefficients  # written out: it runs for every worker
         # More tokens never take less, whatever a line through noise would say.
         seconds = constant if constant > LEAST_S else LEAST_S
         if each > 0:
@@ -113,7 +113,7 @@ class PrefillCost:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it is more than a guess."""
+        """Whether enough measurements support the prediction."""
         return self.line.measurements >= RELIABLE_AFTER
 
     def learn(self, uncached: int, context: int, seconds: float) -> None:
@@ -131,7 +131,7 @@ class StepCost:
         return self.with_added_stream(running, context, 0)[0]
 
     def with_added_stream(self, running: int, context: int, tokens: int) -> tuple[float, float]:
-        """The same as it is, and with one stream of `tokens` more."""
+        """Seconds as it is now, and with one more stream of `tokens`."""
         constant, each, share = self.line.coefficients
         each, share = (each if each > 0 else 0.0), (share if share > 0 else 0.0)
         before = (constant if constant > LEAST_S else LEAST_S) + each * running / 10 + share * context / 1e4
@@ -143,7 +143,7 @@ class StepCost:
 
 @dataclass(slots=True)
 class RunningAverage:
-    """A mean that goes with the times."""
+    """An exponential moving average."""
 
     value: float
 

@@ -98,7 +98,7 @@ async def _check(worker: Worker, settings: RouterSettings, checks: WorkerChecks)
             load, unavailable_reason = await checks.load()
     except (UpstreamLost, TimeoutError, *INVALID_REPLY_ERRORS) as error:
         if isinstance(error, TimeoutError) and worker.upstream.heard >= started:
-            return  # it is slow to answer this, but requests hear of it: it is alive
+            return  # it answers health checks slowly, but sends bytes of other requests: it is alive
         reason = f"it does not answer: {_why(error)}"
         worker.health = worker.health.missed(settings.health_misses, reason)
         if worker.health.down:

@@ -34,7 +34,7 @@ from baton_router.workers.worker_state import WorkerStates
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.5
-"""Seconds from one look at who publishes, and at what is due, to the next."""
+"""Seconds between two checks of which workers publish, and of what is due."""
 
 SNAPSHOT_S = 30.0
 
@@ -42,7 +42,7 @@ RETRY_S = 10.0
 """Seconds after which a feed that cannot be followed at all is tried again."""
 
 QUEUE_LIMIT = 10_000
-"""Batches that wait to be read; more are lost, and asked for again."""
+"""Batches that wait to be read; further ones are lost, and requested again."""
 
 MESSAGE_LIMIT = 64 * 1024**2
 """Bytes of one message."""
@@ -119,7 +119,7 @@ class KvSubscriber:
         self.state = worker_states.of(worker)
         self.events = 0
         self.lag_s = 0.0
-        """From the worker's making of the last batch to its arrival, if their clocks agree."""
+        """Seconds from the creation of the last batch at the worker to its arrival, if their clocks agree."""
         self._trust = trust
         self._clock = clock
         self._background = background
@@ -204,7 +204,7 @@ class KvSubscriber:
         self.lag_s = max(0.0, time.time() - batch.ts)
 
     async def _ask(self, replays: zmq.asyncio.Socket) -> None:
-        """Ask for what is due, and say how the feed is."""
+        """Request what is due, and record whether the feed is degraded."""
         while True:
             now = self._clock()
             due = self.feed.due(now)
@@ -265,7 +265,7 @@ class KvSubscriber:
 
 def reachable_at(endpoint: str, host: str) -> str:
     """
-    Where to connect to for what a worker on `host` listens on.
+    The address at which an endpoint of a worker on `host` is reachable.
 
     >>> reachable_at("tcp://0.0.0.0:5557", "10.0.0.7"), reachable_at("ipc:///run/kv", "localhost")
     ('tcp://10.0.0.7:5557', 'ipc:///run/kv')

@@ -84,7 +84,7 @@ class WorkerRegistration:
             self._workers.restore(worker)
             self._set_status(worker, one.discovery_status)
             return
-        if worker is not None:  # another pod has its address now, and will not answer its requests
+        if worker is not None:  # another pod has its address now, and cannot finish its requests
             self._forget(worker)
         self._upstreams.set_tls(one.name, one.secure)
         worker = Worker(self._upstreams.get(one.name), one.role, one.revision, engine=one.engine)

@@ -41,7 +41,7 @@ class LastGoodAddresses:
         self._empty_answers = 0
 
     def took(self, addresses: frozenset[Address]) -> frozenset[Address]:
-        """One answer more; gives what holds now."""
+        """Take another answer; returns the addresses that count now."""
         self._empty_answers = 0 if addresses else self._empty_answers + 1
         if addresses or self._empty_answers >= EMPTY_ANSWERS_LIMIT:
             self.addresses = addresses
@@ -125,7 +125,7 @@ class DnsWorkers:
         return addresses
 
     async def _ask(self, name: str, kind: dns.rdatatype.RdataType) -> dns.resolver.Answer | None:
-        """None if it is known that there is no such record."""
+        """The records; None if the server says that there are none."""
         if self._resolver is None:
             self._resolver = dns.asyncresolver.Resolver()
         try:

@@ -30,7 +30,7 @@ from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
 
 ROLE = label_names.ROLE
-"""decode, both, prefill; without it decode. Slices of anything else, such as routers, are none of ours."""
+"""decode, both, prefill; without it decode. Slices with another role, such as routers, are ignored."""
 
 REVISION = label_names.REVISION
 
@@ -227,7 +227,7 @@ class KubernetesWorkers:
                 pause = min(2 * pause, RETRY_LIMIT_S)
 
     async def _minute(self, on_list: Callable[[frozenset[ListedWorker]], None]) -> None:
-        """A full list, and what changes until the next one is due. Raises what `watch` catches."""
+        """List all slices, and watch changes until the next list is due. Raises what `watch` catches."""
         loop = asyncio.get_running_loop()
         due = loop.time() + self._list_every_s
         path = _path(self._access.where(), self._selector)
