@@ -163,7 +163,7 @@ def bench(flags: BenchFlags) -> None:
         raise SetupError("--rate and --trace exclude each other. Set only one of them.")
     with _needing("chat"):
         from baton_cli.bench.command import BenchPlan, BenchTarget, bench
-        from baton_cli.bench.profile_command import find as find_profile
+        from baton_cli.bench.profiler import find as find_profile
     from baton_cli.bench.prompts import Shape
     from baton_cli.bench.report import Objective
 

@@ -1,8 +1,8 @@
 """
-Measure a model on the machines of a Baton service: prefill, decode steps and transfers.
+`baton bench --find`: measure a model on the machines of a Baton service, and write a profile.
 
-Requests pass through the router, whose responses contain the times of each phase (`server-timing`). Lines
-are fitted to the measurements. The service must be otherwise idle.
+Prefill, decode steps and transfers are measured through the router, whose responses contain the times of
+each phase (`server-timing`). Lines are fitted to the measurements. The service must be otherwise idle.
 """
 
 from __future__ import annotations
@@ -11,24 +11,85 @@ import asyncio
 import itertools
 import platform
 import statistics
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.text import Text
 
 from baton_api import __version__, headers, metrics, profiles
 from baton_api.errors import SetupError
 from baton_api.profiles import Objectives, Point, PrefillLine, Profile, StepLine, TransferLine
 from baton_api.workers import Role
+from baton_cli import router_workers
 from baton_cli.bench import prompts
-from baton_cli.bench.connection import Answer
+from baton_cli.bench.command import BenchPlan, BenchTarget, Say
+from baton_cli.bench.connection import Answer, Endpoint
 from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.prompts import BenchRequest
-from baton_cli.bench.session import Session
+from baton_cli.bench.session import Session, open_session, target
 from baton_cli.router_workers import ANSWER_S, Row, reported_load
+
+
+def find(where: BenchTarget, wanted: BenchPlan, path: Path, repeats: int, as_json: bool) -> None:
+    """Measure the performance of a model, and write a profile."""
+    console = Console()
+    with Console(stderr=True).status("") as status:
+        profile = asyncio.run(_find(where, wanted, repeats, status.update))
+    profiles.write(profile, path)
+    if as_json:
+        sys.stdout.write(path.read_text())
+        return
+    console.print(Text.assemble((profile.model, "bold"), f" on {profile.machine}\n"))
+    for line in described(profile):
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(f"\nWritten to {path}: baton router --profile {path}", style="dim"), soft_wrap=True)
+
+
+async def _find(where: BenchTarget, wanted: BenchPlan, repeats: int, say: Say) -> Profile:
+    say("starting" if where.started else f"reading the workers of {where.url}")
+    async with target(where.started, where.url, where.api_key, disaggregated=True) as (url, key):
+        endpoint = Endpoint(url, key, wanted.timeout_s)
+        try:
+            capacity = await asyncio.to_thread(lambda: DecodeCapacity.of(router_workers.read(url, key)))
+            session = await open_session(endpoint, where.model, wanted.seed)
+            return await Profiler(session, capacity, repeats, say).find(wanted.objectives)
+        finally:
+            endpoint.close()
+
+
+def described(profile: Profile) -> Iterator[str]:
+    """Describe a profile by prefill, step and transfer times, and by capacity."""
+    objectives, capacity = profile.objectives, profile.capacity
+    for length in sorted(
+        {point.tokens for point in profile.points if point.what == "transfer"} or {objectives.prompt_tokens}
+    ):
+        yield f"prefill of {length} tokens: {1e3 * profile.prefill.seconds(length, length):.4g} ms"
+    for streams in sorted({point.streams for point in profile.points if point.what == "step"}):
+        seconds = profile.step.seconds(streams, streams * objectives.prompt_tokens)
+        yield (
+            f"decode step of {streams} streams with {objectives.prompt_tokens} tokens: {1e3 * seconds:.4g} "
+            f"ms, {streams / seconds if seconds else 0:.0f} tokens/s"
+        )
+    moved = profile.transfer.seconds(objectives.prompt_tokens)
+    yield f"transfer of {objectives.prompt_tokens} tokens: {1e3 * moved:.4g} ms"
+    yield (
+        f"capacity with a time to first token of {1e3 * objectives.ttft_s:g} ms and "
+        f"{1e3 * objectives.itl_s:g} ms per token, {objectives.prompt_tokens} in "
+        f"({100 * objectives.cached_share:.0f} % cached), {objectives.output_tokens} out:"
+    )
+    yield f"  prefill worker: {capacity.prefill_tokens_per_s:.0f} tokens/s"
+    yield f"  decode worker: {capacity.decode_tokens_per_s:.0f} tokens/s, {capacity.decode_streams} streams"
+    yield (
+        f"  {capacity.prefill_per_decode:.2g} prefill workers per decode worker"
+        if capacity.prefill_per_decode
+        else "  this machine cannot meet these objectives"
+    )
 
 
 def fit(inputs: Sequence[Sequence[float]], outcomes: Sequence[float]) -> list[float]:

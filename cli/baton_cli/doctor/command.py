@@ -15,7 +15,7 @@ from rich.text import Text
 
 from baton_api import __version__
 from baton_cli.doctor import cluster as clusters
-from baton_cli.doctor import engines, environment, gpu, limits, probes, selftests, transport
+from baton_cli.doctor import engines, environment, gpu, probes, selftests, transport
 from baton_cli.doctor.machine import Finding, Level, Machine
 
 ERROR_STATUS = 1
@@ -103,8 +103,8 @@ def _count(number: int, what: str) -> str:
 
 
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    limits.shared_memory,
-    limits.open_files,
+    environment.shared_memory,
+    environment.open_files,
     transport.rdma,
     transport.locked_memory,
     transport.copies,
@@ -113,8 +113,8 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     gpu.peers,
     transport.nixl,
     transport.network,
-    limits.kernels,
-    limits.variables,
+    environment.kernels,
+    environment.variables,
     environment.clock,
     environment.tickets,
     environment.cluster,

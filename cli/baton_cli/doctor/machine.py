@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton_cli.doctor.engine_probes import EngineWorker
+from baton_api.engines import EngineKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,29 @@ class SelfTest:
     """The error. Empty if the test passed."""
     installed: bool = True
     """Whether the required packages are installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWorker:
+    """A worker of another engine, as it reports its settings. None means unknown."""
+
+    url: str
+    role: str = ""
+    """As its router lists it; empty without a router."""
+    engine: EngineKind
+    version: str | None = None
+    connector: bool | None = None
+    """Whether it moves KV blocks to or from other workers."""
+    side_channel: str = ""
+    """`host:port` at which other workers ask for its blocks; empty without one, or if it does not
+    report it."""
+    side_channel_trouble: str = ""
+    """Why this machine cannot connect to it."""
+    kv_events: bool | None = None
+    prompt_tokens_details: bool | None = None
+    """Whether answers report the cached tokens of a prompt."""
+    block_size: int | None = None
+    """Tokens of a KV block."""
 
 
 @dataclass(frozen=True, slots=True)

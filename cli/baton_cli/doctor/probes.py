@@ -20,9 +20,9 @@ from pathlib import Path
 
 import httpx
 
-from baton_cli.doctor.engine_probes import EngineWorker, engine_workers
-from baton_cli.doctor.gpu_probes import gpus
-from baton_cli.doctor.machine import Cluster, Machine, RdmaDevice, Space
+from baton_cli.doctor.engines import engine_workers
+from baton_cli.doctor.gpu import gpus
+from baton_cli.doctor.machine import Cluster, EngineWorker, Machine, RdmaDevice, Space
 from baton_cli.doctor.selftests import SelfTests
 
 SHM = Path("/dev/shm")

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from baton_api.engines import EngineKind
-from baton_cli.doctor.engine_probes import EngineWorker
 from baton_cli.doctor.environment import ROUTERS_SECRET, WORKERS_SECRET
 from baton_cli.doctor.machine import (
     Crd,
+    EngineWorker,
     Gpus,
     Machine,
     RdmaDevice,

@@ -12,8 +12,8 @@ import pytest
 
 from baton_api.engines import EngineKind
 from baton_cli.doctor import engines
-from baton_cli.doctor.engine_probes import EngineWorker, engine_workers
-from baton_cli.doctor.machine import Level
+from baton_cli.doctor.engines import engine_workers
+from baton_cli.doctor.machine import EngineWorker, Level
 from tests.cli.doctor.machines import but
 from tests.observing.engine_series import Recording
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_cli.doctor import gpu, gpu_probes
+from baton_cli.doctor import gpu
 from baton_cli.doctor.command import CHECKS, examine
 from baton_cli.doctor.machine import Gpus, Level, Machine
 from tests.cli.doctor.machines import but
@@ -56,13 +56,13 @@ def test_gpus_of_a_system_are_found_by_its_files(
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    gpus = gpu_probes.gpus(tmp_path)
+    gpus = gpu.gpus(tmp_path)
     assert (gpus.devices, gpus.driver, gpus.platform, gpus.direct, gpus.gdrcopy) == expected
 
 
 def test_plugins_are_those_of_the_installed_ucx() -> None:
     pytest.importorskip("nixl")
-    assert {"cuda", "ib", "cma"} <= (gpu_probes.plugins() or set())
+    assert {"cuda", "ib", "cma"} <= (gpu.plugins() or set())
 
 
 PLUGINS = frozenset({"cuda", "ib", "cma"})
