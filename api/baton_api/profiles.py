@@ -120,7 +120,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Description: processor or accelerator, and their number per worker."""
     baton: str
     """Measured version."""
-    measured_at: float = msgspec.field(name="made")
+    measured_at: float
     """Unix time of the measurement in seconds."""
     prefill: PrefillLine
     step: StepLine

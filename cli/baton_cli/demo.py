@@ -91,7 +91,7 @@ async def show(console: Console, service: Service, model: str) -> None:
             answer = await ask(console, client, model, question)
             rows.append((answer, await record_of(workers, answer.id, service.api_key)))
     console.print()
-    console.print(picture(rows))
+    console.print(answers_table(rows))
 
 
 async def ask(console: Console, client: AsyncOpenAI, model: str, question: str) -> Answer:
@@ -144,7 +144,7 @@ async def record_of(workers: Mapping[str, str], answer_id: str, api_key: str = "
             await asyncio.sleep(RETRY_S)
 
 
-def picture(rows: list[tuple[Answer, Mapping[str, Any]]]) -> Table:
+def answers_table(rows: list[tuple[Answer, Mapping[str, Any]]]) -> Table:
     """Return a table with one column per request."""
     table = Table(title="What happened", title_style="bold", show_lines=False)
     table.add_column("")

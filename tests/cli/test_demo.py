@@ -33,12 +33,12 @@ async def shown(service: FakeService) -> str:
         for question in ("First?", "Second?"):
             answer = await demo.ask(console, client, "tiny", question)
             rows.append((answer, await demo.record_of({"decode-0": service.url}, answer.id)))
-    console.print(demo.picture(rows))
+    console.print(demo.answers_table(rows))
     return screen.getvalue()
 
 
 def row(screen: str, label: str) -> list[str]:
-    """The cells of one row of the picture."""
+    """The cells of one row of the table."""
     line = next(line for line in screen.splitlines() if f" {label} " in line)
     return [cell.strip() for cell in line.strip("│ ").split("│")][1:]
 

@@ -135,7 +135,7 @@ def as_data(url: str, model: str, wanted: BenchPlan, levels: Sequence[Level]) ->
     """Return the results as JSON data."""
     return {
         "format": 1,
-        "made": time.time(),
+        "measured_at": time.time(),
         "baton": __version__,
         "client": platform.node(),
         "url": url,
