@@ -1,15 +1,26 @@
-"""The chart: install, test, upgrade beside a running service, uninstall and install again."""
+"""The chart: install, test, upgrade, uninstall and install again under a service; deletion without it."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from baton_api import labels
 from e2e.client import ask
 from e2e.installation import ROOT, Installation
 from e2e.kubernetes import Kubernetes
 from e2e.polling import until
+from e2e.services import DRAIN, service
 from e2e.stopwatch import Stopwatch
 
 MINIMAL = ROOT / "examples" / "minimal.yaml"
 READY_S = 300
+DELETED_S = 20
+"""Time limit of `kubectl delete` without an operator: nothing waits for one."""
+COLLECTED_S = 120
+KINDS = (
+    "rolescalers,deployments,services,configmaps,networkpolicies,poddisruptionbudgets,roles,rolebindings,"
+    "serviceaccounts"
+)
 
 
 def test_helm_test_passes(installation: Installation) -> None:
@@ -51,9 +62,33 @@ def test_deleted_service_leaves_no_objects(cluster: Kubernetes, installation: In
     watch = Stopwatch("examples/minimal.yaml")
     cluster.kubectl("delete", "bsvc", "smollm2", "--cascade=foreground", timeout_s=240)
     watch.note("deleted, with all of its objects")
-    kinds = "deployments,services,configmaps,networkpolicies,poddisruptionbudgets,roles,rolebindings"
-    left = [one for one in cluster.objects(kinds) if one["metadata"]["name"].startswith("smollm2")]
-    assert not left
+    assert not _left(cluster)
+
+
+def test_services_are_deleted_without_an_operator(cluster: Kubernetes, installation: Installation) -> None:
+    for name in ("one", "two"):
+        manifest = service()
+        manifest["metadata"]["name"] = name
+        manifest["spec"]["decode"] = {"scaling": {"minReplicas": 1, "maxReplicas": 2}, "drain": DRAIN}
+        manifest["spec"]["autoscaling"] = {"mode": "External"}
+        cluster.apply(manifest)
+    for name in ("one", "two"):
+        cluster.wait(f"bsvc/{name}", "condition=Ready", READY_S)
+    installation.helm("uninstall", "baton", "--wait")
+    print(cluster.kubectl("get", "bsvc,rolescalers"))
+    watch = Stopwatch("without an operator")
+    print(cluster.kubectl("delete", "bsvc", "--all", timeout_s=DELETED_S))
+    watch.note("kubectl delete bsvc --all")
+    until("Kubernetes has deleted their objects", lambda: not _left(cluster), COLLECTED_S)
+    watch.note("-> Kubernetes has deleted their objects")
+    until("no pod is left", lambda: not cluster.objects("pods"), COLLECTED_S)
+    watch.note("-> no pod is left")
+    installation.apply()
+
+
+def _left(cluster: Kubernetes) -> list[Any]:
+    """Return the objects of services, without pods."""
+    return cluster.objects(KINDS, f"{labels.MANAGED_BY}={labels.OPERATOR}")
 
 
 def _pods(cluster: Kubernetes) -> dict[str, tuple[str, int]]:

@@ -25,7 +25,14 @@ def run(settings: OperatorSettings, listening: Listening) -> None:
 
 async def _run(settings: OperatorSettings, listening: Listening) -> None:
     logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs each event
-    operator = Operator(settings, await api_server.connect(settings.kubeconfig), listening)
+    client = await api_server.connect(settings.kubeconfig)
+    if name := client.configuration.tls_server_name:
+        await client.close()
+        raise SetupError(
+            f"{settings.kubeconfig} sets tls-server-name {name}, which kopf.ConnectionInfo does not have. "
+            "Remove it, and set `server` to a name in the certificate of the API server."
+        )
+    operator = Operator(settings, client, listening)
     try:
         await kopf.operator(
             settings=kopf_settings(settings),

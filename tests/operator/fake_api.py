@@ -52,6 +52,11 @@ class FakeApi:
         """With it, watches stay open and bring nothing."""
         self.refused = ""
         """Plural of a kind that no client may read."""
+        self.held = ""
+        """Plural of a kind whose next write is stored only after `let_go`."""
+        self.holds = asyncio.Event()
+        """A write has arrived that is held."""
+        self.let_go = asyncio.Event()
         self.page = 0
         """Most objects of a list's page; 0: as many as are asked for."""
         self.version = 100
@@ -201,12 +206,16 @@ class FakeApi:
         if rest[0] == "namespaces" and len(rest) > 2:
             namespace, rest = rest[1], rest[2:]
         resource, name, status = rest[0], rest[1] if len(rest) > 1 else "", len(rest) > 2
-        if (api, resource) not in self._kinds:
+        if (api, resource) not in self._kinds and resource != self.refused:
             return _status(404)
         verb = "watch" if "watch" in request.query else request.method
         self.requests[f"{verb} {resource}"] += 1
         if resource == self.refused:
             return _status(403)
+        if resource == self.held and request.method in WRITES:
+            self.held = ""
+            self.holds.set()
+            await self.let_go.wait()
         if resource != "leases" and verb != "watch" and self.answers:
             return _status(self.answers.pop(0))
         where = (api, resource, namespace, name)

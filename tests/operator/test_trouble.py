@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from baton_api import metrics
+from baton_api.errors import SetupError
 from baton_operator.cluster.api_resources import API
+from baton_operator.main import run
+from baton_operator.settings import OperatorSettings
 from tests.operator.fake_api import FakeApi
 from tests.operator.real_cluster import LIMIT_S, OPERATOR, Process, started, until
 
@@ -128,6 +132,71 @@ async def test_unlisted_kind_keeps_the_operator_from_working(tmp_path: Path) -> 
         api.refused = ""
         await until(lambda: api.status().get("observedGeneration") == 1)
         assert await operator.status("/readyz") == 200
+
+
+async def test_forbidden_kind_of_others_is_done_without(tmp_path: Path) -> None:
+    """A Gateway only tells the port of a URL, so the operator need not be allowed to read it."""
+    async with AsyncExitStack() as stack:
+        api = await stack.enter_async_context(FakeApi(tmp_path))
+        api.refused = "gateways"
+        operator = await stack.enter_async_context(started(tmp_path, api.kubeconfig, "operator"))
+        await api.put(PAIR)
+        await until(lambda: api.status().get("observedGeneration") == 1)
+        assert await operator.status("/readyz") == 200
+        await follows(api)
+
+
+async def test_forbidden_optional_kind_of_its_own_keeps_the_operator_from_working(tmp_path: Path) -> None:
+    """It may have made such objects before: without them it would take the workers of a service for gone."""
+    async with AsyncExitStack() as stack:
+        api = await stack.enter_async_context(FakeApi(tmp_path))
+        api.refused = "leaderworkersets"
+        operator = await stack.enter_async_context(started(tmp_path, api.kubeconfig, "operator"))
+        await api.put(PAIR)
+
+        async def says() -> bool:
+            return "not listed yet: leaderworkersets" in (await operator.get("/readyz")).text
+
+        await until(says)
+        assert api.status() == {}
+        api.refused = ""
+        await until(lambda: api.status().get("observedGeneration") == 1)
+        assert await operator.status("/readyz") == 200
+
+
+async def test_kubeconfig_with_tls_server_name_is_rejected(tmp_path: Path) -> None:
+    """Kopf could not verify the API server, and would try without end."""
+    async with FakeApi(tmp_path) as api:
+        config = yaml.safe_load(api.kubeconfig.read_text())
+        config["clusters"][0]["cluster"]["tls-server-name"] = "kubernetes.example.org"
+        api.kubeconfig.write_text(yaml.safe_dump(config))
+        settings = OperatorSettings(kubeconfig=str(api.kubeconfig), worker_image="a", router_image="b")
+        with pytest.raises(SetupError, match=r"sets tls-server-name kubernetes\.example\.org"):
+            await asyncio.to_thread(run, settings, lambda url: None)
+
+
+async def test_lease_lost_within_a_write_ends_the_operator_and_the_next_one_converges(tmp_path: Path) -> None:
+    """Its last write arrives after the next operator has begun, and is corrected."""
+    async with FakeApi(tmp_path) as api:
+        api.held = "deployments"
+        async with started(tmp_path, api.kubeconfig, "first") as first:
+            await api.put(PAIR)
+            await asyncio.wait_for(api.holds.wait(), LIMIT_S)
+            lease = api.objects["coordination.k8s.io/v1", "leases", OPERATOR, "baton-operator"]
+            await api.store(lease["apiVersion"], "Lease", {**lease, "spec": {"holderIdentity": "second"}})
+            assert await asyncio.wait_for(first.process.wait(), LIMIT_S) == 1
+            assert "Lost the Lease" in first.log.read_text()
+        async with started(tmp_path, api.kubeconfig, "second") as second:
+            changed = {**PAIR, "router": {"replicas": 3}}
+            await api.put(changed)
+            await until(lambda: api.status().get("observedGeneration") == 2)
+            await api.at_rest()
+            api.let_go.set()
+            await api.at_rest()
+            router = api.objects["apps/v1", "deployments", "models", "chat-router"]
+            assert router["spec"]["replicas"] == 3
+            assert len([where for where in api.objects if where[1] == "deployments"]) == 3
+            assert second.process.returncode is None
 
 
 async def test_watch_that_stalls_is_restarted(tmp_path: Path) -> None:
