@@ -53,7 +53,8 @@ def test_idle_service_has_no_workers(scaled: Kubernetes) -> None:
         watch.note("last answer -> no workers")
     assert scaled.objects("pods", f"{labels.ROLE}=router")
     for role in ("prefill", "decode"):
-        assert scaled.object("rolescaler", f"{NAME}-{role}")["status"]["scaling"]["reason"] == "Idle"
+        conditions = scaled.object("rolescaler", f"{NAME}-{role}")["status"]["conditions"]
+        assert {one["reason"] for one in conditions if one["type"] == "ScalingActive"} == {"Idle"}
 
 
 def test_requests_to_a_service_at_zero_wait_for_its_workers(scaled: Kubernetes) -> None:

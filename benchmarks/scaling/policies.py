@@ -53,7 +53,7 @@ class Baton:
                 routers=1,
                 pending_s=self._pending_s(name, sample),
             )
-            observation = role_sample(name, sample.metrics, pods, policy.objective_s, size=sized.get(name))
+            observation = role_sample(name, sample.metrics, pods, policy.objective_s, sized.get(name))
             roles[name] = ScaledRole(policy, self._memories[name], observation)
         decisions = decide_all(roles, _all, sample.now)
         for name, (decision, memory) in decisions.items():

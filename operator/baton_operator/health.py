@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -37,34 +38,24 @@ def _is_fault_of_server(record: logging.LogRecord) -> bool:
 _log.addFilter(_is_fault_of_server)
 
 
+@dataclass(slots=True)
 class HealthServer:
-    """The server. `clock` is monotonic."""
+    """The server."""
 
-    def __init__(
-        self,
-        leadership: Leadership,
-        reflectors: Reflectors,
-        metrics: Callable[[], bytes],
-        clock: Callable[[], float],
-    ) -> None:
-        self._leadership = leadership
-        self._reflectors = reflectors
-        self._metrics = metrics
-        self._clock = clock
-        self.led = False
-        """Whether this operator is the leader and its watches have started."""
-        self.port = 0
+    leadership: Leadership
+    reflectors: Reflectors
+    metrics: Callable[[], bytes]
+    clock: Callable[[], float]
+    """Monotonic."""
+    led: bool = False
+    """Whether this operator is the leader and its watches have started."""
+    port: int = 0
 
     async def start(self, host: str, port: int) -> web.AppRunner:
         """Start to serve until the cleanup of the runner. Raises OSError if the port is in use."""
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/healthz", self._healthz),
-                web.get("/readyz", self._readyz),
-                web.get("/metrics", self._text),
-            ]
-        )
+        handlers = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._text}
+        app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
         runner = web.AppRunner(app, access_log=None, logger=_log)
         await runner.setup()
         await web.TCPSite(runner, host, port).start()
@@ -72,24 +63,24 @@ class HealthServer:
         return runner
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        if self.led and (stale := self._reflectors.stale(LATE_S)):
+        if self.led and (stale := self.reflectors.stale(LATE_S)):
             return _answer(503, f"no data from the watch of {', '.join(stale)} for {LATE_S:.0f} s")
         return _answer(200, "ok")
 
     async def _readyz(self, _: web.Request) -> web.Response:
         if self.led:
-            if unsynced := self._reflectors.unsynced:
+            if unsynced := self.reflectors.unsynced:
                 return _answer(503, f"not listed yet: {', '.join(unsynced)}")
-            if stale := self._reflectors.stale(LATE_S):
+            if stale := self.reflectors.stale(LATE_S):
                 return _answer(503, f"stale: {', '.join(stale)}")
-            return _answer(200, "leader") if self._leadership.holds else _answer(503, "lost the Lease")
-        looked = self._leadership.looked
-        if looked is not None and self._clock() - looked < SILENT_S:
+            return _answer(200, "leader") if self.leadership.holds else _answer(503, "lost the Lease")
+        looked = self.leadership.looked
+        if looked is not None and self.clock() - looked < SILENT_S:
             return _answer(200, "waiting for the Lease")
         return _answer(503, "the API server does not answer")
 
     async def _text(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _answer(status: int, text: str) -> web.Response:

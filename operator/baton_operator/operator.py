@@ -114,11 +114,8 @@ class Operator:
         return self
 
     async def start(self) -> None:
-        """
-        Serve health, wait for the Lease, and start to work.
-
-        Raises SetupError if another operator manages the same services.
-        """
+        """Serve health, wait for the Lease, and start to work. Raises SetupError if another operator manages
+        the same services."""
         try:
             self._server = await self._health.start(self._settings.host, self._settings.port)
             self._listening(f"http://{self._settings.host}:{self._health.port}")

@@ -11,7 +11,7 @@ from baton_operator.manifests.drift import TEMPLATE
 from baton_operator.manifests.groups import GROUP_API, GROUP_KIND, WORKER_INDEX
 from baton_operator.manifests.objects import Manifest, merged
 from baton_operator.reconcilers.report import scaler_status
-from baton_operator.scaling.budget import gpus, of_role
+from baton_operator.scaling.budget import GpuDemand, of_role
 from tests.operator.fake_cluster import FakeCluster
 from tests.seeds import seeds
 
@@ -207,7 +207,7 @@ def test_autoscaler_counts_workers_and_all_their_accelerators() -> None:
     cluster = wide(VLLM, autoscaling={"mode": "External"}, decode={"scaling": {"maxReplicas": 4}})
     state = cluster.plan().state
     assert state is not None
-    assert gpus(state.spec.decode) == 16
+    assert GpuDemand.of(("models", "chat"), "decode", state.spec.decode, 1, ()).gpus == 16
     assert len(of_role("decode", cluster.pods)) == 1
     (scaler,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "RoleScaler"]
     status = scaler_status(scaler, state, cluster.now)

@@ -42,11 +42,7 @@ def report(
     taken: frozenset[str],
     now: float,
 ) -> AdapterReport:
-    """
-    Return the report.
-
-    `taken`: names that other adapters of the service have. `now`: Unix seconds.
-    """
+    """Return the report. `taken`: names that other adapters of the service have. `now`: Unix seconds."""
     names = remaining_names(adapter, placement, pods, taken)
     if placement.problem is not None:
         late = adapter.deleted is not None and now - adapter.deleted >= UNLOAD_LIMIT_S
@@ -81,11 +77,8 @@ def held(adapter: Adapter, pods: Sequence[AdapterPod]) -> bool | None:
 
 
 def _may_have(pod: AdapterPod, name: str) -> bool:
-    """
-    Whether the pod may have an adapter, or get it from a load that runs.
-
-    One that is not ready and cannot be read is about to restart.
-    """
+    """Whether the pod may have an adapter, or get it from a load that runs. One that is not ready and cannot
+    be read is about to restart."""
     if not pod.template.adapters:
         return False
     return pod.busy or (name in pod.models if pod.models is not None else pod.ready)

@@ -59,137 +59,59 @@ class ApiResource:
         return not self.custom and not self.foreign
 
 
+def _made(api: str, kind: str, plural: str, why: str, *, optional: bool = False) -> ApiResource:
+    """A kind of which the operator makes and prunes objects."""
+    return ApiResource(api, kind, plural, ALL_VERBS, why, pruned=True, optional=optional)
+
+
 WATCHED = (
     ApiResource(API, "InferenceService", "inferenceservices", READ, "Custom resources that users write."),
     ApiResource(
-        API,
-        "LoraAdapter",
-        "loraadapters",
-        (*READ, "patch"),
+        *(API, "LoraAdapter", "loraadapters", (*READ, "patch")),
         "Custom resources that users write. The operator adds a finalizer, so that pods unload an adapter "
         "before its object disappears.",
     ),
     ApiResource(
-        API,
-        "BatchJob",
-        "batchjobs",
-        (*READ, "create", "delete"),
+        *(API, "BatchJob", "batchjobs", (*READ, "create", "delete")),
         "Routers may create BatchJobs, so the operator needs that permission to grant it. It deletes "
         "BatchJobs of routers some time after they end.",
     ),
-    ApiResource(
-        API,
-        "RoleScaler",
-        "rolescalers",
-        ALL_VERBS,
+    _made(
+        *(API, "RoleScaler", "rolescalers"),
         "Created once per scaled role. An autoscaler writes their replicas.",
-        pruned=True,
     ),
-    ApiResource("apps/v1", "Deployment", "deployments", ALL_VERBS, "Workers and routers.", pruned=True),
+    _made("apps/v1", "Deployment", "deployments", "Workers and routers."),
     ApiResource(
-        "batch/v1",
-        "Job",
-        "jobs",
-        ALL_VERBS,
+        *("batch/v1", "Job", "jobs", ALL_VERBS),
         "Fetch models and run batches. The operator suspends, resumes and deletes Jobs of batches.",
     ),
-    ApiResource(
-        NETWORKING_API, "Ingress", "ingresses", ALL_VERBS, "Expose services by an Ingress.", pruned=True
-    ),
-    ApiResource(
-        NETWORKING_API,
-        "NetworkPolicy",
-        "networkpolicies",
-        ALL_VERBS,
-        "Limit which pods reach workers and routers.",
-        pruned=True,
-    ),
-    ApiResource(
-        "policy/v1",
-        "PodDisruptionBudget",
-        "poddisruptionbudgets",
-        ALL_VERBS,
+    _made(NETWORKING_API, "Ingress", "ingresses", "Expose services by an Ingress."),
+    _made(NETWORKING_API, "NetworkPolicy", "networkpolicies", "Limit which pods reach workers and routers."),
+    _made(
+        *("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
         "Limit how many pods an eviction may take at once.",
-        pruned=True,
     ),
+    _made(RBAC_API, "Role", "roles", "Let routers list their workers and create BatchJobs."),
+    _made(RBAC_API, "RoleBinding", "rolebindings", "Bind the Roles of routers."),
+    _made("v1", "ConfigMap", "configmaps", "Store revisions and weights of services."),
     ApiResource(
-        RBAC_API,
-        "Role",
-        "roles",
-        ALL_VERBS,
-        "Let routers list their workers and create BatchJobs.",
-        pruned=True,
-    ),
-    ApiResource(
-        RBAC_API, "RoleBinding", "rolebindings", ALL_VERBS, "Bind the Roles of routers.", pruned=True
-    ),
-    ApiResource(
-        "v1", "ConfigMap", "configmaps", ALL_VERBS, "Store revisions and weights of services.", pruned=True
-    ),
-    ApiResource(
-        "v1",
-        "PersistentVolumeClaim",
-        "persistentvolumeclaims",
-        (*READ, "create", "patch"),
+        *("v1", "PersistentVolumeClaim", "persistentvolumeclaims", (*READ, "create", "patch")),
         "Hold model files. The operator never deletes a claim; it grows a claim to the size in the spec.",
     ),
     ApiResource(
-        "v1",
-        "Pod",
-        "pods",
-        (*READ, "patch"),
+        *("v1", "Pod", "pods", (*READ, "patch")),
         "State of workers and routers. The operator sets a deletion cost before a role shrinks.",
     ),
-    ApiResource("v1", "Service", "services", ALL_VERBS, "Addresses of routers and workers.", pruned=True),
-    ApiResource(
-        "v1",
-        "ServiceAccount",
-        "serviceaccounts",
-        ALL_VERBS,
-        "Accounts of workers, routers and batch runners.",
-        pruned=True,
+    _made("v1", "Service", "services", "Addresses of routers and workers."),
+    _made("v1", "ServiceAccount", "serviceaccounts", "Accounts of workers, routers and batch runners."),
+    _made(GATEWAY_API, "HTTPRoute", "httproutes", "Expose services by the Gateway API.", optional=True),
+    _made(POOL_API, POOL_KIND, "inferencepools", "Let gateways ask routers for workers.", optional=True),
+    _made(GROUP_API, GROUP_KIND, "leaderworkersets", "Workers of several nodes.", optional=True),
+    _made(
+        CERTIFICATE_API, "Certificate", "certificates", "Request certificates from an issuer.", optional=True
     ),
     ApiResource(
-        GATEWAY_API,
-        "HTTPRoute",
-        "httproutes",
-        ALL_VERBS,
-        "Expose services by the Gateway API.",
-        pruned=True,
-        optional=True,
-    ),
-    ApiResource(
-        POOL_API,
-        POOL_KIND,
-        "inferencepools",
-        ALL_VERBS,
-        "Let gateways ask routers for workers.",
-        pruned=True,
-        optional=True,
-    ),
-    ApiResource(
-        GROUP_API,
-        GROUP_KIND,
-        "leaderworkersets",
-        ALL_VERBS,
-        "Workers of several nodes.",
-        pruned=True,
-        optional=True,
-    ),
-    ApiResource(
-        CERTIFICATE_API,
-        "Certificate",
-        "certificates",
-        ALL_VERBS,
-        "Request certificates from an issuer.",
-        pruned=True,
-        optional=True,
-    ),
-    ApiResource(
-        GATEWAY_API,
-        "Gateway",
-        "gateways",
-        READ,
+        *(GATEWAY_API, "Gateway", "gateways", READ),
         "The URL of a service with an HTTPRoute follows the Gateway's listener.",
         optional=True,
         foreign=True,

@@ -8,8 +8,9 @@ manifests, so generated classes for each kind would add nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import kopf
@@ -21,7 +22,8 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api.errors import SetupError
 from baton_operator.cluster.api_resources import path, path_of
-from baton_operator.manifests.objects import Key, Manifest, key
+from baton_operator.cluster.cache import ObjectCache
+from baton_operator.manifests.objects import Manifest, key
 
 FIELD_MANAGER = "baton"
 
@@ -36,42 +38,18 @@ FORBIDDEN, NOT_FOUND, CONFLICT, GONE = 403, 404, 409, 410
 
 T = TypeVar("T")
 
-Guard = Callable[[], None]
 
-
-class WriteListener(Protocol):
-    """Receives the responses to writes, so that the next read of the cache includes them."""
-
-    def wrote(self, manifest: Manifest) -> None: ...
-
-    def deleted(self, key: Key, namespace: str, uid: str) -> None: ...
-
-
-class NoWriteListener:
-    """For clients that do not read from the cache."""
-
-    def wrote(self, manifest: Manifest) -> None: ...
-
-    def deleted(self, key: Key, namespace: str, uid: str) -> None: ...
-
-
+@dataclass(frozen=True, slots=True)
 class ApiServer:
-    """One API server and account. `guard` is called before each write and raises if the operator may not
-    write.
-    """
+    """One API server and account."""
 
-    def __init__(
-        self,
-        connect: ApiClient,
-        guard: Guard,
-        answered: Callable[[str, int], None],
-        writes: WriteListener | None = None,
-    ) -> None:
-        self._client = connect
-        self._guard = guard
-        self._answered = answered
-        """Called with method and status of each response; status 0 without a response."""
-        self._writes = writes or NoWriteListener()
+    client: ApiClient
+    guard: Callable[[], None]
+    """Called before each write; raises if the operator may not write."""
+    answered: Callable[[str, int], None]
+    """Called with method and status of each response; status 0 without a response."""
+    cache: ObjectCache | None = None
+    """Gets the responses to writes, so that the next read of it includes them."""
 
     async def pages(
         self,
@@ -129,7 +107,7 @@ class ApiServer:
         try:
             response = await self._send("GET", path(api, kind, namespace), query=query, within=within)
             try:
-                self._answered("GET", response.status)
+                self.answered("GET", response.status)
                 if response.status != 200:
                     content = await response.read()
                     raise ApiException(status=response.status, reason=_reason(content) or response.reason)
@@ -161,36 +139,19 @@ class ApiServer:
 
     async def get(self, api: str, kind: str, namespace: str, name: str) -> Manifest | None:
         """Return the object, or None if it does not exist. Raises ApiException."""
-        try:
-            return await self._request("GET", path(api, kind, namespace, name))
-        except ApiException as error:
-            if error.status == NOT_FOUND:
-                return None
-            raise
+        return await self._request("GET", path(api, kind, namespace, name), ignored={NOT_FOUND}) or None
 
-    async def apply(self, manifest: Manifest, *, ours: bool) -> Manifest:
-        """
-        Apply the manifest by server-side apply; for an object of `ours`, override other field managers.
-
-        A foreign object with this name stays unchanged. Raises ApiException, 409 for such an
-        object.
-        """
+    async def apply(self, manifest: Manifest, *, ours: bool) -> None:
+        """Apply the manifest by server-side apply; for an object of `ours`, override other field managers. A
+        foreign object with this name stays unchanged. Raises ApiException, 409 for such an object."""
         query = {"fieldManager": FIELD_MANAGER, "force": str(ours).lower()}
-        answer = await self._request("PATCH", path_of(manifest), query=query, body=manifest, kind=APPLY)
-        self._writes.wrote(answer)
-        return answer
+        await self._write("PATCH", path_of(manifest), query=query, body=manifest, kind=APPLY)
 
     async def create(self, manifest: Manifest) -> bool:
         """Create an object; return False if it exists already. Raises ApiException."""
         where = path(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace", ""))
-        try:
-            answer = await self._request("POST", where, query={"fieldManager": FIELD_MANAGER}, body=manifest)
-        except ApiException as error:
-            if error.status == CONFLICT:
-                return False
-            raise
-        self._writes.wrote(answer)
-        return True
+        query = {"fieldManager": FIELD_MANAGER}
+        return bool(await self._write("POST", where, query=query, body=manifest, ignored={CONFLICT}))
 
     async def replace(self, manifest: Manifest) -> Manifest:
         """Replace the version that the manifest was read from. Raises ApiException, 409 if there is a newer
@@ -199,91 +160,63 @@ class ApiServer:
         return await self._request("PUT", path_of(manifest), body=manifest)
 
     async def delete(self, manifest: Manifest) -> None:
-        """
-        Delete exactly this object (by UID) with its dependents. Ignores a missing object.
-
-        Raises ApiException, 409 if another object has the name now.
-        """
+        """Delete exactly this object (by UID) with its dependents. Ignores a missing object. Raises
+        ApiException, 409 if another object has the name now."""
         metadata = manifest["metadata"]
         body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
-        try:
-            answer = await self._request("DELETE", path_of(manifest), body=body)
-        except ApiException as error:
-            if error.status != NOT_FOUND:
-                raise
-            answer = {}
+        answer = await self._request("DELETE", path_of(manifest), body=body, ignored={NOT_FOUND})
+        if self.cache is None:
+            return
         # A Status or the deleted object, depending on the kind. Finalizers may delay the deletion.
         if answer.get("metadata", {}).get("finalizers"):
-            self._writes.wrote(answer)
+            self.cache.wrote(answer)
         else:
-            self._writes.deleted(key(manifest), metadata.get("namespace", ""), metadata["uid"])
+            self.cache.deleted(key(manifest), metadata.get("namespace", ""), metadata["uid"])
 
     async def write_status(self, manifest: Manifest, status: Mapping[str, Any]) -> None:
-        """
-        Merge into the status of the object. None removes a field.
-
-        Ignores a missing or recreated object. Raises ApiException.
-        """
-        metadata = {"uid": manifest["metadata"]["uid"]}
-        body = {"metadata": metadata, "status": status}
-        try:
-            answer = await self._request("PATCH", f"{path_of(manifest)}/status", body=body, kind=MERGE)
-        except ApiException as error:
-            if error.status not in (NOT_FOUND, CONFLICT):
-                raise
-        else:
-            self._writes.wrote(answer)
+        """Merge into the status of the object. None removes a field. Ignores a missing or recreated object.
+        Raises ApiException."""
+        body = {"metadata": {"uid": manifest["metadata"]["uid"]}, "status": status}
+        where = f"{path_of(manifest)}/status"
+        await self._write("PATCH", where, body=body, kind=MERGE, ignored={NOT_FOUND, CONFLICT})
 
     async def merge(self, api: str, kind: str, namespace: str, name: str, body: Mapping[str, Any]) -> bool:
         """Merge `body` into an object; return False if it does not exist. Raises ApiException."""
-        try:
-            answer = await self._request("PATCH", path(api, kind, namespace, name), body=body, kind=MERGE)
-        except ApiException as error:
-            if error.status == NOT_FOUND:
-                return False
-            raise
-        self._writes.wrote(answer)
-        return True
+        where = path(api, kind, namespace, name)
+        return bool(await self._write("PATCH", where, body=body, kind=MERGE, ignored={NOT_FOUND}))
 
     async def has(self, api: str) -> bool:
         """Return whether the cluster serves this group and version. Raises ApiException."""
-        try:
-            await self._request("GET", f"/apis/{api}")
-        except ApiException as error:
-            if error.status == NOT_FOUND:
-                return False
-            raise
-        return True
+        return bool(await self._request("GET", f"/apis/{api}", ignored={NOT_FOUND}))
+
+    async def _write(self, method: str, where: str, **options: Any) -> Manifest:
+        answer = await self._request(method, where, **options)
+        if answer and self.cache is not None:
+            self.cache.wrote(answer)
+        return answer
 
     async def _request(
-        self,
-        method: str,
-        where: str,
-        *,
-        query: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        kind: str = "application/json",
+        self, method: str, where: str, *, ignored: Collection[int] = (), **options: Any
     ) -> Manifest:
-        return _decoded(await self._answer(method, where, query=query, body=body, kind=kind), Manifest)
-
-    async def _answer(
-        self,
-        method: str,
-        where: str,
-        *,
-        query: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        kind: str = "application/json",
-    ) -> bytes:
-        if method != "GET":
-            self._guard()
+        """Return the object in the response; an empty one for an `ignored` status."""
         try:
-            response = await self._send(method, where, query=query, body=body, kind=kind)
+            return _decoded(await self._answer(method, where, **options), Manifest)
+        except ApiException as error:
+            if error.status in ignored:
+                return {}
+            raise
+
+    async def _answer(self, method: str, where: str, **options: Any) -> bytes:
+        """`options`: of `_send`."""
+        if method != "GET":
+            self.guard()
+        try:
+            response = await self._send(method, where, **options)
             content: bytes = await response.read()
         except (ClientError, OSError, TimeoutError) as error:
-            self._answered(method, 0)
+            self.answered(method, 0)
             raise ApiException(status=0, reason=f"{type(error).__name__}: {error}") from error
-        self._answered(method, response.status)
+        self.answered(method, response.status)
         if not 200 <= response.status < 300:
             raise ApiException(status=response.status, reason=_reason(content) or response.reason)
         return content
@@ -302,13 +235,13 @@ class ApiServer:
         headers = {
             "Accept": "application/json",
             "Content-Type": kind,
-            "User-Agent": self._client.user_agent,
+            "User-Agent": self.client.user_agent,
         }
-        await self._client.update_params_for_auth(headers, [], ["BearerToken"], where, method, body)
-        host: str = self._client.configuration.host
+        await self.client.update_params_for_auth(headers, [], ["BearerToken"], where, method, body)
+        host: str = self.client.configuration.host
         url = host + where + (f"?{urlencode(query)}" if query else "")
         # The transport serializes to JSON, which is valid YAML.
-        answer = await self._client.rest_client.request(
+        answer = await self.client.rest_client.request(
             method, url, headers=headers, body=body, _request_timeout=within
         )
         response: ClientResponse = answer.response

@@ -75,17 +75,15 @@ class EventPoster:
         posted = self._posted.pop(key, None)
         if posted is not None and when - posted.first < AGGREGATE_S:
             again = replace(posted, count=posted.count + 1)
-            if await self._update_count(about, again, event(about, transition, again, when)):
+            body = event(about, transition, again, when)
+            counted = {name: body[name] for name in ("count", "lastTimestamp", "message")}
+            # False: the Event no longer exists.
+            if await self._api.merge("v1", "Event", about["metadata"]["namespace"], again.name, counted):
                 self._remember(key, again)
                 return
         new = PostedEvent(f"{about['metadata']['name']}.{time.time_ns():x}", 1, when)
         await self._api.create(event(about, transition, new, when))
         self._remember(key, new)
-
-    async def _update_count(self, about: Manifest, posted: PostedEvent, body: Manifest) -> bool:
-        """Return False if the Event no longer exists."""
-        counted = {name: body[name] for name in ("count", "lastTimestamp", "message")}
-        return await self._api.merge("v1", "Event", about["metadata"]["namespace"], posted.name, counted)
 
     def _remember(self, key: EventKey, posted: PostedEvent) -> None:
         self._posted[key] = posted

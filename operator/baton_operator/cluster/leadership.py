@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from kubernetes.aio.client.exceptions import ApiException
@@ -29,43 +30,41 @@ class NotLeader(Exception):
     """The operator tried to write without holding the Lease."""
 
 
+@dataclass(slots=True)
 class Leadership:
-    """The Lease of one operator. `api` writes without a guard; `clock` is monotonic."""
+    """The Lease of one operator."""
 
-    def __init__(
-        self,
-        api: ApiServer,
-        namespace: str,
-        name: str,
-        me: str,
-        clock: Callable[[], float],
-        namespaces: Sequence[str] = (),
-        renew_s: float = lease.RENEW_S,
-    ) -> None:
-        self._api = api
-        self._namespace = namespace
-        self._name = name
-        self._clock = clock
-        self._namespaces = namespaces
-        self._renew_s = renew_s
-        self._view = lease.LeaseView(me)
-        self.looked: float | None = None
-        """Monotonic time at which the API server last answered; None if it never did."""
+    api: ApiServer
+    """Writes without a guard."""
+    namespace: str
+    name: str
+    me: str
+    clock: Callable[[], float]
+    """Monotonic."""
+    namespaces: Sequence[str] = ()
+    """Those that the operator watches; empty: all."""
+    renew_s: float = lease.RENEW_S
+    looked: float | None = None
+    """Monotonic time at which the API server last answered; None if it never did."""
+    _view: lease.LeaseView = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._view = lease.LeaseView(self.me)
 
     @property
     def holds(self) -> bool:
-        return self._view.holds(self._clock())
+        return self._view.holds(self.clock())
 
     def guard(self) -> None:
         """Raise NotLeader if this operator may not write."""
         if not self.holds:
-            raise NotLeader(f"{self._view.me} does not hold the Lease {self._namespace}/{self._name}.")
+            raise NotLeader(f"{self.me} does not hold the Lease {self.namespace}/{self.name}.")
 
     async def take(self) -> None:
         """Wait until this operator holds the Lease."""
         while not await self._look():  # noqa: ASYNC110 - no event signals the expiry of a Lease
-            await asyncio.sleep(self._renew_s)
-        log.info("This operator is the leader: it holds the Lease %s/%s.", self._namespace, self._name)
+            await asyncio.sleep(self.renew_s)
+        log.info("This operator is the leader: it holds the Lease %s/%s.", self.namespace, self.name)
 
     async def wait_until_sole(self) -> None:
         """
@@ -75,11 +74,11 @@ class Leadership:
         An operator of some namespaces may not list Leases elsewhere and skips the search. Raises SetupError
         if there is another operator.
         """
-        rivals = lease.OtherLeases(self._namespace, self._name, self._clock())
+        rivals = lease.OtherLeases(self.namespace, self.name, self.clock())
         selector = f"{labels.MANAGED_BY}={labels.OPERATOR}"
-        while not self._namespaces:
+        while not self.namespaces:
             try:
-                other = rivals.look(await self._api.list(API, KIND, selector=selector), self._clock())
+                other = rivals.look(await self.api.list(API, KIND, selector=selector), self.clock())
             except ApiException as error:
                 log.warning("Cannot list the Leases of other operators: %s %s", error.status, error.reason)
                 if error.status == FORBIDDEN:
@@ -89,22 +88,22 @@ class Leadership:
                 return
             if other:
                 raise SetupError(_conflict(other))
-            await asyncio.sleep(self._renew_s)
+            await asyncio.sleep(self.renew_s)
 
     async def keep(self) -> None:
         """Renew the Lease; return when it is lost."""
         while self.holds:
-            await asyncio.sleep(self._renew_s)
+            await asyncio.sleep(self.renew_s)
             await self._look()
-        log.error("Lost the Lease %s/%s.", self._namespace, self._name)
+        log.error("Lost the Lease %s/%s.", self.namespace, self.name)
 
     async def release(self) -> None:
         """Release the Lease, so that the next operator need not wait for its expiry."""
         try:
-            existing = await self._api.get(API, KIND, self._namespace, self._name)
-            if existing is not None and lease.holder(existing) == self._view.me:
-                self._view = lease.LeaseView(self._view.me)
-                await self._api.replace(lease.released(existing))
+            existing = await self.api.get(API, KIND, self.namespace, self.name)
+            if existing is not None and lease.holder(existing) == self.me:
+                self._view = lease.LeaseView(self.me)
+                await self.api.replace(lease.released(existing))
         except ApiException as error:
             log.warning("Cannot release the Lease; it expires by itself: %s", error.reason)
 
@@ -121,17 +120,17 @@ class Leadership:
         return False
 
     async def _renewed(self) -> bool:
-        existing = await self._api.get(API, KIND, self._namespace, self._name)
-        now, time = self._clock(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        existing = await self.api.get(API, KIND, self.namespace, self.name)
+        now, time = self.clock(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         self.looked = now
         if existing is None:
-            first = lease.new(self._namespace, self._name, self._view.me, time, self._namespaces)
-            return await self._api.create(first) and await self._renewed()
+            first = lease.new(self.namespace, self.name, self.me, time, self.namespaces)
+            return await self.api.create(first) and await self._renewed()
         self._view = self._view.seen(existing, now)
         if not self._view.may_take(existing, now):
             return False
-        taken = lease.taken(existing, self._view.me, time, self._namespaces)
-        self._view = self._view.wrote(await self._api.replace(taken), now)
+        taken = lease.taken(existing, self.me, time, self.namespaces)
+        self._view = self._view.wrote(await self.api.replace(taken), now)
         return True
 
 

@@ -18,10 +18,12 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api import labels
+from baton_operator.cluster.api_resources import ApiResource
 from baton_operator.cluster.api_server import FORBIDDEN, GONE, NOT_FOUND, PAGE, ApiServer
 from baton_operator.cluster.cache import CachedObject, ObjectCache, ObjectName, ObjectStore, cached_object
 
@@ -51,42 +53,41 @@ LASTING_S = 1.0
 """Seconds that a watch lasts at least; a shorter one counts as a failure."""
 
 
+@dataclass(slots=True)
 class Reflector:
-    """Keeps one store current. `clock` is monotonic; `listed` is called after each list."""
+    """Keeps one store current."""
 
-    def __init__(
-        self,
-        api: ApiServer,
-        store: ObjectStore,
-        listed: Callable[[], None],
-        seen: Callable[[str], None],
-        clock: Callable[[], float],
-        rng: random.Random,
-        silence_s: float,
-    ) -> None:
-        self._api = api
-        self._store = store
-        self._listed = listed
-        self._seen = seen
-        self._clock = clock
-        self._rng = rng
-        self._silence_s = silence_s
-        self._failures = 0
-        self.heard = clock()
-        """Time of the last data from the API server about this kind."""
-        self.watches = not store.resource.custom
-        self._doubt = asyncio.Event()
-        # Limits the watch to objects that carry the operator's label.
-        self._selector = f"{labels.MANAGED_BY}={labels.OPERATOR}" if store.resource.owned else ""
+    api: ApiServer
+    store: ObjectStore
+    listed: Callable[[], None]
+    """Called after each list."""
+    seen: Callable[[str], None]
+    """Called with the plural of the kind for each event."""
+    clock: Callable[[], float]
+    """Monotonic."""
+    rng: random.Random
+    silence_s: float
+    heard: float = field(init=False)
+    """Time of the last data from the API server about this kind."""
+    _failures: int = 0
+    _doubt: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.heard = self.clock()
 
     @property
-    def resource(self) -> str:
-        """Plural of the kind."""
-        return self._store.resource.plural
+    def resource(self) -> ApiResource:
+        return self.store.resource
 
     @property
-    def kind(self) -> str:
-        return self._store.resource.kind
+    def watches(self) -> bool:
+        """Whether kopf does not."""
+        return not self.resource.custom
+
+    @property
+    def _selector(self) -> str:
+        """Limits the objects to those that carry the operator's label."""
+        return f"{labels.MANAGED_BY}={labels.OPERATOR}" if self.resource.owned else ""
 
     def doubt(self) -> None:
         """List soon, if kopf watches the kind: an object of the store may be gone."""
@@ -113,25 +114,25 @@ class Reflector:
         except ApiException as error:
             if not self._may_lack(error.status):
                 raise
-            self.heard = self._clock()
-            self._store.absent()
+            self.heard = self.clock()
+            self.store.absent()
         else:
-            self._store.replace(snapshot, version)
-        self._listed()
+            self.store.replace(snapshot, version)
+        self.listed()
 
     def _may_lack(self, status: int) -> bool:
         """Return whether the operator can do without this kind: it is not served, or forbidden."""
-        resource = self._store.resource
+        resource = self.resource
         return resource.optional and (status == NOT_FOUND or (resource.foreign and status == FORBIDDEN))
 
     async def _listed_now(self, limit: int) -> tuple[dict[ObjectName, CachedObject], int]:
         """Return all objects, and the version of the list. Raises ApiException."""
-        resource, namespace = self._store.resource, self._store.namespace
+        resource, namespace = self.resource, self.store.namespace
         snapshot: dict[ObjectName, CachedObject] = {}
         of_list = 0
-        pages = self._api.pages(resource.api, resource.kind, namespace, self._selector, limit=limit)
+        pages = self.api.pages(resource.api, resource.kind, namespace, self._selector, limit=limit)
         async for items, version in pages:
-            self.heard = self._clock()
+            self.heard = self.clock()
             of_list = int(version)
             for item in items:
                 name = item["metadata"].get("namespace", ""), item["metadata"]["name"]
@@ -140,7 +141,7 @@ class Reflector:
 
     async def _watch(self) -> None:
         """Watch again and again. Raises ApiException if a new list is necessary."""
-        if not self._store.served:
+        if not self.store.served:
             self._failures = 0
             await asyncio.sleep(ABSENT_S)
             return
@@ -166,33 +167,33 @@ class Reflector:
 
     async def _follow(self) -> bool:
         """Watch once, to its end. Return False if it ended immediately. Raises ApiException."""
-        resource, namespace, version = self._store.resource, self._store.namespace, str(self._store.version)
-        brought, began = False, self._clock()
-        watch = self._api.watch(
+        resource, namespace, version = self.resource, self.store.namespace, str(self.store.version)
+        brought, began = False, self.clock()
+        watch = self.api.watch(
             resource.api, resource.kind, namespace, self._selector, version,
-            limit_s=self._rng.uniform(*WATCH_S), silence_s=self._silence_s,
+            limit_s=self.rng.uniform(*WATCH_S), silence_s=self.silence_s,
         )  # fmt: skip
         async with aclosing(watch) as events:
             async for event, manifest in events:
-                self.heard = self._clock()
+                self.heard = self.clock()
                 if not event:  # the API server has accepted the watch
                     continue
                 brought = True
                 self._failures = 0
                 if event != "BOOKMARK":
-                    self._seen(self.resource)
-                self._store.happened(event, manifest)
-        return brought or self._clock() - began > LASTING_S
+                    self.seen(self.resource.plural)
+                self.store.happened(event, manifest)
+        return brought or self.clock() - began > LASTING_S
 
     async def _failed(self, error: ApiException) -> None:
         """Log the failure and wait for the backoff."""
-        pause = min(LIMIT_S, FIRST_S * 2.0 ** min(self._failures, 20)) * (0.5 + self._rng.random() / 2)
+        pause = min(LIMIT_S, FIRST_S * 2.0 ** min(self._failures, 20)) * (0.5 + self.rng.random() / 2)
         self._failures += 1
         if self._failures > 1:  # one broken connection is normal
-            where = f" in {self._store.namespace}" if self._store.namespace else ""
+            where = f" in {self.store.namespace}" if self.store.namespace else ""
             log.warning(
                 "Cannot watch %s%s, next attempt in %.1f s: %s %s",
-                self.resource, where, pause, error.status, error.reason,
+                self.resource.plural, where, pause, error.status, error.reason,
             )  # fmt: skip
         await asyncio.sleep(pause)
 
@@ -240,12 +241,12 @@ class Reflectors:
 
     def stale(self, limit_s: float) -> list[str]:
         """Return the plurals of kinds without data for that many seconds."""
-        return sorted({one.resource for one in self._all if self._age_s(one) > limit_s})
+        return sorted({one.resource.plural for one in self._all if self._age_s(one) > limit_s})
 
     def doubt(self, kind: str) -> None:
         """List the objects of a kind soon, if kopf watches it."""
         for one in self._all:
-            if one.kind == kind:
+            if one.resource.kind == kind:
                 one.doubt()
 
     def _age_s(self, one: Reflector) -> float:

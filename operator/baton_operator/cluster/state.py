@@ -18,7 +18,7 @@ from baton_operator.cluster.cache import ObjectCache
 from baton_operator.manifests import exposure
 from baton_operator.manifests.groups import LEADER, WORKER_INDEX
 from baton_operator.manifests.objects import Key, Manifest, Owner, key, seconds
-from baton_operator.rollout.rollout_health import HealthSource, NoHealthSource, RolloutHealth
+from baton_operator.rollout.rollout_health import RolloutHealth, RouterHealthSource
 
 FINISHED = frozenset({"Succeeded", "Failed"})
 """Phases of pods whose containers have all ended."""
@@ -57,6 +57,11 @@ class Pod:
     def finished(self) -> bool:
         """Whether all containers have ended, as after an eviction."""
         return self.phase in FINISHED
+
+    @property
+    def host(self) -> str:
+        """Its address as in a URL."""
+        return f"[{self.address}]" if ":" in self.address else self.address
 
     @classmethod
     def of(cls, manifest: Manifest) -> Pod:
@@ -120,11 +125,8 @@ class ClusterState:
 
 
 def pod_creation_failure(deployment: Manifest | None) -> str:
-    """
-    Return why the API server rejects the pods of a Deployment; empty if it rejects none.
-
-    Such pods do not exist: quotas, Pod Security and missing accounts show only in this condition.
-    """
+    """Return why the API server rejects the pods of a Deployment; empty if it rejects none. Such pods do not
+    exist: quotas, Pod Security and missing accounts show only in this condition."""
     for one in (deployment or {}).get("status", {}).get("conditions", ()):
         if one["type"] == "ReplicaFailure" and one["status"] == "True":
             return _sentence(one.get("reason", "FailedCreate"), one.get("message", ""))
@@ -173,9 +175,9 @@ _OBJECTS = tuple(one.kind for one in OWNED if one.kind != "Pod")
 class ClusterReader:
     """Reads the state of services from the cache, and during rollouts their health from routers."""
 
-    def __init__(self, cache: ObjectCache, health_source: HealthSource | None = None) -> None:
+    def __init__(self, cache: ObjectCache, health_source: RouterHealthSource | None = None) -> None:
         self._cache = cache
-        self._health_source: HealthSource = health_source or NoHealthSource()
+        self._health_source = health_source
 
     def service(self, namespace: str, name: str) -> Manifest | None:
         """Return the InferenceService; None if it does not exist or is being deleted."""
@@ -220,12 +222,14 @@ class ClusterReader:
         return {name: one for name, one in gateways.items() if one is not None}
 
     async def _rollout_health(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, RolloutHealth]:
+        if self._health_source is None:
+            return {}
         uid = service["metadata"]["uid"]
         phases = [one["phase"] for one in service.get("status", {}).get("revisions", ())]
         if sum(phase in ALIVE for phase in phases) < 2:
             self._health_source.forget(uid)
             return {}
-        routers = {pod.name: pod.address for pod in pods if pod.role == names.ROUTER and pod.address}
+        routers = {pod.name: pod.host for pod in pods if pod.role == names.ROUTER and pod.address}
         return await self._health_source.recent(uid, routers)
 
 

@@ -1,9 +1,11 @@
 """
-The reconciler of BatchJobs: it creates and updates the Job of each, and writes conditions.
+The reconciler of BatchJobs.
 
-`decide` is a pure function of the existing objects. Routers write the progress of a batch into the status
-of its BatchJob; the Job reports its pods. A Job that ended is never created again: to retry, delete the
-BatchJob.
+    reads     the BatchJob, with the progress that routers write into its status, its Job and its service
+    decides   conditions, and operations on the Job: `decide`, a pure function
+    writes    the Job; observedGeneration and conditions of the BatchJob; deletes old BatchJobs of routers
+
+A Job that ended is never created again: to retry, delete the BatchJob.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from baton_operator.manifests import batches as manifests
 from baton_operator.manifests.conditions import Fact, written
 from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, seconds
-from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition
+from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition, write_status
 
 FINAL_PHASES = {
     "completed": ("Completed", "Every request has a response or an error."),
@@ -78,12 +80,8 @@ class BatchDecision:
 def decide(
     batch_job: Manifest, job: Manifest | None, service: Manifest | None, image: str, now: float
 ) -> BatchDecision:
-    """
-    Return the decision for a BatchJob. Raises ValueError if its spec is invalid.
-
-    `job`: the Job with its name, whatever created it. `service`: its InferenceService. `now`:
-    Unix seconds.
-    """
+    """Return the decision for a BatchJob. Raises ValueError if its spec is invalid. `job`: the Job with its
+    name, whatever created it. `service`: its InferenceService. `now`: Unix seconds."""
     status = batch_job.get("status", {})
     before = {one["type"]: one for one in status.get("conditions", ())}
     ours = job is None or _is_of(job, batch_job)
@@ -91,7 +89,9 @@ def decide(
         return _ended(batch_job, job if ours else None, before, now)
     if not ours:
         return BatchDecision(
-            _failed("NameTaken", "A Job with this name exists and does not belong to this BatchJob.")
+            _facts(
+                "NameTaken", "A Job with this name exists and does not belong to this BatchJob.", failed=True
+            )
         )
     if job is None:
         return _begin(batch_job, before, service, image)
@@ -105,17 +105,17 @@ def _begin(
     failed = before.get("Failed")
     if failed is not None and failed["status"] == "True" and failed["reason"] != "NameTaken":
         # The failed Job was deleted.
-        return BatchDecision(_failed(failed["reason"], failed.get("message", "")))
+        return BatchDecision(_facts(failed["reason"], failed.get("message", ""), failed=True))
     name = spec.service_name
     if service is None:
         message = f"The InferenceService {name} does not exist."
-        return BatchDecision(_open("NoService", message), again_s=SERVICE_S)
+        return BatchDecision(_facts("NoService", message), again_s=SERVICE_S)
     serving = InferenceServiceSpec.model_validate(service["spec"])
     if serving.router.batches.execution != "Jobs":
         message = f"{name} does not run batches by Jobs. Set its spec.router.batches.execution to Jobs."
-        return BatchDecision(_open("NotByJobs", message), again_s=SERVICE_S)
+        return BatchDecision(_facts("NotByJobs", message), again_s=SERVICE_S)
     job_ = manifests.job(batch_job, serving, image)
-    facts = _open("Suspended" if job_["spec"]["suspend"] else "Waiting")
+    facts = _facts("Suspended" if job_["spec"]["suspend"] else "Waiting")
     return BatchDecision([*facts, _currency(job_, spec)], create=job_)
 
 
@@ -127,15 +127,15 @@ def _going_on(batch_job: Manifest, job: Manifest) -> BatchDecision:
         why = ended["Failed"].get("reason") or "Failed"
         failures = spec.max_retries + 1
         hint = HINTS.get(why, "").format(name=job["metadata"]["name"], failures=failures)
-        return BatchDecision(_failed(why, hint + ended["Failed"].get("message", "")))
+        return BatchDecision(_facts(why, hint + ended["Failed"].get("message", ""), failed=True))
     if "Complete" in ended:
-        return BatchDecision(_open("Finishing", "All requests are done; the router is writing the files."))
+        return BatchDecision(_facts("Finishing", "All requests are done; the router is writing the files."))
     changes = merge_patch(
         {name: job["spec"].get(name) for name in manifests.changeable(spec)}, manifests.changeable(spec)
     )
     rests = changes.get("suspend", job["spec"].get("suspend", False))
     reason = "Suspended" if rests else "Running" if state.get("active") else "Waiting"
-    facts = [*_open(reason), _currency(job, spec)]
+    facts = [*_facts(reason), _currency(job, spec)]
     return BatchDecision(facts, patch={"spec": changes} if changes else None)
 
 
@@ -154,13 +154,8 @@ def _currency(job: Manifest, spec: BatchJobSpec) -> Fact:
 
 def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any], now: float) -> BatchDecision:
     phase = batch_job["status"]["phase"]
-    reason, message = FINAL_PHASES[phase]
     good = phase == "completed"
-    facts = [
-        Fact("Complete", good, reason, message),
-        Fact("Failed", not good, reason, "" if good else message),
-        Fact("Suspended", False, reason),
-    ]
+    facts = _facts(*FINAL_PHASES[phase], complete=good, failed=not good)
     condition = before.get("Complete" if good else "Failed")
     is_recorded = condition is not None and condition["status"] == "True"
     since = seconds(condition["lastTransitionTime"]) if condition is not None and is_recorded else now
@@ -180,20 +175,12 @@ def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any],
     )
 
 
-def _open(reason: str, message: str = "") -> list[Fact]:
-    """Return the conditions of a BatchJob that has not ended."""
+def _facts(reason: str, message: str = "", *, complete: bool = False, failed: bool = False) -> list[Fact]:
+    """Return the conditions of a BatchJob, which is open unless it is complete or failed."""
     return [
-        Fact("Complete", False, reason, message),
-        Fact("Failed", False, reason),
+        Fact("Complete", complete, reason, message),
+        Fact("Failed", failed, reason, message if failed else ""),
         Fact("Suspended", reason == "Suspended", reason),
-    ]
-
-
-def _failed(reason: str, message: str) -> list[Fact]:
-    return [
-        Fact("Complete", False, reason, message),
-        Fact("Failed", True, reason, message),
-        Fact("Suspended", False, reason),
     ]
 
 
@@ -211,35 +198,29 @@ KIND = "BatchJob"
 JOB = ("batch/v1", "Job")
 
 
+@dataclass(frozen=True, slots=True)
 class BatchJobReconciler:
-    """Reconciles BatchJobs. `image`: default image of routers; `clock` returns Unix seconds."""
+    """Reconciles BatchJobs."""
 
-    def __init__(
-        self,
-        api: ApiServer,
-        cache: ObjectCache,
-        image: str,
-        tell: ReportTransition,
-        clock: Callable[[], float],
-        resync_s: float,
-    ) -> None:
-        self._api = api
-        self._cache = cache
-        self._image = image
-        self._tell = tell
-        self._clock = clock
-        self._resync_s = resync_s
+    api: ApiServer
+    cache: ObjectCache
+    image: str
+    """Default image of routers."""
+    report: ReportTransition
+    clock: Callable[[], float]
+    """Returns Unix seconds."""
+    resync_s: float
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        batch_job = self._cache.get(KIND, namespace, name)
+        batch_job = self.cache.get(KIND, namespace, name)
         if batch_job is None or "deletionTimestamp" in batch_job["metadata"]:
             return None
-        job = self._cache.get("Job", namespace, name)
+        job = self.cache.get("Job", namespace, name)
         decision = self._decide(batch_job, job)
         try:
-            if decision.create is not None and not await self._api.create(decision.create):
+            if decision.create is not None and not await self.api.create(decision.create):
                 # The existing Job may have another creator: the cache holds only the operator's Jobs.
-                jobs = await self._api.list(*JOB, namespace, field=f"metadata.name={name}")
+                jobs = await self.api.list(*JOB, namespace, field=f"metadata.name={name}")
                 job = jobs[0] if jobs else None
                 decision = replace(self._decide(batch_job, job), create=None)
             await self._apply(decision, batch_job, job)
@@ -247,20 +228,20 @@ class BatchJobReconciler:
             if error.status in REJECTED_STATUSES:
                 why = f"Job {name}: {error.reason}"
                 facts = [Fact("Complete", False, "Refused", why), Fact("Failed", False, "Refused", why)]
-                await self._write_status(batch_job, BatchDecision(facts))
+                await self._write_status(batch_job, facts)
             raise
         if decision.forget:
             return None
-        await self._write_status(batch_job, decision)
-        return min(self._resync_s, decision.again_s if decision.again_s is not None else self._resync_s)
+        await self._write_status(batch_job, decision.facts)
+        return self.resync_s if decision.again_s is None else min(self.resync_s, decision.again_s)
 
     def _decide(self, batch_job: Manifest, job: Manifest | None) -> BatchDecision:
         namespace = batch_job["metadata"]["namespace"]
-        service = self._cache.get("InferenceService", namespace, batch_job["spec"]["serviceName"])
+        service = self.cache.get("InferenceService", namespace, batch_job["spec"]["serviceName"])
         if service is not None and "deletionTimestamp" in service["metadata"]:
             service = None
         try:
-            return decide(batch_job, job, service, self._image, self._clock())
+            return decide(batch_job, job, service, self.image, self.clock())
         except ValueError as error:
             return BatchDecision(
                 [Fact("Complete", False, "Invalid", str(error)), Fact("Failed", True, "Invalid")]
@@ -269,21 +250,17 @@ class BatchJobReconciler:
     async def _apply(self, decision: BatchDecision, batch_job: Manifest, job: Manifest | None) -> None:
         metadata = batch_job["metadata"]
         if decision.patch is not None:
-            await self._api.merge(*JOB, metadata["namespace"], metadata["name"], decision.patch)
+            await self.api.merge(*JOB, metadata["namespace"], metadata["name"], decision.patch)
         if decision.delete_job and job is not None and "deletionTimestamp" not in job["metadata"]:
-            await self._api.delete(job)
+            await self.api.delete(job)
         if decision.forget:
-            await self._api.delete(batch_job)
+            await self.api.delete(batch_job)
 
-    async def _write_status(self, batch_job: Manifest, decision: BatchDecision) -> None:
+    async def _write_status(self, batch_job: Manifest, facts: Sequence[Fact]) -> None:
         """Write the fields of the status that belong to the operator. Routers write the others."""
         before = batch_job.get("status", {})
         generation = int(batch_job["metadata"].get("generation", 0))
-        conditions, transitions = written(
-            decision.facts, before.get("conditions", ()), generation, self._clock()
-        )
+        conditions, transitions = written(facts, before.get("conditions", ()), generation, self.clock())
         ours = {name: before[name] for name in ("observedGeneration", "conditions") if name in before}
-        if patch := merge_patch(ours, {"observedGeneration": generation, "conditions": conditions}):
-            await self._api.write_status(batch_job, patch)
-        for transition in transitions:
-            self._tell(batch_job, transition)
+        patch = merge_patch(ours, {"observedGeneration": generation, "conditions": conditions})
+        await write_status(self.api, batch_job, patch, transitions, self.report)

@@ -1,5 +1,9 @@
 """
-The reconciler of InferenceServices: it reads the state, plans, executes the plan, and writes status.
+The reconciler of InferenceServices.
+
+    reads     the service, its objects, pods and RoleScalers from the cache; during rollouts also its routers
+    decides   objects to create, apply and prune: `plan.plan_service`; status: `report.service_status`
+    writes    these objects; the status of the service and, without `scaling`, that of its RoleScalers
 
 It keeps no memory between reconciliations, so an interrupted one is planned again from the new state.
 Permanent rejections by the API server, such as an invalid pod template, are written to status.
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kubernetes.aio.client.exceptions import ApiException
 from pydantic import ValidationError
@@ -23,53 +28,44 @@ from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, key
 from baton_operator.reconcilers import report
 from baton_operator.reconcilers.plan import OperatorDefaults, ServicePlan, ServiceState, plan_service
-from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition
+from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition, write_status
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
 
 PublishStatus = Callable[[str, str, "report.Status | None", Objectives | None], None]
 """Publishes the status and the objectives of a service as metrics; None removes them."""
 
 
+@dataclass(frozen=True, slots=True)
 class InferenceServiceReconciler:
-    """Reconciles InferenceServices. `clock` returns Unix seconds."""
+    """Reconciles InferenceServices."""
 
-    def __init__(
-        self,
-        api: ApiServer,
-        reader: ClusterReader,
-        images: OperatorDefaults,
-        tell: ReportTransition,
-        stands: PublishStatus,
-        clock: Callable[[], float],
-        resync_s: float,
-        rollouts: RouterRollouts,
-    ) -> None:
-        self._api = api
-        self._reader = reader
-        self._images = images
-        self._report_transition = tell
-        self._publish_status = stands
-        self._clock = clock
-        self._resync_s = resync_s
-        self._rollouts = rollouts
+    api: ApiServer
+    reader: ClusterReader
+    defaults: OperatorDefaults
+    report_transition: ReportTransition
+    publish: PublishStatus
+    clock: Callable[[], float]
+    """Returns Unix seconds."""
+    resync_s: float
+    rollouts: RouterRollouts
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        service = self._reader.service(namespace, name)
-        scalers = self._reader.scalers(namespace, name)
+        service = self.reader.service(namespace, name)
+        scalers = self.reader.scalers(namespace, name)
         if service is None:
-            self._rollouts.forget(namespace, name)
-            self._publish_status(namespace, name, None, None)
+            self.rollouts.forget(namespace, name)
+            self.publish(namespace, name, None, None)
             await self._write_scaler_status(scalers, None)
             return None
-        cluster = await self._reader.state_of(service, scalers)
-        now = self._clock()
+        cluster = await self.reader.state_of(service, scalers)
+        now = self.clock()
         try:
-            plan = plan_service(cluster, self._images, now)
+            plan = plan_service(cluster, self.defaults, now)
         except ValueError as error:
             await self._write_status(cluster, *report.rejected_status(cluster, error, now))
             await self._write_scaler_status(scalers, None)
-            return self._resync_s
-        plan = self._rollouts.admit(plan, cluster)
+            return self.resync_s
+        plan = self.rollouts.admit(plan, cluster)
         assert plan.state is not None
         try:
             rejected_claim = await self._apply(plan, cluster)
@@ -83,7 +79,7 @@ class InferenceServiceReconciler:
             cluster, whole.model_dump(mode="json", by_alias=True, exclude_none=True), transitions
         )
         await self._write_scaler_status(scalers, plan.state)
-        return min(self._resync_s, plan.again_s if plan.again_s is not None else self._resync_s)
+        return self.resync_s if plan.again_s is None else min(self.resync_s, plan.again_s)
 
     async def _apply(self, plan: ServicePlan, cluster: ClusterState) -> str:
         """Execute the plan. Return why the API server rejected a larger claim, or an empty string."""
@@ -93,7 +89,7 @@ class InferenceServiceReconciler:
         for manifest in plan.apply:
             ours = key(manifest) in cluster.objects
             try:
-                await self._api.apply(manifest, ours=ours)
+                await self.api.apply(manifest, ours=ours)
             except ApiException as error:
                 if error.status in REJECTED_STATUSES and manifest["kind"] == "PersistentVolumeClaim":
                     rejected_claim = str(ObjectRejected(manifest, error))  # the claim keeps its size
@@ -107,12 +103,12 @@ class InferenceServiceReconciler:
         for pruned in plan.prune:
             existing = cluster.objects[pruned]
             if "deletionTimestamp" not in existing["metadata"]:
-                await self._api.delete(existing)
+                await self.api.delete(existing)
         return rejected_claim
 
     async def _create(self, manifest: Manifest) -> None:
         try:
-            await self._api.create(manifest)
+            await self.api.create(manifest)
         except ApiException as error:
             if error.status in REJECTED_STATUSES:
                 raise ObjectRejected(manifest, error) from error
@@ -121,21 +117,18 @@ class InferenceServiceReconciler:
     async def _write_status(
         self, cluster: ClusterState, status: report.Status, transitions: Sequence[Transition]
     ) -> None:
-        if patch := merge_patch(cluster.status, status):
-            await self._api.write_status(cluster.service, patch)
-        # Only after the write: an interrupted reconciliation reports it next time, so it is reported once.
-        for transition in transitions:
-            self._report_transition(cluster.service, transition)
+        patch = merge_patch(cluster.status, status)
+        await write_status(self.api, cluster.service, patch, transitions, self.report_transition)
         owner = cluster.owner
-        self._publish_status(owner.namespace, owner.name, status, _objectives(cluster.service))
+        self.publish(owner.namespace, owner.name, status, _objectives(cluster.service))
 
     async def _write_scaler_status(self, scalers: Sequence[Manifest], state: ServiceState | None) -> None:
-        now = self._clock()
+        now = self.clock()
         for scaler in scalers:
             if "deletionTimestamp" in scaler["metadata"]:
                 continue
             if patch := merge_patch(scaler.get("status", {}), report.scaler_status(scaler, state, now)):
-                await self._api.write_status(scaler, patch)
+                await self.api.write_status(scaler, patch)
 
 
 def _objectives(service: Manifest) -> Objectives | None:

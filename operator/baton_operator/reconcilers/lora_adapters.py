@@ -1,8 +1,11 @@
 """
-The reconciler of LoraAdapters: it keeps the adapters of one service loaded in its pods.
+The reconciler of LoraAdapters, of all of one service at once.
 
-Each pass reads what the pods list, decides (`baton_operator.adapters.decision`), starts loads, and writes
-status. A pass does not wait for a pod that hangs; a later one sees the result. The names under which pods may
+    reads     the adapters, the service, its pods and their templates, and what each pod lists
+    decides   what each pod loads and unloads: `adapters.decision`; status: `adapters.report`
+    writes    requests to pods; status, and finalizers, of the adapters
+
+A pass does not wait for a pod that hangs; a later one sees the result. The names under which pods may
 have an adapter are written before the first load, so that a new operator can unload them. Only an object
 whose adapter a pod may have has a finalizer: all others can be deleted while no operator runs.
 """
@@ -13,7 +16,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -34,7 +36,7 @@ from baton_operator.manifests.conditions import written
 from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.groups import GROUP_KIND
 from baton_operator.manifests.objects import Manifest, seconds
-from baton_operator.reconcilers.reconciler import ReportTransition
+from baton_operator.reconcilers.reconciler import ReportTransition, write_status
 
 KIND = "LoraAdapter"
 FINALIZER = f"{GROUP}/unload"
@@ -77,65 +79,59 @@ class AdapterService:
         return decide(self.name, self.spec, self.adapters, self.pods)
 
 
+@dataclass(frozen=True, slots=True)
 class LoraAdapterReconciler:
-    """Reconciles all LoraAdapters of a service at once. `clock` returns Unix seconds."""
+    """Keeps the adapters of each service loaded in its pods."""
 
-    def __init__(
-        self,
-        api: ApiServer,
-        cache: ObjectCache,
-        loads: PodLoads,
-        tell: ReportTransition,
-        clock: Callable[[], float],
-    ) -> None:
-        self._api = api
-        self._cache = cache
-        self._loads = loads
-        self._tell = tell
-        self._clock = clock
+    api: ApiServer
+    cache: ObjectCache
+    loads: PodLoads
+    report: ReportTransition
+    clock: Callable[[], float]
+    """Returns Unix seconds."""
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Bring the pods of the service `name` to the adapters that its LoraAdapters describe."""
         service = self._service(namespace, name)
-        self._loads.keep([pod.key for pod in service.pods], service.prefix)
+        self.loads.keep([pod.key for pod in service.pods], service.prefix)
         if not service.manifests:
             return None
-        service = replace(service, pods=await self._loads.read(service.pods))
-        due = self._loads.due(service.pods, service.plan.work)
+        service = replace(service, pods=await self.loads.read(service.pods))
+        due = self.loads.due(service.pods, service.plan.work)
         await self._prepare(service, {name for work in due.values() for name, _ in work.load})
-        if started := self._loads.start(service.pods, due):
+        if started := self.loads.start(service.pods, due):
             await asyncio.wait(started, timeout=SETTLE_S)
             service = self._service(namespace, name)  # the status now has the names
-            service = replace(service, pods=await self._loads.read(service.pods))
+            service = replace(service, pods=await self.loads.read(service.pods))
         await self._conclude(service)
-        if self._loads.is_running(service.pods):
+        if self.loads.is_running(service.pods):
             return RUNNING_S
-        again_s = self._loads.next_s(service.pods)
+        again_s = self.loads.next_s(service.pods)
         return CHECK_S if again_s is None else min(CHECK_S, max(again_s, 1.0))
 
     def _service(self, namespace: str, name: str) -> AdapterService:
-        existing = self._cache.get("InferenceService", namespace, name)
+        existing = self.cache.get("InferenceService", namespace, name)
         spec = None
         if existing is not None and "deletionTimestamp" not in existing["metadata"]:
             try:
                 spec = InferenceServiceSpec.model_validate(existing["spec"])
             except ValidationError:
                 log.warning("The spec of InferenceService %s/%s is invalid.", namespace, name)
-        adapters = [one for one in self._cache.of_service(namespace, name, KIND) if not _is_gone(one)]
+        adapters = [one for one in self.cache.of_service(namespace, name, KIND) if not _is_gone(one)]
         pods = self._pods(namespace, name) if spec is not None and adapters else []
         return AdapterService(namespace, name, spec, adapters, pods)
 
     def _pods(self, namespace: str, name: str) -> list[AdapterPod]:
         """Return the pods that serve the API of workers, not read yet."""
         templates = {}
-        for one in self._cache.of_service(namespace, name, "Deployment", GROUP_KIND):
+        for one in self.cache.of_service(namespace, name, "Deployment", GROUP_KIND):
             of_it = one["metadata"].get("labels", {})
             if revision := of_it.get(labels.REVISION):
                 policy_name = network.workers_policy(name, revision)
-                policy = self._cache.get("NetworkPolicy", namespace, policy_name)
+                policy = self.cache.get("NetworkPolicy", namespace, policy_name)
                 templates[of_it.get(labels.ROLE), revision] = WorkerTemplate.of(one, policy)
         pods = []
-        for pod in map(Pod.of, self._cache.of_service(namespace, name, "Pod")):
+        for pod in map(Pod.of, self.cache.of_service(namespace, name, "Pod")):
             template = templates.get((pod.role, pod.revision))
             if template is None or pod.terminating or pod.finished or pod.follower:
                 continue
@@ -151,11 +147,11 @@ class LoraAdapterReconciler:
             await self._hold(manifest, held=True)
             if adapter.name not in adapter.names:
                 kept = [*adapter.names, adapter.name][-reports.NAMES_LIMIT :]
-                await self._api.write_status(manifest, {"names": kept})
+                await self.api.write_status(manifest, {"names": kept})
 
     async def _conclude(self, service: AdapterService) -> None:
         """Write status. Deleted objects come last: another one may have taken over their name."""
-        plan, errors = service.plan, self._loads.errors()
+        plan, errors = service.plan, self.loads.errors()
         pairs = list(zip(service.manifests, service.adapters, strict=True))
         for manifest, adapter in sorted(pairs, key=lambda pair: pair[1].deleted is not None):
             taken = frozenset(
@@ -165,7 +161,7 @@ class LoraAdapterReconciler:
                 if plan.placements[other.object].paths
             )
             placement = plan.placements[adapter.object]
-            reported = reports.report(adapter, placement, service.pods, errors, taken, self._clock())
+            reported = reports.report(adapter, placement, service.pods, errors, taken, self.clock())
             if reported.released:
                 if reported.names:
                     log.warning(
@@ -193,13 +189,13 @@ class LoraAdapterReconciler:
             "finalizers": [*others, FINALIZER] if held else others,
         }
         where = (manifest["apiVersion"], KIND, metadata["namespace"], metadata["name"])
-        await self._api.merge(*where, {"metadata": body})
+        await self.api.merge(*where, {"metadata": body})
 
     async def _write_status(self, manifest: Manifest, adapter: Adapter, reported: AdapterReport) -> None:
-        before: dict[str, Any] = manifest.get("status", {})
+        before = manifest.get("status", {})
         generation = int(manifest["metadata"].get("generation", 0))
         conditions, transitions = written(
-            [reported.fact], before.get("conditions", ()), generation, self._clock()
+            [reported.fact], before.get("conditions", ()), generation, self.clock()
         )
         status = LoraAdapterStatus(
             observed_generation=generation,
@@ -209,10 +205,8 @@ class LoraAdapterReconciler:
             ready_pods=reported.ready_pods,
             loaded_pods=reported.loaded_pods,
         ).model_dump(mode="json", by_alias=True)
-        if patch := merge_patch(before, {**status, "conditions": conditions}):
-            await self._api.write_status(manifest, patch)
-        for transition in transitions:
-            self._tell(manifest, transition)
+        patch = merge_patch(before, {**status, "conditions": conditions})
+        await write_status(self.api, manifest, patch, transitions, self.report)
 
 
 def _adapter(manifest: Manifest) -> Adapter:

@@ -19,6 +19,7 @@ from baton_operator.kinds.engine import EngineType
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import amount
 from baton_operator.kinds.service_policies import MutualTls
+from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests import (
     batches,
     exposure,
@@ -43,6 +44,7 @@ from baton_operator.rollout.decision import (
     RevisionPlan,
     RevisionState,
     RoleName,
+    RoleState,
     RolloutBounds,
     RolloutTarget,
     decide,
@@ -109,6 +111,10 @@ class ServiceState:
         """Progress of the target revision."""
         return self.models[self.target.name]
 
+    def of_role(self, name: RoleName) -> list[RoleState]:
+        """Return the workers of a role, by revision."""
+        return [one.roles[name] for one in self.seen if name in one.roles]
+
 
 def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) -> ServicePlan:
     """Return the plan. `now`: Unix seconds. Raises ValueError if the spec is invalid."""
@@ -141,13 +147,10 @@ def _plan_revisions(
 ) -> tuple[ServiceState, float | None]:
     """Return the decisions, and the seconds until they may change without another event."""
     stored = revision_history.known_revisions(cluster)
-    revision = _target_revision(cluster, spec, stored, images, now)
+    image = images.worker_image(spec.engine.type)
+    revision = revision_history.wanted_revision(cluster, spec, stored, image, images.worker, now)
     revisions = {**stored, revision.name: revision}
-    weights = {one["name"]: one.get("weight", 0) for one in cluster.status.get("revisions", ())}
-    seen = [
-        revision_history.revision_state(cluster, one, weights.get(name, 0), now)
-        for name, one in revisions.items()
-    ]
+    seen = [revision_history.revision_state(cluster, one, now) for one in revisions.values()]
     targets = role_scalers.targets(cluster, spec)
     models = model_fetches(cluster, revisions)
     missing = _missing_apis(cluster, spec, revision)
@@ -160,61 +163,40 @@ def _plan_revisions(
         held=not models[revision.name].present or GROUP_API in missing,
     )
     revision_plans = decide(want, seen, now)
-    kept = _retained_revisions(spec, revisions, seen, revision_plans, revision.name)
+    kept = _retained_revisions(
+        spec.rollout.revision_history_limit, revisions, seen, revision_plans, revision.name
+    )
     state = ServiceState(spec, revision, targets, seen, revision_plans, kept, models, missing)
     return state, seconds_until_change(want, seen, now)
-
-
-def _target_revision(
-    cluster: ClusterState,
-    spec: InferenceServiceSpec,
-    stored: Mapping[str, Revision],
-    images: OperatorDefaults,
-    now: float,
-) -> Revision:
-    try:
-        image = images.worker_image(spec.engine.type)
-        return revision_history.wanted_revision(cluster, spec, stored, image, images.worker, now)
-    except KeyError as error:
-        existing = ", ".join(sorted(stored)) or "none"
-        raise ValueError(
-            f"Invalid spec.rollout.rollbackTo: {error.args[0]}. Stored revisions: {existing}."
-        ) from error
 
 
 def _with_defaults(spec: InferenceServiceSpec, images: OperatorDefaults) -> InferenceServiceSpec:
     # Only Baton's own engine speaks mutual TLS with routers.
     issuer = images.mutual_tls if spec.engine.type == "Baton" else None
-    revisions = {"mutual_tls": issuer, "metrics_namespace": images.metrics_namespace}
-    missing = {name: value for name, value in revisions.items() if getattr(spec.security, name) is None}
+    defaults = {"mutual_tls": issuer, "metrics_namespace": images.metrics_namespace}
+    missing = {name: value for name, value in defaults.items() if getattr(spec.security, name) is None}
     return spec.model_copy(update={"security": spec.security.model_copy(update=missing)})
 
 
 def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, RolloutBounds]:
     """Of both roles: an old revision may have a role that the spec does not have any more."""
-    prefill, decode = ((one or spec.decode).update_strategy for one in (spec.prefill, spec.decode))
-    return {
-        "prefill": RolloutBounds(prefill.max_surge, prefill.max_unavailable),
-        "decode": RolloutBounds(decode.max_surge, decode.max_unavailable),
-    }
+    roles: dict[RoleName, WorkerRole] = {"prefill": spec.prefill or spec.decode, "decode": spec.decode}
+    strategies = {name: role.update_strategy for name, role in roles.items()}
+    return {name: RolloutBounds(one.max_surge, one.max_unavailable) for name, one in strategies.items()}
 
 
 def _retained_revisions(
-    spec: InferenceServiceSpec,
+    limit: int,
     revisions: Mapping[str, Revision],
     seen: Sequence[RevisionState],
-    revision_plans: Mapping[str, RevisionPlan],
+    plans: Mapping[str, RevisionPlan],
     wanted: str,
 ) -> dict[str, Revision]:
-    """Return the revisions to keep: existing and target ones, and the newest of the others."""
-    existing = {
-        one.revision for one in seen if one.exists or one.weight or revision_plans[one.revision].weight
-    }
-    existing |= {wanted} | {
-        name for name, revision_plan in revision_plans.items() if any(revision_plan.replicas.values())
-    }
+    """Return the revisions to keep: existing and target ones, and the newest `limit` of the others."""
+    existing = {name for name, one in plans.items() if one.weight or any(one.replicas.values())}
+    existing |= {wanted} | {one.revision for one in seen if one.exists or one.weight}
     past = sorted(revisions.keys() - existing, key=lambda name: revisions[name].created, reverse=True)
-    chosen = existing | set(past[: spec.rollout.revision_history_limit])
+    chosen = existing | set(past[:limit])
     return {name: one for name, one in revisions.items() if name in chosen}
 
 
@@ -236,11 +218,7 @@ def _service_objects(cluster: ClusterState, state: ServiceState, images: Operato
     """Return the objects that a service has once."""
     owner, spec = cluster.owner, state.spec
     replicas = 0 if spec.suspend else spec.router.replicas
-    weights = {
-        name: revision_plan.weight
-        for name, revision_plan in state.revision_plans.items()
-        if revision_plan.weight
-    }
+    weights = {name: one.weight for name, one in state.revision_plans.items() if one.weight}
     shown = _mutual_tls(state)
     desired = [
         *routers.account(owner, spec),
@@ -320,16 +298,16 @@ def _objects_to_create(cluster: ClusterState, state: ServiceState) -> list[Manif
         desired.append(claim)
     existing = cluster.find("v1", "PersistentVolumeClaim", files.claim)
     if files.job_needed and not state.model.present and (existing or not files.makes_claim):
-        uid = existing["metadata"].get("uid", "") if existing else ""
         blueprint = state.target.blueprint
-        job = files.job(
-            owner,
-            pull_secrets=spec.security.pull_secret_names,
-            claim_uid=uid,
-            account=blueprint.service_account_name or names.workers_account(owner.name),
-            placement=blueprint.decode.placement,
+        desired.append(
+            files.job(
+                owner,
+                pull_secrets=spec.security.pull_secret_names,
+                claim_uid=existing["metadata"].get("uid", "") if existing else "",
+                account=blueprint.service_account_name or names.workers_account(owner.name),
+                placement=blueprint.decode.placement,
+            )
         )
-        desired.append(job)
     for name, role in role_scalers.roles(spec).items():
         if role.scaling is not None:
             desired.append(role_scalers.scaler(cluster, name, _current(state, name, state.targets[name])))
@@ -351,7 +329,7 @@ def _grown_claim(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
 
 def _current(state: ServiceState, name: RoleName, otherwise: int) -> int:
     """Return the current number of workers of a role."""
-    existing = sum(one.roles[name].replicas for one in state.seen if name in one.roles)
+    existing = sum(one.replicas for one in state.of_role(name))
     role = role_scalers.roles(state.spec)[name]
     return role_scalers.scaled(role, existing or otherwise)
 

@@ -81,11 +81,10 @@ def _still_serving(cluster: ClusterState) -> bool:
 
 def _facts(cluster: ClusterState, state: ServiceState, roles: Status, unmet: str) -> list[Fact]:
     routers = sum(pod.ready for pod in cluster.pods if pod.role == names.ROUTER)
-    failed = [fate for fate in state.revision_plans.values() if fate.phase == "Failed"]
     facts = [
         *_readiness(state, routers),
         _progress(cluster, state),
-        _degradation(cluster, state, failed),
+        _degradation(cluster, state),
         Fact("ModelReady", state.model.present, state.model.phase, state.model.message),
     ]
     for name in role_scalers.roles(state.spec):
@@ -196,9 +195,9 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
     return Fact("Progressing", True, "RollingOut", f"Workers of revision {fate.revision} are starting.")
 
 
-def _degradation(cluster: ClusterState, state: ServiceState, failed: Sequence[RevisionPlan]) -> Fact:
-    if state.target.name in {fate.revision for fate in failed}:
-        fate = state.revision_plans[state.target.name]
+def _degradation(cluster: ClusterState, state: ServiceState) -> Fact:
+    fate = state.revision_plans[state.target.name]
+    if fate.phase == "Failed":
         of_it = f"Revision {fate.revision} failed"
         if not fate.reason:  # it failed in an earlier reconciliation, which wrote the cause
             for one in cluster.status.get("conditions", ()):
@@ -267,20 +266,18 @@ def _scaling_conditions(
     """The condition `type` of each role that the autoscaler scales; None before its first decision."""
     if state.spec.autoscaling.mode == "Disabled":
         return {}
-    found: dict[RoleName, Mapping[str, Any] | None] = {}
-    for name, role in role_scalers.roles(state.spec).items():
-        if role.scaling is not None:
-            status = (_scaler(cluster, name) or {}).get("status", {})
-            found[name] = next((one for one in status.get("conditions", ()) if one["type"] == type), None)
-    return found
+    roles = role_scalers.roles(state.spec).items()
+    scalers = {name: _scaler(cluster, name) or {} for name, role in roles if role.scaling is not None}
+    known = {name: one.get("status", {}).get("conditions", ()) for name, one in scalers.items()}
+    return {name: next((one for one in those if one["type"] == type), None) for name, those in known.items()}
 
 
 def _ready(state: ServiceState, name: RoleName) -> int:
-    return sum(one.roles[name].ready for one in state.seen if name in one.roles)
+    return sum(one.ready for one in state.of_role(name))
 
 
 def _role(state: ServiceState, name: RoleName) -> Status:
-    existing = [one.roles[name] for one in state.seen if name in one.roles]
+    existing = state.of_role(name)
     new = next(one for one in state.seen if one.revision == state.target.name)
     return {
         "desiredReplicas": state.targets[name],
@@ -304,7 +301,7 @@ def _router(cluster: ClusterState, state: ServiceState) -> Status:
 def _pods_message(cluster: ClusterState, state: ServiceState, name: str, role: Status) -> tuple[str, bool]:
     """Return the number of ready pods with what keeps the others from it, and whether none is missing."""
     ready, desired = role["readyReplicas"], role["desiredReplicas"]
-    labels: tuple[str, ...] = ("decode", "both") if name == "decode" else (name,)
+    labels = role_scalers.labels_of(name)
     workloads: list[Key] = [
         workers.workload_key(cluster.owner, one, role)
         for one in state.revisions.values()
@@ -370,7 +367,7 @@ def scaler_status(scaler: Manifest, state: ServiceState | None, now: float) -> d
         # The autoscaler's to write.
         conditions = updated(known, conditions)
         status = {name: before[name] for name in ("scaling",) if name in before}
-    existing = [one.roles[role] for one in state.seen if role in one.roles] if state else []
+    existing = state.of_role(role) if state else []
     return {
         **status,
         "replicas": sum(one.pods for one in existing),

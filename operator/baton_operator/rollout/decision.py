@@ -117,21 +117,33 @@ class RevisionPlan:
     """Reason of a failure."""
 
 
-def decide(target: RolloutTarget, revisions: Sequence[RevisionState], now: float) -> dict[str, RevisionPlan]:
-    """
-    Return the next state of each revision. `revisions` includes the target.
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What a decision is about."""
 
-    Call it again after each change, and after `seconds_until_change`.
-    """
+    target: RolloutTarget
+    revisions: Sequence[RevisionState]
+    new: RevisionState
+    """The target revision."""
+    old: Sequence[RevisionState]
+    """Existing revisions that have not failed, without the new one."""
+    now: float
+
+
+def decide(target: RolloutTarget, revisions: Sequence[RevisionState], now: float) -> dict[str, RevisionPlan]:
+    """Return the next state of each revision. `revisions` includes the target. Call it again after each
+    change, and after `seconds_until_change`."""
     if target.suspended:
         return {one.revision: _gone(one) for one in revisions}
     new = next(one for one in revisions if one.revision == target.revision)
     old = [one for one in revisions if one is not new and not one.failed and one.exists]
+    case = _Case(target, revisions, new, old, now)
     if target.held:
-        return _held(target, revisions, new, old, now)
-    failure = _failure(target, new, old, now) if old and not new.failed else ""
+        return _held(case)
+    failure = _failure(case) if old and not new.failed else ""
     if (new.failed or failure) and old and target.policy.auto_rollback:
-        return _rolled_back(target, revisions, new, old, failure, now)
+        failed = replace(_gone(new), phase="Failed", reason=failure)
+        return {**_without(case), new.revision: failed}
     if target.policy.paused and old:
         return {one.revision: _as_it_is(one) for one in revisions}
     plans = {one.revision: _gone(one) for one in revisions}
@@ -143,7 +155,7 @@ def decide(target: RolloutTarget, revisions: Sequence[RevisionState], now: float
     if serving and new.step < len(steps):
         new = _on_step(target, new, now)
         if new.step < len(steps):
-            return _canary(target, revisions, new, old, now)
+            return _canary(replace(case, new=new))
     plans |= _kept(target, new, old)
     plans[new.revision] = _grown(target, new, old, plans)
     return plans | _weighted(target, [new, *serving], plans)
@@ -166,66 +178,39 @@ def seconds_until_change(
     return min((one for one in looks if one >= 0), default=None)
 
 
-def _failure(target: RolloutTarget, new: RevisionState, old: Sequence[RevisionState], now: float) -> str:
+def _failure(case: _Case) -> str:
     """Return why the new revision has failed; empty if it has not."""
+    new, policy = case.new, case.target.policy
     if new.restarts >= CRASHES:
         return f"a worker started {new.restarts + 1} times"
-    limit = target.policy.progress_deadline
-    if new.waiting and new.share(target.targets) < 1 and now - new.progressed > limit.seconds:
+    limit = policy.progress_deadline
+    if new.waiting and new.share(case.target.targets) < 1 and case.now - new.progressed > limit.seconds:
         return f"no progress for {limit}"
-    return health_failure(target.policy, new.health, [one.health for one in old])
+    return health_failure(policy, new.health, [one.health for one in case.old])
 
 
-def _rolled_back(
-    target: RolloutTarget,
-    revisions: Sequence[RevisionState],
-    failed: RevisionState,
-    old: Sequence[RevisionState],
-    reason: str,
-    now: float,
-) -> dict[str, RevisionPlan]:
-    """Roll back to the revision that serves most."""
-    gone = replace(_gone(failed), phase="Failed", reason=reason)
-    return {**_without(target, revisions, failed, old, now), failed.revision: gone}
-
-
-def _held(
-    target: RolloutTarget,
-    revisions: Sequence[RevisionState],
-    new: RevisionState,
-    old: Sequence[RevisionState],
-    now: float,
-) -> dict[str, RevisionPlan]:
+def _held(case: _Case) -> dict[str, RevisionPlan]:
     """Hold the target revision without workers; the others continue as if it did not exist."""
-    if target.policy.paused:
-        return {one.revision: _as_it_is(one) for one in revisions}
-    if not old:
+    new = case.new
+    if case.target.policy.paused:
+        return {one.revision: _as_it_is(one) for one in case.revisions}
+    if not case.old:
         now_there = _as_it_is(new)
-        plans = {one.revision: _gone(one) for one in revisions}
+        plans = {one.revision: _gone(one) for one in case.revisions}
         return {**plans, new.revision: now_there if new.exists else replace(now_there, phase="Waiting")}
     phase: RevisionPhase = "Failed" if new.failed else "Waiting"
-    waits = RevisionPlan(new.revision, phase, dict.fromkeys(new.roles, 0))
-    return {**_without(target, revisions, new, old, now), new.revision: waits}
+    return {**_without(case), new.revision: RevisionPlan(new.revision, phase, dict.fromkeys(new.roles, 0))}
 
 
-def _without(
-    target: RolloutTarget,
-    revisions: Sequence[RevisionState],
-    new: RevisionState,
-    old: Sequence[RevisionState],
-    now: float,
-) -> dict[str, RevisionPlan]:
+def _without(case: _Case) -> dict[str, RevisionPlan]:
     """Plan the other revisions as if the new one did not exist: the one that serves most gets all workers."""
-    last = _serving_most(target, old)
+    target, new = case.target, case.new
+    last = max(case.old, key=lambda one: (one.weight, one.share(target.targets), one.created))
     # The serving revision may still need a role that the spec no longer has.
     kept = {name: role.replicas for name, role in last.roles.items() if name not in new.roles}
     targets = {**target.targets, **kept}
     before = replace(target, revision=last.revision, targets=targets, policy=PLAIN, held=False)
-    return decide(before, [one for one in revisions if one.revision != new.revision], now)
-
-
-def _serving_most(target: RolloutTarget, revisions: Sequence[RevisionState]) -> RevisionState:
-    return max(revisions, key=lambda one: (one.weight, one.share(target.targets), one.created))
+    return decide(before, [one for one in case.revisions if one.revision != new.revision], case.now)
 
 
 def _on_step(target: RolloutTarget, new: RevisionState, now: float) -> RevisionState:
@@ -241,26 +226,21 @@ def _on_step(target: RolloutTarget, new: RevisionState, now: float) -> RevisionS
     return replace(new, step=new.step + 1, step_since=None)
 
 
-def _canary(
-    target: RolloutTarget,
-    revisions: Sequence[RevisionState],
-    new: RevisionState,
-    old: Sequence[RevisionState],
-    now: float,
-) -> dict[str, RevisionPlan]:
+def _canary(case: _Case) -> dict[str, RevisionPlan]:
     """Plan a canary step: the old revisions complete, and beside them a part of the new one."""
+    target, new = case.target, case.new
     assert target.policy.canary is not None
     steps = target.policy.canary.steps
     before = steps[new.step - 1].weight if new.step else 0
     weight = steps[new.step].weight if new.step_since is not None else before
     replicas = {name: _part(target, name, steps[new.step].weight) for name in new.roles}
-    carried = sum(one.share(target.targets) for one in old)
+    carried = sum(one.share(target.targets) for one in case.old)
     if carried < 1 - EPSILON and any(role.ready > replicas[name] for name, role in new.roles.items()):
         # It grew further while no other revision could serve. It shrinks as the others recover.
         weight = max(weight, round(ALL * (1 - carried)))
         existing = {name: min(role.replicas, target.targets[name]) for name, role in new.roles.items()}
         replicas = {name: max(part, existing[name]) for name, part in replicas.items()}
-    plans = _without(target, revisions, new, old, now)
+    plans = _without(case)
     weights = {name: plan.weight * (ALL - weight) // ALL for name, plan in plans.items()}
     weights[max(weights, key=lambda one: weights[one])] += ALL - weight - sum(weights.values())
     plans = {name: replace(plan, weight=weights[name]) for name, plan in plans.items()}

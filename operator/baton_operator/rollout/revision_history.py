@@ -43,13 +43,13 @@ def wanted_revision(
     worker_image: str,
     now: float,
 ) -> Revision:
-    """
-    Return the existing or new revision of the spec. Raises KeyError if rollbackTo names an unknown one.
-
-    `image`: default image of the engine. `worker_image`: image of Baton's workers, which downloads models.
-    """
-    if spec.rollout.rollback_to is not None:
-        return revisions[spec.rollout.rollback_to]
+    """Return the existing or new revision of the spec. Raises ValueError if rollbackTo names an unknown one.
+    `image`: default image of the engine. `worker_image`: image of Baton's workers, which downloads models."""
+    if (name := spec.rollout.rollback_to) is not None:
+        if name in revisions:
+            return revisions[name]
+        existing = ", ".join(sorted(revisions)) or "none"
+        raise ValueError(f"Invalid spec.rollout.rollbackTo: {name}. Stored revisions: {existing}.")
     blueprint = Blueprint.of(cluster.owner.name, spec)
     digest = blueprint.digest
     same = [one for one in revisions.values() if one.blueprint.digest == digest]
@@ -88,7 +88,7 @@ def role_names(revision: Revision) -> dict[RoleName, Role]:
     return {"prefill" if role is Role.PREFILL else "decode": role for role in revision.blueprint.roles}
 
 
-def revision_state(cluster: ClusterState, revision: Revision, weight: int, now: float) -> RevisionState:
+def revision_state(cluster: ClusterState, revision: Revision, now: float) -> RevisionState:
     """Return the state of a revision, from its objects and its entry in the last status."""
     note = _note(cluster, revision.name)
     pods = [pod for pod in cluster.pods if pod.revision == revision.name and not pod.finished]
@@ -103,7 +103,7 @@ def revision_state(cluster: ClusterState, revision: Revision, weight: int, now: 
             # A first node may be ready while another one is not.
             ready = min(ready, (existing or {}).get("status", {}).get("readyReplicas", 0))
         roles[name] = RoleState(replicas, ready, len(of_role))
-    one = RevisionState(revision.name, revision.created, roles, weight)
+    one = RevisionState(revision.name, revision.created, roles, note.get("weight", 0))
     ready = sum(role.ready for role in roles.values())
     begins = one.waiting and note.get("settled", True)
     goes_on = begins or ready > note.get("peak", 0) or not note

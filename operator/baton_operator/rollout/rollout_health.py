@@ -14,7 +14,6 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import aiohttp
 
@@ -61,11 +60,8 @@ class RolloutHealth:
 
 
 def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHealth]) -> str:
-    """
-    Return why the health of a new revision is too bad; empty if it is not.
-
-    It has to be worse than every old revision.
-    """
+    """Return why the health of a new revision is too bad; empty if it is not. It has to be worse than every
+    old revision."""
     least = min((one.failing for one in old), default=0.0)
     if new.failed >= FAILURES and 100 * new.failing > policy.max_failed_percent and new.failing > least:
         return f"{new.failed} of {new.requests} requests failed"
@@ -92,9 +88,6 @@ ANSWER_S = 3.0
 COUNTERS_LIMIT = 512
 """Maximum counters that are kept of one reading of a router."""
 
-FetchText = Callable[[str], Awaitable[str]]
-"""Returns the text at a URL. Raises OSError, TimeoutError, ValueError or aiohttp.ClientError."""
-
 CounterKey = tuple[str, str | float]
 """A revision, and either the result of requests (`passed` or `failed`) or a bucket of the time to first
 token."""
@@ -103,34 +96,17 @@ RouterCounters = Mapping[str, Mapping[CounterKey, float]]
 """Counters of each router by the name of its pod."""
 
 
-class HealthSource(Protocol):
-    """Provides rollout health."""
-
-    async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
-        """Return the health by revision. `service`: its UID; `routers`: addresses by pod name."""
-
-    def forget(self, service: str) -> None:
-        """Forget the counters of a service, which has one revision now."""
-
-
-class NoHealthSource:
-    """Provides no health."""
-
-    async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
-        return {}
-
-    def forget(self, service: str) -> None: ...
-
-
 class RouterHealthSource:
     """Computes health from the metrics of routers. `clock` is monotonic."""
 
-    def __init__(self, read_text: FetchText, clock: Callable[[], float]) -> None:
+    def __init__(self, read_text: Callable[[str], Awaitable[str]], clock: Callable[[], float]) -> None:
+        """`read_text`: like the function of this name."""
         self._read = read_text
         self._clock = clock
         self._seen: defaultdict[str, deque[tuple[float, RouterCounters]]] = defaultdict(deque)
 
     async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
+        """Return the health by revision. `service`: its UID; `routers`: hosts by pod name."""
         replies = await asyncio.gather(*map(self._counts, routers.values()))
         counts = {pod: one for pod, one in zip(routers, replies, strict=True) if one is not None}
         now, seen = self._clock(), self._seen[service]
@@ -140,10 +116,10 @@ class RouterHealthSource:
         return _added([one for _, one in seen])
 
     def forget(self, service: str) -> None:
+        """Forget the counters of a service, which has one revision now."""
         self._seen.pop(service, None)
 
-    async def _counts(self, address: str) -> Mapping[CounterKey, float] | None:
-        host = f"[{address}]" if ":" in address else address
+    async def _counts(self, host: str) -> Mapping[CounterKey, float] | None:
         url = f"http://{host}:{names.ROUTER_METRICS_PORT}/metrics"
         try:
             return parse_counters(await self._read(url))
@@ -153,7 +129,7 @@ class RouterHealthSource:
 
 
 async def read_text(url: str) -> str:
-    """Fetch the text at a URL; see FetchText."""
+    """Return the text at a URL. Raises OSError, TimeoutError, ValueError or aiohttp.ClientError."""
     async with answers.session(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
         return await answers.pod_metrics(session, url)
 

@@ -40,6 +40,14 @@ class GpuDemand:
     pressure: float
     """Need divided by ready workers."""
 
+    @classmethod
+    def of(
+        cls, service: ServiceName, name: RoleName, role: WorkerRole, replicas: int, pods: Sequence[Pod]
+    ) -> GpuDemand:
+        """Return the demand of a role that keeps its replicas."""
+        gpus = role.resources.accelerators * role.parallelism.nodes
+        return cls(holder(service, name), gpus, replicas, len(of_role(name, pods)), replicas, pressure=0.0)
+
     @property
     def taken(self) -> int:
         """GPUs that this role takes."""
@@ -85,11 +93,8 @@ class GpuBudget:
     def grant(
         self, service: ServiceName, demands: Sequence[GpuDemand], now: float, until: float
     ) -> Mapping[str, int]:
-        """
-        Return the workers for each holder and reserve them until `written`.
-
-        `demands` are all of this service. They compete with those of other services until `until`.
-        """
+        """Return the workers for each holder and reserve them until `written`. `demands` are all of this
+        service. They compete with those of other services until `until`."""
         if not self._gpus:
             return {one.holder: one.requested for one in demands}
         self._demands[service] = until, {one.holder: one for one in demands}
@@ -140,14 +145,9 @@ def holder(service: ServiceName, name: RoleName) -> str:
     return "/".join((*service, name))
 
 
-def gpus(role: WorkerRole) -> int:
-    """Return the GPUs of one worker."""
-    return role.resources.accelerators * role.parallelism.nodes
-
-
 def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
     """Return the pods of a role, including terminating ones: one for each worker."""
-    those = ("decode", "both") if name == "decode" else (name,)
+    those = role_scalers.labels_of(name)
     return [pod for pod in pods if pod.role in those and not pod.finished and not pod.follower]
 
 
@@ -161,15 +161,12 @@ def _held(reader: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
     if spec is None or spec.autoscaling.mode == "Disabled":
         return ()
     pods = reader.pods(*service)
-    held = []
-    for name, role in role_scalers.roles(spec).items():
-        replicas = 0 if spec.suspend else _written(reader.scaler(*service, name), role)
-        held.append(
-            GpuDemand(
-                holder(service, name), gpus(role), replicas, len(of_role(name, pods)), replicas, pressure=0.0
-            )
-        )
-    return tuple(held)
+    replicas = {
+        name: 0 if spec.suspend else _written(reader.scaler(*service, name), role)
+        for name, role in role_scalers.roles(spec).items()
+    }
+    roles = role_scalers.roles(spec).items()
+    return tuple(GpuDemand.of(service, name, role, replicas[name], pods) for name, role in roles)
 
 
 def _written(scaler: Manifest | None, role: WorkerRole) -> int:

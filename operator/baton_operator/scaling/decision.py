@@ -9,9 +9,10 @@ to last for half a minute and a fall for five minutes. Without data a role never
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from baton_operator.kinds.role_scaler import Bound
+from baton_operator.kinds.worker_role import ScaleDown, ScaleUp
 from baton_operator.scaling.history import TREND_S, forecast
 from baton_operator.scaling.sample import (
     Measurement,
@@ -58,40 +59,74 @@ MOST_DOSE = 2.0
 DecisionAndMemory = tuple[ScalingDecision, RoleMemory]
 
 
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What a decision is about. The memory includes the sample."""
+
+    policy: ScalingPolicy
+    memory: RoleMemory
+    sample: RoleSample
+    now: float
+
+    def recommending(self, raw: int, blind_since: float | None) -> _Case:
+        """Return the case with `raw` workers in its windows."""
+        up_s, down_s = (one.stabilization_window.seconds for one in (self.policy.up, self.policy.down))
+        windows = self.memory.windows.with_one(self.now, raw, up_s, down_s)
+        return replace(self, memory=replace(self.memory, windows=windows, blind_since=blind_since))
+
+    def decided(self, decision: ScalingDecision) -> DecisionAndMemory:
+        """Return the decision and the memory that includes it, whether or not it is written."""
+        grown, shrunk, change = (
+            self.memory.grown,
+            self.memory.shrunk,
+            decision.replicas - self.sample.replicas,
+        )
+        if change > 0:
+            grown = (*grown, (self.now, change))[-64:]
+        elif change < 0:
+            shrunk = (*shrunk, (self.now, -change))[-64:]
+        return decision, replace(self.memory, grown=grown, shrunk=shrunk, idle_since=self.idle_since)
+
+    def stays(self, raw: int, reason: str, message: str, limited: str = "") -> ScalingDecision:
+        return ScalingDecision(self.sample.replicas, raw, reason, message, limited=limited)
+
+    @property
+    def idle_since(self) -> float | None:
+        sample = self.sample
+        measured = (sample.demand, sample.backlog, sample.requests, sample.held, sample.queued)
+        if sample.silent or not all(one.zero for one in measured):
+            return None
+        return self.now if self.memory.idle_since is None else self.memory.idle_since
+
+
 def decide(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> DecisionAndMemory:
     """Return the decision and the new memory. `now`: seconds of any steady clock."""
-    memory = _with_sample(memory, sample, now)
+    case = _Case(policy, _with_sample(memory, sample, now), sample, now)
     if sample.replicas == 0 and policy.most and sample.held.above(0):
-        return _from_zero(policy, memory, sample, now)
-    if not (
-        sample.demand.has_value
-        or sample.backlog.has_value
-        or sample.utilisation.has_value
-        or sample.latency.has_value
-    ):
-        return _without_metrics(policy, memory, sample, now)
-    memory = replace(memory, blind_since=None)
-    need = _need(memory, sample)
-    raw, reason, message = _recommendation(policy, memory, sample, need, now)
-    windows = memory.windows.with_one(
-        now, raw, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
-    )
-    memory = replace(memory, windows=windows)
-    pressure = (need if need is not None else float(raw)) / max(1, sample.ready)
+        return _from_zero(case)
+    if not any(one.has_value for one in (sample.demand, sample.backlog, sample.utilisation, sample.latency)):
+        return _without_metrics(case)
+    need = _need(case.memory, sample)
+    raw, reason, message = _recommendation(case, need)
+    case = case.recommending(raw, blind_since=None)
     bounded = _bounded(policy, raw)
     if bounded > sample.replicas:
-        decision = _growth(policy, memory, sample, now, bounded, reason, message)
+        decision = _growth(case, bounded, reason, message)
     elif bounded < sample.replicas:
-        decision = _shrinkage(policy, memory, sample, now, reason, message)
+        decision = _shrinkage(case, reason, message)
     else:
         at = "AtMinimum" if raw < bounded else "AtMaximum" if raw > bounded else reason
         decision = ScalingDecision(bounded, raw, at, message)
-    limited = decision.limited or ("AtMaximum" if raw > policy.most else "")
-    bound = _bound(policy, sample, reason)
-    decision = replace(
-        decision, replicas=_bounded(policy, decision.replicas), raw=raw, limited=limited, bound=bound
+    return case.decided(
+        replace(
+            decision,
+            replicas=_bounded(policy, decision.replicas),
+            raw=raw,
+            limited=decision.limited or ("AtMaximum" if raw > policy.most else ""),
+            bound=_bound(policy, sample, reason),
+            pressure=(need if need is not None else float(raw)) / max(1, sample.ready),
+        )
     )
-    return _with_decision(memory, sample, replace(decision, pressure=pressure), now)
 
 
 def utilisation(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample) -> Measurement:
@@ -150,13 +185,12 @@ def _need(memory: RoleMemory, sample: RoleSample) -> float | None:
     return (ahead + waiting) / (HEADROOM * worker)
 
 
-def _recommendation(
-    policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, need: float | None, now: float
-) -> tuple[int, str, str]:
+def _recommendation(case: _Case, need: float | None) -> tuple[int, str, str]:
     """Return the recommendation of this sample alone: workers, reason and message."""
+    policy, memory, sample = case.policy, case.memory, case.sample
     replicas = sample.replicas
     full = utilisation(policy, memory, sample)
-    up, up_reason, up_message = _overload(policy, memory, sample, full, need, now)
+    up, up_reason, up_message = _overload(case, full, need)
     # Overload is never noise.
     enough = replicas if full.above(HIGH) else replicas * (1 + TOLERANCE)
     if need is not None and need > enough and math.ceil(need) >= up:
@@ -164,15 +198,9 @@ def _recommendation(
     if up > replicas:
         return up, up_reason, up_message
     asleep = not (replicas or sample.demand.above(0) or sample.backlog.above(0))
-    if asleep or _idle(policy, memory, sample, now):
+    if asleep or _idle(case):
         return 0, "Idle", "No requests arrived for the configured time."
-    if need is None:
-        target = replicas - 1
-    elif need > replicas:
-        target = replicas
-    else:
-        target = math.ceil(need)
-    target = max(target, 1)
+    target = max(1, replicas - 1 if need is None else min(replicas, math.ceil(need)))
     if target >= replicas:
         return max(replicas, 1), "Steady", "The number of workers is sufficient."
     blocking = _shrink_obstacle(policy, sample, full, replicas)
@@ -197,17 +225,12 @@ def _bound(policy: ScalingPolicy, sample: RoleSample, reason: str) -> Bound | No
     return sample.size.bound if sample.size else None
 
 
-def _overload(
-    policy: ScalingPolicy,
-    memory: RoleMemory,
-    sample: RoleSample,
-    full: Measurement,
-    need: float | None,
-    now: float,
-) -> tuple[int, str, str]:
+def _overload(case: _Case, full: Measurement, need: float | None) -> tuple[int, str, str]:
     """Return the recommendation from overload: workers, reason and message; 0 without overload."""
+    policy, sample = case.policy, case.sample
+    settling = case.now - case.memory.ready_since < SETTLED_S
     starting = sample.ready < sample.replicas
-    if not sample.replicas or now - memory.ready_since < SETTLED_S or (starting and need is not None):
+    if not sample.replicas or settling or (starting and need is not None):
         return 0, "", ""
     if full.above(HIGH):
         assert full.value is not None
@@ -258,135 +281,85 @@ def _shrink_obstacle(policy: ScalingPolicy, sample: RoleSample, full: Measuremen
     return ""
 
 
-def _idle(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> bool:
+def _idle(case: _Case) -> bool:
     """Return whether there were no requests for so long that no worker is needed."""
-    since = _idle_since(memory, sample, now)
-    return policy.least == 0 and since is not None and now - since >= policy.zero_after_s
+    since, policy = case.idle_since, case.policy
+    return policy.least == 0 and since is not None and case.now - since >= policy.zero_after_s
 
 
-def _idle_since(memory: RoleMemory, sample: RoleSample, now: float) -> float | None:
-    nothing = all(
-        one.zero for one in (sample.demand, sample.backlog, sample.requests, sample.held, sample.queued)
-    )
-    if not nothing or sample.silent:
-        return None
-    return now if memory.idle_since is None else memory.idle_since
-
-
-def _from_zero(
-    policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float
-) -> DecisionAndMemory:
+def _from_zero(case: _Case) -> DecisionAndMemory:
     """Scale from zero immediately: requests wait."""
-    replicas = _bounded(policy, max(1, policy.least))
-    message = f"{sample.held.value:.0f} requests wait for a worker."
+    replicas = _bounded(case.policy, max(1, case.policy.least))
+    message = f"{case.sample.held.value:.0f} requests wait for a worker."
     decision = ScalingDecision(replicas, replicas, "FromZero", message, pressure=math.inf)
-    windows = memory.windows.with_one(
-        now, replicas, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
-    )
-    return _with_decision(replace(memory, windows=windows), sample, decision, now)
+    return case.recommending(replicas, case.memory.blind_since).decided(decision)
 
 
-def _without_metrics(
-    policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float
-) -> DecisionAndMemory:
+def _without_metrics(case: _Case) -> DecisionAndMemory:
     """Without metrics, keep the replicas; after a while use the fallback of the spec."""
-    since = now if memory.blind_since is None else memory.blind_since
+    policy, replicas, why = case.policy, case.sample.replicas, case.sample.demand.why
+    since = case.now if case.memory.blind_since is None else case.memory.blind_since
     # Recorded as need of the current replicas, so no worker is removed for a whole window after it.
-    windows = memory.windows.with_one(
-        now, sample.replicas, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
-    )
-    memory = replace(memory, windows=windows, blind_since=since)
-    target, fallback = sample.replicas, policy.fallback
-    long = now - since > policy.loss.hold_duration.seconds and fallback is not None
-    if long and fallback is not None and policy.loss.policy != "Hold":
-        target = fallback if policy.loss.policy == "Fallback" else max(target, fallback)
-        message = f"No metrics for {now - since:.0f} s: {sample.demand.why}."
+    case = case.recommending(replicas, since)
+    blind_s, fallback = case.now - since, policy.fallback
+    if blind_s > policy.loss.hold_duration.seconds and fallback is not None and policy.loss.policy != "Hold":
+        target = fallback if policy.loss.policy == "Fallback" else max(replicas, fallback)
+        message = f"No metrics for {blind_s:.0f} s: {why}."
         decision = ScalingDecision(_bounded(policy, target), target, "MetricsFallback", message, "Fallback")
     else:
-        message = f"No metrics, so the replicas stay: {sample.demand.why}."
-        decision = ScalingDecision(_bounded(policy, target), target, "MetricsHeld", message, "Held")
-    return _with_decision(memory, sample, replace(decision, pressure=1.0), now)
+        message = f"No metrics, so the replicas stay: {why}."
+        decision = ScalingDecision(_bounded(policy, replicas), replicas, "MetricsHeld", message, "Held")
+    return case.decided(replace(decision, pressure=1.0))
 
 
-def _growth(
-    policy: ScalingPolicy,
-    memory: RoleMemory,
-    sample: RoleSample,
-    now: float,
-    target: int,
-    reason: str,
-    message: str,
-) -> ScalingDecision:
-    replicas = sample.replicas
+def _growth(case: _Case, target: int, reason: str, message: str) -> ScalingDecision:
+    policy, memory, sample, replicas = case.policy, case.memory, case.sample, case.sample.replicas
     if sample.pending_s > PENDING_S:
         waited = f"A worker has been unschedulable for {sample.pending_s:.0f} s."
-        return ScalingDecision(replicas, target, "CapacityExhausted", waited, limited="CapacityExhausted")
+        return case.stays(target, "CapacityExhausted", waited, limited="CapacityExhausted")
     if sample.capped:
-        return ScalingDecision(replicas, target, "OtherRole", sample.capped, limited="OtherRole")
+        return case.stays(target, "OtherRole", sample.capped, limited="OtherRole")
     wait, objective_s = longest_wait(policy, sample)
     if sample.rolling and not wait.above(objective_s):
-        return ScalingDecision(
-            replicas, target, "RollingOut", "A rollout is in progress, and the latency meets its objective."
-        )
-    window = policy.up.stabilization_window.seconds
+        rolling = "A rollout is in progress, and the latency meets its objective."
+        return case.stays(target, "RollingOut", rolling)
     lasting = memory.windows.lasting_rise
     if lasting <= replicas:
-        return ScalingDecision(replicas, target, "Stabilizing", f"{message} That must last for {window:g} s.")
+        return case.stays(target, "Stabilizing", _lasting(message, policy.up))
     # The minimum recommendation of the whole window.
-    step_left = policy.up.max_step - _moved(memory.grown, now, policy.up.period.seconds)
+    step_left = policy.up.max_step - _moved(memory.grown, case.now, policy.up.period.seconds)
     target = min(target, lasting, replicas + max(0, step_left))
     if target <= replicas:
-        return ScalingDecision(
-            replicas, target, "Stepping", f"{message} The maximum step is {policy.up.max_step}."
-        )
+        return case.stays(target, "Stepping", f"{message} The maximum step is {policy.up.max_step}.")
     return ScalingDecision(target, target, reason, message)
 
 
-def _shrinkage(
-    policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float, reason: str, message: str
-) -> ScalingDecision:
-    replicas = sample.replicas
-    if sample.replicas > policy.most:
+def _shrinkage(case: _Case, reason: str, message: str) -> ScalingDecision:
+    policy, memory, sample, replicas = case.policy, case.memory, case.sample, case.sample.replicas
+    if replicas > policy.most:
         return ScalingDecision(policy.most, policy.most, "AtMaximum", "The replicas exceed the maximum.")
     if sample.rolling:
-        return ScalingDecision(replicas, replicas, "RollingOut", "A rollout is in progress.")
+        return case.stays(replicas, "RollingOut", "A rollout is in progress.")
     if reason == "Idle":
         # No requests for a whole window. Routers hold the next request until a worker is ready.
         return ScalingDecision(policy.least, policy.least, reason, message)
-    window = policy.down.stabilization_window.seconds
-    lasting = memory.windows.lasting_fall(now, window)
+    lasting = memory.windows.lasting_fall(case.now, policy.down.stabilization_window.seconds)
     if lasting is None or lasting >= replicas:
-        return ScalingDecision(
-            replicas, replicas, "Stabilizing", f"{message} That must last for {window:g} s."
-        )
+        return case.stays(replicas, "Stabilizing", _lasting(message, policy.down))
     # Checked at the time of the change only: over a whole window some request always queues.
     if not sample.queued.zero:
-        what = (
-            sample.queued.why
-            if sample.queued.value is None
-            else f"{sample.queued.value:.0f} requests are queued"
-        )
-        return ScalingDecision(replicas, replicas, "Queued", f"Cannot remove a worker: {what}.")
-    step_left = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period.seconds)
+        queued = sample.queued
+        what = queued.why if queued.value is None else f"{queued.value:.0f} requests are queued"
+        return case.stays(replicas, "Queued", f"Cannot remove a worker: {what}.")
+    step_left = policy.down.max_step - _moved(memory.shrunk, case.now, policy.down.period.seconds)
     target = max(lasting, policy.least, replicas - max(0, step_left))
     if target >= replicas:
-        return ScalingDecision(
-            replicas, replicas, "Stepping", f"{message} The maximum step is {policy.down.max_step}."
-        )
+        return case.stays(replicas, "Stepping", f"{message} The maximum step is {policy.down.max_step}.")
     return ScalingDecision(target, target, reason, message)
 
 
-def _with_decision(
-    memory: RoleMemory, sample: RoleSample, decision: ScalingDecision, now: float
-) -> DecisionAndMemory:
-    """Return the decision and the memory that includes it, whether or not it is written."""
-    grown, shrunk = memory.grown, memory.shrunk
-    if decision.replicas > sample.replicas:
-        grown = (*grown, (now, decision.replicas - sample.replicas))[-64:]
-    elif decision.replicas < sample.replicas:
-        shrunk = (*shrunk, (now, sample.replicas - decision.replicas))[-64:]
-    idle = _idle_since(memory, sample, now)
-    return decision, replace(memory, grown=grown, shrunk=shrunk, idle_since=idle)
+def _lasting(message: str, limits: ScaleUp | ScaleDown) -> str:
+    return f"{message} That must last for {limits.stabilization_window.seconds:g} s."
 
 
 def _moved(moves: tuple[tuple[float, int], ...], now: float, period_s: float) -> int:

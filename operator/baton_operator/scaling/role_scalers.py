@@ -25,6 +25,11 @@ def roles(spec: InferenceServiceSpec) -> dict[RoleName, WorkerRole]:
     return {"prefill": spec.prefill, **decode} if spec.prefill is not None else decode
 
 
+def labels_of(name: str) -> tuple[str, ...]:
+    """Return the role labels of its workers. Those of a service without prefill workers have `both`."""
+    return ("decode", "both") if name == "decode" else (name,)
+
+
 def targets(cluster: ClusterState, spec: InferenceServiceSpec) -> dict[RoleName, int]:
     """Return the desired number of workers per role; 0 for a missing role."""
     return {"prefill": 0, **{name: _target(cluster, name, role) for name, role in roles(spec).items()}}

@@ -109,10 +109,8 @@ class RoleSample:
     first_token: Measurement = ZERO
     """Time to first token, likewise, if `ScalingPolicy.first_token_s` is set."""
     utilisation: Measurement
-    """
-    Utilization of the fullest worker, above 1 with queued requests: the larger of its shares of KV blocks
-    and batch slots. Unused if `ScalingPolicy.queue_s` derives it from the backlog.
-    """
+    """Utilization of the fullest worker, above 1 with queued requests: the larger of its shares of KV blocks
+    and batch slots. Unused if `ScalingPolicy.queue_s` derives it from the backlog."""
     tightest: Bound | None = None
     """The larger of the two."""
     size: WorkerSize | None = None

@@ -83,18 +83,11 @@ def role_sample(
     metrics: ServiceMetrics,
     pods: RolePods,
     objective_s: float,
-    held: Measurement | None = None,
     size: WorkerSize | None = None,
 ) -> RoleSample:
-    """
-        Return the sample of one role. `objective_s`: its latency objective.
-
-    `held`: requests that routers reported directly, if queried. `size`: of one worker by a profile.
-    """
+    """Return the sample of one role. `objective_s`: its latency objective. `size`: of one worker by a
+    profile."""
     requests = _sum(metrics.read("in_flight"), metrics.read("waiting"), metrics.read("demand_answer"))
-    seen_held = metrics.read("held")
-    if held is not None and (held.above(seen_held.value or 0.0) or not seen_held.has_value):
-        seen_held = held
     silent_routers = max(0, pods.routers - int(metrics.read("routers").value or 0))
     role = _prefill(metrics, pods) if name == "prefill" else _decode(metrics, pods, objective_s)
     return RoleSample(
@@ -104,7 +97,7 @@ def role_sample(
         size=size,
         requests=requests,
         queued=_queued(name, metrics, pods),
-        held=seen_held,
+        held=metrics.read("held"),
         silent=max(0, pods.ready - int(metrics.read(f"{name}_workers").value or 0)) + silent_routers,
         pending_s=pods.pending_s,
         rolling=pods.rolling,
@@ -198,11 +191,8 @@ def _demand(metrics: ServiceMetrics, kind: str, without: str = "") -> Measuremen
 
 
 def _decode_rate(metrics: ServiceMetrics, latency: Measurement, objective_s: float) -> Measurement:
-    """
-    Return the rate of a decode worker, extrapolated to its target utilization.
-
-    The rate of a nearly idle worker is unknown.
-    """
+    """Return the rate of a decode worker, extrapolated to its target utilization. The rate of a nearly idle
+    worker is unknown."""
     generated, workers = metrics.read("decode_generated"), metrics.read("decode_workers")
     usage, slots = metrics.read("decode_mean_usage"), _slots_used(metrics, "decode_mean_running")
     if not (generated.value and workers.value and usage.has_value and slots.has_value):
