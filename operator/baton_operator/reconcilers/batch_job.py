@@ -1,5 +1,5 @@
 """
-The reconciler of BatchJobs.
+The reconciler of BatchJobs: it creates and updates the Job of each, and writes conditions.
 
     reads     the BatchJob, with the progress that routers write into its status, its Job and its service
     decides   conditions, and operations on the Job: `decide`, a pure function

@@ -1,5 +1,5 @@
 """
-The reconciler of InferenceServices.
+The reconciler of InferenceServices: it reads the state, plans, executes the plan, and writes status.
 
     reads     the service, its objects, pods and RoleScalers from the cache; during rollouts also its routers
     decides   objects to create, apply and prune: `plan.plan_service`; status: `report.service_status`

@@ -1,5 +1,5 @@
 """
-The reconciler of LoraAdapters, of all of one service at once.
+The reconciler of LoraAdapters: it keeps the adapters of one service loaded in its pods.
 
     reads     the adapters, the service, its pods and their templates, and what each pod lists
     decides   what each pod loads and unloads: `adapters.decision`; status: `adapters.report`

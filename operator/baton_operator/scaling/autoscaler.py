@@ -1,5 +1,5 @@
 """
-The autoscaler, the reconciler of scaled services.
+The autoscaler: it samples a service, decides for both roles, and writes the replicas of their RoleScalers.
 
     reads     metrics from Prometheus, or from the routers of a service at zero; pods and RoleScalers
     decides   workers of each role: `decision.decide`, coupled by `roles.decide_all` within the GPU budget
