@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import openai
 
 from baton_api import labels
@@ -51,7 +54,9 @@ def test_minimal_service_transfers_kv_blocks_between_pods(cluster: Kubernetes) -
 
 def test_kubectl_get_shows_model_and_ready_replicas(cluster: Kubernetes) -> None:
     header, row = cluster.kubectl("get", "bsvc", "smollm2").splitlines()
-    shown = dict(zip(header.split(), row.split(), strict=True))
+    starts = [*(column.start() for column in re.finditer(r"\S+", header)), len(row)]
+    values = [row[start:end].strip() for start, end in itertools.pairwise(starts)]
+    shown = dict(zip(header.split(), values, strict=True))
     assert shown["MODEL"] == "smollm2"
     assert shown["READY"] == "True"
-    assert (shown["PREFILL"], shown["DECODE"]) == ("1/1", "1/1")
+    assert (shown["PREFILL"], shown["DECODE"]) == ("1/1 ready", "1/1 ready")

@@ -281,6 +281,11 @@ class ObjectCache:
         store = self.store(kind, namespace)
         return None if store is None else store.get(namespace, name)
 
+    def service(self, namespace: str, name: str) -> Manifest | None:
+        """Return the InferenceService; None if it does not exist or is being deleted."""
+        service = self.get("InferenceService", namespace, name)
+        return None if service is None or "deletionTimestamp" in service["metadata"] else service
+
     def of_service(self, namespace: str, service: str, *kinds: str) -> Iterator[Manifest]:
         """Yield the objects of the service of these kinds; without kinds, of all."""
         for kind in kinds or [one.kind for one in WATCHED]:

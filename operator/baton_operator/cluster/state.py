@@ -172,65 +172,48 @@ ROLE_SCALER = "RoleScaler"
 _OBJECTS = tuple(one.kind for one in OWNED if one.kind != "Pod")
 
 
+@dataclass(frozen=True, slots=True)
 class ClusterReader:
     """Reads the state of services from the cache, and during rollouts their health from routers."""
 
-    def __init__(self, cache: ObjectCache, health_source: RouterHealthSource | None = None) -> None:
-        self._cache = cache
-        self._health_source = health_source
-
-    def service(self, namespace: str, name: str) -> Manifest | None:
-        """Return the InferenceService; None if it does not exist or is being deleted."""
-        service = self._cache.get("InferenceService", namespace, name)
-        return None if service is None or "deletionTimestamp" in service["metadata"] else service
-
-    def scalers(self, namespace: str, name: str) -> list[Manifest]:
-        """Return all RoleScalers that name the service."""
-        return list(self._cache.of_service(namespace, name, ROLE_SCALER))
+    cache: ObjectCache
+    health_source: RouterHealthSource | None = None
 
     def scaler(self, namespace: str, name: str, role: str) -> Manifest | None:
         """Return the RoleScaler that sets the replicas of this role."""
-        return self._cache.get(ROLE_SCALER, namespace, names.role(name, role))
+        return self.cache.get(ROLE_SCALER, namespace, names.role(name, role))
 
     def pods(self, namespace: str, name: str) -> list[Pod]:
         """Return the pods of workers, routers and Jobs of the service."""
-        return [Pod.of(one) for one in self._cache.of_service(namespace, name, "Pod")]
-
-    def services(self) -> list[tuple[str, str]]:
-        """Return namespace and name of all InferenceServices."""
-        return self._cache.services()
-
-    def state(self, namespace: str, name: str) -> int:
-        """Return a number that changes with every change of the service or its objects."""
-        return self._cache.changed(namespace, name)
+        return [Pod.of(one) for one in self.cache.of_service(namespace, name, "Pod")]
 
     async def state_of(self, service: Manifest, scalers: list[Manifest]) -> ClusterState:
-        """Return the state of the service. `of_it`: the RoleScalers that name it."""
+        """Return the state of the service. `scalers`: the RoleScalers that name it."""
         metadata = service["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
-        owned = self._cache.of_service(namespace, name, *_OBJECTS)
+        owned = self.cache.of_service(namespace, name, *_OBJECTS)
         objects: dict[Key, Manifest] = {key(one): one for one in owned}
         objects |= {key(one): one for one in scalers if _is_bound(one, name)}
         pods = self.pods(namespace, name)
         health = await self._rollout_health(service, pods)
-        return ClusterState(service, objects, pods, self._cache.apis, health, self._gateways(service))
+        return ClusterState(service, objects, pods, self.cache.apis, health, self._gateways(service))
 
     def _gateways(self, service: Manifest) -> dict[exposure.GatewayName, Manifest]:
         """Return the existing Gateways of the HTTPRoute that the operator may read."""
         wanted = exposure.gateways(service)
-        gateways = {name: self._cache.get("Gateway", *name) for name in wanted}
+        gateways = {name: self.cache.get("Gateway", *name) for name in wanted}
         return {name: one for name, one in gateways.items() if one is not None}
 
     async def _rollout_health(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, RolloutHealth]:
-        if self._health_source is None:
+        if self.health_source is None:
             return {}
         uid = service["metadata"]["uid"]
         phases = [one["phase"] for one in service.get("status", {}).get("revisions", ())]
         if sum(phase in ALIVE for phase in phases) < 2:
-            self._health_source.forget(uid)
+            self.health_source.forget(uid)
             return {}
         routers = {pod.name: pod.host for pod in pods if pod.role == names.ROUTER and pod.address}
-        return await self._health_source.recent(uid, routers)
+        return await self.health_source.recent(uid, routers)
 
 
 def _is_bound(scaler: Manifest, service: str) -> bool:

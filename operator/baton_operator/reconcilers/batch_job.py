@@ -236,10 +236,7 @@ class BatchJobReconciler:
         return self.resync_s if decision.again_s is None else min(self.resync_s, decision.again_s)
 
     def _decide(self, batch_job: Manifest, job: Manifest | None) -> BatchDecision:
-        namespace = batch_job["metadata"]["namespace"]
-        service = self.cache.get("InferenceService", namespace, batch_job["spec"]["serviceName"])
-        if service is not None and "deletionTimestamp" in service["metadata"]:
-            service = None
+        service = self.cache.service(batch_job["metadata"]["namespace"], batch_job["spec"]["serviceName"])
         try:
             return decide(batch_job, job, service, self.image, self.clock())
         except ValueError as error:

@@ -19,7 +19,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from pydantic import ValidationError
 
 from baton_operator.cluster.api_server import CONFLICT, ApiServer
-from baton_operator.cluster.state import ClusterReader, ClusterState
+from baton_operator.cluster.state import ROLE_SCALER, ClusterReader, ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.manifests import tickets
@@ -50,8 +50,8 @@ class InferenceServiceReconciler:
     rollouts: RouterRollouts
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        service = self.reader.service(namespace, name)
-        scalers = self.reader.scalers(namespace, name)
+        service = self.reader.cache.service(namespace, name)
+        scalers = list(self.reader.cache.of_service(namespace, name, ROLE_SCALER))
         if service is None:
             self.rollouts.forget(namespace, name)
             self.publish(namespace, name, None, None)

@@ -110,9 +110,9 @@ class LoraAdapterReconciler:
         return CHECK_S if again_s is None else min(CHECK_S, max(again_s, 1.0))
 
     def _service(self, namespace: str, name: str) -> AdapterService:
-        existing = self.cache.get("InferenceService", namespace, name)
+        existing = self.cache.service(namespace, name)
         spec = None
-        if existing is not None and "deletionTimestamp" not in existing["metadata"]:
+        if existing is not None:
             try:
                 spec = InferenceServiceSpec.model_validate(existing["spec"])
             except ValidationError:

@@ -157,7 +157,7 @@ class Autoscaler:
         self._budget = GpuBudget(self.own.gpu_budget, self.reader)
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        manifest = self.reader.service(namespace, name)
+        manifest = self.reader.cache.service(namespace, name)
         spec = _scaled(manifest) if manifest is not None else None
         if manifest is None or spec is None:
             self._memory_of.pop((namespace, name), None)

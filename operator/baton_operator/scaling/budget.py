@@ -114,7 +114,7 @@ class GpuBudget:
         self._demands.pop(service, None)
 
     def _services(self) -> list[ServiceName]:
-        replicas = self._reader.services()
+        replicas = self._reader.cache.services()
         self._held = {key: self._held[key] for key in replicas if key in self._held}
         return replicas
 
@@ -133,7 +133,7 @@ class GpuBudget:
         return stand
 
     def _read(self, service: ServiceName) -> tuple[GpuDemand, ...]:
-        state = self._reader.state(*service)
+        state = self._reader.cache.changed(*service)
         before = self._held.get(service)
         if before is None or before[0] != state:
             self._held[service] = before = state, _held(self._reader, service)
@@ -153,7 +153,7 @@ def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
 
 def _held(reader: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
     """Return the written allocation of a service; empty if it is not scaled."""
-    manifest = reader.service(*service)
+    manifest = reader.cache.service(*service)
     try:
         spec = InferenceServiceSpec.model_validate(manifest["spec"]) if manifest else None
     except ValidationError:
