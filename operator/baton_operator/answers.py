@@ -28,7 +28,8 @@ async def fetch(
     session: aiohttp.ClientSession, method: str, url: str, *, limit: int = LIMIT, **options: Any
 ) -> tuple[int, bytes]:
     """Return status and body. Raises aiohttp.ClientError, OSError, TimeoutError, and ValueError for a body
-    that is compressed or has more than `limit` bytes."""
+    that is compressed or has more than `limit` bytes.
+    """
     headers = {"Accept-Encoding": "identity", **options.pop("headers", {})}
     request = session.request(method, url, headers=headers, allow_redirects=False, **options)
     async with request as answer:

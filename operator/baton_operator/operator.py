@@ -115,7 +115,8 @@ class Operator:
 
     async def start(self) -> None:
         """Serve health, wait for the Lease, and start to work. Raises SetupError if another operator manages
-        the same services."""
+        the same services.
+        """
         try:
             self._server = await self._health.start(self._settings.host, self._settings.port)
             self._listening(f"http://{self._settings.host}:{self._health.port}")

@@ -101,7 +101,8 @@ def decide(
     service: str, spec: InferenceServiceSpec | None, adapters: Sequence[Adapter], pods: Sequence[AdapterPod]
 ) -> AdapterPlan:
     """Return what to load and unload. `service`: its name. `spec`: None if it does not exist. `adapters`: all
-    LoraAdapters that name it."""
+    LoraAdapters that name it.
+    """
     holders = _holders(adapters)
     owned = {name for one in adapters for name in one.names}
     placements = {}

@@ -78,7 +78,8 @@ def held(adapter: Adapter, pods: Sequence[AdapterPod]) -> bool | None:
 
 def _may_have(pod: AdapterPod, name: str) -> bool:
     """Whether the pod may have an adapter, or get it from a load that runs. One that is not ready and cannot
-    be read is about to restart."""
+    be read is about to restart.
+    """
     if not pod.template.adapters:
         return False
     return pod.busy or (name in pod.models if pod.models is not None else pod.ready)

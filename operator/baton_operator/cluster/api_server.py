@@ -143,7 +143,8 @@ class ApiServer:
 
     async def apply(self, manifest: Manifest, *, ours: bool) -> None:
         """Apply the manifest by server-side apply; for an object of `ours`, override other field managers. A
-        foreign object with this name stays unchanged. Raises ApiException, 409 for such an object."""
+        foreign object with this name stays unchanged. Raises ApiException, 409 for such an object.
+        """
         query = {"fieldManager": FIELD_MANAGER, "force": str(ours).lower()}
         await self._write("PATCH", path_of(manifest), query=query, body=manifest, kind=APPLY)
 
@@ -161,7 +162,8 @@ class ApiServer:
 
     async def delete(self, manifest: Manifest) -> None:
         """Delete exactly this object (by UID) with its dependents. Ignores a missing object. Raises
-        ApiException, 409 if another object has the name now."""
+        ApiException, 409 if another object has the name now.
+        """
         metadata = manifest["metadata"]
         body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
         answer = await self._request("DELETE", path_of(manifest), body=body, ignored={NOT_FOUND})
@@ -175,7 +177,8 @@ class ApiServer:
 
     async def write_status(self, manifest: Manifest, status: Mapping[str, Any]) -> None:
         """Merge into the status of the object. None removes a field. Ignores a missing or recreated object.
-        Raises ApiException."""
+        Raises ApiException.
+        """
         body = {"metadata": {"uid": manifest["metadata"]["uid"]}, "status": status}
         where = f"{path_of(manifest)}/status"
         await self._write("PATCH", where, body=body, kind=MERGE, ignored={NOT_FOUND, CONFLICT})

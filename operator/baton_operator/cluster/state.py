@@ -126,7 +126,8 @@ class ClusterState:
 
 def pod_creation_failure(deployment: Manifest | None) -> str:
     """Return why the API server rejects the pods of a Deployment; empty if it rejects none. Such pods do not
-    exist: quotas, Pod Security and missing accounts show only in this condition."""
+    exist: quotas, Pod Security and missing accounts show only in this condition.
+    """
     for one in (deployment or {}).get("status", {}).get("conditions", ()):
         if one["type"] == "ReplicaFailure" and one["status"] == "True":
             return _sentence(one.get("reason", "FailedCreate"), one.get("message", ""))

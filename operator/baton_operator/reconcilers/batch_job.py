@@ -81,7 +81,8 @@ def decide(
     batch_job: Manifest, job: Manifest | None, service: Manifest | None, image: str, now: float
 ) -> BatchDecision:
     """Return the decision for a BatchJob. Raises ValueError if its spec is invalid. `job`: the Job with its
-    name, whatever created it. `service`: its InferenceService. `now`: Unix seconds."""
+    name, whatever created it. `service`: its InferenceService. `now`: Unix seconds.
+    """
     status = batch_job.get("status", {})
     before = {one["type"]: one for one in status.get("conditions", ())}
     ours = job is None or _is_of(job, batch_job)

@@ -18,7 +18,8 @@ class Reconciler(Protocol):
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Return the seconds until the next reconciliation without a change; None for a deleted object.
-        Raises ApiException to be retried, and NotLeader if another operator holds the Lease."""
+        Raises ApiException to be retried, and NotLeader if another operator holds the Lease.
+        """
 
 
 ReportTransition = Callable[[Manifest, Transition], None]
@@ -33,7 +34,8 @@ async def write_status(
     report: ReportTransition,
 ) -> None:
     """Merge `patch` into the status of the object, then report the transitions. Raises ApiException. An
-    interrupted reconciliation has reported nothing, and the next one does: each is reported once."""
+    interrupted reconciliation has reported nothing, and the next one does: each is reported once.
+    """
     if patch:
         await api.write_status(about, patch)
     for transition in transitions:

@@ -132,7 +132,8 @@ class _Case:
 
 def decide(target: RolloutTarget, revisions: Sequence[RevisionState], now: float) -> dict[str, RevisionPlan]:
     """Return the next state of each revision. `revisions` includes the target. Call it again after each
-    change, and after `seconds_until_change`."""
+    change, and after `seconds_until_change`.
+    """
     if target.suspended:
         return {one.revision: _gone(one) for one in revisions}
     new = next(one for one in revisions if one.revision == target.revision)

@@ -44,7 +44,8 @@ def wanted_revision(
     now: float,
 ) -> Revision:
     """Return the existing or new revision of the spec. Raises ValueError if rollbackTo names an unknown one.
-    `image`: default image of the engine. `worker_image`: image of Baton's workers, which downloads models."""
+    `image`: default image of the engine. `worker_image`: image of Baton's workers, which downloads models.
+    """
     if (name := spec.rollout.rollback_to) is not None:
         if name in revisions:
             return revisions[name]

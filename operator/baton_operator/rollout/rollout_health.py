@@ -61,7 +61,8 @@ class RolloutHealth:
 
 def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHealth]) -> str:
     """Return why the health of a new revision is too bad; empty if it is not. It has to be worse than every
-    old revision."""
+    old revision.
+    """
     least = min((one.failing for one in old), default=0.0)
     if new.failed >= FAILURES and 100 * new.failing > policy.max_failed_percent and new.failing > least:
         return f"{new.failed} of {new.requests} requests failed"

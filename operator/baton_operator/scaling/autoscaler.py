@@ -361,7 +361,8 @@ def _restored(scaler: Manifest, now: float) -> RoleMemory:
 
 def is_rolling_out(service: Manifest) -> bool:
     """Return whether a rollout is in progress. A failed revision was rolled back, and a waiting one has no
-    workers. Both states may last for weeks, in which the serving revision scales as usual."""
+    workers. Both states may last for weeks, in which the serving revision scales as usual.
+    """
     status = service.get("status", {})
     current = status.get("currentRevision", "")
     wanted = status.get("updateRevision", current)

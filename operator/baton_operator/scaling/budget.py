@@ -94,7 +94,8 @@ class GpuBudget:
         self, service: ServiceName, demands: Sequence[GpuDemand], now: float, until: float
     ) -> Mapping[str, int]:
         """Return the workers for each holder and reserve them until `written`. `demands` are all of this
-        service. They compete with those of other services until `until`."""
+        service. They compete with those of other services until `until`.
+        """
         if not self._gpus:
             return {one.holder: one.requested for one in demands}
         self._demands[service] = until, {one.holder: one for one in demands}

@@ -29,7 +29,8 @@ class DecodeSlots:
 
 def decode_slots(spec: InferenceServiceSpec) -> DecodeSlots | None:
     """Return the slots; None for engines that report them, or are not known. Arguments of the role override
-    those of all workers."""
+    those of all workers.
+    """
     flag = FLAGS.get(spec.engine.type)
     if flag is None:
         return None

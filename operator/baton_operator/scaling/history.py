@@ -66,7 +66,8 @@ WINDOW_FILLED = 0.9
 @dataclass(frozen=True, slots=True)
 class RecommendationWindows:
     """Recommendations of the last minutes. Times are seconds of one clock. Only values that may still become
-    a minimum or maximum are kept, so a window of a day costs as little as one of a minute."""
+    a minimum or maximum are kept, so a window of a day costs as little as one of a minute.
+    """
 
     since: float
     """Start of the recording."""
@@ -139,7 +140,8 @@ STEP = 1.25
 @dataclass(frozen=True, slots=True)
 class CapacityEstimate:
     """Tokens per second of one worker at its target utilization, learned from samples. It is the 80th
-    percentile of the last samples, so neither one slow worker nor one lucky minute decides."""
+    percentile of the last samples, so neither one slow worker nor one lucky minute decides.
+    """
 
     samples: tuple[float, ...] = ()
     """The last samples, the newest at the end."""

@@ -133,7 +133,8 @@ class MetricsQuery:
     @property
     def recent_s(self) -> int:
         """Seconds of the recent window, which shows a step sooner: three scrapes of 15 s for a window of 120
-        s. With rarer scrapes it may hold too few samples."""
+        s. With rarer scrapes it may hold too few samples.
+        """
         return -(-3 * self.window_s // 8)
 
     @property

@@ -86,7 +86,8 @@ def role_sample(
     size: WorkerSize | None = None,
 ) -> RoleSample:
     """Return the sample of one role. `objective_s`: its latency objective. `size`: of one worker by a
-    profile."""
+    profile.
+    """
     requests = _sum(metrics.read("in_flight"), metrics.read("waiting"), metrics.read("demand_answer"))
     silent_routers = max(0, pods.routers - int(metrics.read("routers").value or 0))
     role = _prefill(metrics, pods) if name == "prefill" else _decode(metrics, pods, objective_s)
@@ -192,7 +193,8 @@ def _demand(metrics: ServiceMetrics, kind: str, without: str = "") -> Measuremen
 
 def _decode_rate(metrics: ServiceMetrics, latency: Measurement, objective_s: float) -> Measurement:
     """Return the rate of a decode worker, extrapolated to its target utilization. The rate of a nearly idle
-    worker is unknown."""
+    worker is unknown.
+    """
     generated, workers = metrics.read("decode_generated"), metrics.read("decode_workers")
     usage, slots = metrics.read("decode_mean_usage"), _slots_used(metrics, "decode_mean_running")
     if not (generated.value and workers.value and usage.has_value and slots.has_value):

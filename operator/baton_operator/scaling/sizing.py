@@ -91,7 +91,8 @@ def worker_sizes(
     profile: Profile, seen: LearnedRequests, wanted: Objectives, ahead_s: float, prefills: int | None
 ) -> Mapping[RoleName, WorkerSize]:
     """Return the size of one worker of each role for the demand in `ahead_s`. `prefills`: desired prefill
-    workers. None: there is no such role, and decode workers also compute prompts."""
+    workers. None: there is no such role, and decode workers also compute prompts.
+    """
     requests = seen.requests(profile, ahead_s)
     line, step = _faster(profile.prefill, seen.prefill_speed), _faster(profile.step, seen.decode_speed)
     uncached = max(1, round(requests.uncached))
