@@ -362,6 +362,7 @@ def test_killed_rank_fails_its_orders(tiny: Path) -> None:
     with contextlib.ExitStack() as stack:
         given = settings(tiny, 2), "w", checkpoint, load_spec(checkpoint), CPU, torch.float32, SILENT, stack
         model, _, _ = load_parallel(*given)
+        model.connect(None, torch.float32, lambda: 0)
         model.open_cache(BLOCKS, torch.float32, CPU)
         pools = RankPools(model.ranks)
         stack.callback(pools.close, 0.0)
@@ -386,6 +387,7 @@ def test_stopped_rank_fails_the_pass_within_the_timeout(tiny: Path) -> None:
         model, _, _ = load_parallel(
             chosen, "w", checkpoint, spec, CPU, torch.float32, SILENT, stack, timeout_s=10
         )
+        model.connect(None, torch.float32, lambda: 0)
         cache = model.open_cache(BLOCKS, torch.float32, CPU)
         assert torch.isfinite(model.forward(Batch(rows(), BLOCK_SIZE, CPU), cache)).all()
         (rank,) = children()
