@@ -19,7 +19,7 @@ TAG = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' api/baton_api/__init__.py)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check check-types check-rules fix docs bench mutants e2e images
+.PHONY: help demo test test-all check check-types check-rules fix docs bench mutants e2e images release login push publish
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,23 @@ images: ## build the images of operator, router and worker by BUILDER (docker), 
 	    $(foreach name,BASE INDEX TORCH_INDEX DEVICE,$(if $($(name)),--build-arg $(name)="$($(name))")) \
 	    $(if $(NETRC),--secret id=netrc$(comma)src="$(NETRC)") $(BUILD_FLAGS) .; \
 	done
+
+# REGISTRY is the images' registry, such as ghcr.io/ORGANIZATION; RELEASE is the tag in git, such as v0.2.0, or empty.
+release: $(VENV)/dev ## build and check packages, chart, custom resources, bills of materials and images in build/release
+	$(PYTHON) -m checks.release build/release --registry '$(REGISTRY)' --tag '$(RELEASE)' --builder '$(BUILDER)'
+
+login: ## log in to REGISTRY as REGISTRY_USER with REGISTRY_PASSWORD
+	@printf %s "$$REGISTRY_PASSWORD" | $(BUILDER) login --username "$$REGISTRY_USER" --password-stdin $(firstword $(subst /, ,$(REGISTRY)))
+	@printf %s "$$REGISTRY_PASSWORD" | helm registry login --username "$$REGISTRY_USER" --password-stdin $(firstword $(subst /, ,$(REGISTRY)))
+
+push: ## push the images of `make images` to REGISTRY
+	$(if $(REGISTRY),,$(error REGISTRY is not set. Name the one that nodes pull from: make push REGISTRY=registry.example/team))
+	@set -e; for name in operator router worker; do $(BUILDER) push $(REGISTRY)/baton-$$name:$(TAG); done
+
+publish: push ## publish what `make release` built: images, chart, packages, and a release of the forge
+	helm push build/release/baton-*.tgz oci://$(REGISTRY)/charts
+	$(UV) publish build/release/*.whl build/release/*.tar.gz
+	gh release create $(RELEASE) --verify-tag --generate-notes build/release/*
 
 # The package index's torch comes with CUDA. Without a GPU the demo leaves it out, as images with DEVICE=cpu do, and so
 # it leaves out NIXL for another CUDA. An environment for tests has all of it.

@@ -1,7 +1,7 @@
 """
 Batches against the same requests sent directly, and the influence of a batch on other requests.
 
-    baton up MODEL --port 8080
+    baton up MODEL --port 8000
     python -m benchmarks.batches throughput --requests 5000 --tokens 128
     python -m benchmarks.batches interactive --rate 4 --seconds 60
     python -m benchmarks.batches interactive --rate 1 --seconds 15 --pause 30
@@ -218,7 +218,7 @@ def quantile(times: list[float], share: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=("throughput", "interactive"))
-    parser.add_argument("--url", default="http://127.0.0.1:8080")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--at-once", default="16,32,64,128,256", help="numbers that are tried by hand")

@@ -4,7 +4,7 @@ The calls of the well-known tutorials on OpenAI-compatible servers, against Bato
 Start Baton, then run this script. Both use the built-in model by default:
 
     baton up
-    python examples/openai_tutorial.py http://127.0.0.1:8080
+    python examples/openai_tutorial.py http://127.0.0.1:8000
 
 It calls chat (plain, with every parameter, streamed, with separate reasoning), completions and the list of
 models. It also calls SGLang's `/get_model_info` and `/generate`, with which those servers warm up. Its output
@@ -20,7 +20,7 @@ from typing import Any
 
 from openai import OpenAI
 
-ADDRESS = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8080"
+ADDRESS = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 
 # A server without keys accepts any string, but the SDK requires one.
 client = OpenAI(base_url=f"{ADDRESS}/v1", api_key="None")

@@ -138,9 +138,9 @@ def test_used_from_a_checkout_the_hint_names_its_folder() -> None:
 def test_hints_name_extras_that_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = [path for name in PACKAGES["packages"] for path in (ROOT / name).rglob("*.py")]
-    calls = re.compile(r"""(?:installing\.command|_needing)\(["'](\w+)["']""")
+    calls = re.compile(r"""(?:installing\.command)\(["'](\w+)["']""")
     named = {extra for path in files for extra in calls.findall(path.read_text())}
-    assert len(named) > 5 and named <= set(extras)
+    assert len(named) > 4 and named <= set(extras)
 
 
 def test_no_text_names_extras_of_the_distribution_baton() -> None:

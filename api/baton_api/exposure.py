@@ -15,6 +15,9 @@ from baton_api.errors import SetupError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+DEFAULT_PORT = 8000
+"""Of workers, routers and services of both: what a command starts, another one finds without a flag."""
+
 DOCUMENTATION = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses that belong to no machine (RFC 5737 and 3849). Baton sends no packet to them."""
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton_api import installing
 from baton_api.completion_windows import DAY
 from baton_api.errors import SetupError
+from baton_api.exposure import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from baton_cli.batch_commands import Commands
@@ -25,7 +25,7 @@ Output = Annotated[str, typer.Option(help="Output format.", metavar="text|json")
 Window = Annotated[str, typer.Option(help="Completion window, 60s to 30d, such as 90m.", metavar="TIME")]
 Id = Annotated[str, typer.Argument(help="Id of the batch: batch_...", metavar="BATCH")]
 
-URL = "http://127.0.0.1:8080"
+URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
@@ -144,7 +144,7 @@ def reassign(
     ] = "",
     port: Annotated[
         int, typer.Option(help="The --port of the router, which determines its default --state.")
-    ] = 8080,
+    ] = DEFAULT_PORT,
 ) -> None:
     """Transfer the files and batches of one owner to another, in the database of a router."""
     from baton_batches.settings import BatchSettings
@@ -170,12 +170,8 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _service(url: str, api_key: str, output: str) -> Commands:
-    try:
-        from baton_cli.batch_commands import Commands
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"The package {error.name} is missing. Install it: {installing.command('chat')}."
-        ) from error
+    from baton_cli.batch_commands import Commands
+
     if output not in ("text", "json"):
         raise SetupError(f"Invalid --output {output!r}. Expected text or json.")
     return Commands(url, api_key, as_json=output == "json")

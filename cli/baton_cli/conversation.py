@@ -7,12 +7,22 @@ import contextlib
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import (
+    APIConnectionError,
+    APIStatusError,
+    AsyncOpenAI,
+    AuthenticationError,
+    DefaultAsyncHttpxClient,
+    PermissionDeniedError,
+)
 from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 from rich.text import Text
 
 from baton_api.errors import SetupError
+
+NO_KEY = "none"
+"""The SDK wants a key even if the service wants none."""
 
 
 class Conversation:
@@ -69,7 +79,7 @@ async def converse(
     """Answer the lines of `read` until EOFError. Raises SetupError if the service does not answer."""
     async with AsyncOpenAI(
         base_url=f"{url.rstrip('/')}/v1",
-        api_key=api_key or "none",
+        api_key=api_key or NO_KEY,
         max_retries=0,
         # Proxies of the environment are for the web, not for the user's own service.
         http_client=DefaultAsyncHttpxClient(trust_env=False),
@@ -124,9 +134,20 @@ def _on_interrupt(call: Callable[[], object]) -> Iterator[None]:
 async def _first_model(client: AsyncOpenAI, url: str) -> str:
     try:
         models = await client.models.list()
-    except (APIStatusError, APIConnectionError) as error:
+    except APIConnectionError as error:
         raise SetupError(
             f"No service answers on {url} ({error.message.rstrip('.')}). Start one with "
             "`baton up`, or set its address with --url."
         ) from error
+    except (AuthenticationError, PermissionDeniedError) as error:
+        wrong = "wants an API key" if client.api_key == NO_KEY else "does not accept this API key"
+        raise SetupError(
+            f"The service on {url} {wrong} ({error.status_code}). Set --api-key or BATON_API_KEY."
+        ) from error
+    except APIStatusError as error:
+        raise SetupError(
+            f"The service on {url} does not list its models: {error.status_code}, {error.message}"
+        ) from error
+    if not models.data:
+        raise SetupError(f"The service on {url} has no model that this key may use. Name one with --model.")
     return models.data[0].id

@@ -25,11 +25,8 @@ from baton_api.workers import Role
 from baton_cli.up import Service
 
 SYSTEM = """\
-You are the guide of a small museum of geography. Visitors from all over the world ask you short questions \
-and you answer them in plain words. Be friendly and be correct. Give facts, not opinions. If a visitor asks \
-for a list, write a numbered list with one line for each item. If a visitor asks for a number, give the \
-number first and then explain it in one sentence. Do not repeat the question. Do not invent places that do \
-not exist. The museum has five halls. The first hall shows maps that sailors drew before there were \
+You are the guide of a small museum of geography. Answer each question in one short sentence. Give facts, \
+not opinions. The museum has five halls. The first hall shows maps that sailors drew before there were \
 satellites. The second hall shows rivers: how they begin in the mountains, how they carry stones and sand, \
 and how they end in deltas. The third hall shows cities, and why so many of them stand where a river meets \
 the sea. The fourth hall shows deserts and the people who live in them. The fifth hall shows the ice of the \
@@ -38,15 +35,20 @@ morning to five in the afternoon, on every day but Monday. Children enter for fr
 beside the entrance where visitors can buy maps, postcards and books about travel."""
 
 NOTEBOOK = """\
-Here is what I wrote in my notebook today. The Nile is a river in Africa, and it ends in the Mediterranean \
-Sea. The Amazon is a river in South America, and it ends in the Atlantic Ocean. The Danube is a river in \
-Europe, and it ends in the Black Sea. The Ganges is a river in Asia, and it ends in the Bay of Bengal."""
+Here is a page of my notebook. The Nile is a river in Africa, and it ends in the Mediterranean Sea. The \
+Amazon is a river in South America, and it ends in the Atlantic Ocean. The Ganges is a river in Asia, and it \
+ends in the Bay of Bengal. The Danube is a river in Europe, and it ends in the Black Sea."""
 
 QUESTIONS = (
-    "What does the museum show in its five halls?",
-    f"{NOTEBOOK} Write a list of these rivers.",
+    "What is the capital of France?",
+    f"{NOTEBOOK} Where does the Danube end? Answer in one short sentence.",
 )
-"""The second one is long enough for a prefill worker to compute its new part."""
+"""
+The second one is long enough for a prefill worker to compute its new part.
+
+The built-in model answers both correctly at its default temperature, with every one of ten seeds. It is too
+small for most other questions.
+"""
 
 RECORD_S = 10.0
 """Longest wait for the record of an answer. A worker makes it just after the answer's last byte."""
@@ -194,13 +196,15 @@ def invite(console: Console, service: Service, model: str) -> None:
     """Print commands to try."""
     curl = f"""\
   curl {service.url}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+    -d '{{"model": "{model}", "max_tokens": 100,
+         "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
 """
     python = f"""\
   from openai import OpenAI
   client = OpenAI(base_url="{service.url}/v1", api_key="none")
   messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
-  print(client.chat.completions.create(model="{model}", messages=messages).choices[0].message.content)
+  answer = client.chat.completions.create(model="{model}", messages=messages, max_tokens=100)
+  print(answer.choices[0].message.content)
 """
     chat = f"  baton chat --url {service.url}\n"
     lead = "\nThe service runs until Ctrl-C. Try it:\n"

@@ -7,16 +7,15 @@ Their implementations are imported when a command runs, so that `--help` is fast
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from baton_api import installing
 from baton_api.errors import SetupError
+from baton_api.exposure import DEFAULT_PORT
 
 Url = Annotated[str, typer.Option(help="URL of the router.")]
 Key = Annotated[str, typer.Option("--api-key", help="API key of the service.", envvar="BATON_API_KEY")]
@@ -26,7 +25,7 @@ Kubeconfig = Annotated[
     typer.Option(help="kubeconfig file of the cluster. Default: that of kubectl.", metavar="FILE"),
 ]
 
-URL = "http://127.0.0.1:8080"
+URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 Flags = TypeVar("Flags")
 """A dataclass whose fields are the options of a command."""
@@ -49,8 +48,8 @@ def status(
 ) -> None:
     """Report whether a service is healthy, and how to fix problems. Exit status 1: a problem was found."""
     as_json = _as_json(output)
-    with _needing("chat"):
-        from baton_cli.status import command
+    from baton_cli.status import command
+
     if name or cluster or kubeconfig:
         command.of_services(name, kubeconfig, namespace, as_json)
     else:
@@ -76,8 +75,7 @@ def doctor(
 ) -> None:
     """Check this machine, and optionally a cluster, for problems. Exit status 1: an error was found."""
     as_json = _as_json(output)
-    with _needing("chat"):
-        from baton_cli.doctor.command import doctor
+    from baton_cli.doctor.command import doctor
 
     account = kubeconfig if cluster or kubeconfig else None
     doctor(url or [], api_key, account, namespace, as_json)
@@ -161,9 +159,8 @@ def bench(flags: BenchFlags) -> None:
     as_json = _as_json(flags.output)
     if flags.rate and flags.trace:
         raise SetupError("--rate and --trace exclude each other. Set only one of them.")
-    with _needing("chat"):
-        from baton_cli.bench.command import BenchPlan, BenchTarget, bench
-        from baton_cli.bench.profiler import find as find_profile
+    from baton_cli.bench.command import BenchPlan, BenchTarget, bench
+    from baton_cli.bench.profiler import find as find_profile
     from baton_cli.bench.prompts import Shape
     from baton_cli.bench.report import Objective
 
@@ -233,14 +230,3 @@ def _numbers(text: str, flag: str) -> list[float]:
     if any(number <= 0 for number in numbers):
         raise SetupError(f"Invalid {flag} {text!r}. Expected numbers above 0, such as 1,4,16.")
     return numbers
-
-
-@contextmanager
-def _needing(extra: str) -> Iterator[None]:
-    """Raise SetupError if a package is missing, with the extra that installs it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"The package {error.name} is missing. Install it: {installing.command(extra)}."
-        ) from error

@@ -16,7 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
+from baton_api import installing
 from baton_api.errors import BatonError, SetupError
+from baton_api.exposure import DEFAULT_PORT
 from baton_cli import batch, command, inspection
 
 FAILED = 1
@@ -94,7 +96,7 @@ def up(
 
 
 def chat(
-    url: Url = "http://127.0.0.1:8080",
+    url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
     model: Annotated[
         str, typer.Option(help="Model name. Default: the first one that the service lists.")
     ] = "",
@@ -166,6 +168,12 @@ def main(arguments: list[str] | None = None) -> None:
         _begin_kernels()
     try:
         create_app(arguments)(arguments)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("baton_"):
+            raise
+        extras = EXTRAS.get(arguments[0] if arguments else "", "chat")
+        complain(SetupError(f"The package {error.name} is missing. Install it: {installing.command(extras)}"))
+        raise SystemExit(SETUP_FAILED) from None
     except SetupError as error:
         complain(error)
         raise SystemExit(SETUP_FAILED) from None
@@ -221,6 +229,15 @@ def create_app(arguments: list[str]) -> typer.Typer:
 
 SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "demo"})
 """Commands whose options are settings."""
+
+EXTRAS = {
+    **dict.fromkeys(("serve", "prefill", "decode"), "runtime,nixl"),
+    **dict.fromkeys(("up", "demo"), "runtime,nixl,chat"),
+    "fetch": "runtime",
+    "router": "router",
+    "operator": "operator",
+}
+"""Extras of the distribution with the packages that a command imports; `chat` for the others."""
 
 COMPUTING = frozenset({"serve", "prefill", "decode", "up", "demo"})
 """Commands that need the native kernels."""

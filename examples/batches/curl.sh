@@ -1,9 +1,9 @@
 #!/bin/sh
 # A batch by curl: upload, create, ask until it has ended, and read the answers.
 #
-#     sh examples/batches/curl.sh http://127.0.0.1:8080
+#     sh examples/batches/curl.sh http://127.0.0.1:8000
 set -eu
-url="${1:-http://127.0.0.1:8080}"
+url="${1:-http://127.0.0.1:8000}"
 folder="$(mktemp -d)"
 trap 'rm -r "$folder"' EXIT
 

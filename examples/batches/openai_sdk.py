@@ -2,7 +2,7 @@
 Batches by OpenAI's SDK: two requests, twenty that are watched, and many that are cancelled on the way.
 
     baton up
-    python examples/batches/openai_sdk.py http://127.0.0.1:8080 [REQUESTS_TO_CANCEL]
+    python examples/batches/openai_sdk.py http://127.0.0.1:8000 [REQUESTS_TO_CANCEL]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from openai import OpenAI
 from openai.types import Batch
 
-ADDRESS = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8080"
+ADDRESS = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 MANY = int(sys.argv[2]) if len(sys.argv) > 2 else 500
 
 client = OpenAI(base_url=f"{ADDRESS}/v1", api_key="None")

@@ -1,12 +1,12 @@
 #!/bin/sh
 # Baton through curl: models, chat, stream, tool, structured output, embeddings, errors.
 #
-#     examples/clients/curl.sh http://127.0.0.1:8080/v1 [MODEL]
+#     examples/clients/curl.sh http://127.0.0.1:8000/v1 [MODEL]
 #
 # Prints one line per answer: what was asked for, the HTTP status, the body (of a stream: its last events).
 set -eu
 
-base=${1:-http://127.0.0.1:8080/v1}
+base=${1:-http://127.0.0.1:8000/v1}
 question='[{"role": "user", "content": "List 3 countries and their capitals."}]'
 
 ask() { # NAME PATH [BODY]

@@ -2,7 +2,7 @@
 Baton through LangChain: models, chat, stream, tool, structured output, embeddings, errors.
 
     pip install langchain-openai
-    python examples/clients/langchain_client.py http://127.0.0.1:8080/v1
+    python examples/clients/langchain_client.py http://127.0.0.1:8000/v1
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
-BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080/v1"
+BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 
 
 @tool

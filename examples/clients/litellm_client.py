@@ -2,7 +2,7 @@
 Baton through LiteLLM: models, chat, stream, tool, structured output, embeddings, errors.
 
     pip install litellm mcp
-    python examples/clients/litellm_client.py http://127.0.0.1:8080/v1
+    python examples/clients/litellm_client.py http://127.0.0.1:8000/v1
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # prices are not 
 
 import litellm
 
-BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080/v1"
+BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 
 TOOL = {
     "type": "function",

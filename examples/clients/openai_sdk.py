@@ -2,7 +2,7 @@
 Baton through OpenAI's SDK, major 2 or 3: models, chat, stream, tool, structured output, embeddings, errors.
 
     pip install openai
-    python examples/clients/openai_sdk.py http://127.0.0.1:8080/v1
+    python examples/clients/openai_sdk.py http://127.0.0.1:8000/v1
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import openai
 from pydantic import BaseModel
 
-BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080/v1"
+BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 
 TOOL = {
     "type": "function",

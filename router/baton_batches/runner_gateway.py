@@ -182,7 +182,7 @@ def upstream_of(url: str) -> Upstream:
     """Connections to a router. Raises SetupError if `url` is invalid."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-        raise SetupError(f"Invalid router URL: {url!r}. Expected a URL such as http://127.0.0.1:8080.")
+        raise SetupError(f"Invalid router URL: {url!r}. Expected a URL such as http://127.0.0.1:8000.")
     return Upstream(parts.hostname, parts.port or 80, CONNECT_S)
 
 

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, Secre
 from pydantic_settings import SettingsConfigDict
 
 from baton_api import limits
+from baton_api.exposure import DEFAULT_PORT
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
 from baton_api.process_memory import memory_limit
@@ -150,7 +151,7 @@ class RouterSettings(BatchSettings):
     host: str = "127.0.0.1"
     """Address on which the OpenAI API listens. Use 0.0.0.0 to accept connections from other machines."""
 
-    port: int = Field(default=8080, ge=0, le=65535)
+    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port of the OpenAI API. 0: a free port."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)

@@ -214,6 +214,15 @@ def test_chart_monitor_is_made_only_if_the_api_exists() -> None:
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 
+@pytest.mark.parametrize(("registry", "said"), [("", True), ("registry.example/team", False)])
+def test_notes_say_where_images_without_a_registry_come_from(registry: str, said: bool) -> None:
+    values = {"images": {"registry": registry}}
+    words = ("install", "baton", str(CHART), "--dry-run=client", "--namespace=n")
+    notes = helm(*words, values=values).stdout.partition("NOTES:")[2]
+    assert ("images.registry is not set" in notes) is said
+    assert (f"baton-worker:{__version__}" in notes) is said
+
+
 def test_images_are_of_the_charts_version() -> None:
     described = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert described["appVersion"] == __version__

@@ -28,6 +28,9 @@ class FakeService:
     """The first look at `/debug/requests` does not show the last answer yet."""
     hangs: bool = False
     """After the first word of an answer, nothing more comes."""
+    refuses: int = 0
+    """Status of `/v1/models`, if it refuses."""
+    has_model: bool = True
     seen: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests."""
     url: str = ""
@@ -65,8 +68,10 @@ class FakeService:
         yield b"data: [DONE]\n\n"
 
     async def models(self, request: Request) -> Response:
+        if self.refuses:
+            return JSONResponse({"error": {"message": "Not for you."}}, self.refuses)
         model = {"id": "tiny", "object": "model", "created": 1, "owned_by": "nobody"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [model] if self.has_model else []})
 
     async def records(self, request: Request) -> Response:
         relays = [self.relay] if self.relay else []

@@ -16,7 +16,7 @@ from baton_cli.conversation import converse
 from tests.cli.fake_service import FakeService, serving
 
 
-async def talk(service: FakeService, lines: Iterable[str], system: str = "") -> str:
+async def talk(service: FakeService, lines: Iterable[str], system: str = "", api_key: str = "") -> str:
     """Return the terminal's content after these lines and Ctrl-D are typed."""
     screen = io.StringIO()
     typed = iter(lines)
@@ -27,7 +27,7 @@ async def talk(service: FakeService, lines: Iterable[str], system: str = "") -> 
         except StopIteration:
             raise EOFError from None
 
-    await converse(Console(file=screen, width=200), read, service.url, "", system, "")
+    await converse(Console(file=screen, width=200), read, service.url, "", system, api_key)
     return screen.getvalue()
 
 
@@ -85,3 +85,20 @@ async def test_without_a_service_the_way_out_is_named() -> None:
     missing = FakeService([], url="http://127.0.0.1:9")
     with pytest.raises(SetupError, match="baton up"):
         await talk(missing, [])
+
+
+@pytest.mark.parametrize(
+    ("status", "key", "says"),
+    [
+        pytest.param(401, "", "wants an API key .401.. Set --api-key or BATON_API_KEY", id="no key"),
+        pytest.param(401, "wrong", "does not accept this API key", id="a wrong key"),
+        pytest.param(403, "small", "does not accept this API key", id="a key without rights"),
+        pytest.param(503, "", "does not list its models: 503", id="trouble"),
+        pytest.param(0, "", "has no model", id="no model"),
+    ],
+)
+async def test_chat_service_that_answers_is_not_reported_as_missing(status: int, key: str, says: str) -> None:
+    async with serving(FakeService([], refuses=status, has_model=False)) as service:
+        with pytest.raises(SetupError, match=says) as caught:
+            await talk(service, [], api_key=key)
+    assert "baton up" not in str(caught.value)

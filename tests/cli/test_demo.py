@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from openai import AsyncOpenAI
 from rich.console import Console
 
 from baton_cli import demo
+from baton_engine import LLM
 from tests.cli.fake_service import FakeService, serving
 
 RELAY = {
@@ -70,3 +72,16 @@ async def test_demo_without_relay_shows_no_transfer() -> None:
         screen = await shown(service)
     assert "KV blocks moved" not in screen
     assert row(screen, "prompt tokens") == ["30", "30"]
+
+
+@pytest.mark.slow
+def test_demo_questions_are_answered_correctly_with_ten_seeds() -> None:
+    """By the built-in model, at its default temperature and at 0, which the demo sets."""
+    with LLM("smollm2") as llm:
+        for question, word in zip(demo.QUESTIONS, ("Paris", "Black Sea"), strict=True):
+            roles = (("system", demo.SYSTEM), ("user", question))
+            messages = [{"role": role, "content": text} for role, text in roles]
+            for fields in ({"seed": 1, "n": 10}, {"temperature": 0}):
+                (output,) = llm.chat(messages, {"max_tokens": demo.MAX_TOKENS, **fields})
+                answers = [one.text for one in output.outputs]
+                assert [text for text in answers if word not in text or len(text) > 80] == []

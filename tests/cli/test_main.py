@@ -58,3 +58,25 @@ def test_workers_of_several_processes_cannot_use_the_loopback(capsys: pytest.Cap
         main(["up", "--transfer", "loopback"])
     assert ended.value.code == 2
     assert "--transfer loopback works within one process only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extras"),
+    [
+        (["serve", "no-such-model.gguf"], "torch", "runtime,nixl"),
+        (["router", "--decode=http://127.0.0.1:9"], "httptools", "router"),
+        (["chat"], "openai", "chat"),
+        (["batch", "list"], "httpx", "chat"),
+        (["doctor"], "httpx", "chat"),
+        (["status", "--cluster"], "kubernetes", "operator"),
+    ],
+)
+def test_main_missing_package_is_named_with_the_command_that_installs_it(
+    words: list[str], package: str, extras: str
+) -> None:
+    """In a process in which the package cannot be imported, as after `pip install batonserve`."""
+    script = f"import sys; sys.modules[{package!r}] = None; from baton_cli.main import main; main({words!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"The package {package}" in done.stderr and f"[{extras}]'" in done.stderr
+    assert "Traceback" not in done.stderr

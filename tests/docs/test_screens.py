@@ -11,4 +11,4 @@ from docs.generators.screens import FOLDER, SCREENS, drawn
 def test_screens_in_the_docs_are_current(name: str) -> None:
     text = drawn(name)
     assert (FOLDER / f"{name}.svg").read_text() == text, "run python -m docs.generators.screens"
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http://127.0.0.1:8080", "")
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http://127.0.0.1:8000", "")

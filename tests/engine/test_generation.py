@@ -44,6 +44,23 @@ def test_sampling_defaults_without_file_are_openais(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [
+        pytest.param("SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432, (0.2, 0.9), id="wherever it lies"),
+        pytest.param("SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_431, (1.0, 1.0), id="another file"),
+        pytest.param("model.gguf", 98_362_432, (1.0, 1.0), id="another model"),
+    ],
+)
+def test_sampling_defaults_of_the_built_in_model_are_its_publishers(
+    tmp_path: Path, name: str, size: int, expected: tuple[float, float]
+) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(size)
+    given = sampling_defaults(Checkpoint(tmp_path / name, "m"))
+    assert (given.temperature, given.top_p) == expected
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {"temperature": 3},

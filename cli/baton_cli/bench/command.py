@@ -24,7 +24,7 @@ from baton_api.profiles import Objectives
 from baton_cli.bench.connection import Endpoint
 from baton_cli.bench.load import ClientCost
 from baton_cli.bench.prompts import Shape
-from baton_cli.bench.report import Level, Objective, Spread, level
+from baton_cli.bench.report import Level, Objective, Spread, level, significant
 from baton_cli.bench.session import Session, open_session, target
 
 SOME_FAILED = 3
@@ -209,7 +209,7 @@ def blamed(client: ClientCost) -> str:
 def _shares(spread: Spread | None, names: Sequence[str]) -> list[str]:
     if spread is None:
         return ["-"] * len(names)
-    return [f"{1e3 * getattr(spread, name):.4g}" for name in names]
+    return [significant(1e3 * getattr(spread, name)) for name in names]
 
 
 def _shaped(wanted: BenchPlan) -> str:

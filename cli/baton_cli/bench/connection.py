@@ -158,7 +158,7 @@ class Endpoint:
         """Parse the address. Raises SetupError if it is invalid."""
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SetupError(f"Invalid address {url!r}. Expected a URL such as http://127.0.0.1:8080.")
+            raise SetupError(f"Invalid address {url!r}. Expected a URL such as http://127.0.0.1:8000.")
         self.url = parts.geturl()
         self._host, self._path = parts.hostname, parts.path
         self._port = parts.port or (443 if parts.scheme == "https" else 80)

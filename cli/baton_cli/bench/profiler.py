@@ -32,6 +32,7 @@ from baton_cli.bench.command import BenchPlan, BenchTarget, Say
 from baton_cli.bench.connection import Answer, Endpoint
 from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.prompts import BenchRequest
+from baton_cli.bench.report import significant
 from baton_cli.bench.session import Session, open_session, target
 from baton_cli.router_workers import ANSWER_S, Row, reported_load
 
@@ -69,15 +70,15 @@ def described(profile: Profile) -> Iterator[str]:
     for length in sorted(
         {point.tokens for point in profile.points if point.what == "transfer"} or {objectives.prompt_tokens}
     ):
-        yield f"prefill of {length} tokens: {1e3 * profile.prefill.seconds(length, length):.4g} ms"
+        yield f"prefill of {length} tokens: {significant(1e3 * profile.prefill.seconds(length, length))} ms"
     for streams in sorted({point.streams for point in profile.points if point.what == "step"}):
         seconds = profile.step.seconds(streams, streams * objectives.prompt_tokens)
         yield (
-            f"decode step of {streams} streams with {objectives.prompt_tokens} tokens: {1e3 * seconds:.4g} "
-            f"ms, {streams / seconds if seconds else 0:.0f} tokens/s"
+            f"decode step of {streams} streams with {objectives.prompt_tokens} tokens: "
+            f"{significant(1e3 * seconds)} ms, {streams / seconds if seconds else 0:.0f} tokens/s"
         )
     moved = profile.transfer.seconds(objectives.prompt_tokens)
-    yield f"transfer of {objectives.prompt_tokens} tokens: {1e3 * moved:.4g} ms"
+    yield f"transfer of {objectives.prompt_tokens} tokens: {significant(1e3 * moved)} ms"
     yield (
         f"capacity with a time to first token of {1e3 * objectives.ttft_s:g} ms and "
         f"{1e3 * objectives.itl_s:g} ms per token, {objectives.prompt_tokens} in "
@@ -86,7 +87,7 @@ def described(profile: Profile) -> Iterator[str]:
     yield f"  prefill worker: {capacity.prefill_tokens_per_s:.0f} tokens/s"
     yield f"  decode worker: {capacity.decode_tokens_per_s:.0f} tokens/s, {capacity.decode_streams} streams"
     yield (
-        f"  {capacity.prefill_per_decode:.2g} prefill workers per decode worker"
+        f"  {significant(capacity.prefill_per_decode, 2)} prefill workers per decode worker"
         if capacity.prefill_per_decode
         else "  this machine cannot meet these objectives"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from baton_cli.bench.load import ClientCost, LoadResult
 from baton_cli.bench.outcomes import Outcome
@@ -134,3 +135,13 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """
+    Return a number with this many digits that mean something, and never an exponent.
+
+    >>> significant(1.23456), significant(14_106.3), significant(0.0000123456), significant(120, 2)
+    ('1.235', '14,110', '0.00001235', '120')
+    """
+    return f"{Decimal(f'{value:.{digits}g}'):,f}"

