@@ -1,0 +1,106 @@
+"""The commands of tutorials print what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.ports import steady_port
+
+ROOT = Path(__file__).parents[2]
+FIRST_STEPS = ROOT / "docs" / "tutorials" / "first-steps.md"
+MARK = "<!-- tested: with a service -->"
+"""The commands behind this line need the service that `baton up` starts."""
+
+ADDRESS = "http://127.0.0.1:8000"
+READY_S = 240.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of a page, and what the page shows below it."""
+
+    command: str
+    expected: str
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression: `...` is any text, numbers and spaces are any numbers and spaces."""
+        text = re.escape(self.expected.strip()).replace(re.escape("..."), "\0")
+        text = re.sub(r"\d[\d,]*(\\\.\d+)?", lambda _: r"[\d.,]+", text)
+        return re.sub(r"(\\\s|\s)+", lambda _: r"\s+", text).replace("\0", ".*?") + r"\s*"
+
+
+def steps(page: str) -> list[Step]:
+    """Commands of the console blocks of a page. A command goes on in a line that is indented."""
+    found = []
+    for block in re.findall(r"^```console\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            lines = part.splitlines()
+            ends = (n for n, line in enumerate(lines) if n and not line.startswith("    "))
+            count = next(ends, len(lines))
+            found.append(Step("\n".join(lines[:count]), "\n".join(lines[count:])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[str]:
+    """The address of `baton up` with its defaults, except for the port."""
+    port = steady_port()
+    words = [sys.executable, "-m", "baton_cli.main", "up", f"--port={port}"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until_ready(url, process)
+            yield url
+        finally:
+            process.terminate()
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=5):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"{url} is not ready; `baton up` has the status {process.poll()}")
+
+
+def test_tutorial_patterns() -> None:
+    first, second = steps("```console\n$ a \\\n    b\nworker 12.5 ms, ... end\n$ c\n```\n")
+    assert (first.command, second) == ("a \\\n    b", Step("c", ""))
+    assert re.fullmatch(first.pattern, "worker   1,733 ms, anything\nat all end\n", re.DOTALL)
+    assert not re.fullmatch(first.pattern, "worker twelve ms, end", re.DOTALL)
+
+
+@pytest.mark.slow
+def test_first_steps_print_what_the_page_shows(service: str, tmp_path: Path) -> None:
+    commands = steps(FIRST_STEPS.read_text().partition(MARK)[2])
+    assert len(commands) > 5
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for step in commands:
+        command = step.command.replace(ADDRESS, service)
+        if command.startswith("baton "):
+            command += f" --url {service}"
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env=os.environ | {"PATH": path, "COLUMNS": "140"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        shown = f"{command}\n{done.stdout}{done.stderr}\n--- expected\n{step.expected}"
+        assert done.returncode == 0, shown
+        assert re.fullmatch(step.pattern, done.stdout, re.DOTALL), shown
