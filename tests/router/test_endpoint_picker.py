@@ -284,10 +284,10 @@ async def test_full_queue_gets_429() -> None:
         picker([decode], queue_requests=2, prefill_tokens=1) as (running, gateway),
     ):
         first, waiting, third = gateway.stream(), gateway.stream(), gateway.stream()
-        routed(await first.request(anew(QUESTION)))
-        queued = asyncio.create_task(waiting.request(anew(QUESTION)))
+        routed(await first.request(anew(STREAM)))
+        queued = asyncio.create_task(waiting.request(anew(STREAM)))
         await until(lambda: len(running.router.scheduler.queue))
-        refused = rejected(await third.request(anew(QUESTION)))
+        refused = rejected(await third.request(anew(STREAM)))
         assert refused.status == 429 and refused.error["code"] == Overloaded.code
         await first.response_headers(200, {"content-type": "text/event-stream"})
         assert routed(await queued).destination == decode.name
@@ -314,8 +314,8 @@ async def test_unfinished_bodies_have_a_limit() -> None:
 async def test_cut_while_queued_leaves_nothing() -> None:
     async with FakeWorker() as decode, picker([decode], prefill_tokens=1) as (running, gateway):
         first, waiting = gateway.stream(), gateway.stream()
-        routed(await first.request(anew(QUESTION)))
-        queued = asyncio.create_task(waiting.request(anew(QUESTION)))
+        routed(await first.request(anew(STREAM)))
+        queued = asyncio.create_task(waiting.request(anew(STREAM)))
         await until(lambda: len(running.router.scheduler.queue))
         waiting.cut()
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
