@@ -12,10 +12,7 @@ import pytest
 import yaml
 
 from baton_api import metrics
-from baton_api.errors import SetupError
 from baton_operator.cluster.api_resources import API
-from baton_operator.main import run
-from baton_operator.settings import OperatorSettings
 from tests.operator.fake_api import FakeApi
 from tests.operator.real_cluster import LIMIT_S, OPERATOR, Process, started, until
 
@@ -170,9 +167,11 @@ async def test_kubeconfig_with_tls_server_name_is_rejected(tmp_path: Path) -> No
         config = yaml.safe_load(api.kubeconfig.read_text())
         config["clusters"][0]["cluster"]["tls-server-name"] = "kubernetes.example.org"
         api.kubeconfig.write_text(yaml.safe_dump(config))
-        settings = OperatorSettings(kubeconfig=str(api.kubeconfig), worker_image="a", router_image="b")
-        with pytest.raises(SetupError, match=r"sets tls-server-name kubernetes\.example\.org"):
-            await asyncio.to_thread(run, settings, lambda url: None)
+        log = tmp_path / "operator.log"
+        with pytest.raises(AssertionError):
+            async with started(tmp_path, api.kubeconfig, "operator"):
+                pass
+        assert "sets tls-server-name kubernetes.example.org" in log.read_text()
 
 
 async def test_lease_lost_within_a_write_ends_the_operator_and_the_next_one_converges(tmp_path: Path) -> None:
