@@ -101,3 +101,20 @@ def test_pods_are_scraped_under_the_names_that_dashboards_go_by(role: str) -> No
 def test_chart_pod_monitor_scrapes_only_watched_namespaces() -> None:
     (monitor,) = of_kind(render(VALUES["two namespaces"], *KINDS), "PodMonitor")
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["models", "more-models"]}
+
+
+def test_chart_alerts_have_the_severities_of_the_cluster() -> None:
+    """Also where one of them has the name of another one of Baton's."""
+    own = {"page": "critical", "ticket": "info", "info": "none"}
+    before, after = (
+        [
+            rule["labels"]["severity"]
+            for manifest in of_kind(render(values, *KINDS), "PrometheusRule")
+            for group in manifest["spec"]["groups"]
+            for rule in group["rules"]
+            if "alert" in rule
+        ]
+        for values in ({}, {"observing": {"rules": {"severities": own}}})
+    )
+    assert set(before) == set(own)
+    assert after == [own[severity] for severity in before]
