@@ -16,7 +16,7 @@ from baton_engine.model.progress import SILENT
 from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import Quantize
-from baton_engine.speculation.loading import load_draft
+from baton_engine.speculation.loading import load_draft, speculation_tokens
 from baton_engine.worker import open_worker
 from tests.engine.encoders import make_encoder
 from tests.engine.gguf_files import write_gguf
@@ -78,7 +78,7 @@ async def test_draft_model_is_not_loaded_by_prefill_workers(tmp_path: Path) -> N
     ("given", "message"),
     [
         ({"speculation": "draft"}, "requires a draft model. Set --draft-model."),
-        ({"draft_model": "x"}, "--draft-model x has no effect with --speculation ngram"),
+        ({"draft_model": "x"}, "--draft-model x has no effect with --speculation auto"),
         ({"speculation": "off", "draft_model": "x"}, "--draft-model x has no effect with --speculation off"),
     ],
 )
@@ -89,6 +89,25 @@ async def test_draft_settings_that_contradict_each_other(
     with pytest.raises(SetupError, match=message):
         async with open_worker(WorkerSettings.model_validate({"model": model, **given})):
             pass
+
+
+@pytest.mark.parametrize(
+    ("given", "exact_rows", "expected"),
+    [
+        ({}, True, 16),
+        ({}, False, 0),
+        ({"speculation": "ngram"}, False, 16),
+        ({"speculation": "draft", "speculation_tokens": 5}, False, 5),
+        ({"speculation": "off"}, True, 0),
+        ({"role": "prefill"}, True, 0),
+        ({"role": "prefill", "speculation": "ngram"}, False, 0),
+    ],
+)
+def test_drafts_are_computed_where_answers_keep_their_bits_or_a_setting_asks(
+    given: dict[str, Any], exact_rows: bool, expected: int
+) -> None:
+    settings = WorkerSettings.model_validate({"model": "m", **given})
+    assert speculation_tokens(settings, exact_rows) == expected
 
 
 async def test_draft_model_of_an_encoder_is_refused(tmp_path: Path) -> None:

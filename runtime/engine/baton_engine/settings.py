@@ -252,10 +252,11 @@ class WorkerSettings(BaseSettings):
     """Maximum number of prompt tokens in a forward pass that also generates tokens. 0: 128 on a CPU,
     --chunk-tokens on a GPU."""
 
-    speculation: Literal["ngram", "draft", "off"] = "ngram"
+    speculation: Literal["auto", "ngram", "draft", "off"] = "auto"
     """Compute draft tokens beside the pending token of a generating sequence, where this is faster. Answers
-    keep their distribution, and on CPUs without AMX all bits. ngram: drafts continue an earlier occurrence of
-    the latest tokens in the prompt, the answer or the request's `prediction`. draft: drafts come from
+    keep their distribution. auto: ngram where answers keep all bits too, which is on CPUs without AMX, and off
+    elsewhere, so that a seed gives the same answer again. ngram: drafts continue an earlier occurrence of the
+    latest tokens in the prompt, the answer or the request's `prediction`. draft: drafts come from
     --draft-model. off: none."""
 
     draft_model: str = ""

@@ -44,6 +44,7 @@ from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.embedder import Embedder, NoEmbeddings, embedder_of
 from baton_engine.model.encoder import EncoderSpec, encoder_spec, load_encoder
 from baton_engine.model.loading import LoadedWeights, load_model
+from baton_engine.model.native_decoder import NativeDecoder
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +55,7 @@ from baton_engine.requests import Pooling, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
-from baton_engine.speculation.loading import check_draft, load_draft
+from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens
 from baton_engine.tracing import WorkerTracing, tracing_of
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility
@@ -410,7 +411,7 @@ def _open_publisher(
 
 def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device) -> EngineLimits:
     on_cpu = device.type == "cpu"
-    drafts = settings.speculation != "off" and settings.role is not Role.PREFILL
+    exact_rows = isinstance(loaded.model, NativeDecoder) and loaded.model.exact_rows
     limits = EngineLimits(
         max_model_len=settings.max_model_len or loaded.spec.context,
         chunk_tokens=settings.chunk_tokens or (512 if on_cpu else 4096),
@@ -420,7 +421,7 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         max_queued=settings.max_queued,
         local_prefill_tokens=settings.local_prefill_tokens,
         quarantine_limit=settings.quarantine_limit,
-        speculation_tokens=settings.speculation_tokens if drafts else 0,
+        speculation_tokens=speculation_tokens(settings, exact_rows),
         overlap=settings.overlap and isinstance(loaded.model, Decoder) and not on_cpu,
     )
     sizes = limits.chunk_tokens, limits.max_running, limits.max_model_len

@@ -38,6 +38,20 @@ def check_draft(settings: WorkerSettings, spec: ModelSpec, name: str) -> None:
         )
 
 
+def speculation_tokens(settings: WorkerSettings, exact_rows: bool) -> int:
+    """
+    Maximum draft tokens of a sequence in a pass; 0 if the worker computes none.
+
+    `exact_rows`: whether the bits of a token's logits do not depend on the other tokens of its pass. A worker
+    for prompts alone generates nothing.
+    """
+    if settings.role is Role.PREFILL or settings.speculation == "off":
+        return 0
+    if settings.speculation == "auto" and not exact_rows:
+        return 0
+    return settings.speculation_tokens
+
+
 def load_draft(
     settings: WorkerSettings,
     spec: ModelSpec,
