@@ -254,9 +254,9 @@ class WorkerSettings(BaseSettings):
 
     speculation: Literal["auto", "ngram", "draft", "off"] = "auto"
     """Compute draft tokens beside the pending token of a generating sequence, where this is faster. Answers
-    keep their distribution. auto: ngram where answers keep all bits too, which is on CPUs without AMX, and off
-    elsewhere, so that a seed gives the same answer again. ngram: drafts continue an earlier occurrence of the
-    latest tokens in the prompt, the answer or the request's `prediction`. draft: drafts come from
+    keep their distribution. auto: ngram where answers keep all bits too, which is on CPUs without AMX, and
+    off elsewhere, so that a seed gives the same answer again. ngram: drafts continue an earlier occurrence
+    of the latest tokens in the prompt, the answer or the request's `prediction`. draft: drafts come from
     --draft-model. off: none."""
 
     draft_model: str = ""
