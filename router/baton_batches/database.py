@@ -11,7 +11,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ POSTGRES: dict[str, Any] = {
 SQLITE_BYTES = 64 * 1024
 """Bytes without which SQLite cannot open the files beside a database."""
 
+LOG_PAGES = 1000
+"""Pages of SQLite's log after which it is moved into the database, by default."""
+
 DISK_FULL = "53100"
 """Postgres' code."""
 
@@ -50,14 +53,15 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 class Database:
     """Transactions. Threads may share it; processes may share what is behind it."""
 
-    def __init__(self, url: str, busy_s: float = 5.0) -> None:
+    def __init__(self, url: str, log_bytes: Callable[[], int] | None = None, busy_s: float = 5.0) -> None:
         """
         `url` is `sqlite:///<path>` or `postgresql://...`; `busy_s` bounds a wait for
-        SQLite's one writer.
+        SQLite's one writer. `log_bytes` returns how long SQLite's log should be at most, which is not longer
+        than usual; it is called once the folder exists.
 
         Raises SetupError if it is neither.
         """
-        self.place, self._engine = _engine(url, busy_s)
+        self.place, self._engine = _engine(url, log_bytes, busy_s)
         self._folder = Path(self._engine.url.database or "").parent
         self.dialect = self._engine.dialect.name
         self._opening = threading.Lock()
@@ -159,7 +163,7 @@ def _sqlite_code(error: object) -> int:
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
-def _engine(url: str, busy_s: float) -> tuple[str, Engine]:
+def _engine(url: str, log_bytes: Callable[[], int] | None, busy_s: float) -> tuple[str, Engine]:
     """Return the display name of the database, without its password, and its engine."""
     try:
         parsed = sqlalchemy.make_url(url)
@@ -168,7 +172,7 @@ def _engine(url: str, busy_s: float) -> tuple[str, Engine]:
             "The database's URL cannot be read; one looks like postgresql://user@host/name."
         ) from error
     if parsed.drivername == "sqlite" and parsed.database:
-        return f"the database {Path(parsed.database).name}", _sqlite(parsed, busy_s)
+        return f"the database {Path(parsed.database).name}", _sqlite(parsed, log_bytes, busy_s)
     if parsed.drivername in ("postgresql", "postgres", "postgresql+psycopg"):
         parsed = parsed.set(drivername="postgresql+psycopg")
         engine = create_engine(
@@ -185,7 +189,7 @@ def _engine(url: str, busy_s: float) -> tuple[str, Engine]:
     )
 
 
-def _sqlite(url: sqlalchemy.URL, busy_s: float) -> Engine:
+def _sqlite(url: sqlalchemy.URL, log_bytes: Callable[[], int] | None, busy_s: float) -> Engine:
     # Without isolation level the driver begins nothing by itself, and the transactions are exactly ours.
     arguments = {"timeout": busy_s, "check_same_thread": False, "isolation_level": None}
     engine = create_engine(url, pool_size=CONNECTIONS, max_overflow=0, connect_args=arguments)
@@ -194,6 +198,10 @@ def _sqlite(url: sqlalchemy.URL, busy_s: float) -> Engine:
     def connected(connection: sqlite3.Connection, _: object) -> None:
         _write_ahead(connection, busy_s)
         connection.execute("PRAGMA synchronous = FULL")  # acknowledged writes survive a loss of power
+        if log_bytes is not None:
+            (page,) = connection.execute("PRAGMA page_size").fetchone()
+            pages = max(1, min(LOG_PAGES, log_bytes() // page))
+            connection.execute(f"PRAGMA wal_autocheckpoint = {pages}")
 
     @event.listens_for(engine, "begin")
     def begun(connection: Connection) -> None:

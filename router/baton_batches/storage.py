@@ -54,8 +54,9 @@ class Storage:
         self._folder = folder or Path(tempfile.gettempdir()) / f"baton-router-{secrets.token_hex(16)}"
         url = settings.database.get_secret_value()
         self._shared = bool(url)
-        self._database = Database(url or f"sqlite:///{self._folder / LEDGER}")
-        self.volume = StateVolume(self._folder, settings.state_limit)
+        self.volume = volume = StateVolume(self._folder, settings.state_limit)
+        # Moving the log into a database that is full takes as many bytes, which the reserve has.
+        self._database = Database(url or f"sqlite:///{self._folder / LEDGER}", lambda: volume.reserve // 2)
         self.files = FileLedger(self._database)
         self.ledger = Ledger(self._database)
         self.leases = RunnerLeases(self._database)

@@ -50,6 +50,11 @@ class StateVolume:
         self._used = 0
         self._measured_at = -MEASURED_S
 
+    @property
+    def reserve(self) -> int:
+        """Bytes of the reserve. The folder must exist."""
+        return min(RESERVE, self._total() // VOLUME_SHARE)
+
     def check(self, size: int = 0) -> None:
         """Call before `size` bytes are stored. Raises StorageFull. Does nothing while there is no folder."""
         if not self._folder.exists():
@@ -79,7 +84,7 @@ class StateVolume:
                 self._fill()
 
     def _fill(self) -> None:
-        wanted = size = min(RESERVE, self._total() // VOLUME_SHARE)
+        wanted = size = self.reserve
         page = os.sysconf("SC_PAGE_SIZE")
         while size >= page:
             try:

@@ -41,13 +41,13 @@ DISK = 8 * 1024 * 1024
 class Disk:
     """A small file system of its own."""
 
-    def __init__(self, place: Path) -> None:
-        """Skips the test where it cannot be."""
+    def __init__(self, place: Path, size: int = DISK) -> None:
+        """A disk of `size` bytes. Skips the test where it cannot be."""
         self.place = place
         place.mkdir()
         if os.getuid() != 0:
             pytest.skip("only root can mount the small file system that is filled here")
-        if self._mount("-t", "tmpfs", "-o", f"size={DISK}", "tmpfs") != 0:
+        if self._mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs") != 0:
             pytest.skip("mount does not work here")
 
     def fill(self) -> None:
@@ -77,6 +77,14 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     mounted = Disk(tmp_path / "disk")
+    yield mounted
+    mounted.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Disk]:
+    """Smaller than SQLite's log would become."""
+    mounted = Disk(tmp_path / "disk", DISK // 2)
     yield mounted
     mounted.close()
 
@@ -116,6 +124,28 @@ async def test_full_disk_lets_clients_delete_files_and_cancel_batches(disk: Disk
         disk.fill()
         async with serving(**settings) as router:
             await check_freeing(router, disk, files, batch)
+
+
+async def test_disk_that_a_batch_has_filled_lets_clients_delete_files(small_disk: Disk) -> None:
+    """SQLite's log takes the last bytes, and moving it into the database takes as many again."""
+    settings = {"state": str(small_disk.place / "state"), "batch_execution": "off"}
+    async with serving(**settings) as router:
+        files = [await uploaded(router, b"x" * 200_000) for _ in range(3)]
+        lines = b"".join(line(str(number)) for number in range(2_000))
+        batch = (await create(router, await uploaded(router, lines))).json()["id"]
+        await reaching(router, batch, "in_progress")
+
+        def fill() -> None:
+            for number in range(1, 2_000):
+                run_lines(router.router.storage.ledger, batch, [answered(number, "x" * 5_000)], time.time())
+
+        with pytest.raises(StorageFull):
+            await router.router.storage.run(fill)
+        for id in files:
+            deleted = await router.client.delete(f"/v1/files/{id}")
+            assert deleted.status_code == 200, deleted.text
+        cancelled = await router.client.post(f"/v1/batches/{batch}/cancel")
+        assert cancelled.status_code == 200, cancelled.text
 
 
 async def check_freeing(router: RunningRouter, disk: Disk, files: list[str], batch: str) -> None:
