@@ -14,6 +14,7 @@ from baton_router.scheduling.pair_selection import (
     LOCAL_PREFILL,
     PairOption,
     PlainOption,
+    PromptWork,
     WorkerGroup,
     choose_option,
     congestion,
@@ -70,6 +71,10 @@ class Decode:
         return self.price_s + mine + self.streams * pair_selection.DISTURBANCE * self.compute_s
 
 
+def work(worker: Decode | Prefill) -> PromptWork:
+    return worker.cached, worker.backlog_s, worker.waiting, worker.compute_s, 0.0
+
+
 Moving = dict[tuple[str, str], float]
 
 
@@ -85,12 +90,10 @@ def found_ways(
     ]
     return pair_options(
         [
-            pair_selection.decode_offer(
-                d.cached, d.backlog_s, d.waiting, d.compute_s, d.streams, d.blocks_free_s, d.slowdown_s
-            )
-            for d in decodes
+            pair_selection.decode_offer(work(one), one.streams, one.blocks_free_s, one.slowdown_s)
+            for one in decodes
         ],
-        [pair_selection.prefill_offer(p.cached, p.backlog_s, p.waiting, p.compute_s) for p in prefills],
+        [pair_selection.prefill_offer(work(one)) for one in prefills],
         groups,
         lambda source, target: moving.get((prefills[source].name, decodes[target].name), 0.005),
         local_prefill_limit,
@@ -209,8 +212,8 @@ def test_time_weighs_more_on_a_busy_worker() -> None:
 )
 def test_queue_raises_the_price_of_uncached_tokens(queued_s: float, backlog_s: float, holds: bool) -> None:
     """A prompt of 0.4 s, half of it cached at a busy worker, which it waits for the longer, the more wait."""
-    holder, _, _, _ = pair_selection.prefill_offer(2000, backlog_s, 0, 0.2, queued_s)
-    free, _, _, _ = pair_selection.prefill_offer(0, 0.0, 0, 0.4, queued_s)
+    holder, _, _, _ = pair_selection.prefill_offer((2000, backlog_s, 0, 0.2, queued_s))
+    free, _, _, _ = pair_selection.prefill_offer((0, 0.0, 0, 0.4, queued_s))
     assert (holder < free) is holds
 
 
@@ -224,9 +227,10 @@ def test_law_longer_queues_never_prefer_fewer_hits(seed: int) -> None:
         far, near = rng.uniform(0, 60), rng.uniform(0, 60)
         wins = []
         for queued_s in sorted(rng.uniform(0, 200) for _ in range(8)):
-            holder = pair_selection.prefill_offer(9, far, waiting, least, queued_s)
-            other = pair_selection.prefill_offer(0, near, waiting, most, queued_s)
-            local = pair_selection.decode_offer(9, far, waiting, least, 0, 0.0, 0.0, queued_s)
+            cached = 9, far, waiting, least, queued_s
+            holder = pair_selection.prefill_offer(cached)
+            other = pair_selection.prefill_offer((0, near, waiting, most, queued_s))
+            local = pair_selection.decode_offer(cached, 0, 0.0, 0.0)
             assert local[1] == pytest.approx(holder[0])
             wins.append(holder[0] <= other[0])
         assert wins == sorted(wins)

@@ -43,6 +43,10 @@ CANDIDATES_PER_GROUP = 4
 LOCAL_PREFILL = -1
 """Number of the prefill worker where the decode worker computes the prompt."""
 
+PromptWork = tuple[int, float, int, float, float]
+"""The prompt at a worker that would compute it: cached tokens; seconds and number of the prompts before it;
+its own seconds; seconds per worker of the router's queue."""
+
 PrefillOffer = tuple[float, float, int, int]
 """Price, seconds to the end of the prompt, cached tokens, queued prompts."""
 
@@ -75,15 +79,9 @@ class WorkerGroup(NamedTuple):
     prefills: Sequence[int]
 
 
-def prefill_offer(
-    cached: int, backlog_s: float, waiting: int, compute_s: float, queued_s: float = 0.0
-) -> PrefillOffer:
-    """
-    The offer of a worker that would compute the prompt, of which `cached` tokens are cached, in `compute_s`.
-
-    It first computes `waiting` prompts, for `backlog_s`. `queued_s`: seconds per worker of the router's
-    queue.
-    """
+def prefill_offer(work: PromptWork) -> PrefillOffer:
+    """The offer of a worker that would compute the prompt."""
+    cached, backlog_s, waiting, compute_s, queued_s = work
     if waiting or queued_s:
         price = backlog_s + (1 + congestion(waiting, queued_s)) * compute_s
     else:
@@ -91,21 +89,13 @@ def prefill_offer(
     return price, backlog_s + compute_s, cached, waiting
 
 
-def decode_offer(
-    cached: int,
-    backlog_s: float,
-    waiting: int,
-    compute_s: float,
-    streams: int,
-    blocks_free_s: float,
-    slowdown_s: float,
-    queued_s: float = 0.0,
-) -> DecodeOffer:
+def decode_offer(work: PromptWork, streams: int, blocks_free_s: float, slowdown_s: float) -> DecodeOffer:
     """
-    The offer of a worker that would generate beside `streams` others; local prefill as in `prefill_offer`.
+    The offer of a worker that would generate beside `streams` others; `work`: its local prefill.
 
     KV blocks are free in `blocks_free_s`. One more stream slows the others down by `slowdown_s` in total.
     """
+    cached, backlog_s, waiting, compute_s, queued_s = work
     price = blocks_free_s + slowdown_s
     first = backlog_s + compute_s + blocks_free_s
     if not streams and not waiting and not queued_s:

@@ -12,7 +12,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from baton_api.profiles import Profile
 from baton_api.prompt_report import PromptReport
@@ -25,7 +25,7 @@ from baton_router.scheduling.pair_selection import (
     LOCAL_PREFILL,
     DecodeOffer,
     PlainOption,
-    PrefillOffer,
+    PromptWork,
 )
 from baton_router.scheduling.placement import ALTERNATIVES_SHOWN, DecisionCounters, Placement
 from baton_router.scheduling.policies import PredictedTime, RoutingPolicy
@@ -152,8 +152,24 @@ class PlacementPlanner:
         """The pairs of workers for a prompt of `tokens`, the cheapest first; `cached` tokens by slot."""
         generating, computing = candidates.decode_states, candidates.prefill_states
         each = queued_s / len(computing or generating)
-        decodes = [self._decode_offer(one, tokens, cached, now, ahead, each) for one in generating]
-        prefills = [self._prefill_offer(one, tokens, cached, now, ahead, each) for one in computing]
+
+        def works(states: Iterable[WorkerState]) -> Iterator[PromptWork]:
+            for state in states:
+                slot, prefills = state.slot, state.prefills
+                hits = cached.get(slot, 0)
+                if hits:
+                    hits = min(int(hits * state.cache_weight), tokens - 1)
+                backlog_s = prefills.backlog_s(now) if prefills.waiting else 0.0
+                if ahead:
+                    backlog_s += ahead.get(slot, 0.0)
+                compute_s = state.prefill_cost.seconds(tokens - hits, tokens)
+                yield hits, backlog_s, prefills.waiting, compute_s, each
+
+        decodes = [
+            self._decode_offer(state, work, tokens)
+            for state, work in zip(generating, works(generating), strict=True)
+        ]
+        prefills = [self.policy.prefill_offer(work) for work in works(computing)]
         transfers = candidates.transfers
         return pair_selection.pair_options(
             decodes,
@@ -308,52 +324,15 @@ class PlacementPlanner:
                 placement.computing_worker.name,
             )
 
-    def _prefill_offer(
-        self,
-        state: WorkerState,
-        tokens: int,
-        held: dict[int, int],
-        now: float,
-        ahead: Mapping[int, float],
-        queued_s: float,
-    ) -> PrefillOffer:
-        cached = held.get(state.slot, 0)
-        if cached:
-            cached = min(int(cached * state.cache_weight), tokens - 1)
-        prefills = state.prefills
-        compute_s = state.prefill_cost.seconds(tokens - cached, tokens)
-        backlog_s = prefills.backlog_s(now) if prefills.waiting else 0.0
-        if ahead:
-            backlog_s += ahead.get(state.slot, 0.0)
-        return self.policy.prefill_offer(cached, backlog_s, prefills.waiting, compute_s, queued_s)
-
-    def _decode_offer(
-        self,
-        state: WorkerState,
-        tokens: int,
-        held: dict[int, int],
-        now: float,
-        ahead: Mapping[int, float],
-        queued_s: float,
-    ) -> DecodeOffer:
-        cached = held.get(state.slot, 0)
-        if cached:
-            cached = min(int(cached * state.cache_weight), tokens - 1)
-        prefills = state.prefills
-        compute_s = state.prefill_cost.seconds(tokens - cached, tokens)
+    def _decode_offer(self, state: WorkerState, work: PromptWork, tokens: int) -> DecodeOffer:
         streams, blocks_free_s, slowdown_s = state.streams.count, 0.0, 0.0
         if streams:
             step_s, slower_s = state.step_cost.with_added_stream(streams, state.streams.tokens, tokens)
             if slower_s > step_s:
                 slowdown_s = streams * (slower_s - step_s) * self._answer_tokens.value
             if state.total_blocks:
-                blocks_free_s = self._blocks_free_s(state, tokens - cached, step_s)
-        backlog_s = prefills.backlog_s(now) if prefills.waiting else 0.0
-        if ahead:
-            backlog_s += ahead.get(state.slot, 0.0)
-        return self.policy.decode_offer(
-            cached, backlog_s, prefills.waiting, compute_s, streams, blocks_free_s, slowdown_s, queued_s
-        )
+                blocks_free_s = self._blocks_free_s(state, tokens - work[0], step_s)
+        return self.policy.decode_offer(work, streams, blocks_free_s, slowdown_s)
 
     def _blocks_free_s(self, state: WorkerState, tokens: int, step_s: float) -> float:
         """Seconds until blocks for so many tokens come free, if one stream ends after the other."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from baton_api.errors import SetupError
 from baton_router.scheduling import pair_selection
-from baton_router.scheduling.pair_selection import DecodeOffer, PrefillOffer
+from baton_router.scheduling.pair_selection import DecodeOffer, PrefillOffer, PromptWork
 
 
 class RoutingPolicy(Protocol):
@@ -23,26 +23,14 @@ class RoutingPolicy(Protocol):
 
     name: ClassVar[str]
 
-    def prefill_offer(
-        self, cached: int, backlog_s: float, waiting: int, compute_s: float, queued_s: float
-    ) -> PrefillOffer:
+    def prefill_offer(self, work: PromptWork) -> PrefillOffer:
         """The offer of a prefill worker: see `pair_selection.prefill_offer`."""
         ...
 
     def decode_offer(
-        self,
-        cached: int,
-        backlog_s: float,
-        waiting: int,
-        compute_s: float,
-        streams: int,
-        blocks_free_s: float,
-        slowdown_s: float,
-        queued_s: float,
+        self, work: PromptWork, streams: int, blocks_free_s: float, slowdown_s: float
     ) -> DecodeOffer:
-        """The offer of a decode worker, with and without a prefill worker: see
-        `pair_selection.decode_offer`.
-        """
+        """The offer of a decode worker with a prefill worker and without: `pair_selection.decode_offer`."""
         ...
 
 
@@ -59,32 +47,17 @@ class LeastRequests:
 
     name: ClassVar[str] = "least-requests"
 
-    def prefill_offer(
-        self, cached: int, backlog_s: float, waiting: int, compute_s: float, queued_s: float
-    ) -> PrefillOffer:
+    def prefill_offer(self, work: PromptWork) -> PrefillOffer:
+        cached, backlog_s, waiting, compute_s, _ = work
         return float(waiting), backlog_s + compute_s, cached, waiting
 
     def decode_offer(
-        self,
-        cached: int,
-        backlog_s: float,
-        waiting: int,
-        compute_s: float,
-        streams: int,
-        blocks_free_s: float,
-        slowdown_s: float,
-        queued_s: float,
+        self, work: PromptWork, streams: int, blocks_free_s: float, slowdown_s: float
     ) -> DecodeOffer:
+        cached, backlog_s, waiting, compute_s, _ = work
         first_token_s = backlog_s + compute_s + blocks_free_s
-        return (
-            float(streams),
-            float(streams + waiting),
-            first_token_s,
-            blocks_free_s,
-            cached,
-            streams,
-            waiting,
-        )
+        prices = float(streams), float(streams + waiting)  # with a prefill worker, and without
+        return *prices, first_token_s, blocks_free_s, cached, streams, waiting
 
 
 POLICIES: dict[str, type[RoutingPolicy]] = {policy.name: policy for policy in (PredictedTime, LeastRequests)}
