@@ -214,7 +214,7 @@ async def test_pair_with_speculation_equals_one(
     drafting: dict[str, Any] = {"speculation_tokens": 8, "clock": itertools.count().__next__}
     async with open_race(folder, **drafting) as race:
         if kernels == "native" and not isinstance(race.decode.model, NativeDecoder):
-            pytest.skip("no native kernels")
+            pytest.skip("the native kernels are unavailable: no C compiler is installed")
         for number, way in enumerate(WAYS.values()):
             prompt = [(3 + number + place * 7) % VOCAB for place in range(40)]
             request = race.request(prompt, max_tokens=40, logprobs=2, **way)
