@@ -69,6 +69,14 @@ def test_overlap_gives_way_to_drafts_that_pay(count: int, graphs: bool) -> None:
         assert totals.generated_tokens == 30 * count
 
 
+def test_overlap_with_drafts_computes_a_prompt_in_chunks() -> None:
+    """A pass with a part of a prompt alone samples nothing, and no drafts follow it."""
+    clock = itertools.count().__next__
+    with Overlapping(blocks=200, chunk_tokens=16, speculation_tokens=8, clock=clock) as serving:
+        request = request_of("r", 40, max_tokens=5)
+        assert serving.run(request) == [serving.reference(request)]
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 16, 24])
 def test_overlap_gives_the_same_tokens(count: int, graphs: bool) -> None:

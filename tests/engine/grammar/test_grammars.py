@@ -262,6 +262,30 @@ async def test_grammars_tenant_delays_no_other_tenant() -> None:
     grammars.close()
 
 
+async def test_grammars_tenant_that_hangs_up_keeps_its_turn_until_its_thread_is_free() -> None:
+    """Otherwise, requests that are sent and abandoned would take all threads."""
+    grammars = Grammars(TOKENIZER, compile_s=60)
+    await grammars.prepare(Constraint("regex", "first"), None)
+    process, before = grammars.validator.process, grammars.validator.count
+    assert process is not None
+    os.kill(process, signal.SIGSTOP)
+    try:
+        for number in range(THREADS):
+            abandoned = asyncio.ensure_future(grammars.prepare(Constraint("regex", f"a{number}"), None, "a"))
+            await asyncio.sleep(0)  # it waits for its turn or for the process
+            abandoned.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await abandoned
+        other = asyncio.ensure_future(grammars.prepare(Constraint("regex", "b"), None, "b"))
+        await asyncio.sleep(0)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    await other
+    await grammars.prepare(Constraint("regex", "last"), None, "a")
+    assert grammars.validator.count == before + 3, "the first of a, b, and the last of a"
+    grammars.close()
+
+
 async def test_grammars_abandoned_request_starts_no_validation() -> None:
     grammars = Grammars(TOKENIZER, compile_s=60)
     await grammars.prepare(Constraint("regex", "first"), None)

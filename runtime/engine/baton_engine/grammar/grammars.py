@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -124,16 +125,22 @@ class Grammars:
             raise self._overloaded() from None
         finally:
             self._waiting -= 1
-        try:
-            return await self._on_thread(constraint, thinking)
-        finally:
-            turn.release()
+        return await self._on_thread(constraint, thinking, turn)
 
     async def _on_thread(
-        self, constraint: Constraint, thinking: Thinking | None
+        self, constraint: Constraint, thinking: Thinking | None, turn: asyncio.Lock | None = None
     ) -> Callable[[], GrammarMatcher]:
+        """Compile on a thread. `turn` is released when the thread is free, even if nobody waits any more."""
+        loop = asyncio.get_running_loop()
         context = contextvars.copy_context()  # log lines contain the request id
         compiling = self._pool.submit(context.run, self.matchers, constraint, thinking)
+        if turn is not None:
+
+            def ended(_: object) -> None:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits for a turn
+                    loop.call_soon_threadsafe(turn.release)
+
+            compiling.add_done_callback(ended)
         answer = asyncio.wrap_future(compiling)
         self._waiting += 1
         try:

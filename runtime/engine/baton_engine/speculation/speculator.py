@@ -2,9 +2,9 @@
 Planning of drafts: which generating sequences compute draft tokens in the next pass, and how many.
 
 The engine samples each position from its logits with the state of the sequence, as in a step of its own. It
-continues with the next position only if the sampled token is the draft token. So drafts decide how many
-tokens of an answer a pass has, and never which ones: an answer is a sample of the model's distribution.
-Kernels that round a row of several tokens otherwise than single tokens do so in all passes of several tokens.
+continues with the next position only if the sampled token is the draft token. So an answer is a sample of the
+model's distribution, with drafts and without. Both have the same bits if those of a token's logits do not
+depend on the other tokens of its pass (`NativeDecoder.exact_rows`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Speculator:
         if not self._tokens:
             return False
         chances = [chances[1:] for _, _, chances in self._proposals(sequences)]
-        return any(allot(chances, len(sequences), self.times))
+        return bool(chances) and any(allot(chances, len(sequences), self.times))
 
     def plan(self, plan: StepPlan) -> dict[Sequence, tuple[int, ...]]:
         """
