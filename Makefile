@@ -116,7 +116,7 @@ $(VENV)/demo $(VENV)/dev: pyproject.toml constraints.txt images/cpu_only.py | $(
 	  $(PYTHON) images/cpu_only.py excluded constraints.txt >$(VENV)/excluded; \
 	else \
 	  echo "Installing with CUDA. Packages that uv has not cached are downloaded, 3.2 GB at most; $(VENV) becomes 6 GB."; \
-		fi
+	fi
 	@index="$${PIP_INDEX_URL:-$$(python3 -m pip config get global.index-url 2>/dev/null)}"; \
 	if [ -n "$$index" ] && [ -z "$$UV_DEFAULT_INDEX$$UV_INDEX_URL" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
 	PYTHONPATH=api:runtime/engine $(PYTHON) -m baton_engine.ops.native.library >/dev/null 2>&1 & \

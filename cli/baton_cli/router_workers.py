@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from baton_api.engines import EngineKind
 from baton_api.errors import SetupError
@@ -40,6 +42,15 @@ def read(url: str, api_key: str) -> list[Row]:
 def base(url: str) -> str:
     """Return the address of a service without the path of its API."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def samples(client: httpx.Client, url: str) -> list[Sample]:
+    """Return the samples of a worker's metrics. Empty: it cannot be reached, or exposes none."""
+    try:
+        text = client.get(f"{url}/metrics").raise_for_status().text
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return []
 
 
 def reported_load(row: Row) -> Mapping[str, Any] | None:

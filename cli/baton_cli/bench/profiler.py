@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.text import Text
 
@@ -207,13 +206,9 @@ class DecodeCapacity:
 
 def _running_limit(worker: str) -> int:
     """Return how many streams a worker runs. 0: its metrics do not say it, or it cannot be reached."""
-    try:
-        text = httpx.get(f"{worker}/metrics", trust_env=False, timeout=ANSWER_S).raise_for_status().text
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return 0
-    families = text_string_to_metric_families(text)
-    samples = (sample for family in families for sample in family.samples)
-    return round(sum(sample.value for sample in samples if sample.name == metrics.WORKER_RUNNING_LIMIT.name))
+    with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
+        found = router_workers.samples(client, worker)
+    return round(sum(sample.value for sample in found if sample.name == metrics.WORKER_RUNNING_LIMIT.name))
 
 
 @dataclass(frozen=True, slots=True)

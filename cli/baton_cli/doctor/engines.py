@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api.engines import EngineKind
 from baton_api.workers import Role
 from baton_cli.doctor.machine import EngineWorker, Finding, Level, Machine, good, note
+from baton_cli.router_workers import samples
 
 CONNECT_S = 3.0
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -132,12 +132,8 @@ def _object(answer: httpx.Response) -> dict[str, Any]:
 
 def _cache_config(client: httpx.Client, url: str) -> Mapping[str, str]:
     """Return the labels of vLLM's metric of that name. Nothing if the worker exposes none."""
-    try:
-        families = list(text_string_to_metric_families(client.get(f"{url}/metrics").raise_for_status().text))
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-        return {}
-    samples = (sample for family in families for sample in family.samples)
-    return next((sample.labels for sample in samples if sample.name == "vllm:cache_config_info"), {})
+    found = samples(client, url)
+    return next((sample.labels for sample in found if sample.name == "vllm:cache_config_info"), {})
 
 
 CHECK = "workers"

@@ -87,7 +87,7 @@ class Lookup:
         self._earlier: list[int] = [0] * PAIR
         """By position, that of the preceding occurrence of the same pair; 0: none."""
         self._match_end: int | None = 0 if prediction else None
-        """Place of the token that follows if the answer continues like an earlier part."""
+        """Position of the token that follows if the answer continues like an earlier part."""
         self._matched = 0
         """Length of the match before `_match_end`."""
         self._pushed = 0

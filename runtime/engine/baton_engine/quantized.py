@@ -167,7 +167,11 @@ LEAST_POWER = 0x40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """Rows of a matrix [outputs, inputs]. Groups are consecutive inputs of one size; the last may be cut."""
+    """
+    Rows of a matrix [outputs, inputs]. Groups are consecutive inputs of one size; the last may be cut.
+
+    A value is number * scale + offset. The fields are those of the formats, so nothing is rounded.
+    """
 
     numbers: Tensor
     """[outputs, inputs] int8; uint8 for 4 bits, and for the bits of float8."""

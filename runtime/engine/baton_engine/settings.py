@@ -254,10 +254,10 @@ class WorkerSettings(BaseSettings):
 
     speculation: Literal["auto", "ngram", "draft", "off"] = "auto"
     """Compute draft tokens beside the pending token of a generating sequence, where this is faster. Answers
-    keep their distribution. auto: ngram where answers keep all bits too, which is on CPUs without AMX, and
-    off elsewhere, so that a seed gives the same answer again. ngram: drafts continue an earlier occurrence
-    of the latest tokens in the prompt, the answer or the request's `prediction`. draft: drafts come from
-    --draft-model. off: none."""
+    keep their distribution. auto: ngram where answers keep all bits too, which is with the native kernels of
+    CPUs, except for bfloat16 with AMX, and off elsewhere, so that a seed gives the same answer again. ngram:
+    drafts continue an earlier occurrence of the latest tokens in the prompt, the answer or the request's
+    `prediction`. draft: drafts come from --draft-model. off: none."""
 
     draft_model: str = ""
     """Model for --speculation draft: a path, a Hub id or a .gguf file, as for MODEL. It needs the same

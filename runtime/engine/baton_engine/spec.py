@@ -13,8 +13,6 @@ from typing import Literal
 from baton_api.errors import SetupError
 
 MOST_EXPERTS = 4_096
-
-
 MOST_INTERMEDIATE = 1_048_576
 """Upper bounds of sizes, above those of any published model. A larger number indicates a damaged file."""
 

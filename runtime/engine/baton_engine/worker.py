@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -298,14 +299,16 @@ def _capture(
 ) -> tuple[Model, tuple[Model, KVCache] | None]:
     """Capture decode passes. Returns the model, and the draft model with its cache, if there is one."""
     taken = partial(taken_bytes, cache.kv.device)
-    before = taken()
+    before, began = taken(), time.monotonic()
     captures = capture_limits(settings, loaded.model)
     model = with_graphs(loaded.model, cache, limits, captures, taken)
     models, draft = [model], None
     if loaded.draft is not None:
         left = captures.memory - (taken() - before)
         drafts = KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device)
-        captures = replace(capture_limits(settings, loaded.draft), memory=left)
+        captures = capture_limits(settings, loaded.draft)
+        seconds = max(0.0, captures.seconds - (time.monotonic() - began))
+        captures = replace(captures, memory=left, seconds=seconds)
         draft = with_graphs(loaded.draft, drafts, limits, captures, taken), drafts
         models.append(draft[0])
     for one in models:

@@ -64,7 +64,8 @@ def largest_passes(limits: EngineLimits) -> list[list[BatchRow]]:
     """
     Return the rows of the passes with the most memory: the longest chunk, alone and with all others.
 
-    With drafts, a pass without prompt tokens may have more results than that.
+    A pass without prompt tokens may have more results than these, with drafts or with more sequences than
+    tokens.
     """
     generating = min(limits.max_running, max(1, limits.chunk_tokens - BLOCK_SIZE))
     others = [BatchRow([0], BLOCK_SIZE - 1, [1], 1) for _ in range(generating)]

@@ -15,7 +15,7 @@ from baton_api.answer_usage import COMMENT, take_comments
 from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_line, read_numbers, with_resumption
 from tests.engine.api.api import MODEL, USER, Api, open_api
 
-FOLLOW = {headers.RESUMABLE: "1"}
+RESUMABLE = {headers.RESUMABLE: "1"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -61,14 +61,16 @@ def json_of(text: bytes) -> Beginning:
 
 
 async def follow(api: Api, path: str, body: dict[str, Any]) -> Followed:
-    response = await api.http.post(path, json=body, headers=FOLLOW)
+    response = await api.http.post(path, json=body, headers=RESUMABLE)
     assert response.status_code == 200, response.text
     return Followed(response.content)
 
 
 async def resume(api: Api, path: str, body: dict[str, Any], resumption: Resumption) -> Followed:
     raw = with_resumption(json.dumps(body).encode(), resumption)
-    response = await api.http.post(path, content=raw, headers={**FOLLOW, "content-type": "application/json"})
+    response = await api.http.post(
+        path, content=raw, headers={**RESUMABLE, "content-type": "application/json"}
+    )
     assert response.status_code == 200, response.text
     return Followed(response.content)
 
@@ -168,7 +170,7 @@ async def test_stream_that_cannot_be_resumed_says_what_it_has_cost(
     if "input" in body:
         del length["ignore_eos"]
         api.model.script = "abcdefghi"
-    stream = (await api.http.post(path, json={**body, **length}, headers=FOLLOW)).content
+    stream = (await api.http.post(path, json={**body, **length}, headers=RESUMABLE)).content
     rest, last = take_comments(stream)
     assert b"baton-" not in rest.replace(b'"baton-', b"")
     assert last is not None and last.generated == 6 * choices
@@ -182,7 +184,7 @@ async def test_stream_that_cannot_be_resumed_says_what_it_has_cost(
 @pytest.mark.parametrize("fields", [{"n": 2}, {"stream": False, "stream_options": None}])
 async def test_resume_unsupported_request_is_not_offered(api: Api, fields: dict[str, Any]) -> None:
     path, body = chat(max_tokens=4, **fields)
-    response = await api.http.post(path, json=body, headers=FOLLOW)
+    response = await api.http.post(path, json=body, headers=RESUMABLE)
     assert response.status_code == 200
     assert BEGINS not in response.content and TOKENS not in response.content
     resumed = with_resumption(json.dumps(body).encode(), Resumption(Beginning("x", 1, 1, 0), [1]))

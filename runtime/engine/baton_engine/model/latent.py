@@ -1,4 +1,10 @@
-"""Multi-head latent attention with torch operations, around attention in the latent space."""
+"""
+Multi-head latent attention with torch operations: all heads share one latent vector per token.
+
+https://arxiv.org/abs/2405.04434, section 2.1. The cache keeps only that vector: the normalized latent, then
+the rotated part of the key. `ModelSpec` describes it as one key head of `kv_rank` + `rotated` dimensions
+without values. Scores and sums are computed in the latent space, between the two halves of the expansion.
+"""
 
 from __future__ import annotations
 

@@ -182,7 +182,8 @@ def file_name(*parts: object) -> str:
     """Return the name of the file for weights that depend on `parts`, by their representations."""
     digest = hashlib.sha256(repr(parts).encode())
     package = Path(__file__).parents[1]
-    for source in (package / "quantized.py", package / "spec.py", *sorted((package / "model").rglob("*.py"))):
+    layout = package / "quantized.py", package / "spec.py", package / "ops" / "native" / "support.py"
+    for source in (*layout, *sorted((package / "model").rglob("*.py"))):
         digest.update(source.read_bytes())
     return f"{PREFIX}{digest.hexdigest()[:32]}"
 

@@ -30,6 +30,8 @@ from baton_engine.model.tensor_reader import TensorReader, TensorSource, TensorS
 from baton_engine.quantized import NATIVE_FORMATS, Format, Matrix, Quantized
 from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec, Quantize
 
+log = logging.getLogger(__name__)
+
 
 def latent_shapes(
     spec: ModelSpec, latent: LatentSpec, names: TensorNames
@@ -152,9 +154,6 @@ def _of_each(experts: ExpertSpec, parts: Sequence[str]) -> list[str]:
 
 def _dense_gates(names: TensorNames) -> list[str]:
     return [names.gate_up] if names.gate_up else [names.gate, names.up]
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

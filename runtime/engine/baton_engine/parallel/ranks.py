@@ -59,6 +59,8 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.spec import ModelSpec
 from baton_engine.streams import Streams, streams_of
 
+log = logging.getLogger(__name__)
+
 LOOKS = 4
 """Times per limit that the thread looks at the wait."""
 
@@ -105,8 +107,6 @@ class PassWatch:
                 self._on_late()
                 return
 
-
-log = logging.getLogger(__name__)
 
 Expected = TypeVar("Expected")
 

@@ -1,5 +1,5 @@
 """
-Verification of drafts: exact, because each position is sampled like in a step of its own.
+Verification of drafts: each position is sampled like in a step of its own.
 
 Positions are sampled one after the other, each with the state that the tokens before it left: random numbers
 by position, penalties, token masks and the minimum length. A draft token is accepted if it is the sampled
