@@ -120,7 +120,7 @@ def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:
             "Invalid 'order': expected one of 'asc', 'desc'.", param="order", code=INVALID_VALUE
         )
     ordered = list(items if order == "asc" else reversed(items))
-    ids = [_id(item) for item in ordered]
+    ids = [identity(item)[0] for item in ordered]
     first = 0
     if after := query.get("after"):
         if after not in ids:
@@ -174,7 +174,3 @@ def identity(item: bytes) -> tuple[str, str]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "", ""
     return read.id, read.type
-
-
-def _id(item: bytes) -> str:
-    return _decoder.decode(item).id

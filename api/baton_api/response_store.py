@@ -62,7 +62,7 @@ class Turn:
 
     @property
     def output(self) -> list[bytes]:
-        return [bytes(item) for item in _decoder.decode(self.body).output]
+        return [bytes(item) for item in _output(self.body)]
 
     @property
     def whole_input(self) -> list[bytes]:
@@ -92,8 +92,8 @@ class OwnersShare:
     """Of retrievable responses, oldest first."""
     size: int = 0
     """Bytes of turns in memory."""
-    items: dict[str, tuple[Turn, bytes]] = field(default_factory=dict)
-    """Items of retrievable responses by their ids, each with the last response that has it."""
+    items: dict[str, list[tuple[Turn, bytes]]] = field(default_factory=dict)
+    """Items of retrievable responses by their ids, with each response that has them, the newest last."""
 
 
 class ResponseStore:
@@ -127,8 +127,8 @@ class ResponseStore:
             share = self._shares.setdefault(owner, OwnersShare())
             self._hold(share, turn)
             share.ids[turn.id] = None
-            for id, item in _named_items(turn):
-                share.items[id] = turn, item
+            for id, item in _named_items(turn).items():
+                share.items.setdefault(id, []).append((turn, item))
             self._kept[owner, turn.id] = turn, self._clock() + self._limits.seconds
             while len(self._kept) > self._limits.responses:
                 self._evict(lambda share: len(share.ids))
@@ -158,7 +158,7 @@ class ResponseStore:
                             "has it. Send the item itself, in the AI SDK by the option 'store: false'.",
                             param=f"input[{position}].id",
                         )
-                    whole[position] = bytes(share.items[id][1])
+                    whole[position] = bytes(share.items[id][-1][1])
         return whole
 
     def previous(self, owner: bytes, id: str) -> Turn:
@@ -196,8 +196,10 @@ class ResponseStore:
         owner, id = key
         share = self._shares[owner]
         del share.ids[id]
-        for item_id, _ in _named_items(turn):
-            if item_id in share.items and share.items[item_id][0] is turn:
+        for item_id in _named_items(turn):
+            having = share.items[item_id]
+            del having[next(at for at, (holder, _) in enumerate(having) if holder is turn)]
+            if not having:
                 del share.items[item_id]
         self._release(share, turn)
         if not share.ids:
@@ -236,12 +238,10 @@ def owner(authorization: bytes, keyed: bool) -> bytes:
     return hashlib.sha256(authorization.partition(b" ")[2].strip()).digest() if keyed else b""
 
 
-def _named_items(turn: Turn) -> Iterator[tuple[str, bytes]]:
-    """The items of a response that have ids, and these. Of its output, views of its body."""
-    for item in (*turn.input, *_output(turn.body)):
-        id, _ = response_items.identity(item)
-        if id:
-            yield id, item
+def _named_items(turn: Turn) -> dict[str, bytes]:
+    """The items of a response that have ids, by these. Of its output, views of its body."""
+    items = (*turn.input, *_output(turn.body))
+    return {id: item for item in items if (id := response_items.identity(item)[0])}
 
 
 def _output(body: bytes) -> list[msgspec.Raw]:

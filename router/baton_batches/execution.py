@@ -92,8 +92,8 @@ def reachable(url: str) -> str:
     """
     The same router as a process on this machine calls it.
 
-    >>> reachable("http://0.0.0.0:8080")
-    'http://127.0.0.1:8080'
+    >>> reachable("http://0.0.0.0:8000")
+    'http://127.0.0.1:8000'
     """
     parts = urlsplit(url)
     host = LOOPBACK.get(parts.hostname or "", "")

@@ -298,10 +298,10 @@ class RouterSettings(BatchSettings):
 
     # --- Scheduling ---
 
-    policy: str = "predicted-time"
+    policy: Literal["predicted-time", "least-requests"] = "predicted-time"
     """Policy that chooses among the workers that can serve a request. predicted-time: the lowest predicted
     time to first token, with the delay of other requests. least-requests: the fewest requests at the
-    worker."""
+    worker, or at both workers of a pair."""
 
     profile: tuple[Path, ...] = ()
     """Profile written by `baton bench --find`; repeatable, one per model. It provides the speed of workers

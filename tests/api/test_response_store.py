@@ -88,6 +88,20 @@ def test_items_are_found_by_their_ids_while_their_response_is() -> None:
         store.resolved(ME, [reference("i1")])
 
 
+def test_items_outlive_a_later_response_that_has_them_too() -> None:
+    store, _ = make_store()
+    first, second = b'{"id":"msg_x","content":"first"}', b'{"id":"msg_x","content":"second"}'
+    store.put(ME, Turn("a", None, (), b'{"output":[%b]}' % first))
+    store.put(ME, Turn("b", None, (second, second), b'{"output":[]}'))
+    reference = msgspec.json.encode({"type": "item_reference", "id": "msg_x"})
+    assert store.resolved(ME, [reference]) == [second]
+    store.delete(ME, "b")
+    assert store.resolved(ME, [reference]) == [first]
+    store.delete(ME, "a")
+    with pytest.raises(InvalidRequest, match="'msg_x' not found"):
+        store.resolved(ME, [reference])
+
+
 def test_same_id_may_have_two_owners() -> None:
     store, _ = make_store()
     mine, yours = turn("a"), turn("a")

@@ -47,7 +47,7 @@ def take(browser: Browser, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="", help="of a service that runs, such as http://127.0.0.1:8080")
+    parser.add_argument("--url", default="", help="of a service that runs, such as http://127.0.0.1:8000")
     with service(parser.parse_args().url) as url, browsing() as browser:
         browser.open(f"{url}/")
         browser.until_live()

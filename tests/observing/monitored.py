@@ -28,7 +28,6 @@ from tests.ports import steady_port
 READY_S = 300.0
 END_S = 300.0
 SCRAPE = "1s"
-CHANGES_A_BATCH = 5
 NAMESPACE, SERVICE = "models", "chat"
 """The service that the operator manages. Prometheus gives the same labels to the local processes."""
 TOPICS = ("herons", "relays", "tides", "lighthouses", "bicycles", "glaciers")

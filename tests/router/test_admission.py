@@ -8,8 +8,8 @@ import random
 import pytest
 
 from baton_router.scheduling.admission import (
-    INITIAL_FACTOR,
     MAX_CORRECTION,
+    MAX_FACTOR,
     MIN_CORRECTION,
     MIN_FACTOR,
     DeadlineFactor,
@@ -54,18 +54,18 @@ def test_too_late_compares_prediction_and_objective(name: str) -> None:
 
 def test_deadline_factor_falls_with_late_requests_and_recovers() -> None:
     deadline_factor = DeadlineFactor()
-    assert deadline_factor.value == INITIAL_FACTOR
+    assert deadline_factor.value == MAX_FACTOR
     for _ in range(100):
         deadline_factor.waited(in_vain=True)
     assert deadline_factor.value == MIN_FACTOR
     for _ in range(1000):
         deadline_factor.waited(in_vain=False)
-    assert deadline_factor.value == INITIAL_FACTOR
+    assert deadline_factor.value == MAX_FACTOR
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_deadline_factor_settles_at_a_twentieth_of_late_requests(seed: int) -> None:
-    """If a higher deadline_factor makes more requests late, it settles where few are late."""
+    """If a higher factor makes more requests late, it settles where few are late."""
     rng = random.Random(seed)
     deadline_factor, vain = DeadlineFactor(), 0
     for number in range(20_000):

@@ -71,7 +71,7 @@ class FakePicker:
 
     def failed(self, grant: Grant, loss: WorkerLoss = UNREACHABLE) -> None:
         assert self.granted[grant.number] == grant
-        self.heard.append(("failed", loss.crashed))
+        self.heard.append(("failed", loss))
 
     def full(self, grant: Grant) -> None:
         assert self.granted[grant.number] == grant
@@ -79,7 +79,7 @@ class FakePicker:
 
     def release(self, grant: Grant, end: RequestEnd) -> None:
         assert self.granted.pop(grant.number) == grant
-        self.heard.append(("let go", end.complete))
+        self.heard.append(("let go", end))
 
 
 class Linked:
@@ -142,10 +142,12 @@ async def test_grant_arrives_and_its_outcome_returns() -> None:
             "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", b"why"
         )  # fmt: skip
         both.remote.began(grant, REPORT)
-        both.remote.failed(grant, WorkerLoss(crashed=True))
-        both.remote.release(grant, RequestEnd(complete=True))
+        loss = WorkerLoss(crashed=True, at_prefill=True, prefill_crashed=True)
+        end = RequestEnd(complete=True, tokens=7, cached=3, charged=12)
+        both.remote.failed(grant, loss)
+        both.remote.release(grant, end)
         await until(lambda: not both.picker.granted)
-        assert both.picker.heard == [("began", REPORT), ("failed", True), ("let go", True)]
+        assert both.picker.heard == [("began", REPORT), ("failed", loss), ("let go", end)]
         assert not both.unasked
 
 
@@ -273,7 +275,8 @@ async def test_remote_picker_resends_ungranted_requests() -> None:
         for grant in grants:
             both.remote.release(grant, RequestEnd(complete=True))
         await until(lambda: not both.picker.granted)
-        assert both.picker.heard == [("let go", False), ("let go", True), ("let go", True)]
+        ends = [RequestEnd(complete=False), RequestEnd(complete=True), RequestEnd(complete=True)]
+        assert both.picker.heard == [("let go", end) for end in ends]
         assert not both.unasked
 
 

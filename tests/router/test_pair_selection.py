@@ -275,16 +275,16 @@ def test_selection_equals_the_plain_formula(seed: int) -> None:
     for way in map(PairOption._make, candidates):
         d = decodes[way.decode]
         source = None if way.prefill == LOCAL_PREFILL else prefills[way.prefill]
-        assert way.price_s == pytest.approx(prices[d.name, source.name if source else None])
+        assert way.price == pytest.approx(prices[d.name, source.name if source else None])
         computer = source or d
         moved = moving[source.name, d.name] if source else 0.0
         assert way.first_token_s == pytest.approx(
             computer.backlog_s + computer.compute_s + moved + d.blocks_free_s
         )
         assert way.cached == computer.cached and way.busy == d.streams + computer.waiting
-        assert way.first_token_s <= way.price_s + 1e-9
+        assert way.first_token_s <= way.price + 1e-9
 
     taken = choose_option(candidates, rng)
-    close = [way for way in map(PairOption._make, candidates) if way.price_s <= candidates[0][0] + CLOSE_S]
+    close = [way for way in map(PairOption._make, candidates) if way.price <= candidates[0][0] + CLOSE_S]
     assert taken in close
     assert (taken.cached, -taken.busy) == max((way.cached, -way.busy) for way in close)

@@ -1,7 +1,7 @@
 """
 The dashboard's data: the service with its workers, queue and rates, and each request as a timeline.
 
-All data come from the scheduler's records (`planner.Placement`); the dashboard stores no data of its own.
+All data come from the scheduler's records (`placement.Placement`); the dashboard stores no data of its own.
 An open dashboard receives a request when it is new, has its first token, or has ended; a slow client skips
 states. It shows names and numbers only, never text. A tenant that is not an admin sees its own requests, and
 neither addresses nor the load and queue of others.
@@ -244,7 +244,8 @@ def request_view(placement: Placement, tenant: Tenant, epoch: Epoch) -> dict[str
         "decision": {
             "estimated_tokens": placement.tokens,
             "expected_cached": placement.option.cached,
-            "price_s": decision["price_s"],
+            "price": decision["price"],
+            "price_unit": decision["price_unit"],
             "predicted_first_token_s": decision["predicted_first_token_s"],
             "first_token_s": decision["first_byte_s"] if placement.streams else None,
             "others": decision["others"] if tenant.admin else [],
@@ -283,16 +284,16 @@ class RequestWatch:
         return placement.ended is not None or placement.first_byte != self._first_bytes[placement.number]
 
     def _new(self, placements: deque[Placement]) -> list[Placement]:
-        dispatches_found: list[Placement] = []
+        found: list[Placement] = []
         newest = self._last
         for placement in reversed(placements):
-            if placement.number <= self._last or len(dispatches_found) == REQUESTS_LIMIT:
+            if placement.number <= self._last or len(found) == REQUESTS_LIMIT:
                 break
             newest = max(newest, placement.number)
             if visible(placement, self.tenant):
-                dispatches_found.append(placement)
+                found.append(placement)
         self._last = newest
-        return dispatches_found[::-1]
+        return found[::-1]
 
     def _follow(self, placement: Placement) -> None:
         if placement.ended is not None:

@@ -14,7 +14,7 @@ from baton_api.prompt_report import PromptReport
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
 from baton_router.engines.bodies import openai_error
-from baton_router.engines.engine_request import EngineRequest, ResumeState
+from baton_router.engines.engine_request import BAD, EngineRequest, ResumeState
 
 
 class _Details(msgspec.Struct):
@@ -52,7 +52,7 @@ class OpenAiEngine:
         return estimated_report(tokens, cached) if tokens else None
 
     def client_body(self, attempt: EngineRequest, body: bytes) -> bytes:
-        return body if attempt.status < 400 else openai_error(attempt.status, body, attempt.request.path)
+        return body if attempt.status < BAD else openai_error(attempt.status, body, attempt.request.path)
 
     def cached_tokens(self, attempt: EngineRequest) -> int | None:
         return None

@@ -25,7 +25,9 @@ from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.engines.bodies import openai_error, with_members
 from baton_router.engines.engine_request import (
+    BAD,
     CRASH_CAUSES,
+    FAILED,
     PREFILL_CRASHED,
     PREFILL_LOST,
     EngineRequest,
@@ -40,8 +42,6 @@ BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate")
 """Paths that a pair serves."""
-
-FAILED = 500
 
 
 class SglangBody(msgspec.Struct):
@@ -156,7 +156,7 @@ class SglangEngine:
         return estimated_report(tokens, cached, remote=bool(attempt.grant.prefill)) if tokens else None
 
     def client_body(self, attempt: EngineRequest, body: bytes) -> bytes:
-        return body if attempt.status < 400 else openai_error(attempt.status, body, attempt.request.path)
+        return body if attempt.status < BAD else openai_error(attempt.status, body, attempt.request.path)
 
     def cached_tokens(self, attempt: EngineRequest) -> int | None:
         return None

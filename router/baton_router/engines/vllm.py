@@ -23,7 +23,15 @@ from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.cache.token_blocks import prompt_tail
 from baton_router.engines.bodies import openai_error, with_members
-from baton_router.engines.engine_request import OVERDUE, EngineRequest, ResumeState
+from baton_router.engines.engine_request import (
+    BAD,
+    BUSY,
+    FAILED,
+    OK,
+    OVERDUE,
+    EngineRequest,
+    ResumeState,
+)
 from baton_router.engines.openai import estimated_report, usage_of
 from baton_router.engines.vllm_stream import ABORTED, StreamOptions, VllmState, VllmStream, with_cached_tokens
 
@@ -46,9 +54,6 @@ REMOTE_DECODE = {
 
 REPLY_LIMIT = 16 * 1024**2
 """Maximum bytes of a prefill worker's reply, most of which are the prompt's token ids."""
-
-BUSY = (429, 503)
-OK = 200
 
 
 class VllmBody(msgspec.Struct):
@@ -293,7 +298,7 @@ class VllmEngine:
         )
 
     def client_body(self, attempt: EngineRequest, body: bytes) -> bytes:
-        if attempt.status >= 400:
+        if attempt.status >= BAD:
             return openai_error(attempt.status, body, attempt.request.path)
         if ABORTED in body:
             raise UpstreamLost(attempt.grant.decode, "aborted")
@@ -332,4 +337,4 @@ def tail_of(attempt: EngineRequest, tokens: list[int]) -> str:
 def _fallback_of(status: int) -> Fallback:
     if status in BUSY:
         return Fallback.BUSY
-    return Fallback.REJECTED if status < 500 else Fallback.FAILED
+    return Fallback.REJECTED if status < FAILED else Fallback.FAILED

@@ -2,7 +2,7 @@
 Admin operations, sent to workers: abort a request, flush the caches, probe that a pair works.
 
 The router keeps no list of requests, so an abort goes to all workers. The probe generates one token through a
-pair of workers, another one each time.
+pair of workers, chosen at random.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Proxy:
         context = RequestContext(scope, receive, send)
         logs.about(request_id=context.id.decode())
         if self._tracing is not None:
-            context.trace = self._tracing.begin(scope["headers"], context.path)
+            context.trace = self._tracing.begin(scope["headers"])
         self._metrics.in_flight += 1
         try:
             await self._serve(context)

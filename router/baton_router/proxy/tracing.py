@@ -51,7 +51,7 @@ class Tracing:
         self._spans = spans
         self._bound = round(ratio * 2**64)
 
-    def begin(self, given: Headers, path: str) -> RequestTrace:
+    def begin(self, given: Headers) -> RequestTrace:
         """A request has arrived, with these headers."""
         parent = trace_context.read(given)
         if parent is None:
@@ -60,7 +60,7 @@ class Tracing:
         else:
             trace, recorded = parent.trace, parent.sampled
         here = TraceContext(trace, random.getrandbits(64) or 1, recorded, parent.state if parent else b"")
-        return RequestTrace(self._spans.take, here, parent.span if parent else 0, path)
+        return RequestTrace(self._spans.take, here, parent.span if parent else 0)
 
     async def close(self) -> None:
         """Send what was not sent yet."""
@@ -76,21 +76,19 @@ class RequestTrace:
         "events",
         "here",
         "parent",
-        "path",
         "place",
         "recorded",
         "resumptions",
         "write",
     )
 
-    def __init__(self, write: Callable[[bytes], None], here: TraceContext, parent: int, path: str) -> None:
+    def __init__(self, write: Callable[[bytes], None], here: TraceContext, parent: int) -> None:
         self.write = write
         self.here = here
         self.parent = parent
         self.recorded = here.sampled
         """Whether anything of it is kept; its trace is passed on in any case."""
         if self.recorded:
-            self.path = path
             self.place = otlp.place(here.trace, here.span)
             self.began = time.perf_counter()
             self._epoch_ns = time.time_ns() - int(self.began * 1e9)

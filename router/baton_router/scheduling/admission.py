@@ -18,9 +18,9 @@ from typing import Protocol
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import Overloaded
 
-INITIAL_FACTOR = 1.5
-"""Maximum wait of an interactive request, in multiples of its objective, and the initial maximum of its
-predicted time: a prediction may be wrong."""
+MAX_FACTOR = 1.5
+"""Maximum wait of an interactive request, in multiples of its objective. The `DeadlineFactor` begins here and
+never exceeds it: a prediction may be wrong."""
 
 MIN_FACTOR = 0.8
 TIGHTEN = 0.05
@@ -56,7 +56,7 @@ def wait_limits(
         return WaitLimits(math.inf, math.inf)
     if priority_class == "interactive":
         objective = interactive_s if ttft_slo_s is None else ttft_slo_s
-        return WaitLimits(objective, INITIAL_FACTOR * objective)
+        return WaitLimits(objective, MAX_FACTOR * objective)
     if ttft_slo_s is None:
         return WaitLimits(math.inf, wait_s)
     return WaitLimits(ttft_slo_s, ttft_slo_s)
@@ -88,12 +88,12 @@ class DeadlineFactor:
     __slots__ = ("value",)
 
     def __init__(self) -> None:
-        self.value = INITIAL_FACTOR
+        self.value = MAX_FACTOR
 
     def waited(self, *, in_vain: bool) -> None:
         """Count an interactive request that left the queue; `in_vain` if it timed out."""
         self.value += -TIGHTEN if in_vain else RELAX
-        self.value = min(INITIAL_FACTOR, max(MIN_FACTOR, self.value))
+        self.value = min(MAX_FACTOR, max(MIN_FACTOR, self.value))
 
 
 class WaitBias:

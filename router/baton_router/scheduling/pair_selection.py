@@ -6,8 +6,9 @@ itself (local prefill). The time of each option is predicted from learned costs 
 (`prefix_index`) and booked work (`bookings`). No threshold defines a short prompt: a short or cached prompt
 is faster where it is generated, and the prediction shows it.
 
-The price of an option is its seconds for this request, plus the delay that it causes for later requests: a
-second of a busy worker costs more. With little load the nearest cache wins; with much load the work spreads.
+By default the price of an option is its seconds for this request, plus the delay that it causes for later
+requests: a second of a busy worker costs more. With little load the nearest cache wins; with much load the
+work spreads. Other policies (`policies`) count something else.
 This module is arithmetic over plain numbers. It runs for every worker at every request, so it uses tuples.
 """
 
@@ -61,7 +62,8 @@ PlainOption = tuple[float, float, int, int, int, int]
 class PairOption(NamedTuple):
     """One way to serve the request."""
 
-    price_s: float
+    price: float
+    """In the policy's unit."""
     first_token_s: float
     """Predicted seconds to the first token."""
     cached: int
@@ -122,13 +124,15 @@ def pair_options(
     local_prefill_limit: int,
     context: int,
     pair_only: Collection[int] = (),
+    transfer_weight: float = 1.0,
 ) -> list[PlainOption]:
     """
     The options worth comparing, the cheapest first; at least one if there are decode workers.
 
     Workers are numbered by their index in `decodes` and `prefills`. `transfer_s` is called for some pairs of
-    a prefill and a decode worker. Local prefill of more than `local_prefill_limit` tokens is an option only
-    without a pair, and never for the decode workers in `pair_only`.
+    a prefill and a decode worker; each second costs `transfer_weight`. Local prefill of more than
+    `local_prefill_limit` tokens is an option only without a pair, and never for the decode workers in
+    `pair_only`.
     """
     options: list[PlainOption] = []
     paired: set[int] = set()
@@ -144,8 +148,8 @@ def pair_options(
                     if moving == NEVER:
                         continue
                     first = computed + moving + blocks_free
-                    way = (price + moving + generating, first, cached, streams + waiting, target, source)
-                    options.append(way)
+                    pair_price = price + transfer_weight * moving + generating
+                    options.append((pair_price, first, cached, streams + waiting, target, source))
             if len(options) > count:
                 paired.update(group.decodes)
     for target, (_, price, first, _, cached, streams, waiting) in enumerate(decodes):

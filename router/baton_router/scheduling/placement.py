@@ -50,6 +50,8 @@ class Placement(msgspec.Struct, eq=False):
     """How many of its chunks those two held when it was planned."""
     weights: Mapping[str, float]
     """Weights of the eligible revisions, if there were several."""
+    price_unit: str = "s"
+    """Unit of the options' prices."""
     cost: RequestCost = ONE_ANSWER
     others: int = 0
     """Tokens of the prompts but the first one, estimated."""
@@ -93,12 +95,12 @@ class Placement(msgspec.Struct, eq=False):
 
     @property
     def costs(self) -> str:
-        """The cheapest options and their prices in seconds: `decode` alone, or `prefill>decode`."""
+        """The cheapest options and their prices: `decode` alone, or `prefill>decode`."""
         shown = []
         for option in map(PairOption._make, self.options[:ALTERNATIVES_SHOWN]):
             pair = self.candidates.pair(option)
             name = f"{pair.prefill.name}>{pair.decode.name}" if pair.prefill else pair.decode.name
-            shown.append(f"{name}={option.price_s:.6f}")
+            shown.append(f"{name}={option.price:.6f} {self.price_unit}")
         return ";".join(shown)
 
     @property
@@ -120,7 +122,8 @@ def explain(placement: Placement) -> dict[str, object]:
         "prompt_bytes": placement.prompt.bytes,
         "tokens": placement.tokens,
         "cached": placement.option.cached,
-        "price_s": round(placement.option.price_s, 6),
+        "price": round(placement.option.price, 6),
+        "price_unit": placement.price_unit,
         "predicted_first_token_s": round(placement.option.first_token_s, 6),
         "first_byte_s": None
         if placement.first_byte is None
@@ -139,7 +142,7 @@ def _option_json(pair: WorkerPair, option: PairOption) -> dict[str, object]:
         "decode": pair.decode.name,
         "prefill": pair.prefill.name if pair.prefill else None,
         "cached": option.cached,
-        "price_s": round(option.price_s, 6),
+        "price": round(option.price, 6),
     }
 
 

@@ -138,6 +138,7 @@ class PlacementPlanner:
             others_s=others_s,
             matched=[(state, matched.get(state.slot, 0)) for state in {prefill_state, decode_state}],
             weights=weights,
+            price_unit=self.policy.price_unit,
         )
 
     def _options(
@@ -179,6 +180,7 @@ class PlacementPlanner:
             self._local_prefill_limit,
             tokens,
             candidates.pair_only,
+            self.policy.transfer_weight,
         )
 
     def book(self, placement: Placement, now: float) -> None:
@@ -331,7 +333,8 @@ class PlacementPlanner:
             if slower_s > step_s:
                 slowdown_s = streams * (slower_s - step_s) * self._answer_tokens.value
             if state.total_blocks:
-                blocks_free_s = self._blocks_free_s(state, tokens - work[0], step_s)
+                cached, _, _, _, _ = work
+                blocks_free_s = self._blocks_free_s(state, tokens - cached, step_s)
         return self.policy.decode_offer(work, streams, blocks_free_s, slowdown_s)
 
     def _blocks_free_s(self, state: WorkerState, tokens: int, step_s: float) -> float:

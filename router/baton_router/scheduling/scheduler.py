@@ -24,7 +24,7 @@ from baton_router.scheduling.crash_history import CrashHistory
 from baton_router.scheduling.outcome_attribution import OutcomeAttribution
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
-from baton_router.scheduling.policies import policy_of
+from baton_router.scheduling.policies import POLICIES
 from baton_router.scheduling.queue import BATCH, Queue
 from baton_router.scheduling.quotas import QuotaReservation, Quotas
 from baton_router.scheduling.revision_weights import RevisionWeights
@@ -61,7 +61,7 @@ class RequestScheduler:
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         measured = [profiles.read(one) for one in settings.profile]
         self.planner = PlacementPlanner(
-            workers, rng, settings.local_prefill_max_tokens, weights, measured, policy_of(settings.policy)
+            workers, rng, settings.local_prefill_max_tokens, weights, measured, POLICIES[settings.policy]()
         )
         self.kv_subscribers = KvSubscribers(
             workers, self.planner.worker_states, settings, clock, self.background

@@ -26,7 +26,8 @@ export function record(fields = {}) {
     decision: {
       estimated_tokens: 90,
       expected_cached: 32,
-      price_s: 0.1,
+      price: 0.1,
+      price_unit: "s",
       predicted_first_token_s: 0.09,
       first_token_s: 0.1,
       others: [],

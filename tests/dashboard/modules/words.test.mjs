@@ -20,12 +20,19 @@ test("a route in words", () => {
 });
 
 test("what happened and why, in sentences", () => {
-  const decision = { ...record().decision, others: [{ decode: "10.0.0.2:8000", prefill: null, cached: 0, price_s: 0.31 }] };
+  const decision = { ...record().decision, others: [{ decode: "10.0.0.2:8000", prefill: null, cached: 0, price: 0.31 }] };
   const said = sentences(record({ decision }), named);
   assert.match(said[0], /Prefill 1 computed the prompt, 7 KV blocks moved, and Decode 1 generated the answer/);
   assert.match(said[1], /Lowest cost: 100 ms\. Alternatives: 310 ms \(Decode 1, local prefill\)/);
+  assert.match(said[1], /The cost is the delay of this request/);
   assert.match(said[2], /40 of 100 prompt tokens came from the prefix cache; about 32 were expected/);
   assert.match(said[3], /at the workers: 100 ms; predicted: 90 ms/);
+});
+
+test("a price that counts requests is no time", () => {
+  const others = [{ decode: "10.0.0.2:8000", prefill: null, cached: 0, price: 3 }];
+  const [, why] = sentences(record({ decision: { ...record().decision, price: 2, price_unit: "requests", others } }), named);
+  assert.equal(why, "Lowest cost: 2. Alternatives: 3 (Decode 1, local prefill). The cost is the number of requests at the workers.");
 });
 
 test("what went wrong is said", () => {

@@ -5,7 +5,7 @@ No answer may be a 5xx, or have a status, a type, a header or a shape that the d
 `BATON_OPENAPI_EXAMPLES` sets the number of requests of each kind for each operation. With `BATON_OPENAPI_URL`
 they are sent to a running server, such as a router before a pair:
 
-    BATON_OPENAPI_EXAMPLES=300 BATON_OPENAPI_URL=http://127.0.0.1:8080 \\
+    BATON_OPENAPI_EXAMPLES=300 BATON_OPENAPI_URL=http://127.0.0.1:8000 \\
         python -m pytest -s tests/engine/api/test_openapi.py -k description_allows
 """
 

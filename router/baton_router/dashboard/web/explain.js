@@ -1,7 +1,7 @@
 // Describes in sentences which workers a request used, why the router chose them, and how it ended.
 
 import { labelOf } from "./names.js";
-import { counted, seconds } from "./sizes.js";
+import { count, counted, seconds } from "./sizes.js";
 
 export function route(record, named) {
   const decode = labelOf(named, record.decode);
@@ -28,16 +28,21 @@ function who(record, named) {
 }
 
 function why(record, named) {
-  const { price_s: price, others } = record.decision;
+  const { price, price_unit: unit, others } = record.decision;
   if (!others.length) return "";
   const shown = others.map((other) => {
     const prefill = other.prefill ? `${labelOf(named, other.prefill)} → ` : "";
     const local = other.prefill ? "" : ", local prefill";
-    return `${seconds(other.price_s)} (${prefill}${labelOf(named, other.decode)}${local})`;
+    return `${cost(other.price, unit)} (${prefill}${labelOf(named, other.decode)}${local})`;
   });
-  const close = others.some((other) => other.price_s < price);
+  const close = others.some((other) => other.price < price);
   const words = close ? "Cost close to the lowest" : "Lowest cost";
-  return `${words}: ${seconds(price)}. Alternatives: ${shown.join(", ")}. The cost is the delay of this request and of those behind it.`;
+  const meaning = unit === "s" ? "the delay of this request and of those behind it" : `the number of ${unit} at the workers`;
+  return `${words}: ${cost(price, unit)}. Alternatives: ${shown.join(", ")}. The cost is ${meaning}.`;
+}
+
+function cost(price, unit) {
+  return unit === "s" ? seconds(price) : count(price);
 }
 
 function cache(record) {
