@@ -352,6 +352,12 @@ class Inside:
 
         listed = Listed(self._client, counting, self._answered, namespace)
         await listed.relist()
+        return await self.reconcile_from(listed, name, namespace)
+
+    async def reconcile_from(
+        self, listed: Listed, name: str = "chat", namespace: str = "models"
+    ) -> float | None:
+        """Reconcile from this cache, which others may share."""
         reconciler = InferenceServiceReconciler(
             listed.api,
             ClusterReader(listed.cache),

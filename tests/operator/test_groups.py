@@ -210,7 +210,7 @@ def test_autoscaler_counts_workers_and_all_their_accelerators() -> None:
     assert GpuDemand.of(("models", "chat"), "decode", state.spec.decode, 1, ()).gpus == 16
     assert len(of_role("decode", cluster.pods)) == 1
     (scaler,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "RoleScaler"]
-    status = scaler_status(scaler, state, cluster.now)
+    status = scaler_status(scaler, state, cluster.now, scaled=True)
     assert (status["replicas"], f"{WORKER_INDEX}=0" in status["selector"]) == (1, True)
 
 

@@ -175,13 +175,25 @@ class ApiServer:
         else:
             self.cache.deleted(key(manifest), metadata.get("namespace", ""), metadata["uid"])
 
-    async def write_status(self, manifest: Manifest, status: Mapping[str, Any]) -> None:
-        """Merge into the status of the object. None removes a field. Ignores a missing or recreated object.
-        Raises ApiException.
+    async def write_status(
+        self, manifest: Manifest, status: Mapping[str, Any], *, shared: bool = False
+    ) -> None:
         """
-        body = {"metadata": {"uid": manifest["metadata"]["uid"]}, "status": status}
+        Merge into the status of the object. None removes a field. Ignores a missing or recreated object.
+        Raises ApiException.
+
+        `shared`: others write to its lists, too, and a merge replaces lists whole. So only the version that
+        the manifest was read from is written to; raises ApiException 409 if there is a newer one.
+        """
+        metadata = manifest["metadata"]
+        known = {"uid": metadata["uid"]}
+        ignored = {NOT_FOUND, CONFLICT}
+        if shared:
+            known["resourceVersion"] = metadata["resourceVersion"]
+            ignored = {NOT_FOUND}
         where = f"{path_of(manifest)}/status"
-        await self._write("PATCH", where, body=body, kind=MERGE, ignored={NOT_FOUND, CONFLICT})
+        body = {"metadata": known, "status": status}
+        await self._write("PATCH", where, body=body, kind=MERGE, ignored=ignored)
 
     async def merge(self, api: str, kind: str, namespace: str, name: str, body: Mapping[str, Any]) -> bool:
         """Merge `body` into an object; return False if it does not exist. Raises ApiException."""

@@ -3,7 +3,8 @@ The reconciler of InferenceServices: it reads the state, plans, executes the pla
 
     reads     the service, its objects, pods and RoleScalers from the cache; during rollouts also its routers
     decides   objects to create, apply and prune: `plan.plan_service`; status: `report.service_status`
-    writes    these objects; the status of the service and, without `scaling`, that of its RoleScalers
+    writes    these objects; the status of the service; replicas, selector and the condition Bound of its
+              RoleScalers
 
 It keeps no memory between reconciliations, so an interrupted one is planned again from the new state.
 Permanent rejections by the API server, such as an invalid pod template, are written to status.
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 from baton_operator.cluster.api_server import CONFLICT, ApiServer
 from baton_operator.cluster.state import ROLE_SCALER, ClusterReader, ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
-from baton_operator.kinds.service_policies import Objectives
+from baton_operator.kinds.service_policies import Autoscaling, Objectives
 from baton_operator.manifests import tickets
 from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.drift import merge_patch
@@ -55,7 +56,7 @@ class InferenceServiceReconciler:
         if service is None:
             self.rollouts.forget(namespace, name)
             self.publish(namespace, name, None, None)
-            await self._write_scaler_status(scalers, None)
+            await self._write_scaler_status(scalers, None, scaled=False)
             return None
         cluster = await self.reader.state_of(service, scalers)
         now = self.clock()
@@ -63,7 +64,7 @@ class InferenceServiceReconciler:
             plan = plan_service(cluster, self.defaults, now)
         except ValueError as error:
             await self._write_status(cluster, *report.rejected_status(cluster, error, now))
-            await self._write_scaler_status(scalers, None)
+            await self._write_scaler_status(scalers, None, scaled=_is_scaled(service))
             return self.resync_s
         plan = self.rollouts.admit(plan, cluster)
         assert plan.state is not None
@@ -78,7 +79,7 @@ class InferenceServiceReconciler:
         await self._write_status(
             cluster, whole.model_dump(mode="json", by_alias=True, exclude_none=True), transitions
         )
-        await self._write_scaler_status(scalers, plan.state)
+        await self._write_scaler_status(scalers, plan.state, scaled=_is_scaled(service))
         return self.resync_s if plan.again_s is None else min(self.resync_s, plan.again_s)
 
     async def _apply(self, plan: ServicePlan, cluster: ClusterState) -> str:
@@ -122,13 +123,25 @@ class InferenceServiceReconciler:
         owner = cluster.owner
         self.publish(owner.namespace, owner.name, status, _objectives(cluster.service))
 
-    async def _write_scaler_status(self, scalers: Sequence[Manifest], state: ServiceState | None) -> None:
+    async def _write_scaler_status(
+        self, scalers: Sequence[Manifest], state: ServiceState | None, *, scaled: bool
+    ) -> None:
         now = self.clock()
-        for scaler in scalers:
+        for earlier in scalers:
+            metadata = earlier["metadata"]
+            # Read again: the autoscaler may have written its conditions.
+            scaler = self.reader.cache.get(ROLE_SCALER, metadata["namespace"], metadata["name"]) or earlier
             if "deletionTimestamp" in scaler["metadata"]:
                 continue
-            if patch := merge_patch(scaler.get("status", {}), report.scaler_status(scaler, state, now)):
-                await self.api.write_status(scaler, patch)
+            status = report.scaler_status(scaler, state, now, scaled=scaled)
+            if patch := merge_patch(scaler.get("status", {}), status):
+                await self.api.write_status(scaler, patch, shared=True)
+
+
+def _is_scaled(service: Manifest) -> bool:
+    """Return whether the autoscaler reports on the RoleScalers, also where the spec is refused."""
+    mode: str = service["spec"].get("autoscaling", {}).get("mode", Autoscaling().mode)
+    return mode != "Disabled"
 
 
 def _objectives(service: Manifest) -> Objectives | None:

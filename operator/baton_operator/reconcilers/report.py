@@ -347,11 +347,14 @@ def _revision(cluster: ClusterState, one: RevisionState, fate: RevisionPlan) -> 
     return {**status, "stepSince": timestamp(fate.step_since)} if fate.step_since is not None else status
 
 
-def scaler_status(scaler: Manifest, state: ServiceState | None, now: float) -> dict[str, Any]:
+def scaler_status(
+    scaler: Manifest, state: ServiceState | None, now: float, *, scaled: bool
+) -> dict[str, Any]:
     """
     Return the whole status of a RoleScaler.
 
     `state`: the state of its service; None if the service does not exist or its spec is refused.
+    `scaled`: whether the autoscaler writes there, too. What it wrote stays.
     """
     spec, metadata = scaler["spec"], scaler["metadata"]
     service, role = spec["serviceName"], spec["role"]
@@ -363,8 +366,7 @@ def scaler_status(scaler: Manifest, state: ServiceState | None, now: float) -> d
     known = before.get("conditions", ())
     conditions, _ = written([_bound(scaler, state)], known, metadata.get("generation", 0), now)
     status: Status = {}
-    if state is not None and state.spec.autoscaling.mode != "Disabled":
-        # The autoscaler's to write.
+    if scaled:
         conditions = updated(known, conditions)
         status = {name: before[name] for name in ("scaling",) if name in before}
     existing = state.of_role(role) if state else []

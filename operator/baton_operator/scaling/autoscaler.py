@@ -212,14 +212,13 @@ class Autoscaler:
         """Write replicas, with mode Internal, and status of the RoleScalers."""
         costs_set = False
         for name, (decision, memory) in decided.items():
-            scaler = service.scalers[name]
-            before = scaler["spec"]["replicas"]
+            before = service.scalers[name]["spec"]["replicas"]
             if service.spec.autoscaling.mode == "Internal" and decision.replicas != before:
                 if decision.replicas < before and not costs_set:
                     costs_set = True
                     await self._set_deletion_costs(service)
                 await self._write_replicas(service, name, decision)
-            await self._write_status(scaler, decision, memory, service.now)
+            await self._write_status(service, name, decision, memory)
 
     async def _profile(self, service: ScaledService, memory: ServiceMemory) -> Profile | None:
         """Return the profile of the service; None if it has no readable one."""
@@ -315,8 +314,11 @@ class Autoscaler:
         self.report(service.manifest, Transition(fact, warning=False))
 
     async def _write_status(
-        self, scaler: Manifest, decision: ScalingDecision, memory: RoleMemory, now: float
+        self, service: ScaledService, name: RoleName, decision: ScalingDecision, memory: RoleMemory
     ) -> None:
+        earlier, now = service.scalers[name], service.now
+        # Read again: it has changed with its replicas, and the reconciler may have written its conditions.
+        scaler = self.reader.scaler(*service.name, name) or earlier
         before: dict[str, Any] = scaler.get("status", {})
         status: dict[str, Any] = {"recommended": decision.replicas, "bound": decision.bound}
         if memory.capacity.learnt:
@@ -337,10 +339,11 @@ class Autoscaler:
         same = same and all(shown.get(one.type) == (one.status, one.reason) for one in facts)
         if same and _near(scaling.get("capacity"), status.get("capacity")):
             return  # messages contain changing numbers, so they are written only with other changes
-        if decision.replicas != scaler["spec"]["replicas"]:
+        if decision.replicas != earlier["spec"]["replicas"]:
             status["lastScaleTime"] = timestamp(now)
         conditions, _ = written(facts, known, scaler["metadata"].get("generation", 0), now)
-        await self.api.write_status(scaler, {"scaling": status, "conditions": updated(known, conditions)})
+        patch = {"scaling": status, "conditions": updated(known, conditions)}
+        await self.api.write_status(scaler, patch, shared=True)
 
 
 def _scaled(service: Manifest) -> InferenceServiceSpec | None:

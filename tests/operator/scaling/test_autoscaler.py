@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
+from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api import labels, metrics
 from baton_operator.cluster.api_resources import API, path
+from baton_operator.cluster.api_server import CONFLICT, ApiServer
 from baton_operator.cluster.state import ClusterReader
 from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.objects import Manifest
@@ -50,9 +52,14 @@ class FakeMetrics:
         self.running: dict[str, float] = {}
         self.lost = ""
         self.queried: list[str] = []
+        self.meanwhile: Callable[[], Awaitable[Any]] | None = None
+        """Happens once, before the next answer."""
 
     async def query(self, url: str, promql: str, label: str) -> Mapping[str, float]:
         self.queried.append(url)
+        if self.meanwhile is not None:
+            once, self.meanwhile = self.meanwhile, None
+            await once()
         if self.lost:
             raise MetricsLost(self.lost)
         return self.running if label == "pod" else self.signals
@@ -91,9 +98,19 @@ class Scaled:
 
     async def wanted(self, role: str) -> tuple[int, dict[str, Any]]:
         """Return the requested replicas and the scaling status."""
-        answer = await self.cluster.admin.get(path(API, "RoleScaler", "models", f"{self.name}-{role}"))
-        scaler = answer.raise_for_status().json()
+        scaler = await self.scaler(role)
         return scaler["spec"]["replicas"], scaler.get("status", {}).get("scaling", {})
+
+    async def scaler(self, role: str) -> Manifest:
+        answer = await self.cluster.admin.get(path(API, "RoleScaler", "models", f"{self.name}-{role}"))
+        scaler: Manifest = answer.raise_for_status().json()
+        return scaler
+
+    async def generations(self, role: str) -> dict[str, int]:
+        """Return the observed generation of each condition of a RoleScaler, less its generation."""
+        scaler = await self.scaler(role)
+        generation, conditions = scaler["metadata"]["generation"], scaler["status"]["conditions"]
+        return {one["type"]: one["observedGeneration"] - generation for one in conditions}
 
     async def condition(self, role: str, type: str = "ScalingActive") -> str:
         return await self.cluster.condition(type, f"{self.name}-{role}", "RoleScaler")
@@ -173,6 +190,98 @@ async def test_without_metrics_nothing_shrinks_and_status_says_so(service: Scale
     assert await service.cluster.condition("ScalingActive", service.name) == "False MetricsHeld"
     assert service.events == []
     assert set(service.gauge(metrics.AUTOSCALER_UNKNOWN.name)) == {1.0}
+
+
+NEW = {"Bound": 0, "ScalingActive": 0, "ScalingLimited": 0}
+"""All conditions of a RoleScaler, for its present generation."""
+
+
+async def test_autoscaler_keeps_what_is_written_while_it_waits_for_metrics(service: Scaled) -> None:
+    """The reconciler writes conditions of the same RoleScaler."""
+
+    async def meanwhile() -> None:
+        await service.scale("prefill", 2)
+        await service.listed.relist()
+        await service.inside.reconcile_from(service.listed, service.name)
+
+    service.prometheus.lost = "nothing answers"
+    service.prometheus.meanwhile = meanwhile
+    await service.look()
+    assert await service.generations("prefill") == NEW
+    assert await service.condition("prefill") == "False MetricsHeld"
+
+
+async def test_reconciler_keeps_what_the_autoscaler_writes_meanwhile(
+    service: Scaled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.scale("prefill", 2)
+    await service.listed.relist()
+    service.see(1, 1)
+    write = ApiServer.write_status
+    waiting = [service.look]
+
+    async def slowly(api: ApiServer, manifest: Manifest, status: Any, **options: Any) -> None:
+        if manifest["kind"] == "InferenceService" and waiting:
+            await waiting.pop()()
+        await write(api, manifest, status, **options)
+
+    monkeypatch.setattr(ApiServer, "write_status", slowly)
+    await service.inside.reconcile_from(service.listed, service.name)
+    assert not waiting and await service.generations("prefill") == NEW
+    assert await service.condition("prefill") == "True Stabilizing"
+
+
+async def test_status_of_a_role_scaler_that_has_changed_is_written_again(service: Scaled) -> None:
+    """A write from a cache that lags would remove the other writer's conditions; the queue repeats it."""
+    await service.listed.relist()
+    service.prometheus.lost = "nothing answers"
+    await service.scale("prefill", 2)
+
+    async def meanwhile() -> None:
+        await service.inside.reconcile(service.name)
+
+    service.prometheus.meanwhile = meanwhile
+    with pytest.raises(ApiException) as late:
+        await service.look()
+    assert late.value.status == CONFLICT
+    await service.scale("prefill", 3)
+    lagging = Listed(service.listed.api.client)
+    await lagging.relist()
+    await service.look()
+    with pytest.raises(ApiException) as late:
+        await service.inside.reconcile_from(lagging, service.name)
+    assert late.value.status == CONFLICT
+    await service.inside.reconcile(service.name)
+    assert await service.generations("prefill") == NEW
+
+
+async def test_conditions_are_for_the_replicas_that_the_autoscaler_wrote(service: Scaled) -> None:
+    service.see(1, 1, demand_prompt=3000.0, prefill_speed=1000.0, in_flight=2.0)
+    await service.look()
+    replicas, scaling = await service.wanted("prefill")
+    assert replicas == 4 and "lastScaleTime" in scaling
+    assert await service.generations("prefill") == {**NEW, "Bound": -1}
+
+
+async def test_refused_spec_keeps_what_the_autoscaler_wrote(service: Scaled) -> None:
+    """It goes on to scale the workers that serve; nothing would end the writes of both."""
+    service.see(1, 1)
+    await service.look()
+    refused = {**SPEC, "rollout": {"rollbackTo": "00000000"}}
+    await service.cluster.put(refused, service.name)
+    for _ in range(2):
+        await service.inside.reconcile(service.name)
+        await service.look()
+    before = await service.scaler("prefill")
+    await service.inside.reconcile(service.name)
+    after = await service.scaler("prefill")
+    assert after == before and {one["type"] for one in after["status"]["conditions"]} == set(NEW)
+    assert await service.condition("prefill", "Bound") == "False NoService"
+    off = {**refused, "prefill": {}, "decode": {}, "autoscaling": {"mode": "Disabled"}}
+    await service.cluster.put(off, service.name)
+    await service.inside.reconcile(service.name)
+    status = (await service.scaler("prefill"))["status"]
+    assert [one["type"] for one in status["conditions"]] == ["Bound"] and "scaling" not in status
 
 
 async def test_autoscaler_scale_down_removes_least_busy_worker(service: Scaled) -> None:
