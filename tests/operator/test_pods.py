@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from baton_api import labels as label_names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.kinds.resources import ResourceRequirements
+from baton_operator.kinds.resources import RDMA, ResourceRequirements
 from baton_operator.manifests import ports, routers
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner
@@ -164,27 +165,62 @@ def test_worker_uses_all_claims_unless_its_resources_name_some() -> None:
         assert pod["containers"][0]["resources"] == {"claims": used}
 
 
+ACCELERATORS = """
+nvidia.com/gpu nvidia.com/gpu.shared nvidia.com/mig-1g.10gb nvidia.com/mig-1g.10gb.shared nvidia.com/pgpu
+amd.com/gpu amd.com/cpx_nps4 amd.com/spx_nps1
+google.com/tpu aws.amazon.com/neuron aws.amazon.com/neuroncore aws.amazon.com/neurondevice
+habana.ai/gaudi gpu.intel.com/i915 gpu.intel.com/xe furiosa.ai/npu
+huawei.com/Ascend910 huawei.com/Ascend910B4 huawei.com/Ascend310P huawei.com/Ascend910-8c huawei.com/npu
+cambricon.com/mlu cambricon.com/vmlu cambricon.com/mlu370.share cambricon.com/mlu370.mim-2m.8gb
+hygon.com/dcu hygon.com/dcunum hygon.com/dcu-share-30c-16g hygon.com/dcu-mig-2g-15gb
+metax-tech.com/gpu metax-tech.com/sgpu mthreads.com/vgpu iluvatar.ai/vgpu iluvatar.ai/MR-V100-vgpu
+enflame.com/gcu enflame.com/vgcu kunlunxin.com/xpu kunlunxin.com/vxpu
+volcano.sh/gpu-number volcano.sh/vgpu-number lab.fish/gpu shell.sh.example/gpu
+"""
+"""As device plugins of vendors, HAMi and Volcano name them, and as any other may."""
+
+OTHERS = """
+nvidia.com/gpumem nvidia.com/gpumem-percentage nvidia.com/gpucores nvidia.com/priority
+huawei.com/Ascend910-memory huawei.com/Ascend910B4-memory huawei.com/npu-core
+cambricon.com/mlu.smlu.vcore cambricon.com/mlu.smlu.vmemory hygon.com/dcumem hygon.com/dcucores
+metax-tech.com/vcore metax-tech.com/vmemory iluvatar.ai/MR-V100.vCore iluvatar.ai/vcuda-core
+enflame.com/gcu-memory enflame.com/vgcu-percentage kunlunxin.com/vxpu-memory
+volcano.sh/gpu-memory volcano.sh/vgpu-memory volcano.sh/vgpu-cores aliyun.com/gpu-mem
+koordinator.sh/gpu koordinator.sh/gpu.shared koordinator.sh/gpu-core tencent.com/vcuda-core
+gpu.intel.com/i915_monitoring gpu.intel.com/memory.max gpu.intel.com/tiles
+rdma/hca vpc.amazonaws.com/efa hugepages-2Mi memory
+"""
+"""Amounts of an accelerator's memory or cores, and resources of other kinds."""
+
+
+@pytest.mark.parametrize(("names", "each"), [(ACCELERATORS, 1), (OTHERS, 0)], ids=["counted", "not counted"])
+def test_accelerators_are_counted_by_the_names_of_resources(names: str, each: int) -> None:
+    counted = {
+        name: ResourceRequirements.model_validate({"limits": {name: "3"}}).accelerators
+        for name in names.split()
+    }
+    assert counted == dict.fromkeys(counted, 3 * each)
+
+
+def test_accelerators_of_several_kinds_are_added() -> None:
+    limits = {"habana.ai/gaudi": 1, "gpu.intel.com/i915": "2", "nvidia.com/gpumem": 3000}
+    assert ResourceRequirements.model_validate({"limits": limits}).accelerators == 3
+
+
 @pytest.mark.parametrize(
-    ("limits", "accelerators"),
+    ("name", "is_rdma"),
     [
-        ({}, 0),
-        ({"memory": "1Gi", "rdma/hca": 8, "vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "1Gi"}, 0),
-        ({"nvidia.com/gpu": 8, "rdma/hca": 8}, 8),
-        ({"nvidia.com/mig-1g.10gb": 2}, 2),
-        ({"nvidia.com/gpu.shared": 1}, 1),
-        ({"nvidia.com/gpu": 1, "nvidia.com/gpumem": 3000}, 1),
-        ({"amd.com/gpu": "4"}, 4),
-        ({"google.com/tpu": 4}, 4),
-        ({"aws.amazon.com/neuroncore": 2}, 2),
-        ({"habana.ai/gaudi": 1, "gpu.intel.com/i915": 1}, 2),
-        ({"huawei.com/Ascend910": 8}, 8),
+        ("rdma/hca", True),
+        ("networking.gke.io.networks/rdma-1", True),
+        ("vpc.amazonaws.com/efa", True),
+        ("openshift.io/mlnx_roce", True),
+        ("nvidia.com/roce-v2", True),
+        ("example.com/process", False),
+        ("microcell.example/fpga", False),
     ],
-    ids=str,
 )
-def test_accelerators_are_counted_by_the_names_of_resources(
-    limits: dict[str, Any], accelerators: int
-) -> None:
-    assert ResourceRequirements.model_validate({"limits": limits}).accelerators == accelerators
+def test_rdma_devices_have_these_names(name: str, is_rdma: bool) -> None:
+    assert bool(re.search(RDMA, name)) is is_rdma
 
 
 HOST = {"spec": {"hostNetwork": True}}

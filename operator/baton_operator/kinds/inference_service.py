@@ -220,7 +220,8 @@ class InferenceServiceStatus(Part):
     Available: workers and routers are ready now. Progressing: a rollout is running. Degraded: a rollout or a
     download failed. ModelReady, PrefillReady, DecodeReady, RouterReady and ExposureReady: that part is ready;
     the message says what keeps pods from it. ScalingActive: the autoscaler has metrics. ScalingLimited: a
-    limit keeps a role below the number that it needs. SpecSupported: the operator can carry out the spec."""
+    limit keeps a role below the number that it needs or that is requested. SpecSupported: the operator can
+    carry out the spec."""
 
     prefill: RoleStatus | None = None
     """Prefill workers."""

@@ -41,11 +41,15 @@ class Rule:
     field: str = ""
     """Path that the error names, relative to the object that has the rule."""
 
+    shown: str = ""
+    """Expression of a text for the end of the message: an invalid value."""
+
     @property
     def schema(self) -> dict[str, str]:
         """An entry of `x-kubernetes-validations`."""
         where = {"fieldPath": self.field} if self.field else {}
-        return {"rule": self.expression, "message": self.message, **where}
+        whole = {"messageExpression": f"'{self.message}: ' + {self.shown}"} if self.shown else {}
+        return {"rule": self.expression, "message": self.message, **whole, **where}
 
 
 def rules(*given: Rule) -> Any:

@@ -10,12 +10,20 @@ from pydantic import Field
 from baton_operator.kinds.part import Label, LabelKey, Part, Quantity, Rule, amount, rules
 
 ACCELERATOR = (
-    r"/([pv]?gpu|npu|tpu|gaudi|mlu|dcunum)([-.].*)?$|/(mig-|neuron|Ascend)|^gpu\.intel\.com/(i915|xe)$"
+    r"([^h]|[^s]h|[^.]sh)/([psv]?gpu(\.shared)?|npu|tpu|gaudi|v?xpu|v?gcu)$"
+    r"|/(v?mlu[0-9]*(\.share|\.mim-.*)?|dcu(num|-(share|mig)-.*)?)$"
+    r"|/(mig-.*|[cdqst]px_nps[0-9]|neuron(core|device)?|Ascend[^-]*(-[0-9].*)?|v?gpu-number|.*-vgpu)$"
+    r"|^gpu\.intel\.com/(i915|xe)$"
 )
-"""Names of resources that are accelerators: nvidia.com/gpu, nvidia.com/mig-1g.10gb, google.com/tpu."""
+"""
+Names of resources that are accelerators: nvidia.com/gpu, nvidia.com/mig-1g.10gb, google.com/tpu.
 
-RDMA = "rdma|roce|infiniband|/hca|/efa$"
-"""Names of resources that are RDMA devices: rdma/hca, vpc.amazonaws.com/efa."""
+Amounts of the memory or of the cores of an accelerator (nvidia.com/gpumem, huawei.com/Ascend910-memory) are
+others. So is koordinator.sh/gpu, in hundredths: schedulers with a domain in .sh have such names.
+"""
+
+RDMA = "rdma|[/_.-]roce|infiniband|/hca|/efa$"
+"""Names of resources that are RDMA devices: rdma/hca, vpc.amazonaws.com/efa, openshift.io/roce."""
 
 NATIVE = "^(cpu|memory|ephemeral-storage|hugepages-.+|.+/.+)$"
 
@@ -40,6 +48,10 @@ def _named(field: str) -> Rule:
     )
 
 
+_DIVIDED = "self.limits.filter(name, name.contains('/') && !quantity(string(self.limits[name])).isInteger())"
+"""Devices of which a part is requested."""
+
+
 @rules(
     _named("requests"),
     _named("limits"),
@@ -51,9 +63,16 @@ def _named(field: str) -> Rule:
     ),
     Rule(
         "!has(self.requests) || self.requests.all(name, !name.contains('/') || "
-        "(has(self.limits) && name in self.limits && self.limits[name] == self.requests[name]))",
+        "(has(self.limits) && name in self.limits && "
+        "quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) == 0))",
         "devices cannot be overcommitted: write them in limits",
         ".requests",
+    ),
+    Rule(
+        f"!has(self.limits) || {_DIVIDED}.size() == 0",
+        "devices are whole numbers",
+        ".limits",
+        f"{_DIVIDED}[0] + ' is ' + string(self.limits[{_DIVIDED}[0]])",
     ),
     Rule(
         "!has(self.limits) || !self.limits.exists(name, name.startsWith('hugepages-')) || "
@@ -74,7 +93,8 @@ class ResourceRequirements(Part):
     hugepages-2Mi: 5Gi}."""
 
     claims: Annotated[list[ResourceClaim], Field(max_length=8)] = []
-    """Claims of the pod that the container uses. Default: all resourceClaims."""
+    """Claims of the pod that the container uses. Default: all resourceClaims of a worker (Kubernetes' own
+    default is none)."""
 
     @property
     def accelerators(self) -> int:
