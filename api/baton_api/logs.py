@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -55,6 +56,21 @@ def during(**fields: str) -> Iterator[None]:
 def of(request_id: str) -> dict[str, Mapping[str, str]]:
     """Return the value of `extra=` for one line of a request."""
     return {_FIELDS: {"request_id": request_id}}
+
+
+def is_warning(line: str) -> bool:
+    """
+    Return whether a line of either format is a warning or an error.
+
+    >>> is_warning("[2026-11-21 19:00:00] WARNING: no keys"), is_warning("[2026-11-21 19:00:00] WARNINGs: 0")
+    (True, False)
+    """
+    return _WARNING.match(line) is not None
+
+
+_WARNING = re.compile(
+    r'\[[^\]]*\] (WARNING|ERROR|CRITICAL): |\{"time":"[^"]*","level":"(warning|error|critical)"'
+)
 
 
 def read_format(text: str) -> Format:
@@ -144,13 +160,16 @@ def _second(time: int) -> str:
 
 
 class Text(logging.Formatter):
-    """`[2026-11-21 19:00:00] message (request_id)`."""
+    """`[2026-11-21 19:00:00] message (request_id)`; warnings and errors begin with their level."""
 
     def __init__(self) -> None:
         super().__init__("[%(asctime)s] %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"[{self.formatTime(record, self.datefmt)}] {record.getMessage()}"
+        message = record.getMessage()
+        if record.levelno >= logging.WARNING and not message.startswith(record.levelname):
+            message = f"{record.levelname}: {message}"
+        line = f"[{self.formatTime(record, self.datefmt)}] {message}"
         added = [value for value in fields_of(record).values() if value not in line]
         if added:
             line += f" ({', '.join(added)})"

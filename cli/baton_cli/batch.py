@@ -15,12 +15,15 @@ import typer
 from baton_api.completion_windows import DAY
 from baton_api.errors import SetupError
 from baton_api.exposure import DEFAULT_PORT
+from baton_cli import help
 
 if TYPE_CHECKING:
     from baton_cli.batch_commands import Commands
 
-Url = Annotated[str, typer.Option(help="URL of the service.")]
-Key = Annotated[str, typer.Option("--api-key", help="API key of the service.", envvar="BATON_API_KEY")]
+Url = Annotated[str, typer.Option(help="URL of the service.", metavar="URL")]
+Key = Annotated[
+    str, typer.Option("--api-key", help="API key of the service.", envvar="BATON_API_KEY", metavar="KEY")
+]
 Output = Annotated[str, typer.Option(help="Output format.", metavar="text|json")]
 Window = Annotated[str, typer.Option(help="Completion window, 60s to 30d, such as 90m.", metavar="TIME")]
 Id = Annotated[str, typer.Argument(help="Id of the batch: batch_...", metavar="BATCH")]
@@ -33,7 +36,7 @@ def submit(
     file: Annotated[
         Path, typer.Argument(help="Requests in the format of OpenAI's Batch API.", metavar="FILE")
     ],
-    endpoint: Annotated[str, typer.Option(help="Endpoint of all requests.")] = ENDPOINTS[0],
+    endpoint: Annotated[str, typer.Option(help="Endpoint of all requests.", metavar="PATH")] = ENDPOINTS[0],
     completion_window: Window = DAY,
     metadata: Annotated[
         list[str] | None, typer.Option(help="Metadata of the batch; repeatable.", metavar="KEY=VALUE")
@@ -55,7 +58,9 @@ def watch(id: Id, url: Url = URL, api_key: Key = "", output: Output = "text") ->
 
 
 def list_(
-    limit: Annotated[int, typer.Option(help="Maximum number of batches to list. 0: all.", min=0)] = 20,
+    limit: Annotated[
+        int, typer.Option(help="Maximum number of batches to list (0: all).", min=0, metavar="N")
+    ] = 20,
     url: Url = URL,
     api_key: Key = "",
     output: Output = "text",
@@ -72,7 +77,7 @@ def cancel(id: Id, url: Url = URL, api_key: Key = "", output: Output = "text") -
 def download(
     id: Id,
     to: Annotated[
-        Path | None, typer.Option(help="Destination. Default: BATCH_output.jsonl.", metavar="FILE")
+        Path | None, typer.Option(help="Destination (default: BATCH_output.jsonl).", metavar="FILE")
     ] = None,
     errors: Annotated[
         bool, typer.Option("--errors", help="Download the errors instead of the results.")
@@ -101,11 +106,14 @@ def run(
         str,
         typer.Option(help="Id of the input file of a new batch, in a pod; replaces --batch.", metavar="ID"),
     ] = "",
-    endpoint: Annotated[str, typer.Option(help="Endpoint of the requests in --input-file.")] = ENDPOINTS[0],
+    endpoint: Annotated[
+        str, typer.Option(help="Endpoint of the requests in --input-file.", metavar="PATH")
+    ] = ENDPOINTS[0],
     completion_window: Window = DAY,
     batch_job: Annotated[str, typer.Option(help="BatchJob of the batch, in a pod.", metavar="NAME/UID")] = "",
     concurrency: Annotated[
-        int | None, typer.Option(help="Maximum number of requests in flight. Default: adaptive.", min=1)
+        int | None,
+        typer.Option(help="Maximum number of requests in flight (default: adaptive).", min=1, metavar="N"),
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", hidden=True)] = "",
     log_format: Annotated[
@@ -137,13 +145,18 @@ def reassign(
     other: Annotated[str, typer.Argument(help="New owner, in the same form.", metavar="TO")],
     database: Annotated[
         str,
-        typer.Option(help="The --database of the router, if set.", envvar="BATON_ROUTER_DATABASE"),
+        typer.Option(
+            help="The --database of the router, if set.", envvar="BATON_ROUTER_DATABASE", metavar="URL"
+        ),
     ] = "",
     state: Annotated[
-        str, typer.Option(help="The --state of the router, if set.", envvar="BATON_ROUTER_STATE")
+        str,
+        typer.Option(
+            help="The --state of the router, if set.", envvar="BATON_ROUTER_STATE", metavar="FOLDER"
+        ),
     ] = "",
     port: Annotated[
-        int, typer.Option(help="The --port of the router, which determines its default --state.")
+        int, typer.Option(help="The --port of the router, which determines its default --state.", metavar="N")
     ] = DEFAULT_PORT,
 ) -> None:
     """Transfer the files and batches of one owner to another, in the database of a router."""
@@ -163,10 +176,12 @@ def reassign(
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to `baton`."""
-    commands = typer.Typer(no_args_is_help=True, help="Process a file of requests asynchronously.")
+    commands = typer.Typer(
+        no_args_is_help=True, cls=help.Group, help="Process a file of requests asynchronously."
+    )
     for command in (submit, watch, list_, cancel, download, run, reassign):
-        commands.command(command.__name__.rstrip("_"))(command)
-    app.add_typer(commands, name="batch")
+        commands.command(command.__name__.rstrip("_"), cls=help.Command)(command)
+    app.add_typer(commands, name="batch", rich_help_panel="Look at a service or a machine")
 
 
 def _service(url: str, api_key: str, output: str) -> Commands:

@@ -14,16 +14,15 @@ from typing import Any, ClassVar
 
 from typer._completion_classes import completion_init
 from typer._completion_shared import get_completion_script
-from typer.core import TyperCommand
 
 from baton_api.errors import SetupError
-from baton_cli import peers
+from baton_cli import help, peers
 
 HIDDEN = "--announce-fd"
 """For the supervisor of `baton up`."""
 
 
-class ServerCommand(TyperCommand):
+class ServerCommand(help.Command):
     """A command that starts a server."""
 
     aliases: ClassVar[Mapping[str, str]]
@@ -31,7 +30,7 @@ class ServerCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raises SetupError for an unknown flag."""
-        valued = {"--help": False}
+        valued = dict.fromkeys(help.NAMES, False)
         for parameter in self.params:
             for flag in (*parameter.opts, *parameter.secondary_opts):
                 valued[flag] = not getattr(parameter, "is_flag", False)

@@ -1,9 +1,13 @@
-"""The terminal output of running processes: progress bars, and logs with the name of the process."""
+"""The output of running processes: progress bars, and logs in the terminal or in files."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -16,27 +20,47 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from baton_api import logs
 from baton_api.announcements import Loading
 from baton_cli.supervisor import Watcher
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 NAME_WIDTH = 10
+LOG_BYTES = 20_000_000
+"""Of a log file, before it is replaced by an empty one."""
 
 
 class Display(Watcher):
     """The console that all processes share."""
 
-    def __init__(self, console: Console, *, logs: bool = True) -> None:
-        """Without `logs`, only progress bars are shown, and only in a terminal."""
+    def __init__(self, console: Console, *, logs: bool = True, files: LogFiles | None = None) -> None:
+        """
+        Without `logs`, only warnings are shown, and progress bars in a terminal.
+
+        `files` receive all lines.
+        """
         self.console = console
         self._logs = logs
+        self._files = files
         self._colours: dict[str, str] = {}
         self._bars: Progress | None = None
         self._tasks: dict[tuple[str, str], TaskID] = {}
 
+    @property
+    def for_people(self) -> bool:
+        """Whether people read the logs, and not a collector of logs."""
+        return self.console.is_terminal or self._files is not None
+
     def logged(self, name: str, line: str) -> None:
-        if self._logs:
+        if self._files is not None:
+            self._files.write(name, line)
+        if self._logs or logs.is_warning(line):
             self._line(name, line)
+
+    def noted(self, name: str, line: str) -> None:
+        if self._files is not None:
+            self._files.write(name, line)
+        self._line(name, line)
 
     def failed(self, name: str, last_words: list[str]) -> None:
         if not self._logs:
@@ -80,6 +104,32 @@ class Display(Watcher):
             finally:
                 self._bars = None
                 self._tasks.clear()
+
+
+class LogFiles:
+    """
+    One log file per process: `NAME.log` in a folder, and `NAME.log.1` with the lines before.
+
+    Lines that cannot be written, for example to a full disk, are lost.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder. Raises OSError if that is not possible."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder = folder
+        self._handlers: dict[str, RotatingFileHandler] = {}
+
+    def write(self, name: str, line: str) -> None:
+        with contextlib.suppress(OSError):
+            if name not in self._handlers:
+                path = self.folder / f"{name}.log"
+                self._handlers[name] = RotatingFileHandler(path, "a", LOG_BYTES, 1, "utf-8", errors="replace")
+                self._handlers[name].handleError = _lost  # type: ignore[method-assign]
+            self._handlers[name].emit(logging.makeLogRecord({"msg": line}))
+
+
+def _lost(record: logging.LogRecord) -> None:
+    """The file system does not take a line; the process goes on."""
 
 
 class Bar:

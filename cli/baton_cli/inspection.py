@@ -16,13 +16,27 @@ import typer
 
 from baton_api.errors import SetupError
 from baton_api.exposure import DEFAULT_PORT
+from baton_cli import help
 
-Url = Annotated[str, typer.Option(help="URL of the router.")]
-Key = Annotated[str, typer.Option("--api-key", help="API key of the service.", envvar="BATON_API_KEY")]
-Output = Annotated[str, typer.Option(help="Output format.", metavar="text|json")]
+Url = Annotated[str, typer.Option(help="URL of the router.", metavar="URL", rich_help_panel="Service")]
+Key = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        help="API key of the service.",
+        envvar="BATON_API_KEY",
+        metavar="KEY",
+        rich_help_panel="Service",
+    ),
+]
+Output = Annotated[str, typer.Option(help="Output format.", metavar="text|json", rich_help_panel="Output")]
 Kubeconfig = Annotated[
     str,
-    typer.Option(help="kubeconfig file of the cluster. Default: that of kubectl.", metavar="FILE"),
+    typer.Option(
+        help="kubeconfig file of the cluster (default: that of kubectl).",
+        metavar="FILE",
+        rich_help_panel="Cluster",
+    ),
 ]
 
 URL = f"http://127.0.0.1:{DEFAULT_PORT}"
@@ -34,15 +48,22 @@ Flags = TypeVar("Flags")
 def status(
     name: Annotated[
         str,
-        typer.Argument(help="Name of an InferenceService. Default: all of the namespace.", metavar="[NAME]"),
+        typer.Argument(help="Name of an InferenceService. Default: all of the namespace.", metavar="NAME"),
     ] = "",
     url: Url = URL,
     cluster: Annotated[
         bool,
-        typer.Option("--cluster", help="Check the services of a cluster instead of --url. NAME implies it."),
+        typer.Option(
+            "--cluster",
+            help="Check the services of a cluster instead of --url. NAME implies it.",
+            rich_help_panel="Cluster",
+        ),
     ] = False,
     kubeconfig: Kubeconfig = "",
-    namespace: Annotated[str, typer.Option(help="Namespace of the InferenceService.")] = "default",
+    namespace: Annotated[
+        str,
+        typer.Option(help="Namespace of the InferenceService.", metavar="NAME", rich_help_panel="Cluster"),
+    ] = "default",
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
@@ -62,14 +83,24 @@ def doctor(
         typer.Option(
             help="URL of a router or worker to check, with its workers: clocks, and the settings of vLLM "
             "and SGLang. Repeatable.",
+            metavar="URL",
             show_default=False,
+            rich_help_panel="Service",
         ),
     ] = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Also check permissions and custom resources of the cluster.")
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Also check permissions and custom resources of the cluster.",
+            rich_help_panel="Cluster",
+        ),
     ] = False,
     kubeconfig: Kubeconfig = "",
-    namespace: Annotated[str, typer.Option(help="Namespace in which services will run.")] = "default",
+    namespace: Annotated[
+        str,
+        typer.Option(help="Namespace in which services will run.", metavar="NAME", rich_help_panel="Cluster"),
+    ] = "default",
     api_key: Key = "",
     output: Output = "text",
 ) -> None:
@@ -87,52 +118,115 @@ class BenchFlags:
 
     start: Annotated[
         str,
-        typer.Argument(
-            help="Model to start on this machine and measure, instead of --url.", metavar="[MODEL]"
-        ),
+        typer.Argument(help="Model to start on this machine and measure, instead of --url.", metavar="MODEL"),
     ] = ""
     url: Url = URL
-    model: Annotated[str, typer.Option(help="Model name. Default: the first one that the service lists.")] = (
-        ""
-    )
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Model name (default: the first one that the service lists).",
+            metavar="NAME",
+            rich_help_panel="Service",
+        ),
+    ] = ""
     concurrency: Annotated[
-        str, typer.Option(help="Closed loop: numbers of concurrent clients, one load level each.")
+        str,
+        typer.Option(
+            help="Closed loop: numbers of concurrent clients, one load level each.",
+            metavar="X,X...",
+            rich_help_panel="Load",
+        ),
     ] = "1,4,16"
     rate: Annotated[
         str,
         typer.Option(
             help="Open loop instead: requests per second with Poisson arrivals, one load level each.",
             metavar="X,X...",
+            rich_help_panel="Load",
         ),
     ] = ""
-    trace: Annotated[Path | None, typer.Option(help="Replay a Mooncake trace instead.", metavar="FILE")] = (
-        None
-    )
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Replay a Mooncake trace instead.", metavar="FILE", rich_help_panel="Load"),
+    ] = None
     minutes: Annotated[
-        float, typer.Option(help="Minutes of the trace to replay, from its beginning.", min=0.001)
+        float,
+        typer.Option(
+            help="Minutes of the trace to replay, from its beginning.",
+            min=0.001,
+            metavar="X",
+            rich_help_panel="Load",
+        ),
     ] = 5.0
-    speed: Annotated[float, typer.Option(help="Speed of the replay, relative to the trace.", min=0.001)] = 1.0
-    requests: Annotated[int, typer.Option(help="Requests per load level.", min=1)] = 40
-    prompt_tokens: Annotated[int, typer.Option(help="Approximate prompt tokens per request.", min=1)] = 256
-    output_tokens: Annotated[int, typer.Option(help="Output tokens per request.", min=1)] = 64
+    speed: Annotated[
+        float,
+        typer.Option(
+            help="Speed of the replay, relative to the trace.", min=0.001, metavar="X", rich_help_panel="Load"
+        ),
+    ] = 1.0
+    requests: Annotated[
+        int, typer.Option(help="Requests per load level.", min=1, metavar="N", rich_help_panel="Load")
+    ] = 40
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Approximate prompt tokens per request.", min=1, metavar="N", rich_help_panel="Requests"
+        ),
+    ] = 256
+    output_tokens: Annotated[
+        int, typer.Option(help="Output tokens per request.", min=1, metavar="N", rich_help_panel="Requests")
+    ] = 64
     shared_tokens: Annotated[
-        int, typer.Option(help="Prompt tokens that all requests of a group share.", min=0)
+        int,
+        typer.Option(
+            help="Prompt tokens that all requests of a group share.",
+            min=0,
+            metavar="N",
+            rich_help_panel="Requests",
+        ),
     ] = 0
-    groups: Annotated[int, typer.Option(help="Groups of requests with a shared prefix.", min=1)] = 1
+    groups: Annotated[
+        int,
+        typer.Option(
+            help="Groups of requests with a shared prefix.", min=1, metavar="N", rich_help_panel="Requests"
+        ),
+    ] = 1
     spread: Annotated[
-        float, typer.Option(help="Relative variation of prompt and output lengths (0-1).", min=0, max=1)
+        float,
+        typer.Option(
+            help="Relative variation of prompt and output lengths (0-1).",
+            min=0,
+            max=1,
+            metavar="X",
+            rich_help_panel="Requests",
+        ),
     ] = 0.0
     ttft_ms: Annotated[
         float | None,
-        typer.Option(help="Objective: maximum time to first token in milliseconds.", show_default=False),
+        typer.Option(
+            help="Objective: maximum time to first token in milliseconds.",
+            show_default=False,
+            metavar="MS",
+            rich_help_panel="Objectives",
+        ),
     ] = None
     tpot_ms: Annotated[
         float | None,
-        typer.Option(help="Objective: maximum time per output token in milliseconds.", show_default=False),
+        typer.Option(
+            help="Objective: maximum time per output token in milliseconds.",
+            show_default=False,
+            metavar="MS",
+            rich_help_panel="Objectives",
+        ),
     ] = None
     total_ms: Annotated[
         float | None,
-        typer.Option(help="Objective: maximum request duration in milliseconds.", show_default=False),
+        typer.Option(
+            help="Objective: maximum request duration in milliseconds.",
+            show_default=False,
+            metavar="MS",
+            rich_help_panel="Objectives",
+        ),
     ] = None
     find: Annotated[
         Path | None,
@@ -140,15 +234,36 @@ class BenchFlags:
             help="Measure the performance of the model instead, and write a profile to FILE.",
             metavar="FILE",
             show_default=False,
+            rich_help_panel="Profile",
         ),
     ] = None
-    repeats: Annotated[int, typer.Option(help="Repetitions of each measurement of --find.", min=1)] = 3
-    warm_up: Annotated[int, typer.Option(help="Warm-up requests before the first load level.", min=0)] = 4
-    timeout_s: Annotated[float, typer.Option(help="Timeout per request in seconds.", min=0.1)] = 600.0
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
+    repeats: Annotated[
+        int,
+        typer.Option(
+            help="Repetitions of each measurement of --find.", min=1, metavar="N", rich_help_panel="Profile"
+        ),
+    ] = 3
+    warm_up: Annotated[
+        int,
+        typer.Option(
+            help="Warm-up requests before the first load level.", min=0, metavar="N", rich_help_panel="Load"
+        ),
+    ] = 4
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="Timeout per request in seconds.", min=0.1, metavar="SECONDS", rich_help_panel="Requests"
+        ),
+    ] = 600.0
+    seed: Annotated[int, typer.Option(help="Random seed.", metavar="N", rich_help_panel="Requests")] = 0
     save: Annotated[
         Path | None,
-        typer.Option(help="Write the results to FILE as JSON.", metavar="FILE", show_default=False),
+        typer.Option(
+            help="Write the results to FILE as JSON.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel="Output",
+        ),
     ] = None
     api_key: Key = ""
     output: Output = "text"
@@ -198,7 +313,9 @@ def completion(
 def add_to(app: typer.Typer) -> None:
     """Add the commands to `baton`."""
     for command in (status, doctor, bench, completion):
-        app.command(command.__name__)(_with_flags(BenchFlags, bench) if command is bench else command)
+        title = "Other" if command is completion else "Look at a service or a machine"
+        run = _with_flags(BenchFlags, bench) if command is bench else command
+        app.command(command.__name__, cls=help.Command, rich_help_panel=title)(run)
 
 
 def _with_flags(flags: type[Flags], run: Callable[[Flags], None]) -> Callable[..., None]:

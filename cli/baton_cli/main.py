@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +19,7 @@ import typer
 from baton_api import installing
 from baton_api.errors import BatonError, SetupError
 from baton_api.exposure import DEFAULT_PORT
-from baton_cli import batch, command, inspection
+from baton_cli import batch, command, help, inspection
 
 FAILED = 1
 SETUP_FAILED = 2
@@ -34,10 +34,16 @@ Model = Annotated[
 ]
 ModelFlag = Annotated[
     str | None,
-    typer.Option("--model-path", help="Same as MODEL. Alias: --model.", metavar="MODEL", show_default=False),
+    typer.Option(
+        "--model-path",
+        help="Same as MODEL. Alias: --model.",
+        metavar="MODEL",
+        show_default=False,
+        rich_help_panel="Model",
+    ),
 ]
 AnnounceFd = Annotated[int | None, typer.Option("--announce-fd", hidden=True)]
-Url = Annotated[str, typer.Option(help="URL of the service.")]
+Url = Annotated[str, typer.Option(help="URL of the service.", metavar="URL")]
 
 
 def serve(
@@ -84,24 +90,38 @@ def operator(announce_fd: AnnounceFd = None, **given: Any) -> None:
 def up(
     model: Model = None,
     model_path: ModelFlag = None,
-    prefill: Annotated[int, typer.Option(help="Number of prefill workers.", min=0)] = 1,
-    decode: Annotated[int, typer.Option(help="Number of decode workers.", min=1)] = 1,
+    prefill: Annotated[
+        int, typer.Option(help="Number of prefill workers.", min=0, metavar="N", rich_help_panel="Processes")
+    ] = 1,
+    decode: Annotated[
+        int, typer.Option(help="Number of decode workers.", min=1, metavar="N", rich_help_panel="Processes")
+    ] = 1,
+    verbose: Annotated[
+        bool | None,
+        typer.Option(
+            help="Show the logs of the processes here. In a terminal they go to files unless this is set.",
+            show_default=False,
+            rich_help_panel="Processes",
+        ),
+    ] = None,
     **given: Any,
 ) -> None:
     """Start a router, prefill workers and decode workers on this machine. Ctrl-C stops them."""
     from baton_cli import up as local
 
     router = {name: given.pop(name) for name in LOCAL_ROUTER_FIELDS if name in given}
-    local.up(prefill, decode, router, _given(given, model, model_path))
+    local.up(prefill, decode, verbose, router, _given(given, model, model_path))
 
 
 def chat(
     url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
     model: Annotated[
-        str, typer.Option(help="Model name. Default: the first one that the service lists.")
+        str, typer.Option(help="Model name (default: the first one that the service lists).", metavar="NAME")
     ] = "",
-    system: Annotated[str, typer.Option(help="System message.")] = "",
-    api_key: Annotated[str, typer.Option(help="API key of the service.", envvar="BATON_API_KEY")] = "",
+    system: Annotated[str, typer.Option(help="System message.", metavar="TEXT")] = "",
+    api_key: Annotated[
+        str, typer.Option(help="API key of the service.", envvar="BATON_API_KEY", metavar="KEY")
+    ] = "",
 ) -> None:
     """Chat with a service in the terminal. Ctrl-C stops a response, Ctrl-D exits."""
     from baton_cli import conversation
@@ -124,16 +144,26 @@ def demo(
 def fetch(
     uri: Annotated[
         str,
-        typer.Argument(help="hf://ORGANISATION/NAME, s3://BUCKET/PATH, gs://BUCKET/PATH, builtin://smollm2."),
+        typer.Argument(
+            help="hf://ORGANISATION/NAME, s3://BUCKET/PATH, gs://BUCKET/PATH, builtin://smollm2.",
+            metavar="URI",
+        ),
     ],
     folder: Annotated[
-        str, typer.Argument(help="Destination folder. Several processes may fetch into it at once.")
+        str,
+        typer.Argument(
+            help="Destination folder. Several processes may fetch into it at once.", metavar="FOLDER"
+        ),
     ],
-    revision: Annotated[str, typer.Option(help="Branch, tag or commit. Default: the newest commit.")] = "",
+    revision: Annotated[
+        str, typer.Option(help="Branch, tag or commit (default: the newest commit).", metavar="NAME")
+    ] = "",
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="Pattern of file names to fetch, such as *.safetensors; repeatable.", show_default=False
+            help="Pattern of file names to fetch, such as *.safetensors; repeatable.",
+            show_default=False,
+            metavar="PATTERN",
         ),
     ] = None,
 ) -> None:
@@ -164,10 +194,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command."""
     _take_interrupts()
     of_process, arguments = arguments is None, sys.argv[1:] if arguments is None else arguments
-    if of_process and "--help" not in arguments and COMPUTING.intersection(arguments[:1]):
+    if of_process and not set(help.NAMES).intersection(arguments) and COMPUTING.intersection(arguments[:1]):
         _begin_kernels()
     try:
-        create_app(arguments)(arguments)
+        create_app(arguments)(arguments, prog_name="baton")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("baton_"):
             raise
@@ -210,22 +240,38 @@ def create_app(arguments: list[str]) -> typer.Typer:
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
+        rich_markup_mode=None,
+        cls=help.Group,
+        context_settings={"help_option_names": list(help.NAMES)},
         help="Serve large language models with prefill and decode on separate workers.",
     )
     typed = arguments or command.words()
     named = next((argument for argument in typed if not argument.startswith("-")), "")
-    for function in (serve, up, chat, demo, router, prefill, decode, operator, fetch, version):
-        name = function.__name__
-        if name == named and name in SERVERS:
-            kind = command.OF.get(name, command.WorkerCommand)
-            app.command(name, cls=kind)(_with_options(function))
-        else:
-            app.command(name)(function)
+    for title, functions in COMMANDS.items():
+        for function in functions:
+            _add(app, title, function, function.__name__ == named)
     inspection.add_to(app)
     batch.add_to(app)
+    for function in (fetch, version):
+        _add(app, "Other", function, False)
     return app
 
+
+def _add(app: typer.Typer, title: str, function: Callable[..., None], named: bool) -> None:
+    """Add a command under a title of the help, with its settings as options if it is the `named` one."""
+    name = function.__name__
+    if named and name in SERVERS:
+        kind = command.OF.get(name, command.WorkerCommand)
+        app.command(name, cls=kind, rich_help_panel=title)(_with_options(function))
+    else:
+        app.command(name, cls=help.Command, rich_help_panel=title)(function)
+
+
+COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
+    "On this machine": (up, serve, demo, chat),
+    "Single processes, on several machines": (router, prefill, decode, operator),
+}
+"""The first commands of the help, by title."""
 
 SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "demo"})
 """Commands whose options are settings."""

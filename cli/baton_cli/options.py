@@ -19,11 +19,10 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsError
-from rich.markup import escape
 
 from baton_api.errors import SetupError
 from baton_api.setting_types import parse_size
-from baton_cli import peers
+from baton_cli import help, peers
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -81,7 +80,7 @@ class Option:
         facts += [f"range: {self.range}"] if self.range else []
         info = typer.Option(
             self.usage,
-            help=escape(self.help + alias + (f" [{', '.join(facts)}]" if facts else "")),
+            help=self.help + alias + (f" [{', '.join(facts)}]" if facts else ""),
             metavar="" if self.switch else self.metavar,
             show_default=False,
             rich_help_panel=self.group or None,
@@ -175,9 +174,10 @@ def _problems(
         name = str(problem["loc"][0]) if problem["loc"] else ""
         source = "--" + name.replace("_", "-") if name in values else prefix + name.upper()
         aliases = ", ".join(peers.aliases(settings, name)) if name in values else ""
-        reason = problem["msg"].removeprefix("Value error, ")
+        reason = help.plain_words(problem["msg"].removeprefix("Value error, "))
         value = repr(problem["input"])[:200]
-        shown = "" if reason.startswith(value) or name.endswith(SECRETS) else f"{value}: "
+        between = " " if reason.startswith(help.MUST_BE) else ": "
+        shown = "" if reason.startswith(value) or name.endswith(SECRETS) else value + between
         yield f"{source} ({aliases}): {shown}{reason}" if aliases else f"{source}: {shown}{reason}"
 
 
@@ -245,6 +245,8 @@ def _range(field: FieldInfo) -> str:
 REPEATED = {
     "served_model_name": "NAME",
     "api_key": "KEY",
+    "admin_api_key": "KEY",
+    "lora_modules": "NAME=PATH",
     "allowed_origins": "ORIGIN",
     "namespaces": "NAMES",
     "hold_models": "NAMES",
@@ -289,4 +291,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
 
 
 def _is_size(field: FieldInfo) -> bool:
-    return any(getattr(part, "func", None) is parse_size for part in field.metadata)
+    parts = [*field.metadata]
+    for one in typing.get_args(field.annotation):  # X | None
+        parts += getattr(one, "__metadata__", ())
+    return any(getattr(part, "func", None) is parse_size for part in parts)

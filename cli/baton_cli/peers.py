@@ -107,4 +107,4 @@ def refusal(flag: str, flags: Collection[str], command: str) -> str:
         return f"Baton does not support {flag}: {INSTEAD[spelled]}."
     close = difflib.get_close_matches(spelled, flags, n=2)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"`baton {command}` has no flag {flag[:60]}.{hint} `baton {command} --help` lists all flags."
+    return f"`baton {command}` has no flag {flag[:60]}.{hint} `baton {command} --help-all` lists all flags."

@@ -85,7 +85,7 @@ class Member:
             if delay is None:
                 self._watcher.failed(self.name, list(self.last_words))
                 raise SetupError(self._refusal or f"{self.name} ended during its start ({describe(status)}).")
-            self._watcher.logged(
+            self._watcher.noted(
                 self.name, f"{self.name} ended ({describe(status)}); restarting in {delay:g} s"
             )
             with contextlib.suppress(TimeoutError):
@@ -101,7 +101,7 @@ class Member:
         try:
             await asyncio.wait_for(current.ended(), seconds)
         except TimeoutError:
-            self._watcher.logged(self.name, f"{self.name} did not stop within {seconds:g} s and is killed")
+            self._watcher.noted(self.name, f"{self.name} did not stop within {seconds:g} s and is killed")
             current.kill()
 
     def kill(self) -> None:
@@ -148,6 +148,9 @@ class Watcher:
 
     def logged(self, name: str, line: str) -> None:
         """Receive a log line."""
+
+    def noted(self, name: str, line: str) -> None:
+        """Receive what the supervisor itself says about a process."""
 
     def loading(self, name: str, progress: Loading) -> None:
         """Receive the progress of a start."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,7 +26,7 @@ from baton_api.announcements import Loading
 from baton_api.errors import SetupError
 from baton_api.workers import Role
 from baton_cli.child import Command
-from baton_cli.display import Bar, Display
+from baton_cli.display import Bar, Display, LogFiles
 from baton_cli.options import read_settings
 from baton_cli.supervisor import Interrupted, Member, Supervisor, Watcher, supervise, threads_each
 from baton_engine import lending, machine
@@ -255,23 +257,52 @@ KV_EVENTS = "tcp://127.0.0.1:0"
 """Every worker publishes KV events on a free port."""
 
 
-def up(prefill: int, decode: int, router: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Run a service until a signal stops it."""
-    display = Display(Console(stderr=True))
+def up(
+    prefill: int, decode: int, verbose: bool | None, router: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Run a service until a signal stops it. `verbose` shows the logs; None: unless in a terminal."""
+    console = Console(stderr=True)
+    shown = not console.is_terminal if verbose is None else verbose
+    files = None if shown else _log_files(read_settings(LocalRouterSettings, router).port)
+    display = Display(console, logs=shown, files=files)
     plan = make_plan(display, prefill, decode, router, given)
 
     async def use(service: Service) -> None:
-        display.console.print(
-            f"\n[bold green]Ready:[/] {plan.name} on {service.url}/v1 "
-            f"({prefill} prefill, {decode} decode). Ctrl-C stops it.\n"
-            + (f"[bold]Dashboard:[/] {service.url}/\n" if plan.router.dashboard else "")
-        )
+        folder = files.folder if files is not None else None
+        text = ready_text(plan, service.url, [one.name for one in service.workers], folder)
+        console.print(Text(text), soft_wrap=True)
         warning = exposure.without_a_key(plan.router.host, plan.router.port, bool(plan.key))
         if warning:
-            display.console.print(Text(warning, style="bold red"), soft_wrap=True)
+            console.print(Text(warning, style="bold red"), soft_wrap=True)
         await asyncio.Event().wait()
 
     run(display, plan, use)
+
+
+def _log_files(port: int) -> LogFiles:
+    """Return the files of a service on this port; without one of its own, or a home, in a new folder."""
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    with contextlib.suppress(OSError, RuntimeError):
+        if port:
+            return LogFiles(Path(home).expanduser() / "baton" / f"logs-{port}")
+    return LogFiles(Path(tempfile.mkdtemp(prefix="baton-logs-")))
+
+
+def ready_text(plan: Plan, url: str, workers: Sequence[str], logs: Path | None) -> str:
+    """Return what `up` says when the service is up: at most ten lines."""
+    lines = [
+        f"Ready: {plan.name} on {url}/v1. Ctrl-C stops it.",
+        f"  workers    {', '.join(workers)}",
+        *([f"  dashboard  {url}/"] if plan.router.dashboard else []),
+        *([f"  logs       {logs}/"] if logs else []),
+        f"  try        baton chat --url {url}",
+        f"  curl {url}/v1/chat/completions \\",
+        *(['    -H "authorization: Bearer $BATON_API_KEY" \\'] if plan.key else []),
+        "    -H 'content-type: application/json' \\",
+        f'    -d \'{{"model": "{plan.name}", "max_tokens": 100, "messages":',
+        '    [{"role": "user", "content": "Why is the sky blue?"}]}\'',
+    ]
+    return "\n".join(lines)
 
 
 def demo(verbose: bool, given: Mapping[str, Any]) -> None:
@@ -308,8 +339,8 @@ def make_plan(
     share = {"memory_share": worker.memory_share / (prefill + decode)} if worker.memory_share else {}
     # The router needs no token ids, and other local users must not read them.
     kv_events = {} if "kv_events" in worker.model_fields_set else {"kv_events": KV_EVENTS, "kv_tokens": False}
-    # The processes write to pipes, so the format depends on the output of this process.
-    plain = "text" if display.console.is_terminal else "json"
+    # The processes write to pipes, so the format depends on where this process shows their lines.
+    plain = "text" if display.for_people else "json"
     logged = {"log_format": plain if worker.log_format == "auto" else worker.log_format}
     with display.bars():
         checkpoint = resolve(worker.model, Bar(display, "model"))

@@ -60,7 +60,7 @@ def test_terminal_line_is_short_with_the_request_once() -> None:
     log.warning("Refused.", extra=logs.of("req_1"))
     log.warning("req_2 was refused.", extra=logs.of("req_2"))
     printed = [line.partition("] ")[2] for line in stream.getvalue().splitlines()]
-    assert printed == ["Nobody's.", "Refused. (req_1)", "req_2 was refused."]
+    assert printed == ["Nobody's.", "WARNING: Refused. (req_1)", "WARNING: req_2 was refused."]
 
 
 async def test_log_lines_belong_to_their_request_only() -> None:

@@ -13,7 +13,7 @@ import pytest
 from baton_api.errors import SetupError
 from baton_cli.command import SHELLS, script
 
-BATON = [sys.executable, "-c", "import sys; sys.argv[0] = 'baton'; from baton_cli.main import main; main()"]
+BATON = [sys.executable, "-m", "baton_cli.main"]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
+import typer
 
 from baton_api import __version__
-from baton_cli.main import main
+from baton_cli import help
+from baton_cli.main import create_app, main
+from baton_cli.options import options_of
+from baton_engine.settings import WorkerSettings
 
 HEAVY = ("torch", "transformers", "pydantic_settings", "openai", "httpx")
 
@@ -39,7 +44,46 @@ def test_main_processes_have_their_settings_as_options(
 ) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
+    assert "--port N" in capsys.readouterr().out or command == "demo"
+    with pytest.raises(SystemExit):
+        main([command, "--help-all"])
     assert "--drain-s" in capsys.readouterr().out
+
+
+WIDTH = 80
+FLAG = re.compile(r"^  --(?:\[no-\])?([a-z][a-z-]*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("flag", help.NAMES)
+def test_help_of_every_command_fits_80_columns(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    group = create_app([])
+    for name in ("", *sorted(typer.main.get_command(group).commands)):  # type: ignore[attr-defined]
+        with pytest.raises(SystemExit) as ended:
+            main([*name.split(), flag])
+        text = capsys.readouterr().out
+        assert ended.value.code == 0 and text.startswith(f"Usage: baton {name}".rstrip())
+        assert [line for line in text.splitlines() if len(line) > WIDTH] == []
+
+
+def test_help_is_short_and_help_all_has_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {}
+    for flag in help.NAMES:
+        with pytest.raises(SystemExit):
+            main(["up", flag])
+        texts[flag] = capsys.readouterr().out
+    short, whole = (set(FLAG.findall(texts[flag])) for flag in help.NAMES)
+    assert short < whole
+    options = {option.flag.removeprefix("--") for option in options_of(WorkerSettings)}
+    assert options - whole == {"model", "role", "name", "control-host", "control-port", "ticket-secret"}
+    assert "more flags: baton up --help-all" in texts["--help"] and texts["--help"].count("\n") < 80
+    assert not re.search(r"<(str|int|bool|float)", texts["--help-all"])
+
+
+@pytest.mark.parametrize("command", sorted(help.FREQUENT))
+def test_frequent_flags_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert set(FLAG.findall(capsys.readouterr().out)) == help.FREQUENT[command]
 
 
 def test_main_invalid_setting_exits_2_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:

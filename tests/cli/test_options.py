@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from baton_api.errors import SetupError
 from baton_api.setting_types import Bytes
+from baton_cli.help import Command
 from baton_cli.options import options_of, read_settings, with_options
 from baton_engine.settings import WorkerSettings
 from baton_operator.settings import OperatorSettings
@@ -38,10 +39,10 @@ class KitchenSettings(BaseSettings):
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[str, KitchenSettings | None]:
     """Run a command with these options. Return its output and the settings that it read."""
-    app = typer.Typer(rich_markup_mode="rich")
+    app = typer.Typer(rich_markup_mode=None)
     read: list[KitchenSettings] = []
 
-    @app.command()
+    @app.command(cls=Command)
     @with_options(KitchenSettings, without={"open"})
     def cook(dish: Annotated[str, typer.Argument()] = "soup", **values: Any) -> None:
         typer.echo(f"{dish} {sorted(values)}")
@@ -89,12 +90,12 @@ def test_help_shows_defaults_of_selected_flags() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"pots": "0"}, "--pots: '0': Input should be greater than or equal to 1."),
+        ({"pots": "0"}, "--pots: '0' must be at least 1."),
         (
             {"fridge": "big"},
             "--fridge: 'big' is not a size. Expected a size such as 512MiB",
         ),
-        ({"pots": "x", "fridge": "y"}, "--pots: 'x': Input should be a valid integer"),
+        ({"pots": "x", "fridge": "y"}, "--pots: 'x' must be a whole number; --fridge"),
     ],
 )
 def test_invalid_value_names_flag_in_one_line(values: dict[str, str], message: str) -> None:

@@ -114,10 +114,10 @@ def test_peer_launch_line_gives_the_same_settings(line: str, fields: dict[str, A
         ("serve --mem-fraction 0.8", ("Did you mean --mem-fraction-static",)),
         ("serve M --model-path N", ("M and N", "Give one")),
         ("serve --max-num-seqs many", ("--max-running (--max-running-requests, --max-num-seqs): 'many'",)),
-        ("serve --log-requests-level 3", ("--log-requests-level", "less than or equal to 2")),
+        ("serve --log-requests-level 3", ("--log-requests-level", "at most 2")),
         (
             "serve --mem-fraction-static 80",
-            ("--memory-share (--mem-fraction-static", "less than or equal to 1"),
+            ("--memory-share (--mem-fraction-static", "at most 1"),
         ),
         ("serve --api-key sha256:beef", ("--api-key: expected 64 hexadecimal digits",)),
         ("serve --allowed-origins localhost", ("'localhost' is not an origin",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -76,11 +77,19 @@ def test_up_service_of_tenants_is_ready_for_them(tiny: Path, tmp_path: Path) -> 
     file = tmp_path / "tenants.yaml"
     digest = hashlib.sha256(b"alice-key").hexdigest()
     file.write_text(f"tenants:\n  - name: alice\n    keys: ['sha256:{digest}']\n")
-    with running_up(tiny, f"--tenants-file={file}") as up:
+    with running_up(tiny, f"--tenants-file={file}", "--no-verbose") as up:
         models = f"{up.url}/v1/models"
         assert httpx.get(models, trust_env=False).status_code == 401
         answer = httpx.get(models, headers={"authorization": "Bearer alice-key"}, trust_env=False)
         assert answer.json()["data"], up.log
+
+        # All that a terminal shows are the address, the logs' folder and what to try.
+        assert up.await_line("Why is the sky blue?") == up.lines[-1] and len(up.lines) <= 10, up.log
+        assert max(map(len, up.lines)) <= 80, up.log
+        logs = Path(up.await_line("  logs ").split()[1])
+        assert {path.name for path in logs.iterdir()} == {"router.log", "prefill-0.log", "decode-0.log"}
+        assert "fired up and ready to roll" in (logs / "decode-0.log").read_text()
+        shutil.rmtree(logs)
 
 
 def test_up_killed_supervisor_ends_its_processes(tiny: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ MARK = "<!-- tested: with a service -->"
 
 ADDRESS = "http://127.0.0.1:8000"
 READY_S = 240.0
+LAST_LINE = "Why is the sky blue?\"}]}'\n"
 
 
 @dataclass(frozen=True)
@@ -53,27 +52,39 @@ def steps(page: str) -> list[Step]:
     return found
 
 
+@dataclass(frozen=True)
+class Running:
+    """A `baton up`."""
+
+    url: str
+    printed: str
+
+
 @pytest.fixture(scope="module")
-def service() -> Iterator[str]:
-    """The address of `baton up` with its defaults, except for the port."""
-    port = steady_port()
-    words = [sys.executable, "-m", "baton_cli.main", "up", f"--port={port}"]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """`baton up` with its defaults, as in a terminal, except for the port."""
+    port, folder = steady_port(), tmp_path_factory.mktemp("up")
+    words = [sys.executable, "-m", "baton_cli.main", "up", f"--port={port}", "--no-verbose"]
+    environment = os.environ | {"XDG_STATE_HOME": str(folder)}
+    with (
+        (folder / "printed").open("wb") as printed,
+        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=printed, env=environment) as process,
+    ):
         try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_ready(url, process)
-            yield url
+            yield Running(f"http://127.0.0.1:{port}", wait_until_ready(folder / "printed", process))
         finally:
             process.terminate()
 
 
-def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+def wait_until_ready(printed: Path, process: subprocess.Popen[bytes]) -> str:
+    """Return what a `baton up` has printed when it is up."""
     end = time.monotonic() + READY_S
     while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=5):
-            return
+        text = printed.read_text()
+        if LAST_LINE in text:
+            return text
         time.sleep(0.2)
-    raise AssertionError(f"{url} is not ready; `baton up` has the status {process.poll()}")
+    raise AssertionError(f"`baton up` has the status {process.poll()}: {printed.read_text()}")
 
 
 def test_tutorial_patterns() -> None:
@@ -84,14 +95,17 @@ def test_tutorial_patterns() -> None:
 
 
 @pytest.mark.slow
-def test_first_steps_print_what_the_page_shows(service: str, tmp_path: Path) -> None:
-    commands = steps(FIRST_STEPS.read_text().partition(MARK)[2])
+def test_first_steps_print_what_the_page_shows(service: Running, tmp_path: Path) -> None:
+    before, _, after = FIRST_STEPS.read_text().partition(MARK)
+    start, commands = steps(before)[-1], steps(after)
+    assert start.command == "baton up"
+    assert re.fullmatch(start.pattern, service.printed, re.DOTALL), service.printed
     assert len(commands) > 5
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for step in commands:
-        command = step.command.replace(ADDRESS, service)
+        command = step.command.replace(ADDRESS, service.url)
         if command.startswith("baton "):
-            command += f" --url {service}"
+            command += f" --url {service.url}"
         done = subprocess.run(
             command,
             shell=True,
