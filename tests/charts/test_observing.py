@@ -104,8 +104,8 @@ def test_chart_pod_monitor_scrapes_only_watched_namespaces() -> None:
 
 
 def test_chart_alerts_have_the_severities_of_the_cluster() -> None:
-    """Also where one of them has the name of another one of Baton's."""
-    own = {"page": "critical", "ticket": "info", "info": "none"}
+    """Also where one of them has the name of another one of Baton's, or is no text unless it has quotes."""
+    own = {"page": "1", "ticket": "info", "info": "true"}
     before, after = (
         [
             rule["labels"]["severity"]

@@ -114,24 +114,6 @@ def test_job_that_fetches_a_model_can_write_to_its_volume() -> None:
     assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
-def test_degraded_keeps_its_cause_over_reconciles() -> None:
-    cluster = FakeCluster(MINIMAL)
-    cluster.settle()
-    good = cluster.service["status"]["currentRevision"]
-    cluster.change({**MINIMAL, "engine": {"args": ["--nonsense"]}})
-    cluster.reconcile()
-    cluster.broken.add(cluster.service["status"]["updateRevision"])
-    assert good not in cluster.broken
-    cluster.settle()
-    for _ in range(3):
-        cluster.later(60)
-        cluster.reconcile()
-        (message,) = [
-            one["message"] for one in cluster.service["status"]["conditions"] if one["type"] == "Degraded"
-        ]
-        assert "started" in message, message
-
-
 def resources(**wanted: Any) -> Manifest:
     """Those of a worker's container."""
     cluster = FakeCluster({**MINIMAL, "decode": {"resources": wanted}})

@@ -203,3 +203,25 @@ def test_role_conditions_count_ready_and_desired_pods() -> None:
     cluster.reconcile()
     shown = [cluster.message(type) for type in ("PrefillReady", "DecodeReady", "RouterReady")]
     assert shown == ["2/2 ready", f"2/3 ready: {EVICTED}", "1/1 ready"]
+
+
+def test_failed_revision_keeps_its_cause() -> None:
+    """Also after other revisions, for which no condition says it."""
+    cluster = settled()
+    cluster.change(CHANGED)
+    cluster.reconcile()
+    failed = cluster.service["status"]["updateRevision"]
+    cluster.broken.add(failed)
+    cluster.settle()
+    cause = cluster.revision(failed)["failure"]
+    assert (
+        cause.startswith("a worker started ") and "failure" not in cluster.service["status"]["revisions"][-1]
+    )
+    for spec in (CHANGED, {**PAIR, "engine": {"maxModelLen": 2048}}, CHANGED):
+        cluster.change(spec)
+        cluster.settle()
+        cluster.later(60)
+        cluster.reconcile()
+        assert cluster.revision(failed)["failure"] == cause
+    assert cluster.message("Degraded").startswith(f"Revision {failed} failed: {cause}. Change")
+    assert cluster.message("Progressing") == f"Revision {failed} failed: {cause}."

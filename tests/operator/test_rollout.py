@@ -259,9 +259,12 @@ def test_rollout_paused_every_revision_keeps_its_replicas() -> None:
 @pytest.mark.parametrize("held", [False, True])
 def test_rollout_revision_that_failed_before_is_reported_failed(held: bool) -> None:
     """The wanted revision makes no difference, nor whether its model is fetched."""
-    failed = replace(revisions("b 1/1 1/1"), failed=True)
+    failed = replace(revisions("b 1/1 1/1"), failed=True, failure="it crashed")
     states = [revisions("z 0/0 0/0"), failed, revisions("a 2/2 4/4 100")]
     assert shown(decide(wanted(held=held), states, 1.0))["b"] == "0 0 0 Failed"
+    assert decide(wanted(held=held), states, 1.0)["b"].failure == "it crashed"
+    again = replace(wanted(held=held), revision="b")
+    assert decide(again, states, 1.0)["b"].failure == "it crashed"
     assert shown(decide(wanted(held=held), [replace(states[0], failed=True), *states[1:]], 1.0)) == {
         "z": "0 0 0 Failed", "b": "0 0 0 Failed", "a": "2 4 100 Serving",
     }  # fmt: skip
@@ -269,7 +272,7 @@ def test_rollout_revision_that_failed_before_is_reported_failed(held: bool) -> N
 
 def test_rollout_crashing_revision_reports_its_restarts() -> None:
     revision_plans = decide(wanted(), [revisions("z 1/1 0/1!"), revisions("a 2/2 4/4 100")], 1.0)
-    assert revision_plans["z"].reason == f"a worker started {CRASHES + 1} times"
+    assert revision_plans["z"].failure == f"a worker started {CRASHES + 1} times"
 
 
 LAST = [
@@ -302,7 +305,7 @@ def test_rollout_progress_deadline_fails_and_is_scheduled() -> None:
     assert decide(want, states, 599.0)["z"].phase == "Warming"
     assert decide(want, states, 600.0)["z"].phase == "Warming"
     failed = decide(want, states, 601.0)["z"]
-    assert (failed.phase, failed.reason) == ("Failed", "no progress for 10m")
+    assert (failed.phase, failed.failure) == ("Failed", "no progress for 10m")
     later = [replace(states[0], progressed=50.0), states[1]]
     assert (seconds_until_change(want, later, 100.0), seconds_until_change(want, later, 650.0)) == (
         550.0,
@@ -339,7 +342,9 @@ def test_rollout_failures_only_on_new_revision_roll_back(
     new, old = revisions("z 1/1 1/1 25"), revisions("a 2/2 3/3 75")
     revision_plans = decide(wanted(), [replace(new, health=of_new), replace(old, health=of_old)], 1.0)
     assert (revision_plans["z"].phase == "Failed") == failed
-    assert not failed or revision_plans["z"].reason == f"{of_new.failed} of {of_new.requests} requests failed"
+    assert (
+        not failed or revision_plans["z"].failure == f"{of_new.failed} of {of_new.requests} requests failed"
+    )
     assert not failed or shown(revision_plans)["a"] == "2 4 100 Serving"
 
 
@@ -382,7 +387,7 @@ def test_rollout_slow_streams_only_on_new_revision_roll_back(
     assert (revision_plans["z"].phase == "Failed") == failed
     if failed:
         slow = of_new.slow(2.0)
-        assert revision_plans["z"].reason == (
+        assert revision_plans["z"].failure == (
             f"{slow} of {of_new.streams} streams took longer than {limit} to their first token"
         )
         assert shown(revision_plans)["a"] == "2 4 100 Serving"

@@ -241,6 +241,8 @@ def _revisions(status: Mapping[str, Any]) -> Iterator[Part]:
     for revision in status.get("revisions") or ():
         detail = f"{revision.get('weight', 0)} % of requests, {revision.get('prefillReady', 0)} prefill and "
         detail += f"{revision.get('decodeReady', 0)} decode workers ready"
+        if "failure" in revision:
+            detail = f"{revision['failure']}; {detail}"
         well = {"Serving": True, "Failed": False}.get(revision["phase"])
         yield Part("revision", revision["name"], revision["phase"], well, detail)
 

@@ -161,6 +161,9 @@ class RevisionStatus(Part):
     Warming: not ready yet. Serving: receives requests. Draining: finishes its requests. Retired: has no
     workers and is kept for a rollback. Failed: not started again until the spec changes."""
 
+    failure: Words | None = None
+    """Cause of the phase Failed."""
+
     weight: Annotated[int, Field(ge=0, le=100)] = 0
     """Percentage of requests that the revision receives."""
 

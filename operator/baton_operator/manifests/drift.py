@@ -46,6 +46,8 @@ def keep_template(existing: Manifest | None, desired: Manifest) -> Manifest:
     if existing is None or before == rendered:
         return {**desired, "metadata": {**metadata, "annotations": {**annotations, TEMPLATE: rendered}}}
     kept = {name: existing["spec"][name] for name in fields}
+    # Without a hash, the workload is from an operator that wrote none. It gets none: with that of this
+    # rendering, the next reconciliation would take its template for edited, and replace it.
     if before is not None:
         annotations = {**annotations, TEMPLATE: before}
     return {

@@ -84,7 +84,7 @@ def _facts(cluster: ClusterState, state: ServiceState, roles: Status, unmet: str
     facts = [
         *_readiness(state, routers),
         _progress(cluster, state),
-        _degradation(cluster, state),
+        _degradation(state),
         Fact("ModelReady", state.model.present, state.model.phase, state.model.message),
     ]
     for name in role_scalers.roles(state.spec):
@@ -172,7 +172,7 @@ def _lacking(state: ServiceState, revision: str) -> RoleName | None:
 def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
     fate = state.revision_plans[state.target.name]
     if fate.phase == "Failed":
-        return Fact("Progressing", False, "RolloutFailed", f"Revision {fate.revision} failed.")
+        return Fact("Progressing", False, "RolloutFailed", f"{_failed(fate)}.")
     if state.spec.rollout.paused and fate.phase != "Serving":
         return Fact("Progressing", False, "Paused", "spec.rollout.paused is true.")
     if not state.model.present:
@@ -195,20 +195,18 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
     return Fact("Progressing", True, "RollingOut", f"Workers of revision {fate.revision} are starting.")
 
 
-def _degradation(cluster: ClusterState, state: ServiceState) -> Fact:
+def _degradation(state: ServiceState) -> Fact:
     fate = state.revision_plans[state.target.name]
     if fate.phase == "Failed":
-        of_it = f"Revision {fate.revision} failed"
-        if not fate.reason:  # it failed in an earlier reconciliation, which wrote the cause
-            for one in cluster.status.get("conditions", ()):
-                if one["type"] == "Degraded" and one["message"].startswith(of_it):
-                    return Fact("Degraded", True, "RolledBack", one["message"])
-        why = f": {fate.reason}" if fate.reason else ""
-        message = f"{of_it}{why}. Change the spec to start another rollout."
+        message = f"{_failed(fate)}. Change the spec to start another rollout."
         return Fact("Degraded", True, "RolledBack", message)
     if state.model.phase == "Failed":
         return Fact("Degraded", True, "FetchFailed", state.model.message)
     return Fact("Degraded", False, "AsExpected")
+
+
+def _failed(fate: RevisionPlan) -> str:
+    return f"Revision {fate.revision} failed{f': {fate.failure}' if fate.failure else ''}"
 
 
 def _refused(cluster: ClusterState, workloads: Iterable[Key]) -> list[str]:
@@ -344,7 +342,11 @@ def _revision(cluster: ClusterState, one: RevisionState, fate: RevisionPlan) -> 
         "peak": revision_history.ready_peak(cluster, one),
         "step": fate.step,
     }
-    return {**status, "stepSince": timestamp(fate.step_since)} if fate.step_since is not None else status
+    if fate.failure:
+        status["failure"] = fate.failure
+    if fate.step_since is not None:
+        status["stepSince"] = timestamp(fate.step_since)
+    return status
 
 
 def scaler_status(

@@ -58,6 +58,8 @@ class RevisionState:
     roles: Mapping[RoleName, RoleState]
     weight: int = 0
     failed: bool = False
+    failure: str = ""
+    """Cause, if it has failed."""
     progressed: float = 0.0
     """Time of the last progress: one more ready worker, or the start of waiting for one."""
     restarts: int = 0
@@ -113,8 +115,8 @@ class RevisionPlan:
     weight: int = 0
     step: int = 0
     step_since: float | None = None
-    reason: str = ""
-    """Reason of a failure."""
+    failure: str = ""
+    """Cause of the phase Failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +143,11 @@ def decide(target: RolloutTarget, revisions: Sequence[RevisionState], now: float
     case = _Case(target, revisions, new, old, now)
     if target.held:
         return _held(case)
-    failure = _failure(case) if old and not new.failed else ""
-    if (new.failed or failure) and old and target.policy.auto_rollback:
-        failed = replace(_gone(new), phase="Failed", reason=failure)
-        return {**_without(case), new.revision: failed}
+    if old and target.policy.auto_rollback:
+        if not new.failed and (failure := _failure(case)):
+            new = replace(new, failed=True, failure=failure)
+        if new.failed:
+            return {**_without(case), new.revision: _gone(new)}
     if target.policy.paused and old:
         return {one.revision: _as_it_is(one) for one in revisions}
     plans = {one.revision: _gone(one) for one in revisions}
@@ -198,9 +201,12 @@ def _held(case: _Case) -> dict[str, RevisionPlan]:
     if not case.old:
         now_there = _as_it_is(new)
         plans = {one.revision: _gone(one) for one in case.revisions}
-        return {**plans, new.revision: now_there if new.exists else replace(now_there, phase="Waiting")}
-    phase: RevisionPhase = "Failed" if new.failed else "Waiting"
-    return {**_without(case), new.revision: RevisionPlan(new.revision, phase, dict.fromkeys(new.roles, 0))}
+        return {
+            **plans,
+            new.revision: now_there if new.exists else replace(now_there, phase="Waiting", failure=""),
+        }
+    plan = _gone(new) if new.failed else RevisionPlan(new.revision, "Waiting", dict.fromkeys(new.roles, 0))
+    return {**_without(case), new.revision: plan}
 
 
 def _without(case: _Case) -> dict[str, RevisionPlan]:
@@ -330,7 +336,7 @@ def _weighted(
 
 def _gone(one: RevisionState) -> RevisionPlan:
     phase: RevisionPhase = "Failed" if one.failed else "Draining" if one.exists else "Retired"
-    return RevisionPlan(one.revision, phase, dict.fromkeys(one.roles, 0))
+    return RevisionPlan(one.revision, phase, dict.fromkeys(one.roles, 0), failure=one.failure)
 
 
 def _as_it_is(one: RevisionState) -> RevisionPlan:
@@ -338,4 +344,4 @@ def _as_it_is(one: RevisionState) -> RevisionPlan:
         "Failed" if one.failed else "Serving" if one.weight else "Warming" if one.exists else "Retired"
     )
     replicas = {name: role.replicas for name, role in one.roles.items()}
-    return RevisionPlan(one.revision, phase, replicas, one.weight, one.step, one.step_since)
+    return RevisionPlan(one.revision, phase, replicas, one.weight, one.step, one.step_since, one.failure)

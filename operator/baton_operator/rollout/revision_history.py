@@ -111,6 +111,7 @@ def revision_state(cluster: ClusterState, revision: Revision, now: float) -> Rev
     return replace(
         one,
         failed=note.get("phase") == "Failed",
+        failure=note.get("failure", ""),
         progressed=now if goes_on else seconds(note["progressedAt"]),
         restarts=max((pod.restarts for pod in pods), default=0),
         health=cluster.health.get(revision.name, RolloutHealth()),

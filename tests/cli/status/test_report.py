@@ -74,7 +74,7 @@ def service(*conditions: dict[str, str], seen: int = 3, **status: Any) -> dict[s
 SERVING = condition("Ready", "True", "Serving", "Requests are answered.")
 REVISIONS = [
     {"name": "1a2b3c4d", "phase": "Serving", "weight": 100, "prefillReady": 1, "decodeReady": 2},
-    {"name": "5e6f7a8b", "phase": "Failed", "weight": 0},
+    {"name": "5e6f7a8b", "phase": "Failed", "weight": 0, "failure": "no progress for 10m"},
 ]
 
 
@@ -94,6 +94,8 @@ def test_status_cluster_service_has_roles_and_revisions() -> None:
     kinds = [(part.kind, part.state, part.well) for part in status.parts]
     assert ("role", "2 of 2 ready", True) in kinds
     assert ("revision", "Serving", True) in kinds and ("revision", "Failed", False) in kinds
+    (failed,) = [part for part in status.parts if part.state == "Failed"]
+    assert failed.detail.startswith("no progress for 10m; 0 % of requests")
     assert ("condition", "True", True) in kinds
 
 
