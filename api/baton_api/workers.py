@@ -30,6 +30,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     model: str
     """The model name in responses."""
+    name: str = ""
+    """The worker's own name, as in its log, such as prefill-0 or the name of its pod. Empty: it has none."""
     names: tuple[str, ...] = ()
     """All names that requests may use, if there are others than `model`."""
     adapters: tuple[str, ...] = ()

@@ -63,6 +63,7 @@ def worker_json(worker: Worker, now: float) -> dict[str, Any]:
     health = worker.health
     return {
         "worker": worker.name,
+        "name": worker.own_name or None,
         "role": worker.listed,
         "revision": worker.revision or None,
         "state": worker.state(now),
@@ -81,7 +82,12 @@ def scrape_targets(workers: Iterable[Worker]) -> list[dict[str, Any]]:
     return [
         {
             "targets": [worker.name],
-            "labels": {"worker": worker.name, "role": str(worker.listed), "revision": worker.revision},
+            "labels": {
+                "worker": worker.name,
+                "name": worker.own_name,
+                "role": str(worker.listed),
+                "revision": worker.revision,
+            },
         }
         for worker in workers
     ]

@@ -97,10 +97,10 @@ def phases(page: Browser, within: str) -> list[str]:
 
 def test_both_workers_are_shown_without_console_errors(page: Browser) -> None:
     page.until(lambda: page.count("#relay .worker") == 2, "both workers are shown")
-    assert page.text("#relay .title").split("\n") == ["Router", "Prefill 1", "Decode 1"]
+    assert page.text("#relay .title").split("\n") == ["Router", "prefill-0", "decode-0"]
     assert page.count("#relay .link.blocks")
     described = page.one("#relay svg").get_attribute("aria-label") or ""
-    assert "Prefill 1, ready" in described and "Decode 1, ready" in described
+    assert "prefill-0, ready" in described and "decode-0, ready" in described
     page.one(".relay summary").click()
     assert page.count("#workers tr") == 2
     assert "KV blocks in use" in page.text(".worker.decode")
@@ -112,14 +112,14 @@ def test_answer_names_its_workers_and_times(page: Browser) -> None:
     page.until(lambda: phases(page, ".answer") == PHASES, "the answer's timeline has all phases")
     page.until(lambda: " token" in page.text(".answer .about"), "the answer is described")
     about = page.text(".answer .about")
-    assert "Prefill 1 computed the prompt, Decode 1 generated the answer" in about
+    assert "prefill-0 computed the prompt, decode-0 generated the answer" in about
     assert " cached" in about and "first token after" in about
 
-    assert page.text(f"{NEWEST} .way") == "Prefill 1 → Decode 1"
+    assert page.text(f"{NEWEST} .way") == "prefill-0 → decode-0"
     page.one(f"{NEWEST} button").click()
     details = page.text(f"{NEWEST} .details")
     assert "KV blocks moved" in details or "KV block moved" in details
-    assert "Prefill 1 computed the prompt" in details and "predicted: " in details
+    assert "prefill-0 computed the prompt" in details and "predicted: " in details
     page.until(lambda: page.text("#figure-first").endswith("s"), "the figures follow")
 
 

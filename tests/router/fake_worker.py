@@ -172,10 +172,17 @@ class FakeWorker:
         model: str = "tiny",
         control: str = "",
         compatibility: str = "same",
+        name: str = "",
     ) -> None:
         self.behaviour = behaviour
         self.load = Load(
-            role=role, model=model, control=control, compatibility=compatibility, epoch="1", total_blocks=100
+            role=role,
+            model=model,
+            name=name,
+            control=control,
+            compatibility=compatibility,
+            epoch="1",
+            total_blocks=100,
         )
         self.ready = True
         self.silent = False

@@ -87,22 +87,25 @@ async def test_dead_worker_is_down_and_its_successor_is_used() -> None:
 
 
 async def test_workers_endpoint_shows_role_state_and_load() -> None:
-    prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001")
+    prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001", name="prefill-0")
     async with FakeWorker() as decode, prefill, running_router([decode], [prefill]) as router:
         views = (await router.client.get("/workers")).json()["data"]
-        assert [(view["worker"], view["role"], view["state"]) for view in views] == [
-            (decode.name, "decode", "ready"),
-            (prefill.name, "prefill", "ready"),
+        assert [(view["worker"], view["name"], view["role"], view["state"]) for view in views] == [
+            (decode.name, None, "decode", "ready"),
+            (prefill.name, "prefill-0", "prefill", "ready"),
         ]
         assert views[1]["load"]["control"] == "127.0.0.1:7001"
 
 
 async def test_service_discovery_lists_the_workers_for_prometheus() -> None:
-    prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001")
+    prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001", name="prefill-0")
     async with FakeWorker() as decode, prefill, running_router([decode], [prefill]) as router:
         assert (await router.client.get("/workers/targets")).json() == [
-            {"targets": [one.name], "labels": {"worker": one.name, "role": role, "revision": ""}}
-            for one, role in ((decode, "decode"), (prefill, "prefill"))
+            {
+                "targets": [one.name],
+                "labels": {"worker": one.name, "name": name, "role": role, "revision": ""},
+            }
+            for one, name, role in ((decode, "", "decode"), (prefill, "prefill-0", "prefill"))
         ]
 
 
@@ -120,7 +123,7 @@ async def test_worker_with_no_or_an_invalid_reply_is_down(nonsense: bytes) -> No
 
 
 async def test_metrics_count_requests_and_show_states() -> None:
-    async with FakeWorker() as worker, running_router([worker]) as router:
+    async with FakeWorker(name="decode-7") as worker, running_router([worker]) as router:
         await router.post(STREAM)
         await router.post({**QUESTION, "model": "other"})
         page = await router.client.get("/metrics", headers={"accept": "text/plain;version=0.0.4"})
@@ -129,8 +132,8 @@ async def test_metrics_count_requests_and_show_states() -> None:
         labels = f'class="default",code="200",model="tiny",path="{CHAT}"'
         assert f"baton_router_requests_total{{{labels}}} 1.0" in text
         assert router.metric(metrics.ROUTER_REQUESTS.name, path=CHAT, code="404", model="other") == 1
-        ready = f'baton_router_worker_state{{role="decode",state="ready",worker="{worker.name}"}} 1.0'
-        assert ready in text
+        ready = f'name="decode-7",role="decode",state="ready",worker="{worker.name}"'
+        assert f"baton_router_worker_state{{{ready}}} 1.0" in text
         assert "baton_router_requests_in_flight 0.0" in text
         assert "baton_router_overhead_seconds_count 1.0" in text
         assert 'baton_router_time_to_first_byte_seconds_count{class="default"} 1.0' in text

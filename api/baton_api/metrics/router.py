@@ -18,7 +18,8 @@ from baton_api.prompt_report import Fallback
 
 CLASSES = ("critical", "interactive", "default", "batch")
 CLASS = Label("class", CLASSES)
-WORKER = Label("worker", bound="current workers")
+WORKER = Label("worker", bound="current workers, by address")
+NAME = Label("name", bound="current workers, by the name in their log; empty until it is known")
 ROLE = Label("role", ("prefill", "decode"))
 LOSSES = (
     *("connect", "reset", "hung", "malformed", "incomplete", "idle", "slow", "overdue"),
@@ -278,6 +279,7 @@ ROUTER_WORKER_STATE = Metric(
     "1 for the current state of a worker, as the router sees it; 0 for other states.",
     (
         WORKER,
+        NAME,
         ROLE,
         Label(
             "state",
@@ -290,7 +292,7 @@ ROUTER_WORKER_IN_FLIGHT = Metric(
     "gauge",
     "requests",
     "Requests of this router in progress on a worker.",
-    (WORKER, ROLE),
+    (WORKER, NAME, ROLE),
 )
 ROUTER_INDEX_CHUNKS = Metric(
     "baton_router_index_chunks",

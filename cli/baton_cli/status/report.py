@@ -72,7 +72,7 @@ def status_of_router(
     parts = tuple(map(_part, workers))
     problems = [
         Problem(
-            f"The {row['role']} worker {row['worker']} is {row['state']}"
+            f"The {row['role']} worker {_title(row)} is {row['state']}"
             + (f": {row['reason']}." if row["reason"] else "."),
             WORKER_REMEDIES[row["state"]].format(worker=row["worker"]),
         )
@@ -80,7 +80,7 @@ def status_of_router(
         if row["state"] in WORKER_REMEDIES
     ]
     problems += [
-        Problem(f"The {row['role']} worker {row['worker']}: {warning}.", WARNING_REMEDY)
+        Problem(f"The {row['role']} worker {_title(row)}: {warning}.", WARNING_REMEDY)
         for row in workers
         for warning in row.get("warnings", ())
     ]
@@ -121,7 +121,12 @@ def _part(row: Mapping[str, Any]) -> Part:
     details += row.get("warnings", ())
     state = row["state"]
     well = True if state in WELL else None if state in PASSING else False
-    return Part(f"{row['role']} worker", row["worker"], state, well, "; ".join(details))
+    return Part(f"{row['role']} worker", _title(row), state, well, "; ".join(details))
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    """Return the worker's own name and its address. Routers before 0.2.0 know the address only."""
+    return f"{row['name']} ({row['worker']})" if row.get("name") else str(row["worker"])
 
 
 GOOD = frozenset(

@@ -90,7 +90,11 @@ WORKERS = Row(
             description="From this service's routers. Workers of one role should be about equal, except "
             "where a prefix cache attracts requests.",
             unit=count("requests"),
-            queries=(Query(SELECTED.gauge(metrics.ROUTER_WORKER_IN_FLIGHT, "worker"), "{{worker}}"),),
+            queries=(
+                Query(
+                    SELECTED.gauge(metrics.ROUTER_WORKER_IN_FLIGHT, "worker", "name"), "{{name}} {{worker}}"
+                ),
+            ),
             kind="stacked",
         ),
         Panel(

@@ -79,6 +79,7 @@ def _worker(worker: Worker, running: list[Placement], tenant: Tenant, now: float
     prefills = worker.listed == "prefill"
     return {
         "name": display_name(worker.name, tenant),
+        "own_name": worker.own_name if tenant.admin else "",
         "role": worker.listed,
         "model": worker.model,
         "revision": worker.revision,

@@ -97,9 +97,9 @@ class WorkerStatusMetrics(Collector):
         in_flight = _family(metrics.ROUTER_WORKER_IN_FLIGHT)
         for worker in self._workers.all:
             current = worker.state(now)
-            in_flight.add_metric([worker.name, worker.listed], worker.in_flight)
+            in_flight.add_metric([worker.name, worker.own_name, worker.listed], worker.in_flight)
             for one in WorkerStatus:
-                state.add_metric([worker.name, worker.listed, one], float(one is current))
+                state.add_metric([worker.name, worker.own_name, worker.listed, one], float(one is current))
         yield state
         yield in_flight
 

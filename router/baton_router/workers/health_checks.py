@@ -83,7 +83,7 @@ async def _watch_one(
         now = (state, worker.reason if state is WorkerStatus.NOT_READY else "")
         if now != before:
             reason = worker.reason or "it takes requests"
-            log.info("The %s worker %s is %s: %s.", worker.listed, worker.name, state, reason)
+            log.info("The %s worker %s is %s: %s.", worker.listed, worker.title, state, reason)
             before = now
         pause = settings.health_interval_s / (1 if state is WorkerStatus.READY else NOT_READY_FACTOR)
         await asyncio.sleep(max(0.0, started + pause - loop.time()))

@@ -218,9 +218,9 @@ class KvSubscriber:
             if degraded is not self.state.degraded:
                 self.state.degraded = degraded
                 if degraded:
-                    log.warning("No KV events from %s: its cached prefixes count half.", self.worker.name)
+                    log.warning("No KV events from %s: its cached prefixes count half.", self.worker.title)
                 else:
-                    log.info("KV events from %s have resumed.", self.worker.name)
+                    log.info("KV events from %s have resumed.", self.worker.title)
             await asyncio.sleep(CHECK_S)
 
     async def _snapshot(self) -> None:

@@ -119,9 +119,9 @@ class PairingReview:
         before, worker.warnings = worker.warnings, warnings
         for warning in warnings:
             if warning not in before:
-                log.warning("The %s worker %s: %s.", worker.listed, worker.name, warning)
+                log.warning("The %s worker %s: %s.", worker.listed, worker.title, warning)
         if before and not warnings:
-            log.info("The %s worker %s: its warnings no longer apply.", worker.listed, worker.name)
+            log.info("The %s worker %s: its warnings no longer apply.", worker.listed, worker.title)
 
 
 def _reported(worker: Worker) -> bool:

@@ -96,7 +96,7 @@ class WorkerRegistration:
 
     def _set_status(self, worker: Worker, discovery_status: ListedStatus) -> None:
         if worker.discovery_status is not discovery_status:
-            log.info("The worker %s is listed as %s.", worker.name, discovery_status.name.lower())
+            log.info("The worker %s is listed as %s.", worker.title, discovery_status.name.lower())
             worker.discovery_status = discovery_status
         if discovery_status is ListedStatus.TERMINATING:
             self._deadlines.setdefault(worker, self._clock() + self._drain_s)
@@ -108,7 +108,7 @@ class WorkerRegistration:
         now = self._clock()
         self._deadlines.setdefault(worker, now + self._drain_s)
         self._workers.start_draining(worker, now)
-        log.info("The worker %s is not listed any more; it has %d requests.", worker.name, worker.in_flight)
+        log.info("The worker %s is not listed any more; it has %d requests.", worker.title, worker.in_flight)
 
     def _forget(self, worker: Worker) -> None:
         del self._by_name[worker.name], self._deadlines[worker]

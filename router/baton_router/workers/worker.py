@@ -135,7 +135,18 @@ class Worker:
 
     @property
     def name(self) -> str:
+        """Its address, `host:port`."""
         return self.upstream.name
+
+    @property
+    def own_name(self) -> str:
+        """Its name in its own log, such as prefill-0. Empty: unknown."""
+        return self.health.load.name if self.health.load else ""
+
+    @property
+    def title(self) -> str:
+        """Its own name and its address, for people."""
+        return f"{self.own_name} ({self.name})" if self.own_name else self.name
 
     @property
     def model(self) -> str:

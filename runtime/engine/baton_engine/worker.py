@@ -122,6 +122,7 @@ class Worker:
         return Load(
             role=self.settings.role,
             model=self.model_name,
+            name=self.name,
             names=self.model_names,
             adapters=self.adapters.names,
             max_model_len=self.engine.limits.max_model_len,

@@ -60,6 +60,13 @@ def test_status_worker_without_a_pair_is_a_problem() -> None:
     assert "block size 8" in status.parts[1].detail
 
 
+def test_worker_is_called_as_in_its_log() -> None:
+    rows = [worker("decode", "ready"), {**worker("prefill", "down", "no answer"), "name": "prefill-0"}]
+    status = report.status_of_router("http://r", INFO, rows)
+    assert [part.name for part in status.parts] == ["decode:1", "prefill-0 (prefill:1)"]
+    assert any("The prefill worker prefill-0 (prefill:1) is down" in one.message for one in status.problems)
+
+
 def condition(kind: str, status: str, reason: str, message: str = "") -> dict[str, str]:
     return {"type": kind, "status": status, "reason": reason, "message": message}
 

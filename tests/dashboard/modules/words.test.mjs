@@ -9,21 +9,27 @@ import { record, running, worker } from "./records.mjs";
 const named = labels([worker("decode", "10.0.0.2:8000"), worker("prefill", "10.0.0.1:8000"), worker("decode", "10.0.0.3:8000")]);
 
 test("workers are called by role and number", () => {
-  assert.deepEqual([...named.values()], ["Decode 1", "Prefill 1", "Decode 2"]);
+  assert.deepEqual([...named.values()], ["decode-0", "prefill-0", "decode-1"]);
+});
+
+test("workers are called as in their logs, if no two have the same name", () => {
+  const called = (...names) => [...labels(names.map((own_name, n) => ({ ...worker("decode", `10.0.0.${n}:1`), own_name }))).values()];
+  assert.deepEqual(called("smollm2-decode-7f", ""), ["smollm2-decode-7f", "decode-1"]);
+  assert.deepEqual(called("a", "a", "b"), ["decode-0", "decode-1", "b"]);
 });
 
 test("a route in words", () => {
-  assert.equal(route(record(), named), "Prefill 1 → Decode 1");
-  assert.equal(route(record({ prefill: null }), named), "Decode 1");
-  assert.equal(route(record({ remote: false }), named), "Decode 1, without Prefill 1");
-  assert.equal(route(record({ decode: "gone:1" }), named), "Prefill 1 → gone:1");
+  assert.equal(route(record(), named), "prefill-0 → decode-0");
+  assert.equal(route(record({ prefill: null }), named), "decode-0");
+  assert.equal(route(record({ remote: false }), named), "decode-0, without prefill-0");
+  assert.equal(route(record({ decode: "gone:1" }), named), "prefill-0 → gone:1");
 });
 
 test("what happened and why, in sentences", () => {
   const decision = { ...record().decision, others: [{ decode: "10.0.0.2:8000", prefill: null, cached: 0, price: 0.31 }] };
   const said = sentences(record({ decision }), named);
-  assert.match(said[0], /Prefill 1 computed the prompt, 7 KV blocks moved, and Decode 1 generated the answer/);
-  assert.match(said[1], /Lowest cost: 100 ms\. Alternatives: 310 ms \(Decode 1, local prefill\)/);
+  assert.match(said[0], /prefill-0 computed the prompt, 7 KV blocks moved, and decode-0 generated the answer/);
+  assert.match(said[1], /Lowest cost: 100 ms\. Alternatives: 310 ms \(decode-0, local prefill\)/);
   assert.match(said[1], /The cost is the delay of this request/);
   assert.match(said[2], /40 of 100 prompt tokens came from the prefix cache; about 32 were expected/);
   assert.match(said[3], /at the workers: 100 ms; predicted: 90 ms/);
@@ -32,7 +38,7 @@ test("what happened and why, in sentences", () => {
 test("a price that counts requests is no time", () => {
   const others = [{ decode: "10.0.0.2:8000", prefill: null, cached: 0, price: 3 }];
   const [, why] = sentences(record({ decision: { ...record().decision, price: 2, price_unit: "requests", others } }), named);
-  assert.equal(why, "Lowest cost: 2. Alternatives: 3 (Decode 1, local prefill). The cost is the number of requests at the workers.");
+  assert.equal(why, "Lowest cost: 2. Alternatives: 3 (decode-0, local prefill). The cost is the number of requests at the workers.");
 });
 
 test("what went wrong is said", () => {
@@ -40,7 +46,7 @@ test("what went wrong is said", () => {
   assert.match(last({ outcome: "cut" }), /ended early/);
   assert.match(last({ outcome: "lost" }), /tried another worker/);
   assert.match(last({ outcome: "refused" }), /rejected the request/);
-  assert.match(sentences(record({ remote: false, fallback: "busy" }), named)[0], /because Prefill 1 did not deliver it \(busy\)/);
+  assert.match(sentences(record({ remote: false, fallback: "busy" }), named)[0], /because prefill-0 did not deliver it \(busy\)/);
   assert.match(sentences(running(record().phases), named)[0], /is selected to compute/);
 });
 

@@ -1,13 +1,14 @@
-// Display names of the workers: role and number, by their position in the list.
-
-const WORDS = { prefill: "Prefill", decode: "Decode", both: "Worker" };
+// Names of the workers as people read them: their own, as in their logs, else role and number in the list.
 
 export function labels(workers) {
   const counts = {};
+  const own = workers.map((worker) => worker.own_name);
   return new Map(
     workers.map((worker) => {
-      counts[worker.role] = (counts[worker.role] ?? 0) + 1;
-      return [worker.name, `${WORDS[worker.role] ?? "Worker"} ${counts[worker.role]}`];
+      const number = counts[worker.role] ?? 0;
+      counts[worker.role] = number + 1;
+      const unique = own.filter((name) => name === worker.own_name).length === 1;
+      return [worker.name, worker.own_name && unique ? worker.own_name : `${worker.role}-${number}`];
     }),
   );
 }
