@@ -64,17 +64,18 @@ PINNED = {
         baton_router_cache_accuracy_ratio baton_router_cache_ignored
         baton_router_certificate_end_timestamp_seconds baton_router_certificate_life_seconds
         baton_router_decisions_total baton_router_demand_tokens_total baton_router_index_bytes
-        baton_router_index_chunks baton_router_kv_event_gaps_total baton_router_kv_events_degraded
-        baton_router_kv_events_lag_seconds baton_router_kv_events_total baton_router_loop_lag_seconds
-        baton_router_overhead_seconds baton_router_predicted_first_token_ratio
+        baton_router_index_chunks baton_router_index_tier_chunks baton_router_kv_event_gaps_total
+        baton_router_kv_events_degraded baton_router_kv_events_lag_seconds baton_router_kv_events_total
+        baton_router_loop_lag_seconds baton_router_overhead_seconds baton_router_predicted_first_token_ratio
         baton_router_prefix_tokens_total baton_router_queue_age_seconds baton_router_queue_depth
         baton_router_queued_tokens baton_router_registered_workers baton_router_request_seconds
         baton_router_requests_held baton_router_requests_in_flight baton_router_requests_total
-        baton_router_resumes_total baton_router_retries_total baton_router_revision_first_token_seconds
-        baton_router_revision_requests_total baton_router_scheduler_unavailable_total
-        baton_router_tenant_tokens_total baton_router_tenants baton_router_tenants_stale
-        baton_router_time_per_output_token_seconds baton_router_time_to_first_byte_seconds
-        baton_router_transfer_seconds baton_router_worker_requests_in_flight baton_router_worker_state
+        baton_router_restored_tokens_total baton_router_resumes_total baton_router_retries_total
+        baton_router_revision_first_token_seconds baton_router_revision_requests_total
+        baton_router_scheduler_unavailable_total baton_router_tenant_tokens_total baton_router_tenants
+        baton_router_tenants_stale baton_router_time_per_output_token_seconds
+        baton_router_time_to_first_byte_seconds baton_router_transfer_seconds
+        baton_router_worker_requests_in_flight baton_router_worker_state
         baton_worker_certificate_end_timestamp_seconds baton_worker_certificate_life_seconds
         baton_worker_decode_seconds baton_worker_forward_seconds baton_worker_generation_tokens_per_second
         baton_worker_generation_tokens_total baton_worker_info baton_worker_inter_token_latency_seconds

@@ -21,7 +21,8 @@ REPLAY_END = (-1).to_bytes(SEQUENCE_BYTES, signed=True)
 """In place of a sequence number: the end of the replay."""
 
 IN_USE = "GPU"
-"""vLLM's name for the memory in which the model computes, of any kind."""
+"""vLLM's name for the memory in which the model computes, of any kind. Other media are tiers, such as `CPU`
+and `STORAGE`."""
 
 FRAME_ENTRIES = 16_384
 """Blocks per frame of a snapshot. Parsing a frame takes a few milliseconds."""
@@ -45,6 +46,10 @@ class BlockStored(msgspec.Struct, tag=True):
     lora_name: str | None = None
     extra_keys: list[list[object] | None] | None = None
     """Further parts of the name of each block: the adapter, the salt, images. vLLM only."""
+    group_idx: int | msgspec.UnsetType | None = msgspec.UNSET
+    """Group of layers whose blocks they are. vLLM only: each group has its own event."""
+    locality: str | msgspec.UnsetType | None = msgspec.UNSET
+    """`REMOTE` for storage that is not the publisher's own. vLLM only."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
@@ -52,10 +57,12 @@ class BlockRemoved(msgspec.Struct, tag=True):
 
     block_hashes: list[int]
     medium: str | None = None
+    group_idx: int | msgspec.UnsetType | None = msgspec.UNSET
+    locality: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """All blocks were evicted."""
+    """All blocks of the pool were evicted. In SGLang, also those in the host's memory."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared

@@ -15,8 +15,9 @@ import zmq.asyncio
 
 from baton_api import headers, metrics
 from baton_api.background import BackgroundTasks
+from baton_api.engines import EngineKind
 from baton_api.hashing import block_hashes, root_hash
-from baton_api.kv_events import SnapshotFrame, block_number, frame
+from baton_api.kv_events import SnapshotFrame, block_number, frame, sequence_bytes
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Role
 from baton_engine.kv.events import Change, Removed, Stored
@@ -24,7 +25,9 @@ from baton_engine.kv.publisher import KvPublisher
 from baton_http.upstream import Upstream
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import SILENCE_S
-from baton_router.cache.prompt_chunks import PromptMessage, chunk_messages, root_name
+from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage, chunk_messages, root_name
+from baton_router.cache.tiers import Tier
+from baton_router.cache.token_blocks import prompt_tail
 from baton_router.settings import RouterSettings
 from baton_router.workers.kv_subscriber import KvSubscribers, reachable_at
 from baton_router.workers.worker import Worker, Workers
@@ -266,6 +269,44 @@ async def test_invalid_endpoint_is_logged_once_and_counts_half(
 )
 def test_wildcard_endpoint_is_reached_at_the_host_of_the_worker(endpoint: str, host: str, at: str) -> None:
     assert reachable_at(endpoint, host) == at
+
+
+async def test_tiers_of_a_vllm_worker_are_known_from_its_events() -> None:
+    context = zmq.asyncio.Context()
+    async with FakeWorker() as http:
+        with context, context.socket(zmq.PUB) as publisher:
+            publisher.setsockopt(zmq.LINGER, 0)
+            port = publisher.bind_to_random_port("tcp://127.0.0.1")
+            http.load = msgspec.structs.replace(
+                http.load, engine=EngineKind.VLLM, kv_events=f"tcp://127.0.0.1:{port}", block_size=SIZE
+            )
+            number = 0
+
+            async def publish(*events: dict[str, Any]) -> None:
+                nonlocal number
+                frames = [b"", sequence_bytes(number), msgspec.msgpack.encode([0.0, events, None])]
+                await publisher.send_multipart(frames)
+                number += 1
+
+            tokens = list(range(2 * SIZE))
+            stored: dict[str, Any] = {"type": "BlockStored", "block_hashes": [7, 8]}
+            stored["parent_block_hash"] = None
+            stored |= {"token_ids": tokens, "block_size": SIZE, "lora_id": None, "lora_name": None}
+            async with followed(http) as router:
+                while not router.heard:
+                    await publish()
+                    await asyncio.sleep(0.01)
+                feed = router.kv_subscribers.subscribers[router.worker.name].feed
+                await until(lambda: feed.whole)
+                await publish(stored | {"medium": "GPU"}, stored | {"medium": "CPU", "group_idx": 0})
+                prompt = PromptChunks((1, 2), (512, 1024))
+                states = router.worker_states
+                slot = states.of(router.worker).slot
+                await until(lambda: len(router.tree) == 2)
+                states.blocks.place(prompt, int(prompt_tail(tokens, SIZE), 16), 2, 0, [slot])
+                await publish({"type": "BlockRemoved", "block_hashes": [8, 7], "medium": "GPU"})
+                await until(lambda: router.tree == {})
+                assert states.reach(prompt) == {slot: [(Tier.MEMORY, 1024)]}
 
 
 async def test_evicted_blocks_are_not_expected_at_the_worker() -> None:

@@ -14,7 +14,7 @@ MOST = 100
 
 def state(*booked: int, seconds: float = 1.0) -> WorkerState:
     """A worker that has prompts with so many tokens to compute."""
-    created = WorkerState(0, "epoch", WorkerKind().new_worker())
+    created = WorkerState(0, "epoch", WorkerKind())
     for _ in range(RELIABLE_AFTER):
         created.prefill_cost.learn(10, 10, 0.001)
     for number, tokens in enumerate(booked):

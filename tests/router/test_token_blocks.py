@@ -55,9 +55,16 @@ def test_blocks_without_a_known_parent_are_left_out() -> None:
     assert blocks.translate([BlockRemoved([7])]) == []
 
 
-def test_blocks_of_other_memory_are_left_out() -> None:
-    event = BlockStored([1], None, list(range(4)), SIZE, medium="CPU")
-    assert TokenBlocks().translate([event]) == []
+def test_media_are_told_apart() -> None:
+    """What comes to a tier, goes from the pool and goes from the tier is of the same block."""
+    blocks, tokens = TokenBlocks(), list(range(4))
+    (name,) = blocks.translate([stored(tokens, [1], None)])[0].block_hashes  # type: ignore[union-attr]
+    assert blocks.translate([BlockStored([1], None, tokens, SIZE, medium="CPU")]) == [
+        BlockStored([name], None, [], SIZE, medium="CPU")
+    ]
+    assert blocks.translate([BlockRemoved([1])]) == [BlockRemoved([name])]
+    assert blocks.translate([BlockRemoved([1], "CPU")]) == [BlockRemoved([name], "CPU")]
+    assert blocks.translate([BlockRemoved([1], "CPU")]) == [] and len(blocks) == 0
 
 
 def test_clearing_forgets_all_names() -> None:

@@ -246,6 +246,15 @@ ROUTER_PREFIX_TOKENS = Metric(
     "Prompt tokens: all, expected to be cached, and cached.",
     (Label("kind", ("prompt", "expected", "cached")),),
 )
+_TIER = Label("tier", ("memory", "disk", "shared"))
+ROUTER_RESTORED_TOKENS = Metric(
+    "baton_router_restored_tokens_total",
+    "counter",
+    "tokens",
+    "Prompt tokens that were expected to be cached in a tier of the worker, which restores them, by tier. "
+    "They are a part of the expected ones of baton_router_prefix_tokens_total.",
+    (_TIER,),
+)
 ROUTER_TRANSFER = Metric(
     "baton_router_transfer_seconds",
     "histogram",
@@ -299,6 +308,13 @@ ROUTER_INDEX_CHUNKS = Metric(
     "gauge",
     "chunks",
     "Distinct prompt chunks in the prefix index, over all workers.",
+)
+ROUTER_INDEX_TIER_CHUNKS = Metric(
+    "baton_router_index_tier_chunks",
+    "gauge",
+    "chunks",
+    "Distinct prompt chunks that workers can restore from a tier, over all workers, by tier in use.",
+    (_TIER,),
 )
 ROUTER_INDEX_BYTES = Metric(
     "baton_router_index_bytes", "gauge", "bytes", "Estimated memory of the prefix index."

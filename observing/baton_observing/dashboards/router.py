@@ -21,7 +21,7 @@ from baton_observing.dashboards.panels import (
     per_second,
     quantiles,
 )
-from baton_observing.promql import or_zero, ratio
+from baton_observing.promql import or_zero, ratio, ratios
 
 PROMPT_TOKENS = SELECTED.rate(metrics.ROUTER_PREFIX_TOKENS, kind="prompt")
 
@@ -31,8 +31,9 @@ SCHEDULING = Row(
         Panel(
             title="Prefix cache hit rate: expected and actual",
             description="Ratio of prompt tokens that the router expected in the worker's cache, and that "
-            "it contained. Expected above actual: blocks were evicted (see Cache accuracy). Actual above "
-            "expected: KV events are missing.",
+            "it contained. Those expected from a tier are a part of the expected ones: the worker restores "
+            "them. Expected above actual: blocks were evicted (see Cache accuracy). Actual above expected: "
+            "KV events are missing.",
             unit=PERCENT,
             queries=(
                 Query(
@@ -42,6 +43,10 @@ SCHEDULING = Row(
                 Query(
                     ratio(SELECTED.rate(metrics.ROUTER_PREFIX_TOKENS, kind="cached"), PROMPT_TOKENS),
                     "actual",
+                ),
+                Query(
+                    ratios(SELECTED.rate(metrics.ROUTER_RESTORED_TOKENS, "tier"), PROMPT_TOKENS),
+                    "expected from {{tier}}",
                 ),
             ),
         ),
@@ -171,9 +176,13 @@ CACHE_STATE = Row(
         ),
         Panel(
             title="Prefix index size",
-            description="Distinct prompt chunks that the router expects in any worker's cache.",
+            description="Distinct prompt chunks that the router expects in any worker's cache: hot in the "
+            "memory in which it computes, and in tiers from which it can restore them.",
             unit=count("chunks"),
-            queries=(Query(SELECTED.gauge(metrics.ROUTER_INDEX_CHUNKS, how="max"), "chunks"),),
+            queries=(
+                Query(SELECTED.gauge(metrics.ROUTER_INDEX_CHUNKS, how="max"), "hot"),
+                Query(SELECTED.gauge(metrics.ROUTER_INDEX_TIER_CHUNKS, "tier", how="max"), "{{tier}}"),
+            ),
             width=12,
         ),
         Panel(

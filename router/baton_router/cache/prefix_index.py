@@ -13,7 +13,7 @@ remembered chunks of a worker are therefore always closed under prefixes.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 CHUNK_COST = 160
@@ -101,6 +101,10 @@ class PrefixIndex:
             _record_matches(matched, holders, count)
         return matched
 
+    def holders_of(self, chunk: int) -> int:
+        """The workers that hold a chunk, as bits."""
+        return self._holders.get(chunk, 0)
+
     def insert(self, worker: int, chunks: Sequence[int], matched: int = 0) -> list[int]:
         """
         The worker holds these chunks, a prompt from its beginning, and has just used them.
@@ -144,6 +148,32 @@ class PrefixIndex:
             self._holders[chunk] = left
         else:
             del self._holders[chunk]
+
+
+def match_any(chunks: Sequence[int], places: Iterable[Callable[[int], int]], workers: int) -> dict[int, int]:
+    """
+    Return how many of the leading `chunks` each of the `workers`, as bits, has in any of the `places`.
+
+    A place gives the holders of a chunk, as bits. Workers without the first chunk are left out.
+    """
+    matched: dict[int, int] = {}
+    places = tuple(places)
+    count = 0
+    for chunk in chunks:
+        left = 0
+        for holders_of in places:
+            left |= holders_of(chunk)
+        left &= workers
+        if left != workers:
+            if count:
+                _record_matches(matched, workers & ~left, count)
+            workers = left
+            if not workers:
+                return matched
+        count += 1
+    if count:
+        _record_matches(matched, workers, count)
+    return matched
 
 
 def _record_matches(matched: dict[int, int], workers: int, count: int) -> None:

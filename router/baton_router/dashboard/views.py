@@ -245,6 +245,7 @@ def request_view(placement: Placement, tenant: Tenant, epoch: Epoch) -> dict[str
         "decision": {
             "estimated_tokens": placement.tokens,
             "expected_cached": placement.option.cached,
+            "expected_restored": dict(placement.restored),
             "price": decision["price"],
             "price_unit": decision["price_unit"],
             "predicted_first_token_s": decision["predicted_first_token_s"],

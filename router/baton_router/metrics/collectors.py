@@ -30,6 +30,10 @@ class CacheMetrics(Collector):
         chunks = _gauge(metrics.ROUTER_INDEX_CHUNKS)
         chunks.add_metric([], len(self._worker_states))
         yield chunks
+        tiers = _gauge(metrics.ROUTER_INDEX_TIER_CHUNKS)
+        for tier, count in self._worker_states.tier_chunks.items():
+            tiers.add_metric([tier], count)
+        yield tiers
         memory = _gauge(metrics.ROUTER_INDEX_BYTES)
         memory.add_metric([], self._worker_states.bytes)
         yield memory

@@ -19,6 +19,7 @@ from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
 from baton_router.scheduling.candidates import Candidates, WorkerPair
 from baton_router.scheduling.pair_selection import PairOption, PlainOption
+from baton_router.scheduling.restoring import Restored
 from baton_router.workers.worker import Worker
 from baton_router.workers.worker_state import WorkerState
 
@@ -48,6 +49,10 @@ class Placement(msgspec.Struct, eq=False):
     """Predicted seconds to compute all prompts there."""
     matched: list[tuple[WorkerState, int]]
     """How many of its chunks those two held when it was planned."""
+    restored: Restored
+    """What the computing worker is expected to restore; `option.cached` includes it."""
+    reachable: Restored
+    """What it could restore beyond its pool."""
     weights: Mapping[str, float]
     """Weights of the eligible revisions, if there were several."""
     price_unit: str = "s"
@@ -122,6 +127,8 @@ def explain(placement: Placement) -> dict[str, object]:
         "prompt_bytes": placement.prompt.bytes,
         "tokens": placement.tokens,
         "cached": placement.option.cached,
+        "restored": dict(placement.restored),
+        "reachable": dict(placement.reachable),
         "price": round(placement.option.price, 6),
         "price_unit": placement.price_unit,
         "predicted_first_token_s": round(placement.option.first_token_s, 6),
@@ -152,6 +159,7 @@ class DecisionCounters(Collector):
     def __init__(self) -> None:
         self._decisions = LabeledCounter(metrics.ROUTER_DECISIONS)
         self._tokens = LabeledCounter(metrics.ROUTER_PREFIX_TOKENS)
+        self._restored = LabeledCounter(metrics.ROUTER_RESTORED_TOKENS)
         self._transfer = LabeledHistogram(metrics.ROUTER_TRANSFER)
 
     def decided(self, *, remote: bool, prefills: bool) -> None:
@@ -161,21 +169,23 @@ class DecisionCounters(Collector):
         else:
             self._decisions.add("local", "cheaper" if prefills else "no_prefill")
 
-    def computed(self, expected: int, report: PromptReport) -> None:
-        """Count a computed prompt, of which `expected` tokens were expected to be cached."""
-        self.cached(expected, report)
+    def computed(self, placement: Placement, report: PromptReport) -> None:
+        """Count a computed prompt."""
+        self.cached(placement, report)
         if report.remote:
             self._transfer.observe(report.transfer_s)
         elif report.fallback:
             self._decisions.add("fallback", report.fallback)
 
-    def cached(self, expected: int, report: PromptReport) -> None:
+    def cached(self, placement: Placement, report: PromptReport) -> None:
         """Count the prompt's tokens, if the cached ones are known."""
         if report.cached is not None:
-            self._tokens.more(expected, "expected")
+            self._tokens.more(placement.expected_cached, "expected")
+            for tier, tokens in placement.restored:
+                self._restored.more(tokens, tier)
             self._tokens.more(report.cached, "cached")
             self._tokens.more(report.tokens, "prompt")
 
     def collect(self) -> Iterator[Family]:
-        for one in (self._decisions, self._tokens, self._transfer):
+        for one in (self._decisions, self._tokens, self._restored, self._transfer):
             yield from one.collect()

@@ -29,6 +29,7 @@ from baton_router.scheduling.pair_selection import (
 )
 from baton_router.scheduling.placement import ALTERNATIVES_SHOWN, DecisionCounters, Placement
 from baton_router.scheduling.policies import PredictedTime, RoutingPolicy
+from baton_router.scheduling.restoring import PromptPlan, Reach, soonest
 from baton_router.scheduling.revision_weights import RevisionShares
 from baton_router.workers.costs import RunningAverage
 from baton_router.workers.worker import Workers
@@ -40,8 +41,12 @@ PLACEMENTS_LIMIT = 1_000
 EXPECTED_ANSWER_TOKENS = 200.0
 """Assumed length of an answer before the first one has ended."""
 
+MIN_RESTORED_TOKENS = 256
+"""Restored tokens of a measurement; the time for fewer is within the error of the predicted computing."""
+
 NO_BACKLOG: Mapping[int, float] = {}
 NO_WEIGHTS: Mapping[str, float] = {}
+NO_REACH: Mapping[int, Reach] = {}
 
 
 class PlacementPlanner:
@@ -110,7 +115,13 @@ class PlacementPlanner:
         tokens = max(1, round(prompt.bytes / ratio))
         held = self.worker_states.held(prompt, matched)
         cached = {slot: int(size / ratio) for slot, size in held.items()}
-        options = self._options(candidates, tokens, cached, now, ahead, queued_s)
+        reach = NO_REACH
+        if self.worker_states.blocks.tiers:
+            reach = {
+                slot: [(tier, int(size / ratio)) for tier, size in reached]
+                for slot, reached in self.worker_states.reach(prompt).items()
+            }
+        options = self._options(candidates, tokens, cached, reach, now, ahead, queued_s)
         option = pair_selection.choose_option(options, self._rng)
         decode_state = prefill_state = candidates.decode_states[option.decode]
         if option.prefill != LOCAL_PREFILL:
@@ -120,6 +131,15 @@ class PlacementPlanner:
             each = math.ceil(others / max(1, cost.prompts - 1))
             others_s = others / each * prefill_state.prefill_cost.seconds(each, each)
             option = option._replace(first_token_s=option.first_token_s + others_s)
+        hot, reached = cached.get(prefill_state.slot, 0), reach.get(prefill_state.slot)
+        expected_cached = min(hot, tokens - 1)
+        plan: PromptPlan | None = None
+        if reached:
+            expected_cached = self._prompt_plan(prefill_state, 1.0, hot, reached, tokens).cached
+            plan = self._prompt_plan(prefill_state, prefill_state.cache_weight, hot, reached, tokens)
+            compute_s = plan.seconds
+        else:
+            compute_s = prefill_state.prefill_cost.seconds(tokens - option.cached, tokens)
         return Placement(
             number=next(self._numbers),
             pair=candidates.pair(option),
@@ -128,11 +148,13 @@ class PlacementPlanner:
             options=options[: ALTERNATIVES_SHOWN + 1],
             prompt=prompt,
             tokens=tokens,
-            expected_cached=min(cached.get(prefill_state.slot, 0), tokens - 1),
+            expected_cached=expected_cached,
+            restored=plan.restored if plan else (),
+            reachable=plan.reachable if plan else (),
             decided=now,
             prefill_state=prefill_state,
             decode_state=decode_state,
-            compute_s=prefill_state.prefill_cost.seconds(tokens - option.cached, tokens) + others_s,
+            compute_s=compute_s + others_s,
             cost=cost,
             others=others,
             others_s=others_s,
@@ -146,11 +168,16 @@ class PlacementPlanner:
         candidates: Candidates,
         tokens: int,
         cached: dict[int, int],
+        reach: Mapping[int, Reach],
         now: float,
         ahead: Mapping[int, float],
         queued_s: float,
     ) -> list[PlainOption]:
-        """The pairs of workers for a prompt of `tokens`, the cheapest first; `cached` tokens by slot."""
+        """
+        The pairs of workers for a prompt of `tokens`, the cheapest first.
+
+        `cached`: tokens in the pool, by slot; `reach`: with tiers, for workers that have some.
+        """
         generating, computing = candidates.decode_states, candidates.prefill_states
         each = queued_s / len(computing or generating)
 
@@ -158,12 +185,16 @@ class PlacementPlanner:
             for state in states:
                 slot, prefills = state.slot, state.prefills
                 hits = cached.get(slot, 0)
-                if hits:
-                    hits = min(int(hits * state.cache_weight), tokens - 1)
+                if reach and slot in reach:
+                    plan = self._prompt_plan(state, state.cache_weight, hits, reach[slot], tokens)
+                    hits, compute_s = plan.cached, plan.seconds
+                else:
+                    if hits:
+                        hits = min(int(hits * state.cache_weight), tokens - 1)
+                    compute_s = state.prefill_cost.seconds(tokens - hits, tokens)
                 backlog_s = prefills.backlog_s(now) if prefills.waiting else 0.0
                 if ahead:
                     backlog_s += ahead.get(slot, 0.0)
-                compute_s = state.prefill_cost.seconds(tokens - hits, tokens)
                 yield hits, backlog_s, prefills.waiting, compute_s, each
 
         decodes = [
@@ -182,6 +213,13 @@ class PlacementPlanner:
             candidates.pair_only,
             self.policy.transfer_weight,
         )
+
+    @staticmethod
+    def _prompt_plan(state: WorkerState, weight: float, hot: int, reach: Reach, tokens: int) -> PromptPlan:
+        """How the worker gets a prompt; `weight`: the share of its assumed cache to count on."""
+        counted = [(tier, int(end * weight)) for tier, end in reach]
+        hot = min(int(hot * weight), tokens - 1)
+        return soonest(state.prefill_cost, state.restore, hot, counted, tokens)
 
     def book(self, placement: Placement, now: float) -> None:
         """Book a plan that was made at this same moment: its request goes to the workers."""
@@ -234,7 +272,7 @@ class PlacementPlanner:
         waited_s = placement.prefill_state.prefills.waited_s(placement.number, placement.decided)
         placement.prefill_state.prefills.release(placement.number, now)
         if report is not None and placement.cost.prompts == 1:  # else it may be the report of any of them
-            self.metrics.computed(placement.expected_cached, report)
+            self.metrics.computed(placement, report)
             self.worker_states.computed(placement.prompt, report, placement.assumed_chunks)
             compute_s = report.compute_s
             if report.estimated:
@@ -277,7 +315,7 @@ class PlacementPlanner:
         if report is placement.report or report.cached is None:
             return
         placement.report = report
-        self.metrics.cached(placement.expected_cached, report)
+        self.metrics.cached(placement, report)
         if not report.remote or placement.pair.prefill is not None:
             expected = placement.expected_cached * report.tokens / placement.tokens
             self._check_accuracy(placement, expected, report.cached)
@@ -292,7 +330,8 @@ class PlacementPlanner:
         cached = min(int(expected), report.tokens) if report.cached is None else report.cached
         state = placement.prefill_state if report.remote else placement.decode_state
         if compute_s > 0:
-            state.prefill_cost.learn(max(1, report.tokens - cached), report.tokens, compute_s)
+            restored = self._restored(placement, report) if state is placement.prefill_state else 0
+            self._learn_speed(placement, report, state, cached, restored, compute_s)
         if state is placement.prefill_state and report.cached is not None:
             self._check_accuracy(placement, expected, report.cached)
         if report.remote and report.transfer_s > 0:
@@ -300,6 +339,38 @@ class PlacementPlanner:
             placement.candidates.transfers[placement.option.prefill][placement.option.decode].learn(
                 moved, report.transfer_s
             )
+
+    def _restored(self, placement: Placement, report: PromptReport) -> int:
+        """Cached tokens that the computing worker has restored, as its pool did not have them."""
+        if not placement.reachable or report.cached is None:
+            return 0
+        scale = report.tokens / placement.tokens
+        hot = placement.option.cached - sum(tokens for _, tokens in placement.restored)
+        most = sum(tokens for _, tokens in placement.reachable)
+        return max(0, int(min(report.cached - hot * scale, most * scale)))
+
+    def _learn_speed(
+        self,
+        placement: Placement,
+        report: PromptReport,
+        state: WorkerState,
+        cached: int,
+        restored: int,
+        compute_s: float,
+    ) -> None:
+        """
+        Learn the speed of computing, or of restoring, which is what computing does not explain.
+
+        The latter takes a known speed of computing, and tokens of one tier.
+        """
+        uncached = max(1, report.tokens - cached)
+        if restored < MIN_RESTORED_TOKENS:
+            state.prefill_cost.learn(uncached, report.tokens, compute_s)
+            return
+        tier, tokens = placement.reachable[0]
+        if restored <= tokens * report.tokens / placement.tokens and state.prefill_cost.is_calibrated:
+            rest_s = compute_s - state.prefill_cost.seconds(uncached, report.tokens)
+            state.restore[tier].learn(restored, max(0.0, rest_s))
 
     def _usable_weights(self, candidates: Candidates) -> Mapping[str, float]:
         """Return the weights of the eligible revisions; empty if none of them has a weight."""

@@ -124,10 +124,11 @@ class KvSubscriber:
         self._clock = clock
         self._background = background
         self._events_at, self._replay_at = load.kv_events, load.kv_replay
-        self._blocks = worker_states.blocks.open(self.state.slot)
+        kind = f"{load.engine} {load.model} {load.compatibility}"
+        self._blocks = worker_states.blocks.open(self.state.slot, kind)
         self._named_by_tokens = load.engine is not EngineKind.BATON
         """Whether the events are those of another engine: without heartbeats and snapshots."""
-        sink = TokenBlockSink(self._blocks) if self._named_by_tokens else self._blocks
+        sink = TokenBlockSink(self._blocks, load.engine) if self._named_by_tokens else self._blocks
         self.feed = KvEventFeed(sink, clock(), heartbeats=not self._named_by_tokens)
         self._begun = False
         self._task: asyncio.Task[None] | None = None

@@ -23,13 +23,13 @@ from baton_api.workers import Load, Role
 from baton_router.cache.block_map import BlockMap
 from baton_router.cache.prefix_index import PrefixIndex
 from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN, CHUNK_BYTES, PromptChunks
+from baton_router.cache.tiers import Tier
 from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
     DEFAULT_PRIOR,
     BytesPerToken,
     CostPrior,
     LeastSquares,
-    PrefillCost,
     RunningAverage,
     StepCost,
     TransferCost,
@@ -95,20 +95,20 @@ class WorkerState:
         "named_blocks",
         "prefill_cost",
         "prefills",
+        "restore",
         "slot",
         "step_cost",
         "streams",
         "total_blocks",
     )
 
-    def __init__(
-        self, slot: int, epoch: str, prefill_cost: PrefillCost, prior: CostPrior = DEFAULT_PRIOR
-    ) -> None:
+    def __init__(self, slot: int, epoch: str, kind: WorkerKind) -> None:
         self.slot = slot
         """Its slot in the prefix index."""
         self.epoch = epoch
-        self.prefill_cost = prefill_cost
-        self.step_cost = StepCost(LeastSquares(prior.step))
+        self.prefill_cost = kind.new_worker()
+        self.restore = kind.restore
+        self.step_cost = StepCost(LeastSquares(kind.prior.step))
         self.prefills = PrefillBookings()
         self.streams = StreamBookings()
         self.accuracy = CacheAccuracy()
@@ -169,7 +169,12 @@ class WorkerStates:
     @property
     def bytes(self) -> int:
         """Memory of the prefix index, estimated."""
-        return self._index.bytes
+        return self._index.bytes + sum(index.bytes for index in self.blocks.tiers.values())
+
+    @property
+    def tier_chunks(self) -> dict[Tier, int]:
+        """Distinct chunks in each tier in use."""
+        return {tier: len(index) for tier, index in self.blocks.tiers.items()}
 
     def of(self, worker: Worker) -> WorkerState:
         """The state of the worker's current process."""
@@ -178,7 +183,7 @@ class WorkerStates:
         state = self._states.get(worker)
         if state is None or (state.epoch != epoch and epoch):
             if worker.removed:
-                return WorkerState(NO_SLOT, epoch, WorkerKind().new_worker())
+                return WorkerState(NO_SLOT, epoch, WorkerKind())
             state = self._register(worker, epoch, state, load)
         if load is not None:
             state.reported(load)
@@ -221,6 +226,18 @@ class WorkerStates:
                 }
         sizes = prompt.sizes
         return {slot: sizes[count - 1] for slot, count in chunks.items()}
+
+    def reach(self, prompt: PromptChunks) -> dict[int, list[tuple[Tier, int]]]:
+        """
+        Return the bytes of the prompt that each slot's worker holds or can restore, by its tiers.
+
+        See `BlockMap.reach`. Workers without tiers are left out.
+        """
+        sizes = prompt.sizes
+        return {
+            slot: [(tier, sizes[count - 1]) for tier, count in reached]
+            for slot, reached in self.blocks.reach(prompt.names).items()
+        }
 
     def sent(self, prompt: PromptChunks, state: WorkerState, matched: int) -> list[int]:
         """
@@ -281,7 +298,7 @@ class WorkerStates:
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = WorkerKind(self._priors.get(worker.model, DEFAULT_PRIOR))
-        state = self._states[worker] = WorkerState(slot, epoch, kind.new_worker(), kind.prior)
+        state = self._states[worker] = WorkerState(slot, epoch, kind)
         tokens = load.total_blocks * load.block_size if load else 0
         self._index.register(slot, max(64, int(CAPACITY_FACTOR * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
         return state

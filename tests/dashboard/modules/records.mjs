@@ -26,6 +26,7 @@ export function record(fields = {}) {
     decision: {
       estimated_tokens: 90,
       expected_cached: 32,
+      expected_restored: {},
       price: 0.1,
       price_unit: "s",
       predicted_first_token_s: 0.09,

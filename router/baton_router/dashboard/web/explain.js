@@ -46,7 +46,8 @@ function cost(price, unit) {
 }
 
 function cache(record) {
-  const expected = record.decision.expected_cached;
+  const restored = Object.entries(record.decision.expected_restored).map(([tier, tokens]) => `${tokens} from ${tier}`);
+  const expected = `${record.decision.expected_cached}${restored.length ? ` (restored: ${restored.join(", ")})` : ""}`;
   if (record.prompt_tokens === null) {
     return `About ${counted(record.decision.estimated_tokens, "prompt token")}, ${expected} of them expected in the prefix cache.`;
   }
