@@ -200,6 +200,117 @@ class TestSglang:
         assert flag(container, "--context-length") == "4096"
 
 
+MEMORY: Manifest = {"type": "Memory", "size": "64Gi"}
+DISK: Manifest = {"type": "Disk", "size": "500Gi"}
+CLAIM: Manifest = {**DISK, "volume": {"persistentVolumeClaim": {"claimName": "kv"}}}
+
+
+def with_tiers(spec: Manifest, *tiers: Manifest) -> Manifest:
+    return merged(spec, {"engine": {"kvCacheTiers": list(tiers)}})
+
+
+def named(parts: list[Manifest], name: str) -> Manifest | None:
+    return next((dict(one) for one in parts if one["name"] == name), None)
+
+
+class TestTiersOfVllm:
+    @pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+    def test_worker_of_pair_moves_blocks_and_keeps_them(self, role: str, kv_role: str) -> None:
+        container = main(settled(with_tiers(VLLM, MEMORY)), role)
+        assert json.loads(flag(container, "--kv-transfer-config") or "") == {
+            "kv_connector": "MultiConnector",
+            "kv_role": kv_role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "connectors": [
+                    {
+                        "kv_connector": "NixlConnector",
+                        "kv_role": kv_role,
+                        "kv_connector_extra_config": {"kv_lease_duration": 30},
+                    },
+                    {
+                        "kv_connector": "OffloadingConnector",
+                        "kv_role": "kv_both",
+                        "kv_connector_extra_config": {
+                            "spec_name": "TieringOffloadingSpec",
+                            "cpu_bytes_to_use": 64 * 2**30,
+                            "self_describing_kv_events": True,
+                        },
+                    },
+                ]
+            },
+        }
+        assert variables(container)["PYTHONHASHSEED"] == "0"
+        assert events(container)["enable_kv_cache_events"] is True
+
+    def test_worker_alone_keeps_blocks(self) -> None:
+        spec = {name: value for name, value in VLLM.items() if name != "prefill"}
+        container = main(settled(with_tiers(spec, MEMORY)), "both")
+        config = json.loads(flag(container, "--kv-transfer-config") or "")
+        assert config["kv_connector"] == "OffloadingConnector"
+        assert config["kv_load_failure_policy"] == "recompute"
+        assert not {*vllm.SIDE_CHANNEL_VARIABLES} & variables(container).keys()
+
+    @pytest.mark.parametrize(
+        ("disk", "locality"),
+        [
+            (DISK, "LOCAL"),
+            (CLAIM, "REMOTE"),
+            ({**DISK, "volume": {"nfs": {"server": "a", "path": "/"}}}, "REMOTE"),
+            ({**DISK, "volume": {"hostPath": {"path": "/mnt"}}}, "LOCAL"),
+        ],
+    )
+    def test_disk_is_shared_if_all_pods_have_the_same_volume(self, disk: Manifest, locality: str) -> None:
+        cluster = settled(with_tiers(VLLM, MEMORY, disk))
+        for role in ("prefill", "decode"):
+            config = json.loads(flag(main(cluster, role), "--kv-transfer-config") or "")
+            offloading = config["kv_connector_extra_config"]["connectors"][1]
+            assert offloading["kv_connector_extra_config"]["secondary_tiers"] == [
+                {"type": "fs", "root_dir": "/kv-tier", "enable_kv_events": True, "locality": locality}
+            ]
+            volume = named(pod(cluster, role)["volumes"], "kv-tier")
+            claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "500Gi"}}}
+            own = {"ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
+            assert volume == {"name": "kv-tier", **disk.get("volume", own)}
+            mount = named(main(cluster, role)["volumeMounts"], "kv-tier")
+            assert mount == {"name": "kv-tier", "mountPath": "/kv-tier"}
+
+    def test_shared_memory_has_room_for_the_tier(self) -> None:
+        """vLLM keeps it in a file in /dev/shm, beside what NIXL and the ranks have there."""
+        for tiers, size in ([], "1Gi"), ([MEMORY], str(65 * 2**30)):
+            volume = named(pod(settled(with_tiers(VLLM, *tiers)), "decode")["volumes"], "shm")
+            assert volume is not None and volume["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
+
+    def test_worker_without_tiers_has_none_of_it(self) -> None:
+        container = main(settled(VLLM), "decode")
+        assert "PYTHONHASHSEED" not in variables(container)
+        assert named(container["volumeMounts"], "kv-tier") is None
+
+
+class TestTiersOfSglang:
+    def test_prefill_worker_has_a_hierarchical_cache(self) -> None:
+        """Each rank has its part; a decode worker of a pair has no prefix cache."""
+        roles = {"prefill": {"parallelism": {"tensor": 4}}, "decode": {"parallelism": {"tensor": 4}}}
+        cluster = settled(with_tiers(merged(SGLANG, roles), MEMORY, DISK))
+        container = main(cluster, "prefill")
+        assert "--enable-hierarchical-cache" in container["args"]
+        assert flag(container, "--hicache-size") == str(64 * 2**30 // 4 // 10**9)
+        assert flag(container, "--hicache-storage-backend") == "file"
+        folder, size = (variables(container)[name] for name in sglang.DISK_VARIABLES)
+        assert (folder, size) == ("/kv-tier", str(125 * 2**30))
+        assert named(container["volumeMounts"], "kv-tier") is not None
+        decode = main(cluster, "decode")
+        assert not [one for one in decode["args"] if "cache" in one]
+        assert named(decode["volumeMounts"], "kv-tier") is None
+        assert named(pod(cluster, "decode")["volumes"], "kv-tier") is None
+
+    def test_worker_alone_has_a_hierarchical_cache(self) -> None:
+        spec = {name: value for name, value in SGLANG.items() if name != "prefill"}
+        container = main(settled(with_tiers(spec, MEMORY)), "both")
+        assert flag(container, "--hicache-size") == "68"
+        assert flag(container, "--hicache-storage-backend") is None
+
+
 @pytest.mark.parametrize(
     ("spec", "arg"), [(VLLM, "--data-parallel-size=2"), (SGLANG, "--dp-size=2")], ids=["vLLM", "SGLang"]
 )
@@ -277,6 +388,8 @@ class TestModelFiles:
     [
         pytest.param({"engine": {"image": "vllm/vllm-openai:v0.33.0"}}, True, id="image"),
         pytest.param({"engine": {"args": ["--seed=1"]}}, True, id="args"),
+        pytest.param({"engine": {"kvCacheTiers": [MEMORY]}}, True, id="tiers"),
+        pytest.param({"engine": {"kvCacheTiers": []}}, False, id="no tiers"),
         pytest.param({"engine": {"env": [{"name": "A", "value": "b"}]}}, True, id="env"),
         pytest.param({"decode": {"parallelism": {"tensor": 2}}}, True, id="parallelism"),
         pytest.param({"decode": {"replicas": 3}}, False, id="replicas"),
@@ -308,6 +421,7 @@ def test_change_of_engine_rolls_out_pairs_and_rolls_back() -> None:
 FOUR: Manifest = {"limits": {"nvidia.com/gpu": 4}}
 GPUS: Manifest = {"resources": {"limits": {"nvidia.com/gpu": 6}}, "parallelism": {"tensor": 4}}
 ENV = [{"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": "1"}]
+OFFLOADING = ["spec.engine.args", "--kv-offloading-", "no pairs", "spec.engine.kvCacheTiers"]
 REFUSED = [
     pytest.param(VLLM, {"engine": {"args": ["--port=9000"]}}, ["spec.engine.args", "--port"], id="port"),
     pytest.param(
@@ -360,6 +474,37 @@ REFUSED = [
         SGLANG, {"prefill": {"args": ["--page-size=1"]}, "decode": {"args": ["--page-size=64"]}},
         ["--page-size 1", "--page-size 64"], id="page sizes",
     ),
+    pytest.param(VLLM, {"engine": {"args": ["--kv-offloading-size", "64"]}}, OFFLOADING, id="offloading"),
+    pytest.param(
+        VLLM, {"decode": {"args": ["--kv_offloading_backend=native"]}},
+        ["spec.decode.args", *OFFLOADING[1:]], id="offloading in one role",
+    ),
+    pytest.param(
+        VLLM, {"prefill": None, "engine": {"kvCacheTiers": [MEMORY], "args": ["--kv-offloading-size=64"]}},
+        OFFLOADING, id="offloading beside tiers",
+    ),
+    pytest.param(
+        VLLM, {"engine": {"kvCacheTiers": [MEMORY]}, "decode": {"resources": {"limits": {"memory": "65Gi"}}}},
+        ["spec.decode.resources.limits.memory is 65Gi", "kvCacheTiers", "sharedMemorySize", "65.0Gi"],
+        id="a limit of memory without room for the tier",
+    ),
+    pytest.param(
+        VLLM, {"engine": {"kvCacheTiers": [MEMORY]}, "decode": {"env": [{"name": "PYTHONHASHSEED"}]}},
+        ["spec.decode.env", "PYTHONHASHSEED", "spec.engine.env"], id="hash seed of one role",
+    ),
+    pytest.param(
+        VLLM, {"engine": {"kvCacheTiers": [{"type": "Memory", "size": "0"}]}},
+        ["kvCacheTiers", "size 0", "64Gi"], id="tier of size 0",
+    ),
+    pytest.param(
+        with_tiers(SGLANG, {"type": "Memory", "size": "40G"}),
+        {"prefill": {"parallelism": {"tensor": 64}}, "decode": {"parallelism": {"tensor": 64}}},
+        ["40000000000 bytes", "64 ranks of spec.prefill", "64G"], id="less than a GB for each rank",
+    ),
+    pytest.param(
+        SGLANG, {"engine": {"kvCacheTiers": [MEMORY], "args": ["--hicache-ratio", "2"]}},
+        ["spec.engine.args", "--hicache-ratio", "spec.engine.kvCacheTiers"], id="tier by a flag, too",
+    ),
     pytest.param(VLLM, {"engine": {"image": None}}, ["spec.engine.image", "--vllm-image"], id="image"),
     pytest.param(CUSTOM, {"engine": {"image": None}}, ["Custom", "spec.engine.image"], id="custom image"),
 ]  # fmt: skip
@@ -383,6 +528,27 @@ def test_contradiction_is_refused_and_names_both(spec: Manifest, change: Manifes
         pytest.param(VLLM, {"engine": {"args": ["--max-num-seqs", "256", "-O3"]}}, id="own flags"),
         pytest.param(VLLM, {"engine": {"args": ["--max-model-len=4096"]}}, id="a flag that only args have"),
         pytest.param(SGLANG, {"engine": {"args": ["--enable-lora"]}}, id="own flags of SGLang"),
+        pytest.param(
+            SGLANG, {"engine": {"args": ["--enable-hierarchical-cache"]}}, id="tier by a flag alone"
+        ),
+        pytest.param(
+            VLLM, {"prefill": None, "engine": {"args": ["--kv-offloading-size=64"]}}, id="offloading alone"
+        ),
+        pytest.param(
+            VLLM,
+            {"engine": {"kvCacheTiers": [MEMORY]}, "decode": {"resources": {"limits": {"memory": "96Gi"}}}},
+            id="a limit of memory with room for the tier",
+        ),
+        pytest.param(
+            SGLANG,
+            {"engine": {"kvCacheTiers": [MEMORY]}, "decode": {"resources": {"limits": {"memory": "8Gi"}}}},
+            id="a decode worker of SGLang has no tier",
+        ),
+        pytest.param(
+            VLLM,
+            {"engine": {"kvCacheTiers": [MEMORY], "env": [{"name": "PYTHONHASHSEED", "value": "7"}]}},
+            id="one hash seed of the user",
+        ),
         pytest.param(CUSTOM, {"engine": {"args": ["--port", "8000"]}}, id="any flag of a custom engine"),
         pytest.param(VLLM, {"engine": {"args": ["--block-size", "32"]}}, id="one block size for both roles"),
         pytest.param(

@@ -17,7 +17,7 @@ from baton_api import headers, metrics
 from baton_api.background import BackgroundTasks
 from baton_api.engines import EngineKind
 from baton_api.hashing import block_hashes, root_hash
-from baton_api.kv_events import SnapshotFrame, block_number, frame, sequence_bytes
+from baton_api.kv_events import BlockStored, SnapshotFrame, block_number, frame, sequence_bytes
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Role
 from baton_engine.kv.events import Change, Removed, Stored
@@ -26,7 +26,7 @@ from baton_http.upstream import Upstream
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import SILENCE_S
 from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage, chunk_messages, root_name
-from baton_router.cache.tiers import Tier
+from baton_router.cache.tiers import MEDIA, Tier
 from baton_router.cache.token_blocks import prompt_tail
 from baton_router.settings import RouterSettings
 from baton_router.workers.kv_subscriber import KvSubscribers, reachable_at
@@ -307,6 +307,11 @@ async def test_tiers_of_a_vllm_worker_are_known_from_its_events() -> None:
                 await publish({"type": "BlockRemoved", "block_hashes": [8, 7], "medium": "GPU"})
                 await until(lambda: router.tree == {})
                 assert states.reach(prompt) == {slot: [(Tier.MEMORY, 1024)]}
+                await publish(stored | {"medium": "STORAGE", "locality": "REMOTE"})
+                other = states.blocks.open(slot + 1)  # of another kind
+                other.apply([BlockStored([1], None, [], SIZE, medium=MEDIA[Tier.SHARED])])
+                await until(lambda: states.tier_chunks.get(Tier.SHARED) == 2)
+                assert list(states.reach(prompt)) == [slot]
 
 
 async def test_evicted_blocks_are_not_expected_at_the_worker() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from baton_operator.kinds.part import Anything, Duration, LabelKey, Part, Rule, between, rules
+from baton_operator.kinds.part import Anything, Duration, LabelKey, Part, Quantity, Rule, between, rules
 
 Argument = Annotated[str, Field(max_length=4096)]
 Arguments = Annotated[list[Argument], Field(max_length=128)]
@@ -45,6 +45,25 @@ EngineType = Literal["Baton", "vLLM", "SGLang", "Custom"]
 
 
 @rules(
+    Rule("self.type == 'Disk' || !has(self.volume)", "volume is for a tier of type Disk", ".volume"),
+)
+class KvCacheTier(Part):
+    """A place for KV blocks that the memory of the accelerator has no room for."""
+
+    type: Literal["Memory", "Disk"]
+    """Memory: of the pod, which its limit must have room for. Disk: a volume."""
+
+    size: Quantity
+    """Bytes of each worker, such as 64Gi. vLLM does not limit what it writes to a disk: there it is the size
+    of the claim."""
+
+    volume: Anything | None = None
+    """Disk: source of the volume, as in a pod, such as persistentVolumeClaim. What one worker stores in a
+    persistentVolumeClaim or nfs, all workers can restore. Default: each pod has a new claim of `size` in the
+    default StorageClass, which is deleted with the pod."""
+
+
+@rules(
     Rule(
         "self.type in ['Baton', 'vLLM'] || !has(self.kvCacheMemory)",
         "kvCacheMemory is for type Baton and vLLM: give other engines their own flag in args, "
@@ -57,6 +76,24 @@ EngineType = Literal["Baton", "vLLM", "SGLang", "Custom"]
         ".type",
     ),
     Rule("self.type in ['Baton', 'vLLM'] || !has(self.lora)", "lora is for type Baton and vLLM", ".lora"),
+    Rule(
+        "self.type in ['vLLM', 'SGLang'] || !has(self.kvCacheTiers) || size(self.kvCacheTiers) == 0",
+        "kvCacheTiers is for type vLLM and SGLang: workers of type Baton have no tiers yet, and type Custom "
+        "needs its own flags in args",
+        ".kvCacheTiers",
+    ),
+    Rule(
+        "!has(self.kvCacheTiers) || self.kvCacheTiers.all(one, "
+        "self.kvCacheTiers.exists_one(other, other.type == one.type))",
+        "kvCacheTiers has each type at most once",
+        ".kvCacheTiers",
+    ),
+    Rule(
+        "!has(self.kvCacheTiers) || !self.kvCacheTiers.exists(one, one.type == 'Disk') || "
+        "self.kvCacheTiers.exists(one, one.type == 'Memory')",
+        "a tier of type Disk needs one of type Memory, through which its blocks pass",
+        ".kvCacheTiers",
+    ),
 )
 class Engine(Part):
     """The inference engine in all workers. A change rolls out a new revision."""
@@ -89,6 +126,11 @@ class Engine(Part):
     ) = None
     """Memory for the KV cache of each worker, such as 4GiB. Default: the memory that is free after the
     weights are loaded."""
+
+    kv_cache_tiers: Annotated[list[KvCacheTier], Field(max_length=2)] = []
+    """Tiers of workers of type vLLM and SGLang, for KV blocks that leave the memory of the accelerator. A
+    prompt whose blocks are there is restored instead of computed. SGLang: not for decode workers of a pair,
+    which have no prefix cache."""
 
     lora: Lora | None = None
     """Lets workers of type Baton and vLLM load LoraAdapters. Without it, they load none. Adding a LoraAdapter

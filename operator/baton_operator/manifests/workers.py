@@ -12,6 +12,7 @@ from baton_api import labels
 from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.kinds.engine import Variable
+from baton_operator.kinds.part import amount
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests import engines, mutual_tls
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod
@@ -143,7 +144,10 @@ def _pod(owner: Owner, revision: Revision, role: Role, container: EngineContaine
     model = files(owner, revision)
     volumes, mounts = scratch("/tmp", "/cache")
     shown = mutual_tls.shown(owner, blueprint.mutual_tls)
-    memory = {"medium": "Memory", "sizeLimit": spec.shared_memory_size}
+    size = spec.shared_memory_size
+    if container.shared_memory:
+        size = str(int(amount(size)) + container.shared_memory)
+    memory = {"medium": "Memory", "sizeLimit": size}
     placement = placed(spec.placement, names.selecting(owner.name, role))
     return {
         **placement,
@@ -161,8 +165,16 @@ def _pod(owner: Owner, revision: Revision, role: Role, container: EngineContaine
                 for one in spec.resource_claims
             ],
         ),
-        "containers": [_main(revision, role, container, [*mounts, *model.mounts, *shown.mounts])],
-        "volumes": [{"name": "shm", "emptyDir": memory}, *volumes, *model.volumes, *shown.volumes],
+        "containers": [
+            _main(revision, role, container, [*mounts, *model.mounts, *shown.mounts, *container.mounts])
+        ],
+        "volumes": [
+            {"name": "shm", "emptyDir": memory},
+            *volumes,
+            *model.volumes,
+            *shown.volumes,
+            *container.volumes,
+        ],
     }
 
 

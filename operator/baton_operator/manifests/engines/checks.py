@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from baton_operator.kinds.engine import EngineType, Variable
+from baton_operator.kinds.engine import Engine, EngineType, Variable
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.part import amount
 from baton_operator.kinds.worker_role import WorkerRole
+from baton_operator.manifests.engines import sglang, tiers
 from baton_operator.manifests.engines.arguments import (
     ENABLE_LORA,
     MAX_LORA_RANK,
@@ -20,7 +22,7 @@ from baton_operator.manifests.engines.arguments import (
     flag_name,
     last_value,
 )
-from baton_operator.manifests.engines.vllm import SIDE_CHANNEL_VARIABLES
+from baton_operator.manifests.engines.vllm import HASH_SEED_VARIABLE, SIDE_CHANNEL_VARIABLES
 
 GROUP_NAME_LIMIT = 29
 """Maximum characters of the name of a service with several nodes per worker: Kubernetes limits the names of
@@ -63,6 +65,15 @@ OWNED_FLAGS: Mapping[EngineType, Mapping[str, str]] = {
 }
 """Flags that the operator sets, with what determines their value."""
 
+OFFLOADING_FLAGS = ("--kv-offloading-size", "--kv-offloading-backend")
+"""Flags with which vLLM replaces the connector of --kv-transfer-config."""
+
+TIER_FLAGS = (
+    *("--enable-hierarchical-cache", "--enable-hicache", "--hicache-size", "--hicache-ratio"),
+    *("--hicache-host-memory-fraction", "--hicache-storage-backend"),
+)
+"""Flags of SGLang that spec.engine.kvCacheTiers sets."""
+
 OWNED_VARIABLES: Mapping[EngineType, Sequence[str]] = {"vLLM": SIDE_CHANNEL_VARIABLES}
 
 DTYPE = "--dtype"
@@ -92,12 +103,19 @@ def check(service: str, spec: InferenceServiceSpec, default_image: str) -> None:
         _need_images(engine.type, existing)
     lists = [("spec.engine", engine.args, engine.env)]
     lists += [(f"spec.{name}", role.args, role.env) for name, role in existing.items()]
+    owned = dict(OWNED_FLAGS.get(engine.type, {}))
+    if engine.type == "SGLang" and engine.kv_cache_tiers:
+        owned |= dict.fromkeys(TIER_FLAGS, "spec.engine.kvCacheTiers")
     for path, args, env in lists:
-        _refuse_flags(engine.type, path, args)
+        _refuse_flags(owned, path, args)
         _refuse_variables(engine.type, path, env)
+        if engine.type == "vLLM" and (engine.kv_cache_tiers or spec.prefill is not None):
+            _refuse_offloading(path, args)
     _refuse_variables(engine.type, "spec.transfer", spec.transfer.env)
     for name, role in existing.items():
         _check_accelerators(f"spec.{name}", role)
+        if engine.kv_cache_tiers and not (engine.type == "SGLang" and spec.prefill and name == "decode"):
+            _check_tiers(engine, f"spec.{name}", role)
     if spec.prefill is not None:
         _check_pairs(spec, spec.prefill, spec.decode)
     nodes = max(role.parallelism.nodes for role in existing.values())
@@ -140,6 +158,42 @@ def _check_accelerators(path: str, role: WorkerRole) -> None:
         )
 
 
+def _check_tiers(engine: Engine, path: str, role: WorkerRole) -> None:
+    """Raise ValueError if tiers do not fit the pods of a role."""
+    for tier in engine.kv_cache_tiers:
+        if amount(tier.size) < 1:
+            raise ValueError(
+                f"spec.engine.kvCacheTiers has a tier of type {tier.type} with size {tier.size}. "
+                "Set its bytes, such as 64Gi, or remove it."
+            )
+    if engine.type == "SGLang" and not sglang.host_memory(engine, role):
+        ranks = sglang.ranks(role)
+        raise ValueError(
+            f"spec.engine.kvCacheTiers has {tiers.memory(engine)} bytes of memory for {ranks} ranks of "
+            f"{path}, and SGLang takes whole GB for each. Set at least {ranks}G."
+        )
+    if engine.type == "vLLM" and any(variable.name == HASH_SEED_VARIABLE for variable in role.env):
+        raise ValueError(
+            f"{path}.env has {HASH_SEED_VARIABLE}, which must be equal in all workers with kvCacheTiers. "
+            "Set it in spec.engine.env, or remove it: the operator sets 0."
+        )
+    _check_memory(engine, path, role)
+
+
+def _check_memory(engine: Engine, path: str, role: WorkerRole) -> None:
+    """Raise ValueError if the limit of a pod has no room for the tier in its memory."""
+    limit = role.resources.limits.get("memory")
+    if limit is None:
+        return
+    taken = tiers.memory(engine) + int(amount(role.shared_memory_size))
+    if amount(limit) <= taken:
+        raise ValueError(
+            f"{path}.resources.limits.memory is {limit}, but kvCacheTiers of type Memory and "
+            f"{path}.sharedMemorySize together may take {taken} bytes of it ({taken / 2**30:.1f}Gi). "
+            "Set a limit above that by what the engine itself needs, or a smaller tier."
+        )
+
+
 def _check_pairs(spec: InferenceServiceSpec, prefill: WorkerRole, decode: WorkerRole) -> None:
     """Raise ValueError if prefill and decode workers could not exchange KV blocks."""
     engine = spec.engine
@@ -162,13 +216,22 @@ def _check_pairs(spec: InferenceServiceSpec, prefill: WorkerRole, decode: Worker
             )
 
 
-def _refuse_flags(engine: EngineType, path: str, args: Sequence[str]) -> None:
-    owned = OWNED_FLAGS.get(engine, {})
+def _refuse_flags(owned: Mapping[str, str], path: str, args: Sequence[str]) -> None:
     for flag in map(flag_name, args):
         for name in _matches(flag, owned):
             raise ValueError(
                 f"{path}.args has {flag}, but {name} is set by the operator: its value comes from "
                 f"{owned[name]}. Remove {flag} from {path}.args."
+            )
+
+
+def _refuse_offloading(path: str, args: Sequence[str]) -> None:
+    for flag in map(flag_name, args):
+        if any(_matches(flag, dict.fromkeys(OFFLOADING_FLAGS, ""))):
+            raise ValueError(
+                f"{path}.args has {flag}, with which vLLM replaces the connector that the operator sets: "
+                "prefill and decode workers would form no pairs. "
+                f"Remove {flag} from {path}.args, and set spec.engine.kvCacheTiers."
             )
 
 

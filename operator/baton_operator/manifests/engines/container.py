@@ -69,6 +69,10 @@ class EngineContainer:
     """Variables that users may override."""
     ready: str = "/health"
     """Path that answers with status 200 once the worker accepts requests."""
+    volumes: Sequence[Manifest] = ()
+    mounts: Sequence[Manifest] = ()
+    shared_memory: int = 0
+    """Bytes in /dev/shm beyond sharedMemorySize of the role."""
     kept_s: int = 0
     """Seconds after the drain timeout for which the engine keeps blocks that were not read."""
 

@@ -8,7 +8,10 @@ still reads the blocks included, and has no time limit of its own.
 from __future__ import annotations
 
 from baton_api.workers import Role
-from baton_operator.kinds.engine import Variable
+from baton_operator.kinds.engine import Engine, Variable
+from baton_operator.kinds.part import amount
+from baton_operator.kinds.worker_role import WorkerRole
+from baton_operator.manifests.engines import tiers
 from baton_operator.manifests.engines.arguments import data_parallel
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
@@ -22,19 +25,49 @@ from baton_operator.manifests.engines.container import (
 from baton_operator.manifests.engines.startup import startup_s
 from baton_operator.manifests.objects import Manifest
 
+DISK_VARIABLES = ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE")
+"""Folder of the tier on a disk, and the bytes in it that each rank may write."""
+
 MODES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 
 def container(worker: WorkerPod) -> EngineContainer:
     """Return the container of a worker, or of another node of it."""
+    engine = worker.blueprint.engine if has_tiers(worker.role) else Engine()
     return EngineContainer(
         worker,
         command=("python3", "-m", "sglang.launch_server"),
         args=[f"--model-path={worker.model}", *_flags(worker), *worker.arguments],
         ports=_ports(worker),
-        env=[USER, Variable(name="SGLANG_HOST_IP", value="$(POD_IP)")],
+        env=_variables(worker),
         startup_s=startup_s(worker.blueprint.model, worker.spec),
+        volumes=tiers.volumes(engine),
+        mounts=tiers.mounts(engine),
     )
+
+
+def has_tiers(role: Role) -> bool:
+    """Return whether workers of a role can have tiers. A decode worker of a pair has no prefix cache."""
+    return role is not Role.DECODE
+
+
+def host_memory(engine: Engine, role: WorkerRole) -> int:
+    """Return the GB in the host's memory of each rank: SGLang's flag counts whole ones."""
+    return tiers.memory(engine) // ranks(role) // 10**9
+
+
+def ranks(role: WorkerRole) -> int:
+    """Return the number of ranks in a pod."""
+    return max(1, role.parallelism.accelerators // role.parallelism.nodes)
+
+
+def _variables(worker: WorkerPod) -> list[Variable]:
+    values = {"SGLANG_HOST_IP": "$(POD_IP)"}
+    disk = tiers.disk(worker.blueprint.engine)
+    if disk is not None and has_tiers(worker.role):
+        each = int(amount(disk.size)) // ranks(worker.spec)
+        values |= dict(zip(DISK_VARIABLES, (tiers.FOLDER, str(each)), strict=True))
+    return [USER, *(Variable(name=name, value=value) for name, value in values.items())]
 
 
 def _flags(worker: WorkerPod) -> list[str]:
@@ -61,6 +94,10 @@ def _flags(worker: WorkerPod) -> list[str]:
         ]
     if engine.max_model_len is not None:
         flags.append(f"--context-length={engine.max_model_len}")
+    if engine.kv_cache_tiers and has_tiers(worker.role):
+        flags += ["--enable-hierarchical-cache", f"--hicache-size={host_memory(engine, worker.spec)}"]
+        if tiers.disk(engine):
+            flags.append("--hicache-storage-backend=file")
     return flags
 
 

@@ -1,6 +1,10 @@
 """
 Workers that run vLLM: `vllm serve`, with NixlConnector between prefill and decode workers.
 
+With tiers of the KV cache, OffloadingConnector keeps blocks in memory and on a disk, in a MultiConnector with
+NixlConnector where there are pairs. vLLM loads from the first connector that has tokens of a request: from
+NixlConnector, if a prefill worker has computed it. The host's memory is a file in /dev/shm.
+
 Flags and variables are those of vLLM 0.32. A prefill worker that ends keeps its blocks until decode workers
 have read them or their lease has ended: with --shutdown-timeout, vLLM counts such blocks as work.
 """
@@ -8,8 +12,9 @@ have read them or their lease has ended: with --shutdown-timeout, vLLM counts su
 from __future__ import annotations
 
 from baton_api.workers import Role
-from baton_operator.kinds.engine import Variable
+from baton_operator.kinds.engine import Engine, Variable
 from baton_operator.kinds.part import amount
+from baton_operator.manifests.engines import tiers
 from baton_operator.manifests.engines.arguments import data_parallel, lora_flags
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
@@ -31,6 +36,10 @@ CHECKED = ("/health", "/metrics", "/v1/models")
 LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """Variable that adds the paths to load and unload adapters to vLLM's API."""
 
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+"""Variable on which the names of blocks in a tier depend. Workers find one another's blocks, and their own
+after a restart, only if it is equal."""
+
 SIDE_CHANNEL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 
 
@@ -43,6 +52,9 @@ def container(worker: WorkerPod) -> EngineContainer:
         ports=_ports(worker),
         env=_variables(worker),
         startup_s=startup_s(worker.blueprint.model, worker.spec),
+        volumes=tiers.volumes(worker.blueprint.engine),
+        mounts=tiers.mounts(worker.blueprint.engine),
+        shared_memory=tiers.memory(worker.blueprint.engine),
         kept_s=_kept_s(worker),
     )
 
@@ -73,7 +85,7 @@ def _flags(worker: WorkerPod) -> list[str]:
         f"--disable-access-log-for-endpoints={','.join(CHECKED)}",
         f"--shutdown-timeout={worker.spec.drain.timeout.whole_seconds + _kept_s(worker)}",
     ]
-    if worker.role in KV_ROLES:
+    if worker.role in KV_ROLES or engine.kv_cache_tiers:
         flags.append(f"--kv-transfer-config={compact(_transfer(worker))}")
     if engine.max_model_len is not None:
         flags.append(f"--max-model-len={engine.max_model_len}")
@@ -93,12 +105,41 @@ def _parallelism(worker: WorkerPod) -> list[str]:
 
 
 def _transfer(worker: WorkerPod) -> Manifest:
+    """Return the connectors of a worker that is part of a pair, has tiers, or both."""
+    engine = worker.blueprint.engine
+    # A worker that cannot read blocks computes the prompt itself.
+    policy = {"kv_load_failure_policy": "recompute"}
+    if worker.role not in KV_ROLES:
+        return {**_offloading(engine), **policy}
+    kv_role = {"kv_role": KV_ROLES[worker.role]}
+    lease = {"kv_lease_duration": worker.blueprint.transfer.timeout.whole_seconds}
+    nixl = {"kv_connector": "NixlConnector", **kv_role, "kv_connector_extra_config": lease}
+    if not engine.kv_cache_tiers:
+        return {**nixl, **policy}
+    both = {"connectors": [nixl, _offloading(engine)]}
+    return {"kv_connector": "MultiConnector", **kv_role, **policy, "kv_connector_extra_config": both}
+
+
+def _offloading(engine: Engine) -> Manifest:
+    """Return the connector that keeps blocks in tiers, with events that name their tokens."""
+    settings: Manifest = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": tiers.memory(engine),
+        "self_describing_kv_events": True,
+    }
+    if disk := tiers.disk(engine):
+        settings["secondary_tiers"] = [
+            {
+                "type": "fs",
+                "root_dir": tiers.FOLDER,
+                "enable_kv_events": True,
+                "locality": "REMOTE" if tiers.is_shared(disk) else "LOCAL",
+            }
+        ]
     return {
-        "kv_connector": "NixlConnector",
-        "kv_role": KV_ROLES[worker.role],
-        # A decode worker that cannot read blocks computes the prompt itself.
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kv_lease_duration": worker.blueprint.transfer.timeout.whole_seconds},
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
     }
 
 
@@ -108,6 +149,8 @@ def _variables(worker: WorkerPod) -> list[Variable]:
         values |= dict(zip(SIDE_CHANNEL_VARIABLES, ("$(POD_IP)", str(worker.ports.control)), strict=True))
     if worker.blueprint.engine.lora is not None:
         values[LORA_VARIABLE] = "1"
+    if worker.blueprint.engine.kv_cache_tiers:
+        values[HASH_SEED_VARIABLE] = "0"
     return [USER, *(Variable(name=name, value=value) for name, value in values.items())]
 
 
