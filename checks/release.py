@@ -32,7 +32,7 @@ CHART = ROOT / "charts" / "baton"
 
 IMAGES: Mapping[str, Sequence[str]] = {
     "operator": ("operator",),
-    "router": ("router", "jwt", "gateway"),
+    "router": ("router", "jwt", "redis", "gateway"),
     "worker": ("runtime", "nixl", "kernels"),
 }
 """Extras that `images/Dockerfile` installs into each image."""

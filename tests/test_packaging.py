@@ -161,7 +161,7 @@ def test_no_text_names_extras_of_the_distribution_baton() -> None:
 INSTALLED_WITH = {
     "baton_api": ("router",),  # `origins` is for the web servers, which have it
     "baton_operator": ("operator",),
-    "baton_router": ("router", "jwt", "gateway"),
+    "baton_router": ("router", "jwt", "redis", "gateway"),
     "baton_engine": ("runtime", "nixl", "kernels"),
     "baton_prefill": ("runtime", "nixl", "kernels"),
     "baton_decode": ("runtime", "nixl", "kernels"),

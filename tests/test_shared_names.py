@@ -70,7 +70,8 @@ PINNED = {
         baton_router_prefix_tokens_total baton_router_queue_age_seconds baton_router_queue_depth
         baton_router_queued_tokens baton_router_registered_workers baton_router_request_seconds
         baton_router_requests_held baton_router_requests_in_flight baton_router_requests_total
-        baton_router_restored_tokens_total baton_router_resumes_total baton_router_retries_total
+        baton_router_response_store_errors_total baton_router_restored_tokens_total
+        baton_router_resumes_total baton_router_retries_total
         baton_router_revision_first_token_seconds baton_router_revision_requests_total
         baton_router_scheduler_unavailable_total baton_router_tenant_tokens_total baton_router_tenants
         baton_router_tenants_stale baton_router_time_per_output_token_seconds

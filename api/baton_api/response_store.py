@@ -1,7 +1,8 @@
 """
 Stored responses of `/v1/responses`: clients retrieve them by id, and later requests continue them.
 
-The store is in memory, limited in number, bytes and time. When it is full, the oldest responses are evicted
+`ResponseStore` is in memory, limited in number, bytes and time; routers can share one in Redis instead, with
+the same rules (`baton_router.proxy.response_stores`). When it is full, the oldest responses are evicted
 of the owner that has most, so that no owner evicts what others keep within an equal share. Each entry has
 only what it adds to its conversation, and a link to the previous response. So a conversation of n turns
 costs n turns and not n². A deleted or expired response is not found, but later responses keep what they need
@@ -17,14 +18,14 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import msgspec
 
 from baton_api import response_items
-from baton_api.errors import InvalidRequest, PreviousResponseNotFound, ResponseNotFound
+from baton_api.errors import InvalidRequest, ResponseNotFound
 
 OVERHEAD = 1024
 """Bytes of memory per response besides its text."""
@@ -55,6 +56,8 @@ class Turn:
     """The response object as JSON."""
     holders: int = 0
     """Reference count: the store, while the response is retrievable, and stored later turns."""
+    uid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Unlike `id`, which a worker or a client has chosen, different for each turn."""
 
     @property
     def size(self) -> int:
@@ -127,7 +130,7 @@ class ResponseStore:
             share = self._shares.setdefault(owner, OwnersShare())
             self._hold(share, turn)
             share.ids[turn.id] = None
-            for id, item in _named_items(turn).items():
+            for id, item in named_items(turn).items():
                 share.items.setdefault(id, []).append((turn, item))
             self._kept[owner, turn.id] = turn, self._clock() + self._limits.seconds
             while len(self._kept) > self._limits.responses:
@@ -144,29 +147,12 @@ class ResponseStore:
             raise ResponseNotFound(id)
         return entry[0]
 
-    def resolved(self, owner: bytes, items: Sequence[bytes]) -> list[bytes]:
-        """Return `items` with kept ones in place of references. Raises InvalidRequest for unknown ids."""
-        whole = list(items)
-        if found := response_items.references(items):
-            with self._lock:
-                self._expire()
-                share = self._shares.get(owner, OwnersShare())
-                for position, id in found.items():
-                    if id not in share.items:
-                        raise InvalidRequest(
-                            f"Item with id {id[:100]!r} not found: no response that is stored for this key "
-                            "has it. Send the item itself, in the AI SDK by the option 'store: false'.",
-                            param=f"input[{position}].id",
-                        )
-                    whole[position] = bytes(share.items[id][-1][1])
-        return whole
-
-    def previous(self, owner: bytes, id: str) -> Turn:
-        """Return the response that a request continues. Raises PreviousResponseNotFound."""
-        try:
-            return self.get(owner, id)
-        except ResponseNotFound as error:
-            raise PreviousResponseNotFound(id) from error
+    def items(self, owner: bytes, ids: Collection[str]) -> dict[str, bytes]:
+        """Return those of an owner's items that retrievable responses have, by their ids."""
+        with self._lock:
+            self._expire()
+            share = self._shares.get(owner, OwnersShare())
+            return {id: bytes(share.items[id][-1][1]) for id in ids if id in share.items}
 
     def delete(self, owner: bytes, id: str) -> None:
         """Delete a response. Raises ResponseNotFound."""
@@ -196,7 +182,7 @@ class ResponseStore:
         owner, id = key
         share = self._shares[owner]
         del share.ids[id]
-        for item_id in _named_items(turn):
+        for item_id in named_items(turn):
             having = share.items[item_id]
             del having[next(at for at, (holder, _) in enumerate(having) if holder is turn)]
             if not having:
@@ -238,7 +224,25 @@ def owner(authorization: bytes, keyed: bool) -> bytes:
     return hashlib.sha256(authorization.partition(b" ")[2].strip()).digest() if keyed else b""
 
 
-def _named_items(turn: Turn) -> dict[str, bytes]:
+def resolved(items: Sequence[bytes], references: Mapping[int, str], kept: Mapping[str, bytes]) -> list[bytes]:
+    """
+    Return `items` with kept ones, by their ids, in place of `references`, by their positions.
+
+    Raises InvalidRequest for an unknown id.
+    """
+    whole = list(items)
+    for position, id in references.items():
+        if id not in kept:
+            raise InvalidRequest(
+                f"Item with id {id[:100]!r} not found: no response that is stored for this key "
+                "has it. Send the item itself, in the AI SDK by the option 'store: false'.",
+                param=f"input[{position}].id",
+            )
+        whole[position] = kept[id]
+    return whole
+
+
+def named_items(turn: Turn) -> dict[str, bytes]:
     """The items of a response that have ids, by these. Of its output, views of its body."""
     items = (*turn.input, *_output(turn.body))
     return {id: item for item in items if (id := response_items.identity(item)[0])}
@@ -258,9 +262,8 @@ def _chain(turn: Turn | None) -> Iterator[Turn]:
         turn = turn.before
 
 
-def retrieve(store: ResponseStore, owner: bytes, id: str, query: Mapping[str, str]) -> bytes:
-    """Handle `GET /v1/responses/{id}`. Raises ResponseNotFound, InvalidRequest."""
-    turn = store.get(owner, id)
+def retrieved(turn: Turn, query: Mapping[str, str]) -> bytes:
+    """Return the answer to `GET /v1/responses/{id}`. Raises InvalidRequest."""
     if query.get("stream", "false").lower() not in ("false", "0"):
         raise InvalidRequest(
             "Cannot stream this response again: it was not created in the background.", param="stream"
@@ -268,18 +271,11 @@ def retrieve(store: ResponseStore, owner: bytes, id: str, query: Mapping[str, st
     return turn.body
 
 
-def delete(store: ResponseStore, owner: bytes, id: str) -> bytes:
-    """Handle `DELETE /v1/responses/{id}`. Raises ResponseNotFound."""
-    store.delete(owner, id)
+def deleted(id: str) -> bytes:
+    """Return the answer to `DELETE /v1/responses/{id}`."""
     return msgspec.json.encode({"id": id, "object": "response", "deleted": True})
 
 
-def input_items(store: ResponseStore, owner: bytes, id: str, query: Mapping[str, str]) -> bytes:
-    """Handle `GET /v1/responses/{id}/input_items`. Raises ResponseNotFound, InvalidRequest."""
-    return response_items.page(store.get(owner, id).whole_input, query)
-
-
-def cancel(store: ResponseStore, owner: bytes, id: str) -> NoReturn:
-    """Handle `POST /v1/responses/{id}/cancel`: reject it, because no response runs in the background."""
-    store.get(owner, id)
-    raise InvalidRequest("Cannot cancel a synchronous response.")
+def not_cancelable() -> InvalidRequest:
+    """The answer to `POST /v1/responses/{id}/cancel`: no response runs in the background."""
+    return InvalidRequest("Cannot cancel a synchronous response.")

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from baton_api import anthropic, installing, mutual_tls, openapi, response_store
+from baton_api import anthropic, installing, mutual_tls, openapi, response_items, response_store
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import (
     BatonError,
@@ -35,7 +35,7 @@ from baton_api.errors import (
 )
 from baton_api.keys import HEALTH_PATHS
 from baton_api.metrics import CONTENT_TYPE, BackgroundTask
-from baton_api.response_store import ResponseStore, StoreLimits, owner
+from baton_api.response_store import Turn, owner
 from baton_batches.controller import BatchController
 from baton_batches.execution import BatchExecution
 from baton_batches.kubernetes import BatchJobApi
@@ -56,6 +56,7 @@ from baton_router.proxy import responses
 from baton_router.proxy.admin_operations import ADMIN_PATHS, AdminOperations
 from baton_router.proxy.forwarding import PROXIED_PATHS
 from baton_router.proxy.proxy import Proxy
+from baton_router.proxy.response_stores import open_store
 from baton_router.proxy.responses import ResponsesProxy
 from baton_router.proxy.tracing import open_tracing
 from baton_router.scheduling.placement import explain
@@ -106,8 +107,8 @@ class RouterApp:
         self.tracing = open_tracing(settings)
         self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.metrics, self.tracing)
         self._keyed = self.access.required or WorkerCredentials.of(settings).passes_keys
-        self.responses = ResponseStore(
-            StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
+        self.responses = open_store(
+            settings, lambda use: self.metrics.response_store_errors.labels(use).inc()
         )
         self._responses = ResponsesProxy(settings, self.responses, self.owner_of, self._proxy)
         self.storage = Storage(settings, settings.port)
@@ -281,6 +282,7 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
         await router.execution.close()
         await router.background.stop()
         router.storage.close()
+        await router.responses.close()
         router.upstreams.close()
         await router.access.close()
         if router.tracing is not None:
@@ -383,23 +385,27 @@ def _add_models(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_responses(app: FastAPI, router: RouterApp) -> None:
+    async def found(id: str, request: Request) -> Turn:
+        return await router.responses.get(router.owner_of(request.scope), id)
+
     @app.get("/v1/responses/{id}")
     async def response(id: str, request: Request) -> Response:
-        owner = router.owner_of(request.scope)
-        return _json_bytes(response_store.retrieve(router.responses, owner, id, request.query_params))
+        return _json_bytes(response_store.retrieved(await found(id, request), request.query_params))
 
     @app.delete("/v1/responses/{id}")
     async def no_response(id: str, request: Request) -> Response:
-        return _json_bytes(response_store.delete(router.responses, router.owner_of(request.scope), id))
+        await router.responses.delete(router.owner_of(request.scope), id)
+        return _json_bytes(response_store.deleted(id))
 
     @app.get("/v1/responses/{id}/input_items")
     async def input_items(id: str, request: Request) -> Response:
-        owner = router.owner_of(request.scope)
-        return _json_bytes(response_store.input_items(router.responses, owner, id, request.query_params))
+        items = (await found(id, request)).whole_input
+        return _json_bytes(response_items.page(items, request.query_params))
 
     @app.post("/v1/responses/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
-        response_store.cancel(router.responses, router.owner_of(request.scope), id)
+        await found(id, request)
+        raise response_store.not_cancelable()
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -12,7 +12,16 @@ from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers
 
 HIDDEN_SETTINGS = frozenset(
-    {"api_key", "api_key_file", "ticket_secret", "worker_api_key", "batch_secret", "database", "tenants_file"}
+    {
+        "api_key",
+        "api_key_file",
+        "ticket_secret",
+        "worker_api_key",
+        "batch_secret",
+        "database",
+        "tenants_file",
+        "response_store",
+    }
 )
 """Settings that are never shown."""
 

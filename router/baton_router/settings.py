@@ -419,14 +419,20 @@ class RouterSettings(BatchSettings):
 
     responses_kept: int = Field(default=10_000, ge=0)
     """Maximum number of stored responses of /v1/responses, which clients retrieve by id or continue by
-    previous_response_id. The oldest are dropped first. Routers do not share responses: with several
-    replicas a client must reach the same one, or send the whole conversation."""
+    previous_response_id. The oldest are dropped first."""
 
     responses_memory: Bytes = Field(default=128 * 1024**2, ge=0)
     """Maximum memory of stored responses. 0: store none."""
 
     responses_ttl_s: float = Field(default=86_400, ge=0)
-    """Time for which a response is stored. A restart drops all."""
+    """Time for which a response is stored."""
+
+    response_store: SecretStr = SecretStr("memory")
+    """Where responses are stored. memory: in this router; a restart drops all, and with several replicas a
+    client must reach the same one, or send the whole conversation. A URL such as
+    `redis://user:password@host:6379/0` (rediss:// with TLS, or unix://): in a Redis or Valkey that several
+    routers share, and that only this service uses. The limits are then those of all its routers. Requires
+    `batonserve[redis]`. Set it by the environment variable if it has a password."""
 
     # --- Observability ---
 

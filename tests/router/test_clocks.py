@@ -20,6 +20,7 @@ CALENDAR_READERS = {
     "baton_router/engines/checks.py": "expiry of tickets",
     "baton_router/proxy/admin_operations.py": "expiry of tickets",
     "baton_router/proxy/proxy.py": "expiry of tickets",
+    "baton_router/proxy/redis_responses.py": "expiry of responses that routers share",
     "baton_router/tenants/access.py": "expiry of an issuer's and of runners' tokens",
     "baton_router/workers/kv_subscriber.py": "a metric: delay of events",
 }

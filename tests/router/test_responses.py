@@ -14,10 +14,12 @@ import pytest
 from baton_api import headers, limits, metrics
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, WorkerLost
 from baton_api.keys import KeyDigest
+from baton_api.response_store import ResponseStore
+from baton_router.proxy.response_stores import MemoryResponseStore
 from tests.plain_http import PLAIN
 from tests.router import fake_worker
 from tests.router.fake_worker import STREAM_END, STREAM_HEAD, FakeWorker, WorkerRequest, chunk, plain
-from tests.router.running import running_router
+from tests.router.running import RunningRouter, running_router
 
 PATH = "/v1/responses"
 QUESTION = {"model": "tiny", "input": "Hi"}
@@ -90,6 +92,11 @@ async def respond(worker: FakeWorker, request: WorkerRequest, writer: asyncio.St
         writer.write(chunk(event))
         await asyncio.sleep(0)
     writer.write(STREAM_END)
+
+
+def stored(router: RunningRouter) -> ResponseStore:
+    assert isinstance(router.router.responses, MemoryResponseStore)
+    return router.router.responses.store
 
 
 def client(url: str, key: str = "none") -> openai.AsyncOpenAI:
@@ -177,10 +184,10 @@ async def test_stateless_request_passes_byte_for_byte() -> None:
         answer = await router.client.post(PATH, content=body, headers=kind)
         assert answer.status_code == 200
         assert worker.requests[0].body == body
-        assert len(router.router.responses) == 0
+        assert len(stored(router)) == 0
         await router.client.post(PATH, content=body.replace(b"false", b"true"), headers=kind)
         assert worker.requests[1].body == body.replace(b"false", b"true")
-        assert len(router.router.responses) == 1
+        assert len(stored(router)) == 1
 
 
 async def test_state_header_of_a_client_is_dropped() -> None:
@@ -305,10 +312,10 @@ async def test_large_conversations_of_one_key_leave_those_of_another() -> None:
             return id
 
         mine = await ask("mine", junk)
-        assert router.router.responses.size < 10_000
+        assert stored(router).size < 10_000
         for _ in range(20):
             await ask("yours", text)
-        assert 150_000 < router.router.responses.size <= 200_000
+        assert 150_000 < stored(router).size <= 200_000
         found = await router.client.get(f"{PATH}/{mine}", headers={"authorization": "Bearer mine"})
         assert found.status_code == 200
 
@@ -330,7 +337,7 @@ async def test_other_answers_pass_and_are_not_stored(behaviour: fake_worker.Beha
         answer = await router.post(QUESTION, PATH)
         async with httpx.AsyncClient(trust_env=False, verify=PLAIN) as direct:
             assert answer.content == (await direct.post(worker.url + PATH, json=QUESTION)).content
-        assert len(router.router.responses) == 0
+        assert len(stored(router)) == 0
 
 
 BAD_BODIES = {
@@ -368,7 +375,7 @@ async def test_stream_of_a_lost_worker_ends_with_error_event_and_cut() -> None:
         assert name == b"event: error"
         assert (event["type"], event["sequence_number"], event["code"]) == ("error", 4, WorkerLost.code)
         assert event["message"] == event["error"]["message"]
-        assert len(router.router.responses) == 0
+        assert len(stored(router)) == 0
 
 
 async def test_sdk_raises_for_a_stream_of_a_lost_worker() -> None:
@@ -396,7 +403,7 @@ async def test_stream_with_a_final_status_is_complete(ending: str) -> None:
         worker.release.set()
         answer = await router.post({**QUESTION, "stream": True}, PATH)
         assert answer.content == b"".join(events_of(response))
-        assert len(router.router.responses) == (ending != "failed")
+        assert len(stored(router)) == (ending != "failed")
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])

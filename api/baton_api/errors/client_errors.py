@@ -158,7 +158,8 @@ class ResponseNotFound(BatonError):
     """
     The response is not stored: unknown, of another key, or expired.
 
-    Create it again. Responses are stored for a limited time, in limited number, and lost at a restart.
+    Create it again. Responses are stored for a limited time, in limited number, and lost at a restart
+    unless routers share a store (`--response-store`).
     """
 
     status = 404

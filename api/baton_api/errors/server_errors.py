@@ -67,7 +67,7 @@ class NotReady(BatonError):
 
 class StorageUnavailable(BatonError):
     """
-    The database or the object store of files and batches does not respond.
+    The database or the object store of files and batches, or the shared store of responses, does not respond.
 
     Wait for the seconds of `Retry-After` and retry. If it persists, see the router's log for the cause.
     Accepted requests are not lost.

@@ -263,6 +263,14 @@ ROUTER_TRANSFER = Metric(
     "reports it.",
     buckets=TRANSFER_BUCKETS,
 )
+ROUTER_RESPONSE_STORE_ERRORS = Metric(
+    "baton_router_response_store_errors_total",
+    "counter",
+    "operations",
+    "Failed operations of the store of responses in Redis. `write`: a response was not stored; its client "
+    "got it. `read`: a request for a stored response was answered with 503.",
+    (Label("operation", ("read", "write")),),
+)
 ROUTER_SCHEDULER_UNAVAILABLE = Metric(
     "baton_router_scheduler_unavailable_total",
     "counter",

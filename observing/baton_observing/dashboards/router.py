@@ -230,6 +230,21 @@ OVERHEAD = Row(
             runbook="BatonSchedulerUnreachable",
         ),
         Panel(
+            title="Failed: store of responses",
+            description="Operations of --response-store that failed. write: a response was not stored. read: a "
+            "request for a stored one got 503.",
+            unit=REQUESTS_PER_SECOND,
+            queries=(
+                Query(
+                    or_zero(
+                        SELECTED.rate(metrics.ROUTER_RESPONSE_STORE_ERRORS, "operation") + " > 0",
+                        operation="none",
+                    ),
+                    "{{operation}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Age of the oldest queued request",
             description="By priority class. A class waits while higher classes have requests.",
             unit=SECONDS,

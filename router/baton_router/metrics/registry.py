@@ -36,6 +36,7 @@ class RouterMetrics:
         self.cut = self._counter(metrics.ROUTER_CUT)
         self.resumes = self._counter(metrics.ROUTER_RESUMES)
         self.retries = self._counter(metrics.ROUTER_RETRIES)
+        self.response_store_errors = self._counter(metrics.ROUTER_RESPONSE_STORE_ERRORS)
         self.scheduler_unavailable = self._counter(metrics.ROUTER_SCHEDULER_UNAVAILABLE)
         self.in_flight = 0
         """Requests that are being served."""

@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from baton_api import headers, response_items
-from baton_api.errors import BodyTooLarge, InvalidRequest
+from baton_api.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    StorageUnavailable,
+)
 from baton_api.json_values import check_values
-from baton_api.response_store import ResponseStore, Turn
+from baton_api.response_store import Turn, resolved
 from baton_http.client_connection import ClientConnection
 from baton_http.replies import Receive, Scope, Send
 from baton_http.sse import is_event_stream, last_response_event
+from baton_router.proxy.response_stores import RouterResponseStore
 from baton_router.settings import RouterSettings
 
 PATH = "/v1/responses"
@@ -90,7 +98,7 @@ class ResponsesProxy:
     def __init__(
         self,
         settings: RouterSettings,
-        store: ResponseStore,
+        store: RouterResponseStore,
         owner_of: Callable[[Scope], bytes],
         proxy: Callable[[Scope, Receive, Send], Awaitable[None]],
     ) -> None:
@@ -108,12 +116,12 @@ class ResponsesProxy:
             if exchange.read:
                 return await receive()
             body = await ClientConnection(scope, receive, send).body(self._settings.max_body)
-            body = exchange.request(body)
+            body = await exchange.request(body)
             inner["headers"] = [*given, (STATE, b"%d" % exchange.earlier)]
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def sending(message: Any) -> None:
-            exchange.answer(message)
+            await exchange.answer(message)
             await send(message)
 
         await self._proxy(inner, receiving, sending)
@@ -122,7 +130,7 @@ class ResponsesProxy:
 class ResponseExchange:
     """One request and its answer, as far as they are listened to."""
 
-    def __init__(self, store: ResponseStore, owner: bytes, limit: int) -> None:
+    def __init__(self, store: RouterResponseStore, owner: bytes, limit: int) -> None:
         """`limit`: bytes of a body, with the conversation that it continues."""
         self.read = False
         """Whether the request has been heard."""
@@ -137,8 +145,12 @@ class ResponseExchange:
         self._stream = False
         self._heard = bytearray()
 
-    def request(self, body: bytes) -> bytes:
-        """The body that the worker gets. Raises PreviousResponseNotFound, BodyTooLarge, InvalidRequest."""
+    async def request(self, body: bytes) -> bytes:
+        """
+        The body that the worker gets.
+
+        Raises PreviousResponseNotFound, BodyTooLarge, InvalidRequest, StorageUnavailable.
+        """
         self.read = True
         check_values(body)
         try:
@@ -147,10 +159,15 @@ class ResponseExchange:
             return body  # the worker, or the proxy before it, says what is wrong with it
         self._listens = request.wants_to_be_kept
         given = request.items
-        self._input = self._store.resolved(self._owner, given)
+        references = response_items.references(given)
+        kept = await self._store.items(self._owner, set(references.values())) if references else {}
+        self._input = resolved(given, references, kept)
         earlier: list[bytes] = []
         if isinstance(request.previous_response_id, str):
-            self._before = self._store.previous(self._owner, request.previous_response_id)
+            try:
+                self._before = await self._store.get(self._owner, request.previous_response_id)
+            except ResponseNotFound as error:
+                raise PreviousResponseNotFound(request.previous_response_id) from error
             if self._before.is_longer_than(self._limit - len(body)):
                 raise BodyTooLarge(self._limit)
             earlier = self._before.conversation
@@ -163,7 +180,7 @@ class ResponseExchange:
         fields["input"] = msgspec.Raw(b"[%b]" % b",".join([*earlier, *self._input]))
         return msgspec.json.encode(fields)
 
-    def answer(self, message: MutableMapping[str, Any]) -> None:
+    async def answer(self, message: MutableMapping[str, Any]) -> None:
         """Hear a message of the answer before it goes to the client."""
         if not self._listens:
             return
@@ -182,9 +199,9 @@ class ResponseExchange:
             self._listens = False
         elif (b"\n\n" in self._heard) if self._stream else not message.get("more_body"):
             self._listens = False
-            self._keep(bytes(self._heard))
+            await self._keep(bytes(self._heard))
 
-    def _keep(self, heard: bytes) -> None:
+    async def _keep(self, heard: bytes) -> None:
         """Put the response that was heard into the store."""
         try:
             if self._stream:
@@ -195,5 +212,6 @@ class ResponseExchange:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return  # the client gets it as it is, but it cannot be continued
         if answered.status in ("completed", "incomplete"):
-            named = response_items.named(items)
-            self._store.put(self._owner, Turn(answered.id, self._before, named, heard))
+            turn = Turn(answered.id, self._before, response_items.named(items), heard)
+            with suppress(StorageUnavailable):  # the store logs and counts it; the client has its answer
+                await self._store.put(self._owner, turn)

@@ -21,8 +21,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from baton_api import headers, limits, response_items, response_store
-from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, EMPTY_ARRAY, InvalidRequest
-from baton_api.response_store import ResponseStore, StoreLimits, Turn, owner
+from baton_api.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    EMPTY_ARRAY,
+    InvalidRequest,
+    PreviousResponseNotFound,
+    ResponseNotFound,
+)
+from baton_api.response_store import ResponseStore, StoreLimits, Turn, owner, resolved
 from baton_engine.api.chat import endpoint
 from baton_engine.api.fields import Fields, renamed_fields
 from baton_engine.api.generate import Generate
@@ -68,9 +74,16 @@ class OwnMemory:
 
     def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:
         if any(isinstance(item, dict) and item.get("type") == response_items.REFERENCE for item in given):
-            resolved = self.store.resolved(self.owner, [msgspec.json.encode(item) for item in given])
-            given = [msgspec.json.decode(item) for item in resolved]
-        before = None if previous is None else self.store.previous(self.owner, previous)
+            items = [msgspec.json.encode(item) for item in given]
+            references = response_items.references(items)
+            kept = self.store.items(self.owner, set(references.values()))
+            given = [msgspec.json.decode(item) for item in resolved(items, references, kept)]
+        before = None
+        if previous is not None:
+            try:
+                before = self.store.get(self.owner, previous)
+            except ResponseNotFound as error:
+                raise PreviousResponseNotFound(previous) from error
         earlier = [msgspec.json.decode(item) for item in before.conversation] if before else []
 
         def keep(response: ResponseBody) -> None:
@@ -108,19 +121,23 @@ def routes(served: Served) -> list[Route]:
     def owner_of(request: Request) -> bytes:
         return owner(request.headers.get("authorization", "").encode("latin-1"), served.keys.required)
 
+    def found(request: Request) -> Turn:
+        return store.get(owner_of(request), request.path_params["id"])
+
     async def retrieve(request: Request) -> Response:
-        id = request.path_params["id"]
-        return _json(response_store.retrieve(store, owner_of(request), id, request.query_params))
+        return _json(response_store.retrieved(found(request), request.query_params))
 
     async def delete(request: Request) -> Response:
-        return _json(response_store.delete(store, owner_of(request), request.path_params["id"]))
+        id = request.path_params["id"]
+        store.delete(owner_of(request), id)
+        return _json(response_store.deleted(id))
 
     async def input_items(request: Request) -> Response:
-        id = request.path_params["id"]
-        return _json(response_store.input_items(store, owner_of(request), id, request.query_params))
+        return _json(response_items.page(found(request).whole_input, request.query_params))
 
     async def cancel(request: Request) -> Response:
-        response_store.cancel(store, owner_of(request), request.path_params["id"])
+        found(request)
+        raise response_store.not_cancelable()
 
     return [
         Route("/v1/responses", create, methods=["POST"]),
