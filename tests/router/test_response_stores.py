@@ -393,7 +393,7 @@ async def test_law_redis_keeps_what_memory_keeps(redis_server: RedisServer, clie
             memory.clock.now += rng.expovariate(0.5)
             clock.now = memory.clock.now
             wanted = rng.choice([*stored[owner], added])
-            both = []
+            both: list[Turn | None] = []
             for one in (memory.store, store):
                 try:
                     both.append(await one.get(owner, wanted.id))

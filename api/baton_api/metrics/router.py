@@ -266,7 +266,7 @@ ROUTER_TRANSFER = Metric(
 ROUTER_RESPONSE_STORE_ERRORS = Metric(
     "baton_router_response_store_errors_total",
     "counter",
-    "operations",
+    "events",
     "Failed operations of the store of responses in Redis. `write`: a response was not stored; its client "
     "got it. `read`: a request for a stored response was answered with 503.",
     (Label("operation", ("read", "write")),),

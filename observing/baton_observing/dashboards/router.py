@@ -215,9 +215,9 @@ OVERHEAD = Row(
             runbook="BatonRouterSlow",
         ),
         Panel(
-            title="Rejected: scheduler unreachable",
+            title="Scheduler or response store unreachable",
             description="Requests rejected with 503 because the scheduler process was away, late, or had too "
-            "many requests waiting (full).",
+            "many requests waiting (full). Responses that Redis did not store (write) or return (read).",
             unit=REQUESTS_PER_SECOND,
             queries=(
                 Query(
@@ -226,23 +226,12 @@ OVERHEAD = Row(
                     ),
                     "{{reason}}",
                 ),
-            ),
-            runbook="BatonSchedulerUnreachable",
-        ),
-        Panel(
-            title="Failed: store of responses",
-            description="Operations of --response-store that failed. write: a response was not stored. read: a "
-            "request for a stored one got 503.",
-            unit=REQUESTS_PER_SECOND,
-            queries=(
                 Query(
-                    or_zero(
-                        SELECTED.rate(metrics.ROUTER_RESPONSE_STORE_ERRORS, "operation") + " > 0",
-                        operation="none",
-                    ),
-                    "{{operation}}",
+                    SELECTED.rate(metrics.ROUTER_RESPONSE_STORE_ERRORS, "operation") + " > 0",
+                    "Redis: {{operation}}",
                 ),
             ),
+            runbook="BatonSchedulerUnreachable",
         ),
         Panel(
             title="Age of the oldest queued request",

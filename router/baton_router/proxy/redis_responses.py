@@ -91,7 +91,8 @@ class RedisResponseStore:
                 socket_timeout=timeout_s,  # wait_for of Python 3.11 may miss the end of ours
                 socket_connect_timeout=timeout_s,
             )
-            pool.make_connection()  # the first one would find an unknown option of the URL
+            # The first connection would find an unknown option of the URL.
+            pool.make_connection()  # type: ignore[no-untyped-call]
         except (ValueError, TypeError):  # their texts may have a part of the password
             raise SetupError(
                 "Invalid --response-store. Expected 'memory', or a URL such as redis://user:password@host:6379/0."
