@@ -6,6 +6,7 @@ An answer has a bounded size, is not compressed, and leads to no other address. 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -41,6 +42,11 @@ async def fetch(
             if len(body) > limit:
                 raise ValueError(f"the answer has more than {limit} bytes")
         return answer.status, bytes(body)
+
+
+def bearer(file: str) -> dict[str, str]:
+    """Return the header with the token in a file; empty without a file. Raises OSError."""
+    return {"Authorization": f"Bearer {Path(file).read_text(encoding='utf-8').strip()}"} if file else {}
 
 
 async def pod_metrics(session: aiohttp.ClientSession, url: str) -> str:

@@ -2,23 +2,40 @@
 Reading, loading and unloading at pods, so that a pod that hangs holds up only itself.
 
 Each pod has at most one task, which carries out its work one request after the other. A caller waits for
-tasks only briefly. Failed requests are repeated after a pause that doubles.
+tasks only briefly. Failed requests are repeated after a pause that doubles; an operator that restarts simply
+tries again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from baton_operator.adapters.attempts import READING, Attempts
 from baton_operator.adapters.decision import AdapterPod, PodWork
 from baton_operator.adapters.worker_api import AdapterApiError
 
 CONCURRENCY = 32
 """Maximum reads of one service, and maximum loading tasks of all services, at the same time."""
+
+FIRST_S = 1.0
+LIMIT_S = 300.0
+"""Limits of the exponential backoff in seconds."""
+
+READING = ""
+"""Name of the attempt to read the adapters of a pod; the others have the name of an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The last failure of an attempt at a pod."""
+
+    message: str
+    count: int
+    due: float
+    """When the next attempt may begin."""
 
 
 class AdapterRequests(Protocol):
@@ -36,7 +53,9 @@ class PodLoads:
 
     def __init__(self, workers: AdapterRequests, clock: Callable[[], float]) -> None:
         self._workers = workers
-        self._attempts = Attempts(clock)
+        self._clock = clock
+        self._failures: dict[tuple[str, str], Failure] = {}
+        """By pod key and name of the attempt."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By pod key."""
         self._slots = asyncio.Semaphore(CONCURRENCY)
@@ -73,7 +92,7 @@ class PodLoads:
 
     def errors(self) -> Mapping[tuple[str, str], str]:
         """Return the last error by pod key and name of the adapter."""
-        return self._attempts.errors()
+        return {key: one.message for key, one in self._failures.items()}
 
     def is_running(self, pods: Sequence[AdapterPod]) -> bool:
         """Whether a task runs at one of the pods."""
@@ -81,37 +100,48 @@ class PodLoads:
 
     def next_s(self, pods: Sequence[AdapterPod]) -> float | None:
         """Return the seconds until a failed request is repeated; None if none is."""
-        return self._attempts.next_s({pod.key for pod in pods})
+        keys = {pod.key for pod in pods}
+        waits = [one.due for (pod, _), one in self._failures.items() if pod in keys]
+        return max(0.0, min(waits) - self._clock()) if waits else None
 
     def keep(self, pods: Collection[str], prefix: str) -> None:
         """Forget the errors of all pods whose key begins with `prefix`, except `pods`."""
-        self._attempts.keep(pods, prefix)
+        for pod, name in list(self._failures):
+            if pod.startswith(prefix) and pod not in pods:
+                del self._failures[pod, name]
 
     async def _read(self, pod: AdapterPod) -> AdapterPod:
         pod = replace(pod, models=None, error="", busy=pod.key in self._tasks)
         if not pod.address or not pod.template.adapters:
             return pod
-        if not self._attempts.is_due(pod.key):
-            return replace(pod, error=self.errors()[pod.key, READING])
+        if not self._is_due(pod, READING):
+            return replace(pod, error=self._failures[pod.key, READING].message)
         try:
             models = await self._workers.adapters(pod.url)
         except AdapterApiError as error:
             if pod.ready:  # one that starts refuses connections, and is read again once it is ready
-                self._attempts.failed(pod.key, str(error))
+                self._failed(pod, READING, error)
             return replace(pod, error=str(error))
-        self._attempts.succeeded(pod.key)
+        self._failures.pop((pod.key, READING), None)
         return replace(pod, models=models)
 
     def _ended(self, key: str, _: asyncio.Task[None]) -> None:
         del self._tasks[key]
 
     def _due(self, pod: AdapterPod, work: PodWork) -> PodWork:
-        def is_due(name: str) -> bool:
-            return self._attempts.is_due(pod.key, name)
-
-        unload = tuple(filter(is_due, work.unload))
-        load = tuple((name, path) for name, path in work.load if is_due(name))
+        unload = tuple(name for name in work.unload if self._is_due(pod, name))
+        load = tuple((name, path) for name, path in work.load if self._is_due(pod, name))
         return PodWork(unload, load)
+
+    def _is_due(self, pod: AdapterPod, name: str) -> bool:
+        failure = self._failures.get((pod.key, name))
+        return failure is None or failure.due <= self._clock()
+
+    def _failed(self, pod: AdapterPod, name: str, error: AdapterApiError) -> None:
+        before = self._failures.get((pod.key, name))
+        count = before.count + 1 if before else 1
+        pause = min(LIMIT_S, FIRST_S * 2.0 ** min(count - 1, 20))
+        self._failures[pod.key, name] = Failure(str(error), count, self._clock() + pause)
 
     async def _do(self, pod: AdapterPod, work: PodWork) -> None:
         async with self._slots:
@@ -129,6 +159,6 @@ class PodLoads:
         try:
             await request
         except AdapterApiError as error:
-            self._attempts.failed(pod.key, str(error), name)
+            self._failed(pod, name, error)
         else:
-            self._attempts.succeeded(pod.key, name)
+            self._failures.pop((pod.key, name), None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from baton_operator import names
 from baton_operator.kinds.lora_adapter import LoraAdapterSpec
-from baton_operator.manifests.engines.arguments import ENABLE_LORA, MAX_LORA_RANK
+from baton_operator.manifests.engines.arguments import ENABLE_LORA, MAX_LORA_RANK, last_value
 from baton_operator.manifests.objects import Manifest
 
 EVERYWHERE: Manifest = {}
@@ -58,12 +58,12 @@ class WorkerTemplate:
         pod = _pod_spec(workload)
         container: dict[str, Any] = next((one for one in pod["containers"] if one["name"] == names.MAIN), {})
         args = [str(one) for one in container.get("args", ())]
-        ranks = [one.partition("=")[2] for one in args if one.startswith(f"{MAX_LORA_RANK}=")]
+        rank = last_value(args, MAX_LORA_RANK)
         ports = {one.get("name"): int(one["containerPort"]) for one in container.get("ports", ())}
         egress = policy["spec"].get("egress", ()) if policy else (EVERYWHERE,)
         return cls(
             adapters=ENABLE_LORA in args,
-            max_rank=int(ranks[-1]) if ranks and ranks[-1].isdigit() else 0,
+            max_rank=int(rank) if rank.isdigit() else 0,
             port=ports.get("http", names.HTTP_PORT),
             mounts=tuple(_mounts(pod, container)),
             downloads=EVERYWHERE in egress,

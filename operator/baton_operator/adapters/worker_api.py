@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -88,14 +87,8 @@ class AdapterApi:
             # Each pod is asked rarely: connections would only go stale.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = answers.session(connector=connector)
-        headers = {}
-        if self._key_file:
-            headers["Authorization"] = f"Bearer {_key(self._key_file)}"
+        headers = answers.bearer(self._key_file)
         return await answers.fetch(self._session, method, url, limit=ANSWER_LIMIT, json=body, headers=headers)
-
-
-def _key(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8").strip()
 
 
 def _refusal(status: int, path: str, content: bytes) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from baton_operator.kinds.engine import Engine, Transfer
 from baton_operator.kinds.model import Model
@@ -128,6 +129,14 @@ class InferenceServiceSpec(Part):
 
     suspend: bool = False
     """Stops all workers and routers. All other objects remain."""
+
+    @classmethod
+    def of(cls, service: Mapping[str, Any] | None) -> InferenceServiceSpec | None:
+        """Return the spec of an InferenceService; None without a service, and for a spec of another form."""
+        try:
+            return None if service is None else cls.model_validate(service["spec"])
+        except ValidationError:
+            return None
 
 
 Hash = Annotated[str, Field(max_length=8)]

@@ -14,6 +14,7 @@ from baton_api import batch_jobs, labels
 from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.engines.arguments import last_value
 from baton_operator.manifests.objects import Manifest, Owner, owned
 from baton_operator.manifests.ports import in_pod_network
 from baton_operator.manifests.revision import Revision
@@ -138,11 +139,7 @@ def _tracing(revision: Revision) -> list[Manifest]:
 def _endpoints(revision: Revision) -> Iterable[str]:
     blueprint = revision.blueprint
     for role in blueprint.roles.values():
-        arguments = [*blueprint.engine.args, *role.args]
-        for argument, after in zip(arguments, [*arguments[1:], ""], strict=False):
-            flag, equals, value = argument.partition("=")
-            if flag in TRACING_FLAGS:
-                yield value if equals else after
+        yield last_value([*blueprint.engine.args, *role.args], *TRACING_FLAGS)
         for variable in (*blueprint.engine.env, *blueprint.transfer.env, *role.env):
             if variable.name == TRACING_VARIABLE and variable.value:
                 yield variable.value

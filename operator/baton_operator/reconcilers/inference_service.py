@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kubernetes.aio.client.exceptions import ApiException
-from pydantic import ValidationError
 
 from baton_operator.cluster.api_server import CONFLICT, ApiServer
 from baton_operator.cluster.state import ROLE_SCALER, ClusterReader, ClusterState
@@ -121,7 +120,8 @@ class InferenceServiceReconciler:
         patch = merge_patch(cluster.status, status)
         await write_status(self.api, cluster.service, patch, transitions, self.report_transition)
         owner = cluster.owner
-        self.publish(owner.namespace, owner.name, status, _objectives(cluster.service))
+        spec = InferenceServiceSpec.of(cluster.service)
+        self.publish(owner.namespace, owner.name, status, spec.objectives if spec else None)
 
     async def _write_scaler_status(
         self, scalers: Sequence[Manifest], state: ServiceState | None, *, scaled: bool
@@ -142,13 +142,6 @@ def _is_scaled(service: Manifest) -> bool:
     """Return whether the autoscaler reports on the RoleScalers, also where the spec is refused."""
     mode: str = service["spec"].get("autoscaling", {}).get("mode", Autoscaling().mode)
     return mode != "Disabled"
-
-
-def _objectives(service: Manifest) -> Objectives | None:
-    try:
-        return InferenceServiceSpec.model_validate(service["spec"]).objectives
-    except ValidationError:
-        return None
 
 
 class ObjectRejected(ValueError):

@@ -17,8 +17,6 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pydantic import ValidationError
-
 from baton_api import labels
 from baton_operator.adapters import report as reports
 from baton_operator.adapters.decision import Adapter, AdapterPlan, AdapterPod, decide
@@ -110,13 +108,7 @@ class LoraAdapterReconciler:
         return CHECK_S if again_s is None else min(CHECK_S, max(again_s, 1.0))
 
     def _service(self, namespace: str, name: str) -> AdapterService:
-        existing = self.cache.service(namespace, name)
-        spec = None
-        if existing is not None:
-            try:
-                spec = InferenceServiceSpec.model_validate(existing["spec"])
-            except ValidationError:
-                log.warning("The spec of InferenceService %s/%s is invalid.", namespace, name)
+        spec = InferenceServiceSpec.of(self.cache.service(namespace, name))
         adapters = [one for one in self.cache.of_service(namespace, name, KIND) if not _is_gone(one)]
         pods = self._pods(namespace, name) if spec is not None and adapters else []
         return AdapterService(namespace, name, spec, adapters, pods)

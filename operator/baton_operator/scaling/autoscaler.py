@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from baton_api.errors import SetupError
 from baton_api.profiles import Profile
 from baton_operator import names
@@ -119,18 +117,14 @@ class ScaledService:
     def routers(self) -> list[Pod]:
         return [pod for pod in self.pods if pod.role == names.ROUTER and pod.ready and not pod.terminating]
 
-    @property
-    def prefill_replicas(self) -> int | None:
-        """Desired prefill workers; None without such a role."""
-        if "prefill" in self.scalers:
-            replicas: int = self.scalers["prefill"]["spec"]["replicas"]
-            return replicas
-        return None if self.spec.prefill is None else self.spec.prefill.replicas or 0
+    def replicas(self, name: RoleName) -> int:
+        """Return the desired workers of a role."""
+        return role_scalers.desired(self.roles[name], self.scalers.get(name))
 
     def role_pods(self, name: RoleName) -> RolePods:
         workers = of_role(name, self.pods)
         return RolePods(
-            replicas=role_scalers.scaled(self.roles[name], self.scalers[name]["spec"]["replicas"]),
+            replicas=self.replicas(name),
             ready=sum(pod.ready and not pod.terminating for pod in workers),
             routers=len(self.routers),
             pending_s=max((self.now - pod.created for pod in workers if PENDING in pod.trouble), default=0.0),
@@ -158,8 +152,8 @@ class Autoscaler:
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         manifest = self.reader.cache.service(namespace, name)
-        spec = _scaled(manifest) if manifest is not None else None
-        if manifest is None or spec is None:
+        spec = InferenceServiceSpec.of(manifest)
+        if manifest is None or spec is None or spec.autoscaling.mode == "Disabled" or spec.suspend:
             self._memory_of.pop((namespace, name), None)
             self._budget.forget((namespace, name))
             self.metrics.forget((namespace, name))
@@ -191,15 +185,14 @@ class Autoscaler:
         if profile := await self._profile(service, memory):
             memory.requests = memory.requests.looked(profile, metrics, now)
             ahead_s = max(one.startup_s for one in memories.values())
-            sizes = sizing.worker_sizes(
-                profile, memory.requests, spec.objectives, ahead_s, service.prefill_replicas
-            )
+            prefills = service.replicas("prefill") if spec.prefill else None
+            sizes = sizing.worker_sizes(profile, memory.requests, spec.objectives, ahead_s, prefills)
         roles: dict[RoleName, ScaledRole] = {}
         for name in memories:
             policy, pods = policy_of(spec, name), service.role_pods(name)
             sample = role_sample(name, metrics, pods, policy.objective_s, sizes.get(name))
             roles[name] = ScaledRole(policy, memories[name], sample)
-        decided = decide_all(roles, partial(self._allocate, service, roles), now)
+        decided = decide_all(roles, partial(self._allocate, service), now)
         memory.roles = {name: one for name, (_, one) in decided.items()}
         published = {
             name: RoleDecision(roles[name].sample, decision, capacity(one, roles[name].sample))
@@ -265,16 +258,12 @@ class Autoscaler:
         return named.url if named is not None else self.own.prometheus_url
 
     def _allocate(
-        self,
-        service: ScaledService,
-        roles: Mapping[RoleName, ScaledRole],
-        decisions: Mapping[RoleName, ScalingDecision],
+        self, service: ScaledService, decisions: Mapping[RoleName, ScalingDecision]
     ) -> dict[RoleName, int]:
         wanted = service.spec.autoscaling
         demands: dict[RoleName, GpuDemand] = {}
         for name, role in service.roles.items():
-            replicas = roles[name].sample.replicas if name in roles else (role.replicas or 0)
-            demand = GpuDemand.of(service.name, name, role, replicas, service.pods)
+            demand = GpuDemand.of(service.name, name, role, service.replicas(name), service.pods)
             if decision := decisions.get(name):
                 demand = replace(demand, requested=decision.replicas, pressure=decision.pressure)
             demands[name] = demand
@@ -344,15 +333,6 @@ class Autoscaler:
         conditions, _ = written(facts, known, scaler["metadata"].get("generation", 0), now)
         patch = {"scaling": status, "conditions": updated(known, conditions)}
         await self.api.write_status(scaler, patch, shared=True)
-
-
-def _scaled(service: Manifest) -> InferenceServiceSpec | None:
-    """Return the spec of a service that is scaled, otherwise None."""
-    try:
-        spec = InferenceServiceSpec.model_validate(service["spec"])
-    except ValidationError:
-        return None  # the InferenceService reconciler reports it
-    return None if spec.autoscaling.mode == "Disabled" or spec.suspend else spec
 
 
 def _restored(scaler: Manifest, now: float) -> RoleMemory:

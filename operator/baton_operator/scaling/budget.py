@@ -13,12 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pydantic import ValidationError
-
 from baton_operator.cluster.state import ClusterReader, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
-from baton_operator.manifests.objects import Manifest
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import role_scalers
 from baton_operator.scaling.metrics import ServiceName
@@ -154,23 +151,12 @@ def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
 
 def _held(reader: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
     """Return the written allocation of a service; empty if it is not scaled."""
-    manifest = reader.cache.service(*service)
-    try:
-        spec = InferenceServiceSpec.model_validate(manifest["spec"]) if manifest else None
-    except ValidationError:
-        return ()
+    spec = InferenceServiceSpec.of(reader.cache.service(*service))
     if spec is None or spec.autoscaling.mode == "Disabled":
         return ()
     pods = reader.pods(*service)
-    replicas = {
-        name: 0 if spec.suspend else _written(reader.scaler(*service, name), role)
-        for name, role in role_scalers.roles(spec).items()
-    }
     roles = role_scalers.roles(spec).items()
-    return tuple(GpuDemand.of(service, name, role, replicas[name], pods) for name, role in roles)
-
-
-def _written(scaler: Manifest | None, role: WorkerRole) -> int:
-    if role.scaling is None:
-        return 1 if role.replicas is None else role.replicas
-    return role_scalers.scaled(role, scaler["spec"]["replicas"] if scaler else 1)
+    written = {name: role_scalers.desired(role, reader.scaler(*service, name)) for name, role in roles}
+    return tuple(
+        GpuDemand.of(service, name, role, 0 if spec.suspend else written[name], pods) for name, role in roles
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton_operator.kinds.engine import EngineType
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.engines.arguments import flag_name, last_value
 
 FLAGS: Mapping[EngineType, str] = {"vLLM": "--max-num-seqs", "SGLang": "--max-running-requests"}
 
@@ -35,21 +35,14 @@ def decode_slots(spec: InferenceServiceSpec) -> DecodeSlots | None:
     if flag is None:
         return None
     arguments = [*spec.engine.args, *spec.decode.args]
-    slots = None
-    for argument, next_argument in itertools.pairwise([*arguments, ""]):
-        name, separator, value = argument.partition("=")
-        if name.replace("_", "-") == flag:
-            value = value if separator else next_argument
-            slots = int(value) if value.isdecimal() and int(value) else slots
-    return (
-        DecodeSlots(_default(spec, arguments), exact=False)
-        if slots is None
-        else DecodeSlots(slots, exact=True)
-    )
+    value = last_value(arguments, flag)
+    if value.isdecimal() and int(value):
+        return DecodeSlots(int(value), exact=True)
+    return DecodeSlots(_default(spec, arguments), exact=False)
 
 
 def _default(spec: InferenceServiceSpec, arguments: list[str]) -> int:
     if spec.engine.type == "SGLang":
-        speculative = any(one.replace("_", "-").startswith("--speculative") for one in arguments)
+        speculative = any(flag_name(one).startswith("--speculative") for one in arguments)
         return SGLANG_SPECULATIVE_DEFAULT if speculative else SGLANG_DEFAULT
     return VLLM_DEFAULT if spec.decode.resources.accelerators else VLLM_CPU_DEFAULT

@@ -18,7 +18,6 @@ import logging
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
@@ -78,21 +77,14 @@ class PrometheusClient:
         if self._session is None:
             self._session = answers.session()
         own = url == self._own_url
-        headers = {}
-        if own and self._token_file:
-            headers["Authorization"] = f"Bearer {_token(self._token_file)}"
         return await answers.fetch(
             self._session,
             "POST",
             f"{url.rstrip('/')}/api/v1/query",
             data=form,
-            headers=headers,
+            headers=answers.bearer(self._token_file if own else ""),
             ssl=self._tls if own and self._tls else True,
         )
-
-
-def _token(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8").strip()
 
 
 def _samples(url: str, status: int, body: bytes, label: str) -> dict[str, float]:

@@ -32,7 +32,8 @@ def labels_of(name: str) -> tuple[str, ...]:
 
 def targets(cluster: ClusterState, spec: InferenceServiceSpec) -> dict[RoleName, int]:
     """Return the desired number of workers per role; 0 for a missing role."""
-    return {"prefill": 0, **{name: _target(cluster, name, role) for name, role in roles(spec).items()}}
+    scalers = {name: cluster.find(API, KIND, names.role(cluster.owner.name, name)) for name in roles(spec)}
+    return {"prefill": 0, **{name: desired(role, scalers[name]) for name, role in roles(spec).items()}}
 
 
 def scaler(cluster: ClusterState, name: RoleName, current: int) -> Manifest:
@@ -56,9 +57,9 @@ def scaled(role: WorkerRole, replicas: int) -> int:
     return max(role.scaling.min_replicas, min(replicas, role.scaling.max_replicas))
 
 
-def _target(cluster: ClusterState, name: RoleName, role: WorkerRole) -> int:
+def desired(role: WorkerRole, scaler: Manifest | None = None) -> int:
+    """Return the desired number of workers. `scaler`: its RoleScaler, if it exists."""
     if role.scaling is None:
         return 1 if role.replicas is None else role.replicas
-    existing = cluster.find(API, KIND, names.role(cluster.owner.name, name))
     # A new service starts with one worker, even if it may scale to zero.
-    return scaled(role, existing["spec"]["replicas"] if existing else 1)
+    return scaled(role, scaler["spec"]["replicas"] if scaler else 1)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling.autoscaler import is_rolling_out
+from baton_operator.scaling.autoscaler import ScaledService, is_rolling_out
 from baton_operator.scaling.budget import GpuDemand, allocate
 from baton_operator.scaling.roles import ScaledRole, decide_all
 from baton_operator.scaling.sample import (
@@ -191,3 +192,25 @@ def test_allocate_random_demands_keep_budget_and_replicas(seed: int) -> None:
         assert min(one.replicas, one.requested) <= decided[one.holder] <= one.requested
     grown = sum(one.gpus * max(0, decided[one.holder] - one.replicas) for one in demands)
     assert grown <= max(0, gpus - sum(one.taken for one in demands))
+
+
+SCALING = {"minReplicas": 1, "maxReplicas": 4}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "requested", "desired"),
+    [
+        ({}, None, 1),
+        ({"replicas": 3}, None, 3),
+        ({"replicas": 0}, None, 0),
+        ({"scaling": SCALING}, None, 1),
+        ({"scaling": SCALING}, 2, 2),
+        ({"scaling": SCALING}, 9, 4),
+    ],
+)
+def test_desired_workers_of_a_role(prefill: dict[str, Any], requested: int | None, desired: int) -> None:
+    """They count in the budget: also those of a role that has neither a number nor a RoleScaler yet."""
+    model = {"uri": "builtin://smollm2"}
+    spec = InferenceServiceSpec.model_validate({"model": model, "prefill": prefill, "decode": {}})
+    scalers: dict[RoleName, Any] = {} if requested is None else {"prefill": {"spec": {"replicas": requested}}}
+    assert ScaledService({}, spec, scalers, (), NOW).replicas("prefill") == desired
