@@ -12,9 +12,19 @@ import msgspec
 import pytest
 
 from baton_api.workers import Role
+from baton_router.settings import RouterSettings
 from tests.dashboard.browser import Browser
 from tests.ports import steady_port
-from tests.router.fake_worker import FakeWorker, event, gated, streaming
+from tests.router.fake_worker import (
+    STREAM_END,
+    STREAM_HEAD,
+    FakeWorker,
+    WorkerRequest,
+    chunk,
+    event,
+    gated,
+    streaming,
+)
 from tests.router.running import RunningRouter, running_router, until
 
 pytestmark = pytest.mark.slow
@@ -93,6 +103,118 @@ async def test_hostile_text_is_shown_as_text(browser: Browser) -> None:
 
     async with service(worker) as router:
         await browsing(story, router.url)
+
+
+MARKDOWN = """\
+# Relay
+
+1. **First**
+   - `in`
+2. *Second*
+
+```html
+<script>window.hurt = 1</script>
+```
+
+[page](https://example.org/) [bad](javascript:window.hurt=1) ![img](https://example.org/x.png)
+"""
+
+
+async def test_markdown_of_an_answer_is_drawn_without_markup(browser: Browser) -> None:
+    cut = MARKDOWN.index("**First") + 3  # within a mark
+    parts = [event(MARKDOWN[:cut]), event(MARKDOWN[cut:]), event(None, "stop"), b"data: [DONE]\n\n"]
+
+    def story(url: str) -> None:
+        browser.open(url)
+        browser.until_live()
+        browser.ask("What is a relay?")
+        browser.until(browser.answered, "the answer has ended")
+        assert browser.text(".text > .heading-of") == "Relay"
+        assert browser.text(".text > ol > li > strong") == "First"
+        assert browser.text(".text > ol > li > ul > li > code") == "in"
+        assert browser.text(".text > ol > li > em") == "Second"
+        assert browser.text(".text > pre > code") == "<script>window.hurt = 1</script>"
+        links = browser.run("return [...document.querySelectorAll('.answer a')].map((one) => one.href)")
+        assert links == ["https://example.org/", "https://example.org/x.png"]
+        assert browser.count(".answer img, .answer script") == 0
+        assert browser.run("return window.hurt") is None
+        # What is copied is the text as the model wrote it.
+        browser.run("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+        browser.one(".answer .copy").click()
+        browser.until(lambda: browser.text(".answer .copy") == "Copied", "it is copied")
+        assert browser.run("return window.copied") == MARKDOWN
+        assert browser.complaints() == []
+
+    async with service(FakeWorker(streaming(*parts))) as router:
+        await browsing(story, router.url)
+
+
+FROM_END = """
+  const log = document.getElementById("conversation");
+  return log.scrollHeight - log.scrollTop - log.clientHeight;
+"""
+LOCAL_PREFILL_TOKENS = RouterSettings(decode=("http://127.0.0.1:1",)).local_prefill_max_tokens
+LINES = "".join(f"line {number}\n\n" for number in range(40))
+
+
+async def test_stream_is_followed_unless_the_reader_scrolls_up_and_can_be_retried(browser: Browser) -> None:
+    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str]()
+
+    async def told(worker: FakeWorker, request: WorkerRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        while piece := await pieces.get():
+            writer.write(chunk(event(piece)))
+        writer.write(chunk(event(None, "stop") + b"data: [DONE]\n\n") + STREAM_END)
+
+    worker = FakeWorker(told)
+
+    def tell(*words: str) -> None:
+        for word in words:
+            loop.call_soon_threadsafe(pieces.put_nowait, word)
+        shown = next(word for word in reversed(words) if word).strip()[-8:].strip()
+        browser.until(lambda: shown in browser.text(".answer:last-child .text"), f"{shown} is shown")
+
+    def ask(text: str) -> None:
+        before = browser.count(".answer")
+        browser.ask(text)
+        browser.until(lambda: browser.count(".answer") > before, "the answer begins")
+
+    def story(url: str) -> None:
+        browser.open(url)
+        browser.until_live()
+        ask("The first?")
+        tell(LINES, "first-1", "")
+        browser.until(browser.answered, "the first answer has ended")
+        ask("The second?")
+        for number in range(3):
+            tell(LINES, f"part-{number}")
+            browser.until(lambda: browser.run(FROM_END) < 2, "its end is in view")
+        browser.run("document.getElementById('conversation').scrollTop = 100")
+        tell(LINES, "unseen-1")
+        tell(LINES, "unseen-2")
+        assert browser.run("return document.getElementById('conversation').scrollTop") == 100
+        browser.run("document.getElementById('conversation').scrollTop = 1e9")
+        tell(LINES, "seen-1")
+        tell("seen-2", "")
+        browser.until(lambda: browser.answered() and browser.run(FROM_END) < 2, "the end is in view again")
+
+        browser.one(".answer:last-child .retry").click()
+        tell("other", "")
+        browser.until(browser.answered, "it is answered again")
+        assert browser.count(".question") == 2 and browser.text(".answer:last-child .text") == "other"
+
+        browser.one("#anew").click()
+        browser.one("#long").click()
+        tell("long", "")
+        browser.until(browser.answered, "the long prompt is answered")
+        assert browser.text(".question summary").endswith(" words)")
+        assert browser.complaints() == []
+
+    async with service(worker) as router:
+        await browsing(story, router.url)
+    _, second, again, [long] = (json.loads(request.body)["messages"] for request in worker.requests)
+    assert second == again and [one["role"] for one in again] == ["user", "assistant", "user"]
+    assert len(long["content"]) > 4 * LOCAL_PREFILL_TOKENS
 
 
 async def test_content_policy_blocks_injected_scripts(browser: Browser) -> None:
@@ -190,7 +312,7 @@ async def test_service_without_workers_names_what_is_missing(browser: Browser) -
         browser.open(url)
         browser.until_live()
         browser.until(lambda: browser.one("#refusal").is_displayed(), "it says that nobody is there")
-        assert "no decode worker" in browser.text("#refusal")
+        assert "no decode worker" in browser.text("#refusal") and not browser.one("#long").is_displayed()
         browser.ask("Is anybody there?")
         browser.until(lambda: browser.text(".answer .problem"), "the playground says so too")
 

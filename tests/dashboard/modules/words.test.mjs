@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { route, sentences } from "../../../router/baton_router/dashboard/web/explain.js";
-import { labels } from "../../../router/baton_router/dashboard/web/names.js";
+import { addressOf, labels } from "../../../router/baton_router/dashboard/web/names.js";
 import { count, counted, seconds, share, shortened } from "../../../router/baton_router/dashboard/web/sizes.js";
 import { record, running, worker } from "./records.mjs";
 
@@ -16,6 +16,10 @@ test("workers are called as in their logs, if no two have the same name", () => 
   const called = (...names) => [...labels(names.map((own_name, n) => ({ ...worker("decode", `10.0.0.${n}:1`), own_name }))).values()];
   assert.deepEqual(called("smollm2-decode-7f", ""), ["smollm2-decode-7f", "decode-1"]);
   assert.deepEqual(called("a", "a", "b"), ["decode-0", "decode-1", "b"]);
+  const pod = { ...worker("decode", "10.0.0.1:1"), own_name: "smollm2-6f1c2ab9-decode-7d9f5-x2x4b" };
+  assert.equal(labels([pod]).get(pod.name), "decode-0");
+  assert.equal(addressOf(pod, "decode-0"), "smollm2-6f1c2ab9-decode-7d9f5-x2x4b, 10.0.0.1:1");
+  assert.equal(addressOf({ ...pod, own_name: "decode-0" }, "decode-0"), "10.0.0.1:1");
 });
 
 test("a route in words", () => {

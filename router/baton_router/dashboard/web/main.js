@@ -1,9 +1,11 @@
 // The page: `Requests` keeps the router's events, and the views draw them.
 
 import { byId, html, say } from "./dom.js";
+import { Chart } from "./charts.js";
 import { Feed } from "./feed.js";
+import { History } from "./history.js";
 import { keep, key } from "./key.js";
-import { labels } from "./names.js";
+import { addressOf, labels } from "./names.js";
 import { Playground } from "./playground.js";
 import { Relay, remarksOf, stateOf } from "./relay.js";
 import { count, seconds, share } from "./sizes.js";
@@ -11,6 +13,8 @@ import { Requests } from "./state.js";
 import { Timelines } from "./timelines.js";
 
 const AGAIN_MS = 250; // while a request runs, its timeline grows
+const CHARTS_MS = 2000;
+const WINDOW_S = 60; // of the rates that the router reports
 const APART_MS = 500; // between two moves of a request of which both are told at once
 const CONNECTIONS = {
   connecting: "Connecting …",
@@ -24,6 +28,14 @@ const relay = new Relay(byId("relay"));
 const timelines = new Timelines(byId("requests"), byId("axis"));
 const playground = new Playground(askForKey);
 const feed = new Feed(told, connected);
+const history = new History();
+const charts = [
+  new Chart("requests", "Requests per second", count),
+  new Chart("first", "Time to first token", seconds),
+  new Chart("tokens", "Tokens per second", count),
+  new Chart("cache", "Prefix cache hit rate", (part) => share(part, 1)),
+  new Chart("waiting", "Queued requests", count),
+];
 
 let service = null;
 let named = new Map();
@@ -48,6 +60,7 @@ function connected(state, reason) {
   const element = byId("connection");
   element.dataset.state = state;
   say(element, CONNECTIONS[state]);
+  if (state === "lost") history.gap(Date.now() + ahead);
   if (state === "live") {
     requests.clear();
     if (byId("key").open) byId("key").close();
@@ -60,16 +73,24 @@ function showService(value) {
   service = value;
   named = labels(service.workers);
   const { pace } = service;
+  const waiting = service.waiting?.reduce((sum, one) => sum + one.count, 0);
+  history.add(value.now, {
+    requests: pace.requests / WINDOW_S,
+    first: pace.first_token_s,
+    tokens: pace.tokens_s,
+    cache: pace.prompt_tokens ? pace.cached_tokens / pace.prompt_tokens : null,
+    waiting: waiting ?? null,
+  });
+  say(byId("figure-requests"), count(pace.requests / WINDOW_S));
   say(byId("figure-first"), seconds(pace.first_token_s));
   say(byId("figure-tokens"), count(pace.tokens_s));
   say(byId("figure-cache"), share(pace.cached_tokens, pace.prompt_tokens));
-  const waiting = service.waiting?.reduce((sum, one) => sum + one.count, 0);
   say(byId("figure-waiting"), service.waiting ? count(waiting) : "–");
   say(byId("figure-waiting-note"), service.waiting ? "now" : "visible to admins");
   say(byId("version"), `Baton ${service.version}${service.tenant ? ` · ${service.tenant}` : ""}`);
   byId("refusal").hidden = !service.refusal;
   say(byId("refusal"), service.refusal ?? "");
-  playground.offer(service.models);
+  playground.offer(service.models, service.workers);
   relay.show(service);
   byId("workers").replaceChildren(...service.workers.map(row));
   if (service.workers_left_out) {
@@ -77,12 +98,14 @@ function showService(value) {
     byId("workers").append(html("tr", {}, html("td", { colspan: 8 }, text)));
   }
   showRequests();
+  showCharts();
 }
 
 function row(worker) {
   const { load } = worker;
+  const label = named.get(worker.name);
   const cells = [
-    worker.name,
+    addressOf(worker, label),
     worker.model,
     [stateOf(worker), ...remarksOf(worker)].join(": "),
     count(worker.computing),
@@ -93,7 +116,7 @@ function row(worker) {
   const revision = worker.revision ? ` (${worker.revision})` : "";
   return html(
     "tr", {},
-    html("th", { scope: "row" }, named.get(worker.name) + revision),
+    html("th", { scope: "row" }, label + revision),
     ...cells.map((text) => html("td", {}, text)),
   );
 }
@@ -103,6 +126,10 @@ function showRequests() {
   byId("no-requests").hidden = requests.all.length > 0;
   timelines.show(requests.all, named, now);
   playground.follow(requests, named, now);
+}
+
+function showCharts() {
+  for (const chart of charts) chart.show(history, Date.now() + ahead);
 }
 
 function askForKey(reason) {
@@ -133,5 +160,8 @@ addEventListener("pageshow", (event) => event.persisted && feed.start());
 setInterval(() => {
   if (!document.hidden && service && requests.all.some((record) => record.outcome === "running")) showRequests();
 }, AGAIN_MS);
+setInterval(() => {
+  if (!document.hidden && service) showCharts();
+}, CHARTS_MS);
 
 feed.start();

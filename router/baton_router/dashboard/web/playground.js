@@ -5,19 +5,25 @@ import { byId, html, say } from "./dom.js";
 import { eventsOf } from "./events.js";
 import { refusalOf } from "./feed.js";
 import { authorization } from "./key.js";
+import { longPrompt } from "./long_prompt.js";
+import { Rendered } from "./markdown.js";
 import { labelOf } from "./names.js";
 import { counted, seconds } from "./sizes.js";
 import { timeline } from "./timelines.js";
 
 const ENDS = { length: "maximum tokens reached", content_filter: "content filtered" };
+const NEAR_END = 48; // pixels from the end of the conversation that count as its end
+const LONG = 600; // characters of a question that is folded
+const SAID_MS = 2000; // a button says so long what it has done
 
 export class Playground {
   #form = byId("ask");
   #question = byId("question");
   #log = byId("conversation");
-  #messages = [];
-  #answers = [];
+  #turns = []; // { text, question, answer, messages }: elements, and what the turn adds to the conversation
   #running = null;
+  #follows = true; // the end of the conversation stays in view, until the reader scrolls up
+  #top = 0;
   #wantKey;
 
   // `wantKey(reason)` is called when the router rejected a request without a valid key.
@@ -34,10 +40,19 @@ export class Playground {
     });
     byId("stop").addEventListener("click", () => this.#running?.abort());
     byId("anew").addEventListener("click", () => this.#anew());
+    byId("long").addEventListener("click", () => this.#ask(longPrompt(1 + Math.floor(Math.random() * 1e6))));
+    this.#log.addEventListener("scroll", () => {
+      const { scrollTop } = this.#log;
+      if (this.#atEnd()) this.#follows = true;
+      else if (scrollTop < this.#top) this.#follows = false;
+      this.#top = scrollTop;
+    });
+    new ResizeObserver(() => this.#stayAtEnd()).observe(this.#log);
   }
 
-  // The models that there are; the choice stays if it can.
-  offer(models) {
+  // The models that there are; the choice stays if it can. A long prompt is for prefill workers.
+  offer(models, workers) {
+    byId("long").hidden = !workers.some((worker) => worker.role === "prefill");
     const select = byId("model");
     if ([...select.options].map((one) => one.value).join("\n") === models.join("\n")) return;
     const before = select.value;
@@ -47,32 +62,45 @@ export class Playground {
 
   // Pass the current state of the requests to the answers; each shows its own.
   follow(requests, named, now) {
-    for (const answer of this.#answers) answer.follow(requests, named, now);
+    for (const { answer } of this.#turns) answer.follow(requests, named, now);
+    this.#stayAtEnd();
   }
 
   #anew() {
     this.#running?.abort();
-    this.#messages = [];
-    this.#answers = [];
+    this.#turns = [];
     this.#log.replaceChildren(html("p", { class: "empty" }, "Send a message to see which workers answer it."));
     this.#question.focus();
   }
 
-  async #ask() {
-    const text = this.#question.value;
+  // Ask the last question again, in place of its answer.
+  #retry() {
+    if (this.#running) return;
+    const { text, question, answer } = this.#turns.pop();
+    question.remove();
+    answer.element.remove();
+    this.#ask(text);
+  }
+
+  async #ask(given) {
+    const text = given ?? this.#question.value;
     if (this.#running || !text.trim()) return;
-    const answer = new Answer();
-    const wishes = this.#wishes([...this.#messages, { role: "user", content: text }]);
-    if (!this.#messages.length) this.#log.replaceChildren();
-    this.#log.append(said(text), answer.element);
-    this.#answers.push(answer);
+    const turn = { text, question: said(text), answer: new Answer(() => this.#retry()), messages: [] };
+    const { answer } = turn;
+    const before = this.#turns.flatMap(({ messages }) => messages);
+    const wishes = this.#wishes([...before, { role: "user", content: text }]);
+    if (!this.#turns.length) this.#log.replaceChildren();
+    this.#log.append(turn.question, answer.element);
+    this.#turns.push(turn);
+    this.#follows = true;
+    this.#stayAtEnd();
     if (wishes.problem) return answer.fail(wishes.problem);
-    this.#question.value = "";
+    if (given === undefined) this.#question.value = "";
     this.#running = new AbortController();
     this.#busy(true);
     try {
       const whole = await this.#stream(wishes.body, answer);
-      if (whole) this.#messages.push({ role: "user", content: text }, message(whole));
+      if (whole) turn.messages = [{ role: "user", content: text }, message(whole)];
     } finally {
       this.#running = null;
       this.#busy(false);
@@ -97,9 +125,7 @@ export class Playground {
       }
       answer.begin(response.headers);
       for await (const { data } of eventsOf(response)) {
-        const end = this.#atEnd();
-        answer.take(data);
-        if (end) this.#log.scrollTop = this.#log.scrollHeight;
+        answer.take(data, () => this.#stayAtEnd());
       }
       answer.done("");
     } catch (error) {
@@ -110,7 +136,11 @@ export class Playground {
   }
 
   #atEnd() {
-    return this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < 48;
+    return this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < NEAR_END;
+  }
+
+  #stayAtEnd() {
+    if (this.#follows) this.#log.scrollTop = this.#log.scrollHeight;
   }
 
   #busy(busy) {
@@ -122,7 +152,8 @@ export class Playground {
     if (busy && focused === byId("send")) byId("stop").focus();
     if (!busy && focused === byId("stop")) this.#question.focus();
     say(byId("announcement"), busy ? "The model is answering." : "The answer has ended.");
-    if (!busy) this.#log.scrollTop = this.#log.scrollHeight;
+    byId("long").disabled = busy;
+    this.#stayAtEnd();
   }
 
   #wishes(messages) {
@@ -148,12 +179,15 @@ export class Playground {
 }
 
 class Answer {
-  #text = html("p", { class: "text" });
+  #text = new Rendered(html("div", { class: "text" }));
   #thoughts = html("pre", { class: "thoughts" });
   #thinking = html("details", { class: "thinking", open: "" }, html("summary", {}, "Thoughts"), this.#thoughts);
   #calls = html("div", { class: "calls" });
   #about = html("p", { class: "about note" });
   #way = html("div", { class: "way-of" });
+  #copy = html("button", { type: "button", class: "quiet copy" }, "Copy");
+  #retry = html("button", { type: "button", class: "quiet retry" }, "Retry");
+  #frame = 0;
   #number = null;
   #told = null;
   #how = "";
@@ -161,12 +195,16 @@ class Answer {
   #first = null;
   now = nothing();
 
-  constructor() {
+  // `retry` asks the question of this answer again.
+  constructor(retry) {
     this.#thinking.hidden = true;
+    this.#copy.addEventListener("click", () => this.#copied());
+    this.#retry.addEventListener("click", retry);
     this.element = html(
       "article",
       { class: "message answer running", "aria-label": "Answer" },
-      this.#thinking, this.#text, this.#calls, this.#about, this.#way,
+      this.#thinking, this.#text.element, this.#calls, this.#about, this.#way,
+      html("div", { class: "answer-actions" }, this.#copy, this.#retry),
     );
   }
 
@@ -180,18 +218,36 @@ class Answer {
     };
   }
 
-  take(data) {
+  // `drawn` is called after the answer was drawn, at most once a frame however many tokens arrive.
+  take(data, drawn) {
     this.now = taken(this.now, data);
     const { text, thoughts, calls, error } = this.now;
     if (this.#first === null && (text || thoughts || calls.length)) this.#first = performance.now();
-    say(this.#text, text);
+    if (error) this.fail(error);
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#draw();
+      drawn();
+    });
+  }
+
+  #draw() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = 0;
+    const { text, thoughts, calls } = this.now;
+    this.#text.show(text);
     say(this.#thoughts, thoughts);
     this.#thinking.hidden = !thoughts;
     this.#calls.replaceChildren(...calls.map((call) => html("pre", { class: "call" }, `${call.name}(${call.arguments})`)));
-    if (error) this.fail(error);
+  }
+
+  async #copied() {
+    say(this.#copy, (await copy(this.now.text)) ? "Copied" : "Not copied");
+    setTimeout(() => say(this.#copy, "Copy"), SAID_MS);
   }
 
   done(how) {
+    this.#draw();
+    this.#copy.hidden = !this.now.text;
     this.#how = how || ENDS[this.now.finish] || "";
     this.element.classList.remove("running");
   }
@@ -199,7 +255,7 @@ class Answer {
   fail(reason) {
     this.done("");
     this.element.classList.add("failed");
-    this.element.append(html("p", { class: "problem", role: "alert" }, reason));
+    this.element.lastElementChild.before(html("p", { class: "problem", role: "alert" }, reason));
   }
 
   follow(requests, named, now) {
@@ -225,7 +281,27 @@ class Answer {
 }
 
 function said(text) {
-  return html("article", { class: "message question", "aria-label": "You" }, html("p", { class: "text" }, text));
+  const whole = html("p", { class: "text" }, text);
+  const words = counted(text.split(/\s+/).length, "word");
+  const shown = text.length > LONG ? html("details", {}, html("summary", {}, `${text.slice(0, 80).trim()} … (${words})`), whole) : whole;
+  return html("article", { class: "message question", "aria-label": "You" }, shown);
+}
+
+// Whether the text is in the clipboard. Pages that came without TLS from another machine have no clipboard of their own.
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = html("textarea", { class: "unseen", readonly: "" }, text);
+    const focused = document.activeElement;
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    focused?.focus();
+    return done;
+  }
 }
 
 function message(answer) {

@@ -2,7 +2,7 @@
 
 import { svg } from "./dom.js";
 import { layout, shownOn } from "./layout.js";
-import { labels } from "./names.js";
+import { addressOf, labels } from "./names.js";
 import { count, counted, shortened } from "./sizes.js";
 
 const TRAVEL_MS = 900;
@@ -153,7 +153,7 @@ function worker(card, label) {
   return svg(
     "g",
     { class: `worker ${kind} ${well ? "" : "unwell"}`, "data-worker": one.name },
-    svg("title", {}, `${label}: ${[one.name, state, ...remarksOf(one)].join(", ")}`),
+    svg("title", {}, `${label}: ${[addressOf(one, label), state, ...remarksOf(one)].join(", ")}`),
     svg("rect", { x, y, width, height, rx: 12, class: `box ${kind}${busy ? " busy" : ""}` }),
     svg("text", { x: x + 14, y: y + 24, class: "title" }, label),
     svg("text", { x: x + width - 14, y: y + 24, class: "small", "text-anchor": "end" }, well ? "" : state),
