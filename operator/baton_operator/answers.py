@@ -16,6 +16,9 @@ from prometheus_client.samples import Sample
 LIMIT = 4 * 1024 * 1024
 """Default maximum bytes of an answer."""
 
+METRICS_S = 3.0
+"""Default time limit in seconds for the metrics of a pod."""
+
 LINES_LIMIT = 4096
 """Maximum samples that are read from the metrics of a pod."""
 
@@ -49,9 +52,10 @@ def bearer(file: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {Path(file).read_text(encoding='utf-8').strip()}"} if file else {}
 
 
-async def pod_metrics(session: aiohttp.ClientSession, url: str) -> str:
+async def pod_metrics(url: str, limit_s: float = METRICS_S) -> str:
     """Return the metrics of a pod as text. Raises like `fetch`, also for an error status."""
-    status, body = await fetch(session, "GET", url)
+    async with session(timeout=aiohttp.ClientTimeout(total=limit_s)) as asking:
+        status, body = await fetch(asking, "GET", url)
     if status != 200:
         raise ValueError(f"status {status}")
     return body.decode()

@@ -25,7 +25,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api.errors import SetupError
-from baton_operator import work_queue
+from baton_operator import answers, work_queue
 from baton_operator.adapters.pod_loads import PodLoads
 from baton_operator.adapters.worker_api import AdapterApi
 from baton_operator.cluster import api_server
@@ -47,7 +47,6 @@ from baton_operator.reconcilers.lora_adapters import LoraAdapterReconciler
 from baton_operator.reconcilers.plan import OperatorDefaults
 from baton_operator.reconcilers.reconciler import Reconciler
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
-from baton_operator.rollout import rollout_health
 from baton_operator.rollout.rollout_health import RouterHealthSource
 from baton_operator.scaling.autoscaler import Autoscaler
 from baton_operator.scaling.prometheus import PrometheusClient
@@ -229,7 +228,7 @@ class Operator:
             {"vLLM": settings.vllm_image, "SGLang": settings.sglang_image},
             settings.lease_namespace,
         )
-        reader = ClusterReader(cache, RouterHealthSource(rollout_health.read_text, time.monotonic))
+        reader = ClusterReader(cache, RouterHealthSource(answers.pod_metrics, time.monotonic))
         scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)
         return {
             "InferenceService": InferenceServiceReconciler(

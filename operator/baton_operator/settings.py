@@ -30,10 +30,6 @@ def _own_namespace() -> str:
         return "default"
 
 
-def _kubeconfig() -> str:
-    return os.environ.get("KUBECONFIG", "")
-
-
 class OperatorSettings(BaseSettings):
     """Settings of one operator."""
 
@@ -109,7 +105,7 @@ class OperatorSettings(BaseSettings):
     """Namespaces to watch, separated by commas. The ServiceAccount then needs permissions in these only.
     Empty: all."""
 
-    kubeconfig: str = Field(default_factory=_kubeconfig)
+    kubeconfig: str = Field(default_factory=lambda: os.environ.get("KUBECONFIG", ""))
     """kubeconfig file of the cluster. Empty: the pod's ServiceAccount."""
 
     lease_name: str = Field(default="baton-operator", min_length=1)

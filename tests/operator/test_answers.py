@@ -13,7 +13,6 @@ from aiohttp import web
 from baton_api import metrics
 from baton_operator import answers
 from baton_operator.adapters.worker_api import AdapterApi, AdapterApiError
-from baton_operator.rollout import rollout_health
 from baton_operator.rollout.rollout_health import COUNTERS_LIMIT, parse_counters
 from baton_operator.scaling.prometheus import MetricsLost, PrometheusClient, held_requests
 
@@ -32,7 +31,7 @@ async def held(url: str) -> bool:
 
 async def health(url: str) -> bool:
     try:
-        return bool(await rollout_health.read_text(f"{url}/metrics"))
+        return bool(await answers.pod_metrics(f"{url}/metrics"))
     except (OSError, TimeoutError, ValueError, aiohttp.ClientError):
         return False
 

@@ -28,8 +28,8 @@ class AdapterPod:
     template: WorkerTemplate
     key: str
     """Differs for each pod of the cluster and each run of its container."""
-    address: str = ""
-    """IP address, or empty."""
+    host: str = ""
+    """Its address as in a URL, or empty."""
     models: Mapping[str, str] | None = None
     """Path of each adapter by its name, as the pod lists them. None: not read."""
     error: str = ""
@@ -40,8 +40,7 @@ class AdapterPod:
     @property
     def url(self) -> str:
         """Address of its API, without a path."""
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"http://{host}:{self.template.port}"
+        return f"http://{self.host}:{self.template.port}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class PodLoads:
 
     async def _read(self, pod: AdapterPod) -> AdapterPod:
         pod = replace(pod, models=None, error="", busy=pod.key in self._tasks)
-        if not pod.address or not pod.template.adapters:
+        if not pod.host or not pod.template.adapters:
             return pod
         if not self._is_due(pod, READING):
             return replace(pod, error=self._failures[pod.key, READING].message)

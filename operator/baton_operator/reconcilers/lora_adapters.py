@@ -128,7 +128,7 @@ class LoraAdapterReconciler:
             if template is None or pod.terminating or pod.finished or pod.follower:
                 continue
             key = f"{namespace}/{name}/{pod.name}/{pod.created:.0f}/{pod.restarts}"
-            pods.append(AdapterPod(pod.name, pod.role, pod.ready, template, key, pod.address))
+            pods.append(AdapterPod(pod.name, pod.role, pod.ready, template, key, pod.host))
         return pods
 
     async def _prepare(self, service: AdapterService, loading: Collection[str]) -> None:

@@ -83,9 +83,6 @@ log = logging.getLogger(__name__)
 WINDOW_S = 120.0
 """Length of the evaluated window in seconds."""
 
-ANSWER_S = 3.0
-"""Timeout of a request for the metrics of a router, in seconds."""
-
 COUNTERS_LIMIT = 512
 """Maximum counters that are kept of one reading of a router."""
 
@@ -101,7 +98,7 @@ class RouterHealthSource:
     """Computes health from the metrics of routers. `clock` is monotonic."""
 
     def __init__(self, read_text: Callable[[str], Awaitable[str]], clock: Callable[[], float]) -> None:
-        """`read_text`: like the function of this name."""
+        """`read_text`: `answers.pod_metrics`."""
         self._read = read_text
         self._clock = clock
         self._seen: defaultdict[str, deque[tuple[float, RouterCounters]]] = defaultdict(deque)
@@ -127,12 +124,6 @@ class RouterHealthSource:
         except (OSError, TimeoutError, ValueError, aiohttp.ClientError) as error:
             log.info("Cannot read rollout health from %s: %s", url, error)
             return None
-
-
-async def read_text(url: str) -> str:
-    """Return the text at a URL. Raises OSError, TimeoutError, ValueError or aiohttp.ClientError."""
-    async with answers.session(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
-        return await answers.pod_metrics(session, url)
 
 
 def parse_counters(text: str) -> Counter[CounterKey]:

@@ -262,18 +262,15 @@ ROUTER_TIMEOUT_S = 2.0
 
 async def held_requests(urls: Sequence[str]) -> Measurement:
     """Return the requests that these routers hold for a worker; unknown if none responds."""
-    timeout = aiohttp.ClientTimeout(total=ROUTER_TIMEOUT_S)
-    async with answers.session(timeout=timeout) as session:
-        replies = await asyncio.gather(*(_held(session, url) for url in urls))
+    replies = await asyncio.gather(*map(_held, urls))
     answered = [one for one in replies if one is not None]
     return Measurement.of(sum(answered)) if answered else unknown("no router reports its held requests")
 
 
-async def _held(session: aiohttp.ClientSession, url: str) -> float | None:
+async def _held(url: str) -> float | None:
     try:
-        samples = answers.samples(
-            await answers.pod_metrics(session, f"{url}/metrics"), metrics.ROUTER_HELD.name
-        )
+        text = await answers.pod_metrics(f"{url}/metrics", ROUTER_TIMEOUT_S)
+        samples = answers.samples(text, metrics.ROUTER_HELD.name)
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         log.info("Cannot read the held requests of %s: %s: %s", url, type(error).__name__, error)
         return None

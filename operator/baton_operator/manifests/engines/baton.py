@@ -6,18 +6,18 @@ from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.manifests import tickets
 from baton_operator.manifests.engines.arguments import lora_flags
-from baton_operator.manifests.engines.container import EngineContainer, WorkerPod, event_ports
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.engines.container import EngineContainer, WorkerPod, named_ports
 
 COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
 
 def container(worker: WorkerPod) -> EngineContainer:
     """Return the container of a worker."""
+    control = "control" if worker.role is Role.PREFILL else ""
     return EngineContainer(
         worker,
         args=[*_flags(worker), *worker.arguments],
-        ports=_ports(worker),
+        ports=named_ports(worker.ports, control, tls=worker.blueprint.mutual_tls is not None),
         env=_tickets(worker),
         ready="/ready",
         startup_s=worker.spec.startup_timeout.whole_seconds,
@@ -60,20 +60,3 @@ def _tickets(worker: WorkerPod) -> list[Variable]:
     if worker.role is Role.BOTH:
         return []
     return tickets.variable(tickets.WORKER_VARIABLE, worker.owner.name, worker.spec.pod_template)
-
-
-def _ports(worker: WorkerPod) -> list[Manifest]:
-    named = [*_http_ports(worker), *event_ports(worker.ports)]
-    if worker.role is Role.PREFILL:
-        named.append({"name": "control", "containerPort": worker.ports.control})
-    return named
-
-
-def _http_ports(worker: WorkerPod) -> list[Manifest]:
-    """Return the ports of API and health. Probes and Prometheus use `http`, which needs no certificate."""
-    if worker.blueprint.mutual_tls is None:
-        return [{"name": "http", "containerPort": worker.ports.http}]
-    return [
-        {"name": "https", "containerPort": worker.ports.http},
-        {"name": "http", "containerPort": worker.ports.health},
-    ]

@@ -110,9 +110,12 @@ def compact(values: Manifest) -> str:
     return json.dumps(values, separators=(",", ":"))
 
 
-def event_ports(ports: Ports) -> list[Manifest]:
-    """Return the ports of KV events."""
-    return [
-        {"name": "kv-events", "containerPort": ports.kv_events},
-        {"name": "kv-replay", "containerPort": ports.kv_replay},
-    ]
+def named_ports(ports: Ports, control: str = "", *, tls: bool = False) -> list[Manifest]:
+    """
+    Return the container ports. `control`: name of the control port; empty: none.
+
+    Probes and Prometheus use `http`, which needs no certificate.
+    """
+    served = {"https": ports.http, "http": ports.health} if tls else {"http": ports.http}
+    named = {**served, "kv-events": ports.kv_events, "kv-replay": ports.kv_replay, control: ports.control}
+    return [{"name": name, "containerPort": number} for name, number in named.items() if name]

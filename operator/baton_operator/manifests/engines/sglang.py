@@ -20,10 +20,9 @@ from baton_operator.manifests.engines.container import (
     EngineContainer,
     WorkerPod,
     compact,
-    event_ports,
+    named_ports,
 )
 from baton_operator.manifests.engines.startup import startup_s
-from baton_operator.manifests.objects import Manifest
 
 DISK_VARIABLES = ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE")
 """Folder of the tier on a disk, and the bytes in it that each rank may write."""
@@ -38,7 +37,7 @@ def container(worker: WorkerPod) -> EngineContainer:
         worker,
         command=("python3", "-m", "sglang.launch_server"),
         args=[f"--model-path={worker.model}", *_flags(worker), *worker.arguments],
-        ports=_ports(worker),
+        ports=named_ports(worker.ports, "bootstrap" if worker.role is Role.PREFILL else ""),
         env=_variables(worker),
         startup_s=startup_s(worker.blueprint.model, worker.spec),
         volumes=tiers.volumes(engine),
@@ -109,10 +108,3 @@ def _parallelism(worker: WorkerPod) -> list[str]:
     rank = NODE_RANK if worker.follower else "0"
     address = f"--dist-init-addr={LEADER_ADDRESS}:{worker.ports.health}"
     return [*flags, f"--nnodes={wanted.nodes}", f"--node-rank={rank}", address]
-
-
-def _ports(worker: WorkerPod) -> list[Manifest]:
-    named = [{"name": "http", "containerPort": worker.ports.http}, *event_ports(worker.ports)]
-    if worker.role is Role.PREFILL:
-        named.append({"name": "bootstrap", "containerPort": worker.ports.control})
-    return named

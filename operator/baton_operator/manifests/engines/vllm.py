@@ -23,7 +23,7 @@ from baton_operator.manifests.engines.container import (
     EngineContainer,
     WorkerPod,
     compact,
-    event_ports,
+    named_ports,
 )
 from baton_operator.manifests.engines.startup import startup_s
 from baton_operator.manifests.objects import Manifest
@@ -49,7 +49,7 @@ def container(worker: WorkerPod) -> EngineContainer:
         worker,
         command=("vllm", "serve"),
         args=[worker.model, *_flags(worker), *worker.arguments],
-        ports=_ports(worker),
+        ports=named_ports(worker.ports, "side-channel" if worker.role in KV_ROLES else ""),
         env=_variables(worker),
         startup_s=startup_s(worker.blueprint.model, worker.spec),
         volumes=tiers.volumes(worker.blueprint.engine),
@@ -152,13 +152,6 @@ def _variables(worker: WorkerPod) -> list[Variable]:
     if worker.blueprint.engine.kv_cache_tiers:
         values[HASH_SEED_VARIABLE] = "0"
     return [USER, *(Variable(name=name, value=value) for name, value in values.items())]
-
-
-def _ports(worker: WorkerPod) -> list[Manifest]:
-    named = [{"name": "http", "containerPort": worker.ports.http}, *event_ports(worker.ports)]
-    if worker.role in KV_ROLES:
-        named.append({"name": "side-channel", "containerPort": worker.ports.control})
-    return named
 
 
 def _bytes(memory: str) -> int:
