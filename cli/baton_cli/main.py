@@ -279,7 +279,7 @@ SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "
 EXTRAS = {
     **dict.fromkeys(("serve", "prefill", "decode"), "runtime,nixl"),
     **dict.fromkeys(("up", "demo"), "runtime,nixl,chat"),
-    "fetch": "runtime",
+    "fetch": "fetch",
     "router": "router",
     "operator": "operator",
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import typer
@@ -15,6 +18,7 @@ from baton_cli.main import create_app, main
 from baton_cli.options import options_of
 from baton_engine.settings import WorkerSettings
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic_settings", "openai", "httpx")
 
 
@@ -113,6 +117,7 @@ def test_workers_of_several_processes_cannot_use_the_loopback(capsys: pytest.Cap
         (["batch", "list"], "httpx", "chat"),
         (["doctor"], "httpx", "chat"),
         (["status", "--cluster"], "kubernetes", "operator"),
+        (["fetch", "hf://a/b", "/nowhere"], "huggingface_hub", "fetch"),
     ],
 )
 def test_main_missing_package_is_named_with_the_command_that_installs_it(
@@ -124,3 +129,19 @@ def test_main_missing_package_is_named_with_the_command_that_installs_it(
     assert done.returncode == 2, done.stderr
     assert f"The package {package}" in done.stderr and f"[{extras}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_fetch_needs_no_package_of_workers() -> None:
+    """The router's image fetches models for workers of other engines."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    heavy = [re.split(r"[\[>=]", one)[0] for one in extras["runtime"] if not one.startswith("batonserve")]
+    assert "torch" in heavy and "huggingface-hub" not in heavy
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({heavy!r}))\n"
+        "from baton_cli.main import main\n"
+        "main(['fetch', 'hf://a/b', '/nowhere'])"
+    )
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | hub)
+    assert done.returncode == 2 and "The hub did not provide 'a/b'" in done.stderr, done.stderr

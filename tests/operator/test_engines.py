@@ -368,18 +368,18 @@ def test_engines_all_have_a_renderer_and_a_kind() -> None:
 
 
 class TestModelFiles:
-    def test_baton_image_fetches_the_model(self) -> None:
+    def test_router_image_fetches_the_model(self) -> None:
         model = {"uri": "hf://org/name", "cache": {"type": "PVC", "size": "20Gi"}}
         cluster = settled({**VLLM, "model": model})
         (job,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]
         (container,) = job["spec"]["template"]["spec"]["containers"]
-        assert container["image"] == IMAGES.worker
+        assert container["image"] == IMAGES.router
         assert main(cluster, "prefill")["args"][0] == container["args"][2]
 
     def test_pods_without_cache_fetch_it_by_the_same_image(self) -> None:
         cluster = settled({**SGLANG, "model": {"uri": "hf://org/name"}})
         (fetch,) = pod(cluster, "prefill")["initContainers"]
-        assert fetch["image"] == IMAGES.worker
+        assert fetch["image"] == IMAGES.router
         assert flag(main(cluster, "prefill"), "--model-path") == fetch["args"][2]
 
 

@@ -261,6 +261,18 @@ def test_claim_grows_with_its_size_without_a_rollout(size: str, then: str) -> No
     assert [one["name"] for one in cluster.service["status"]["revisions"]] == [before]
 
 
+def test_claim_has_the_access_mode_that_its_storage_has_without_a_rollout() -> None:
+    cache = {**HUB["model"]["cache"], "accessMode": "ReadWriteOnce"}
+    cluster = settled({**HUB, "model": {**HUB["model"], "cache": cache}})
+    assert cluster.objects["v1", "PersistentVolumeClaim", "chat-model"]["spec"]["accessModes"] == [
+        "ReadWriteOnce"
+    ]
+    before = cluster.service["status"]["currentRevision"]
+    cluster.change(HUB)  # with the default
+    cluster.settle()
+    assert [one["name"] for one in cluster.service["status"]["revisions"]] == [before]
+
+
 def job(cluster: FakeCluster) -> Any:
     """The Job that fetches."""
     (fetch,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]

@@ -29,6 +29,11 @@ class SecretReference(Part):
         "claimName and storageClassName are for a cache of type PVC",
     ),
     Rule(
+        "!has(self.accessMode) || (self.type == 'PVC' && has(self.size))",
+        "accessMode is for a claim that the operator creates: a cache of type PVC with size",
+        ".accessMode",
+    ),
+    Rule(
         "self.type != 'HostPath' || !has(self.size)",
         "a cache of type HostPath has no size",
         ".size",
@@ -55,6 +60,11 @@ class Cache(Part):
     storage_class_name: Subdomain | None = None
     """PVC: StorageClass of the claim that the operator creates. A later change does not affect an existing
     claim. Default: the default StorageClass of the cluster."""
+
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] | None = None
+    """PVC: access mode of the claim that the operator creates. ReadWriteOnce is for block storage (EBS,
+    Persistent Disk), which pods of one node can use: place all roles on one node by a nodeSelector. A later
+    change does not affect an existing claim. Default: ReadWriteMany."""
 
     path: Annotated[str, Field(max_length=1024, pattern=r"^/[^:]+$")] | None = None
     """HostPath: absolute path of the folder on the nodes. Required for HostPath."""

@@ -167,7 +167,7 @@ class ModelFiles:
         if not self.makes_claim or not cache.size:
             return None
         spec = {
-            "accessModes": ["ReadWriteMany"],
+            "accessModes": [cache.access_mode or "ReadWriteMany"],
             "resources": {"requests": {"storage": cache.size}},
             **given(storageClassName=cache.storage_class_name),
         }

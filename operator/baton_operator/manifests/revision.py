@@ -96,10 +96,10 @@ class Revision(Part):
 
 
 def _without_claim(model: Model) -> Model:
-    """Return the model without size and storage class of its claim, which do not affect workers."""
+    """Return the model without size, class and mode of its claim, which do not affect workers."""
     if model.cache.type != "PVC":
         return model
-    cache = model.cache.model_copy(update={"size": None, "storage_class_name": None})
+    cache = model.cache.model_copy(update={"size": None, "storage_class_name": None, "access_mode": None})
     return model.model_copy(update={"cache": cache})
 
 

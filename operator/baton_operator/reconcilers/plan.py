@@ -148,7 +148,7 @@ def _plan_revisions(
     """Return the decisions, and the seconds until they may change without another event."""
     stored = revision_history.known_revisions(cluster)
     image = images.worker_image(spec.engine.type)
-    revision = revision_history.wanted_revision(cluster, spec, stored, image, images.worker, now)
+    revision = revision_history.wanted_revision(cluster, spec, stored, image, images.router, now)
     revisions = {**stored, revision.name: revision}
     seen = [revision_history.revision_state(cluster, one, now) for one in revisions.values()]
     targets = role_scalers.targets(cluster, spec)

@@ -40,11 +40,12 @@ def wanted_revision(
     spec: InferenceServiceSpec,
     revisions: Mapping[str, Revision],
     image: str,
-    worker_image: str,
+    router_image: str,
     now: float,
 ) -> Revision:
     """Return the existing or new revision of the spec. Raises ValueError if rollbackTo names an unknown one.
-    `image`: default image of the engine. `worker_image`: image of Baton's workers, which downloads models.
+    `image`: default image of the engine. `router_image`: image of routers, which downloads models
+    for engines whose images cannot. It is small.
     """
     if (name := spec.rollout.rollback_to) is not None:
         if name in revisions:
@@ -55,7 +56,7 @@ def wanted_revision(
     digest = blueprint.digest
     same = [one for one in revisions.values() if one.blueprint.digest == digest]
     if not same:
-        fetch_image = "" if spec.engine.type == "Baton" else worker_image
+        fetch_image = "" if spec.engine.type == "Baton" else router_image
         return Revision(blueprint=blueprint, image=image, fetch_image=fetch_image, created=now, name=digest)
     # Operators with other hashes may have created equal revisions. Keep the one that serves.
     return max(same, key=lambda one: (_note(cluster, one.name).get("weight", 0), one.created))
