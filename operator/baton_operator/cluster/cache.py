@@ -22,16 +22,13 @@ import msgspec
 from baton_api import batch_jobs, labels
 from baton_operator.cluster.api_resources import WATCHED, ApiResource
 from baton_operator.manifests import exposure
-from baton_operator.manifests.objects import Key, Manifest
+from baton_operator.manifests.objects import Key, Manifest, ObjectName
 
 DROPPED = frozenset({"managedFields", "resourceVersion", "selfLink"})
 """Fields of metadata that are not stored; the version is stored separately."""
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """Annotation with a copy of the whole object."""
-
-ObjectName = tuple[str, str]
-"""Namespace and name."""
 
 
 @dataclass(frozen=True, slots=True)

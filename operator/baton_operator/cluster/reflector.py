@@ -25,7 +25,8 @@ from kubernetes.aio.client.exceptions import ApiException
 from baton_api import labels
 from baton_operator.cluster.api_resources import ApiResource
 from baton_operator.cluster.api_server import FORBIDDEN, GONE, NOT_FOUND, PAGE, ApiServer
-from baton_operator.cluster.cache import CachedObject, ObjectCache, ObjectName, ObjectStore, cached_object
+from baton_operator.cluster.cache import CachedObject, ObjectCache, ObjectStore, cached_object
+from baton_operator.manifests.objects import ObjectName
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from baton_operator import names
 from baton_operator.cluster.api_resources import OWNED
 from baton_operator.cluster.cache import ObjectCache
 from baton_operator.manifests import exposure
+from baton_operator.manifests.conditions import by_type
 from baton_operator.manifests.groups import LEADER, WORKER_INDEX
-from baton_operator.manifests.objects import Key, Manifest, Owner, key, seconds
+from baton_operator.manifests.objects import Key, Manifest, ObjectName, Owner, key, seconds
 from baton_operator.rollout.rollout_health import RolloutHealth, RouterHealthSource
 
 FINISHED = frozenset({"Succeeded", "Failed"})
@@ -67,7 +68,7 @@ class Pod:
     def of(cls, manifest: Manifest) -> Pod:
         """Return the pod from its manifest."""
         metadata, status = manifest["metadata"], manifest.get("status", {})
-        conditions = {one["type"]: one for one in status.get("conditions", ())}
+        conditions = by_type(manifest)
         containers = status.get("containerStatuses", ())
         all_of_them = [*status.get("initContainerStatuses", ()), *containers]
         return cls(
@@ -128,10 +129,10 @@ def pod_creation_failure(deployment: Manifest | None) -> str:
     """Return why the API server rejects the pods of a Deployment; empty if it rejects none. Such pods do not
     exist: quotas, Pod Security and missing accounts show only in this condition.
     """
-    for one in (deployment or {}).get("status", {}).get("conditions", ()):
-        if one["type"] == "ReplicaFailure" and one["status"] == "True":
-            return _sentence(one.get("reason", "FailedCreate"), one.get("message", ""))
-    return ""
+    failure = by_type(deployment).get("ReplicaFailure", {})
+    if failure.get("status") != "True":
+        return ""
+    return _sentence(failure.get("reason", "FailedCreate"), failure.get("message", ""))
 
 
 def _trouble(
@@ -199,7 +200,7 @@ class ClusterReader:
         health = await self._rollout_health(service, pods)
         return ClusterState(service, objects, pods, self.cache.apis, health, self._gateways(service))
 
-    def _gateways(self, service: Manifest) -> dict[exposure.GatewayName, Manifest]:
+    def _gateways(self, service: Manifest) -> dict[ObjectName, Manifest]:
         """Return the existing Gateways of the HTTPRoute that the operator may read."""
         wanted = exposure.gateways(service)
         gateways = {name: self.cache.get("Gateway", *name) for name in wanted}

@@ -83,6 +83,11 @@ def written(
     return conditions, transitions
 
 
+def by_type(manifest: Mapping[str, Any] | None) -> dict[str, Condition]:
+    """Return the conditions in the status of an object by their types; empty without an object."""
+    return {one["type"]: one for one in (manifest or {}).get("status", {}).get("conditions") or ()}
+
+
 def updated(before: Sequence[Condition], conditions: Sequence[Condition]) -> list[Condition]:
     """Return `before` with `conditions` in place of those of the same type. Others are another writer's."""
     ours = {one["type"]: one for one in conditions}

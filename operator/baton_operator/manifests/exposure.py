@@ -7,13 +7,10 @@ from typing import Any
 
 from baton_operator.kinds.router_spec import Exposure, GatewayReference, Issuer
 from baton_operator.manifests.conditions import Fact
-from baton_operator.manifests.objects import Manifest, Owner, given, owned
+from baton_operator.manifests.objects import Manifest, ObjectName, Owner, given, owned
 
 GATEWAY_API = "gateway.networking.k8s.io/v1"
 CERTIFICATE_API = "cert-manager.io/v1"
-
-GatewayName = tuple[str, str]
-"""Namespace and name of a Gateway."""
 
 STREAMING = {
     "nginx.ingress.kubernetes.io/proxy-buffering": "off",
@@ -100,7 +97,7 @@ def _secret(owner: Owner, exposure: Exposure) -> str:
     return exposure.tls.secret_name or f"{owner.name}-tls"
 
 
-def gateways(service: Manifest) -> list[GatewayName]:
+def gateways(service: Manifest) -> list[ObjectName]:
     """The Gateways that an InferenceService names for its HTTPRoute."""
     exposure = service["spec"].get("exposure", {})
     if exposure.get("type") != "HTTPRoute":
@@ -115,7 +112,7 @@ EXPOSED = "ExposureReady"
 PORTS = {"https": 443, "http": 80}
 
 
-def route_url(owner: Owner, exposure: Exposure, gateways: Mapping[GatewayName, Manifest]) -> str:
+def route_url(owner: Owner, exposure: Exposure, gateways: Mapping[ObjectName, Manifest]) -> str:
     """Return the URL of the API through a listener, preferably one with TLS."""
     host = exposure.hosts[0]
     served = [
@@ -147,7 +144,7 @@ def route_fact(owner: Owner, exposure: Exposure, route: Manifest | None) -> Fact
 
 
 def _listeners(
-    owner: Owner, reference: GatewayReference, gateways: Mapping[GatewayName, Manifest]
+    owner: Owner, reference: GatewayReference, gateways: Mapping[ObjectName, Manifest]
 ) -> Sequence[Manifest]:
     gateway = gateways.get((reference.namespace or owner.namespace, reference.name), {})
     listeners: list[Manifest] = gateway.get("spec", {}).get("listeners", [])

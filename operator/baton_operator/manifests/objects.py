@@ -14,6 +14,9 @@ from baton_operator.crd import GROUP, VERSION
 
 Manifest = dict[str, Any]
 
+ObjectName = tuple[str, str]
+"""Namespace and name."""
+
 Key = tuple[str, str, str]
 """apiVersion, kind and name of an object in the service's namespace."""
 

@@ -22,7 +22,7 @@ from baton_operator.cluster.cache import ObjectCache
 from baton_operator.kinds.batch_job import BatchJobSpec
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batches as manifests
-from baton_operator.manifests.conditions import Fact, written
+from baton_operator.manifests.conditions import Fact, by_type, written
 from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, seconds
 from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition, write_status
@@ -84,7 +84,7 @@ def decide(
     name, whatever created it. `service`: its InferenceService. `now`: Unix seconds.
     """
     status = batch_job.get("status", {})
-    before = {one["type"]: one for one in status.get("conditions", ())}
+    before = by_type(batch_job)
     ours = job is None or _is_of(job, batch_job)
     if status.get("phase") in FINAL_PHASES:
         return _ended(batch_job, job if ours else None, before, now)
@@ -123,7 +123,7 @@ def _begin(
 def _going_on(batch_job: Manifest, job: Manifest) -> BatchDecision:
     spec = BatchJobSpec.model_validate(batch_job["spec"])
     state = job.get("status", {})
-    ended = {one["type"]: one for one in state.get("conditions", ()) if one["status"] == "True"}
+    ended = {type: one for type, one in by_type(job).items() if one["status"] == "True"}
     if "Failed" in ended:
         why = ended["Failed"].get("reason") or "Failed"
         failures = spec.max_retries + 1
@@ -191,8 +191,8 @@ def _is_of(job: Manifest, batch_job: Manifest) -> bool:
 
 
 def _is_finished(job: Manifest) -> bool:
-    ended = job.get("status", {}).get("conditions", ())
-    return any(one["type"] in ("Complete", "Failed") and one["status"] == "True" for one in ended)
+    ended = by_type(job)
+    return any(ended.get(type, {}).get("status") == "True" for type in ("Complete", "Failed"))
 
 
 KIND = "BatchJob"

@@ -9,7 +9,7 @@ from typing import Any
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod, pod_creation_failure
 from baton_operator.manifests import exposure, workers
-from baton_operator.manifests.conditions import Fact, Transition, updated, written
+from baton_operator.manifests.conditions import Fact, Transition, by_type, updated, written
 from baton_operator.manifests.groups import GROUP_API, GROUP_KIND, INSTALLATION, LEADER, WORKER_INDEX
 from baton_operator.manifests.objects import Key, Manifest, timestamp
 from baton_operator.reconcilers.plan import ServiceState
@@ -264,10 +264,8 @@ def _scaling_conditions(
     """The condition `type` of each role that the autoscaler scales; None before its first decision."""
     if state.spec.autoscaling.mode == "Disabled":
         return {}
-    roles = role_scalers.roles(state.spec).items()
-    scalers = {name: _scaler(cluster, name) or {} for name, role in roles if role.scaling is not None}
-    known = {name: one.get("status", {}).get("conditions", ()) for name, one in scalers.items()}
-    return {name: next((one for one in those if one["type"] == type), None) for name, those in known.items()}
+    scaled = [name for name, role in role_scalers.roles(state.spec).items() if role.scaling is not None]
+    return {name: by_type(_scaler(cluster, name)).get(type) for name in scaled}
 
 
 def _ready(state: ServiceState, name: RoleName) -> int:

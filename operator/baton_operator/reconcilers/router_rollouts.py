@@ -15,7 +15,7 @@ from dataclasses import replace
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState
 from baton_operator.manifests.drift import contains
-from baton_operator.manifests.objects import Key, Manifest, key
+from baton_operator.manifests.objects import Key, Manifest, ObjectName, key
 from baton_operator.manifests.routers import SPEC_GENERATION
 from baton_operator.reconcilers.plan import ServicePlan
 
@@ -27,22 +27,19 @@ LIMIT = 4
 WAIT_S = 30.0
 """Seconds after which a service that waits for its turn is planned again."""
 
-Name = tuple[str, str]
-"""Namespace and name of a service."""
-
 
 class RouterRollouts:
     """Limits how many services replace their routers at once after an upgrade of the operator."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
-        self._rolling: set[Name] = set()
-        self._waiting: set[Name] = set()
+        self._rolling: set[ObjectName] = set()
+        self._waiting: set[ObjectName] = set()
 
     def admit(self, plan: ServicePlan, cluster: ClusterState) -> ServicePlan:
         """Return the plan, without the Deployment of routers if it has to wait for other services."""
         owner = cluster.owner
-        service: Name = (owner.namespace, owner.name)
+        service: ObjectName = (owner.namespace, owner.name)
         routers: Key = ("apps/v1", "Deployment", names.router(owner.name))
         existing = cluster.objects.get(routers)
         desired = next((one for one in plan.apply if key(one) == routers), None)

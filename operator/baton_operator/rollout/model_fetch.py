@@ -16,6 +16,7 @@ from typing import Any, Literal
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod
 from baton_operator.manifests import workers
+from baton_operator.manifests.conditions import by_type
 from baton_operator.manifests.model_files import CLAIM, PIN_KEY, ModelFiles
 from baton_operator.manifests.objects import Manifest
 from baton_operator.manifests.revision import Revision
@@ -104,8 +105,8 @@ def _proof(cluster: ClusterState, revision: str) -> Proof | None:
 
 
 def _condition(job: Manifest | None, type: str) -> dict[str, Any]:
-    existing = (job or {}).get("status", {}).get("conditions") or ()
-    return next((one for one in existing if one["type"] == type and one["status"] == "True"), {})
+    existing = by_type(job).get(type, {})
+    return existing if existing.get("status") == "True" else {}
 
 
 def _progress(cluster: ClusterState, name: str, job: Manifest | None) -> tuple[bool, str]:
@@ -116,8 +117,7 @@ def _progress(cluster: ClusterState, name: str, job: Manifest | None) -> tuple[b
         why = f"{failure.get('reason', 'Failed')}: {failure.get('message', '')}".rstrip(": .")
         way_out = "Fix the cause and delete the Job to retry immediately."
         return True, f"The Job {name} failed: {why}.{words} {way_out}"
-    conditions = cluster.status.get("conditions", ())
-    before = next((one for one in conditions if one["type"] == "ModelReady"), None)
+    before = by_type(cluster.service).get("ModelReady")
     same = cluster.status.get("model", {}).get("downloadJob") == name
     if before is not None and before["reason"] == FAILED and same:
         return True, before.get("message", "")  # the failure stands until another Job completes

@@ -26,14 +26,14 @@ from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import ProfileSource
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.conditions import Fact, Transition, updated, written
-from baton_operator.manifests.objects import Manifest, timestamp
+from baton_operator.manifests.objects import Manifest, ObjectName, timestamp
 from baton_operator.reconcilers.reconciler import ReportTransition
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import engine_slots, role_scalers, sizing
 from baton_operator.scaling.budget import GpuBudget, GpuDemand, allocate, of_role
 from baton_operator.scaling.decision import DecisionAndMemory, capacity
 from baton_operator.scaling.history import CapacityEstimate, StartupTimes
-from baton_operator.scaling.metrics import RoleDecision, ScalingMetrics, ServiceName
+from baton_operator.scaling.metrics import RoleDecision, ScalingMetrics
 from baton_operator.scaling.prometheus import (
     METRIC_LABEL,
     MetricsClient,
@@ -99,7 +99,7 @@ class ScaledService:
     """Unix seconds."""
 
     @property
-    def name(self) -> ServiceName:
+    def name(self) -> ObjectName:
         metadata = self.manifest["metadata"]
         return metadata["namespace"], metadata["name"]
 
@@ -144,7 +144,7 @@ class Autoscaler:
     metrics: ScalingMetrics
     clock: Callable[[], float]
     """Returns Unix seconds."""
-    _memory_of: dict[ServiceName, ServiceMemory] = field(default_factory=dict)
+    _memory_of: dict[ObjectName, ServiceMemory] = field(default_factory=dict)
     _budget: GpuBudget = field(init=False)
 
     def __post_init__(self) -> None:

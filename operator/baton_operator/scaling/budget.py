@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from baton_operator.cluster.state import ClusterReader, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
+from baton_operator.manifests.objects import ObjectName
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import role_scalers
-from baton_operator.scaling.metrics import ServiceName
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class GpuDemand:
 
     @classmethod
     def of(
-        cls, service: ServiceName, name: RoleName, role: WorkerRole, replicas: int, pods: Sequence[Pod]
+        cls, service: ObjectName, name: RoleName, role: WorkerRole, replicas: int, pods: Sequence[Pod]
     ) -> GpuDemand:
         """Return the demand of a role that keeps its replicas."""
         gpus = role.resources.accelerators * role.parallelism.nodes
@@ -80,15 +80,15 @@ class GpuBudget:
     def __init__(self, gpus: int, reader: ClusterReader) -> None:
         self._gpus = gpus
         self._reader = reader
-        self._held: dict[ServiceName, tuple[int, tuple[GpuDemand, ...]]] = {}
+        self._held: dict[ObjectName, tuple[int, tuple[GpuDemand, ...]]] = {}
         """Allocation of each service, with the state of the cache that it was read from."""
-        self._demands: dict[ServiceName, tuple[float, Mapping[str, GpuDemand]]] = {}
+        self._demands: dict[ObjectName, tuple[float, Mapping[str, GpuDemand]]] = {}
         """Expiry time and demands by holder, per service."""
         self._reserved: dict[str, int] = {}
         """Granted workers that are not written yet."""
 
     def grant(
-        self, service: ServiceName, demands: Sequence[GpuDemand], now: float, until: float
+        self, service: ObjectName, demands: Sequence[GpuDemand], now: float, until: float
     ) -> Mapping[str, int]:
         """Return the workers for each holder and reserve them until `written`. `demands` are all of this
         service. They compete with those of other services until `until`.
@@ -101,22 +101,22 @@ class GpuBudget:
         self._reserved |= {one.holder: allowed[one.holder] for one in demands}
         return allowed
 
-    def written(self, service: ServiceName) -> None:
+    def written(self, service: ObjectName) -> None:
         """Release the reservation: the replicas are written, or will not be."""
         for name in ("prefill", "decode"):
             self._reserved.pop(holder(service, name), None)
 
-    def forget(self, service: ServiceName) -> None:
+    def forget(self, service: ObjectName) -> None:
         """Forget a service that is no longer scaled."""
         self.written(service)
         self._demands.pop(service, None)
 
-    def _services(self) -> list[ServiceName]:
+    def _services(self) -> list[ObjectName]:
         replicas = self._reader.cache.services()
         self._held = {key: self._held[key] for key in replicas if key in self._held}
         return replicas
 
-    def _stand(self, service: ServiceName, now: float) -> list[GpuDemand]:
+    def _stand(self, service: ObjectName, now: float) -> list[GpuDemand]:
         """Return the allocation and the demand of another service."""
         until, demands = self._demands.get(service, (0.0, {}))
         stand = []
@@ -130,7 +130,7 @@ class GpuBudget:
                 stand.append(replace(one, replicas=replicas, requested=requested, pressure=demand.pressure))
         return stand
 
-    def _read(self, service: ServiceName) -> tuple[GpuDemand, ...]:
+    def _read(self, service: ObjectName) -> tuple[GpuDemand, ...]:
         state = self._reader.cache.changed(*service)
         before = self._held.get(service)
         if before is None or before[0] != state:
@@ -138,7 +138,7 @@ class GpuBudget:
         return before[1]
 
 
-def holder(service: ServiceName, name: RoleName) -> str:
+def holder(service: ObjectName, name: RoleName) -> str:
     """Namespace, service and role."""
     return "/".join((*service, name))
 
@@ -149,7 +149,7 @@ def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
     return [pod for pod in pods if pod.role in those and not pod.finished and not pod.follower]
 
 
-def _held(reader: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
+def _held(reader: ClusterReader, service: ObjectName) -> tuple[GpuDemand, ...]:
     """Return the written allocation of a service; empty if it is not scaled."""
     spec = InferenceServiceSpec.of(reader.cache.service(*service))
     if spec is None or spec.autoscaling.mode == "Disabled":

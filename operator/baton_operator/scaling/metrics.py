@@ -12,11 +12,9 @@ from prometheus_client.registry import Collector
 
 from baton_api import metrics
 from baton_api.metrics import Metric
+from baton_operator.manifests.objects import ObjectName
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.sample import RoleSample, ScalingDecision
-
-ServiceName = tuple[str, str]
-"""Namespace and name."""
 
 INPUTS = ("demand", "backlog", "latency", "first_token", "utilisation", "rate", "requests", "queued", "held")
 
@@ -35,23 +33,21 @@ class ScalingMetrics(Collector):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._decided: dict[ServiceName, Mapping[RoleName, RoleDecision]] = {}
-        self._measured: dict[ServiceName, float] = {}
-        self._changes: Counter[tuple[ServiceName, RoleName, str]] = Counter()
+        self._decided: dict[ObjectName, Mapping[RoleName, RoleDecision]] = {}
+        self._measured: dict[ObjectName, float] = {}
+        self._changes: Counter[tuple[ObjectName, RoleName, str]] = Counter()
 
-    def decided(
-        self, service: ServiceName, roles: Mapping[RoleName, RoleDecision], *, measured: bool
-    ) -> None:
+    def decided(self, service: ObjectName, roles: Mapping[RoleName, RoleDecision], *, measured: bool) -> None:
         """Record the decisions of a service. `measured`: whether Prometheus answered."""
         self._decided[service] = roles
         if measured or service not in self._measured:
             self._measured[service] = self._clock()
 
-    def changed(self, service: ServiceName, role: RoleName, direction: str) -> None:
+    def changed(self, service: ObjectName, role: RoleName, direction: str) -> None:
         """Count a change of replicas; `direction` is up or down."""
         self._changes[service, role, direction] += 1
 
-    def forget(self, service: ServiceName) -> None:
+    def forget(self, service: ObjectName) -> None:
         self._decided.pop(service, None)
         self._measured.pop(service, None)
 
