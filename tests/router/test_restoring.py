@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -226,6 +227,25 @@ def test_a_measurement_teaches_one_speed(
     cluster.answer(cached=cached, seconds=2.0)
     assert (cluster.state.restore[MEMORY].seconds(1_000, 0.0) != before[0]) is restoring
     assert (cluster.state.prefill_cost.line.measurements != before[1]) is computing
+
+
+def test_count_of_cached_tokens_at_the_end_of_the_answer_is_early_enough() -> None:
+    """A stream of vLLM begins before it; until then, restoring must not pass for slow computing."""
+    cluster = Tiered(decodes=1)
+    cluster.calibrate()
+    restore, computing = cluster.state.restore[MEMORY], cluster.state.prefill_cost.line
+    before = restore.seconds(1_000, 0.0), computing.measurements
+    for seconds, cached, taught in ((2.0, None, False), (2.0, 4_990, True)):
+        placement = cluster.send(cluster.prompt)
+        cluster.now += seconds
+        unknown = cluster.report(placement, 0, seconds)
+        unknown = dataclasses.replace(unknown, cached=None)
+        cluster.planner.began(placement, unknown, cluster.now)
+        assert (restore.seconds(1_000, 0.0), computing.measurements) == before
+        cluster.planner.release(placement, cluster.now, complete=True, cached=cached)
+        cluster.blocks.apply([BlockStored(BLOCKS, None, [], 16), BlockRemoved(BLOCKS)])
+        assert (restore.seconds(1_000, 0.0) != before[0]) is taught
+        assert computing.measurements == before[1]
 
 
 def test_unknown_speed_of_computing_teaches_nothing_of_restoring() -> None:

@@ -67,6 +67,8 @@ class Placement(msgspec.Struct, eq=False):
     first_byte: float | None = None
     ended: float | None = None
     report: PromptReport | None = None
+    computed_s: float = 0.0
+    """Seconds that the prompt took, if the part of restoring in them is not known yet."""
     arrived: float = 0.0
     """When the request came to the router."""
     tenant: str = ""

@@ -319,6 +319,8 @@ class PlacementPlanner:
         if not report.remote or placement.pair.prefill is not None:
             expected = placement.expected_cached * report.tokens / placement.tokens
             self._check_accuracy(placement, expected, report.cached)
+            if placement.computed_s > 0:
+                self._learn_speed(placement, report, report.cached, placement.computed_s)
 
     def _learn(self, placement: Placement, report: PromptReport, compute_s: float) -> None:
         """`compute_s` as reported or estimated; 0 if unknown."""
@@ -329,9 +331,10 @@ class PlacementPlanner:
         expected = placement.expected_cached * report.tokens / placement.tokens
         cached = min(int(expected), report.tokens) if report.cached is None else report.cached
         state = placement.prefill_state if report.remote else placement.decode_state
-        if compute_s > 0:
-            restored = self._restored(placement, report) if state is placement.prefill_state else 0
-            self._learn_speed(placement, report, state, cached, restored, compute_s)
+        if compute_s > 0 and report.cached is None and placement.reachable:
+            placement.computed_s = compute_s  # with or without restoring: the end of the answer may tell
+        elif compute_s > 0:
+            self._learn_speed(placement, report, cached, compute_s)
         if state is placement.prefill_state and report.cached is not None:
             self._check_accuracy(placement, expected, report.cached)
         if report.remote and report.transfer_s > 0:
@@ -349,20 +352,14 @@ class PlacementPlanner:
         most = sum(tokens for _, tokens in placement.reachable)
         return max(0, int(min(report.cached - hot * scale, most * scale)))
 
-    def _learn_speed(
-        self,
-        placement: Placement,
-        report: PromptReport,
-        state: WorkerState,
-        cached: int,
-        restored: int,
-        compute_s: float,
-    ) -> None:
+    def _learn_speed(self, placement: Placement, report: PromptReport, cached: int, compute_s: float) -> None:
         """
         Learn the speed of computing, or of restoring, which is what computing does not explain.
 
         The latter takes a known speed of computing, and tokens of one tier.
         """
+        state = placement.prefill_state if report.remote else placement.decode_state
+        restored = self._restored(placement, report) if state is placement.prefill_state else 0
         uncached = max(1, report.tokens - cached)
         if restored < MIN_RESTORED_TOKENS:
             state.prefill_cost.learn(uncached, report.tokens, compute_s)
