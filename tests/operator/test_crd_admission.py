@@ -11,10 +11,12 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from baton_api import labels
 from baton_operator.crd import RESOURCES, Resource
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from tests.operator.bounds import Breach, breaches, broken
 from tests.operator.test_crd import NO_QUANTITIES, QUANTITIES
+from tests.operator.test_engines import CLAIM, DISK, MEMORY, SGLANG, VLLM, settled, with_tiers
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -235,6 +237,38 @@ async def test_admission_value_beyond_a_bound_is_rejected_and_named(
     taken = [complaint for complaint in await asyncio.gather(*map(refused, cases)) if complaint]
     assert not taken, taken[:3]
     print(f"{kind.kind}: {len(cases)} values refused")
+
+
+@pytest.mark.parametrize("spec", [VLLM, SGLANG], ids=["vLLM", "SGLang"])
+@pytest.mark.parametrize("disk", [DISK, CLAIM], ids=["a claim of each pod", "one claim for all"])
+async def test_pods_with_tiers_of_the_kv_cache_are_admitted(
+    api: RealKubernetes, spec: dict[str, Any], disk: dict[str, Any]
+) -> None:
+    """The templates as the operator writes them, which pods are created from."""
+    cluster = settled(with_tiers(spec, MEMORY, disk))
+    roles = set()
+    for (_, kind, _), one in cluster.objects.items():
+        role = one["metadata"]["labels"].get(labels.ROLE)
+        if kind != "Deployment" or role not in ("prefill", "decode"):
+            continue
+        template = one["spec"]["template"]
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": role, "labels": template["metadata"]["labels"]},
+            "spec": {**template["spec"], "serviceAccountName": "default"},
+        }
+        account = await api.admin.post(
+            "/api/v1/namespaces/default/serviceaccounts", json={"metadata": {"name": "default"}}
+        )
+        assert account.status_code in (201, 409)
+        query = "?dryRun=All&fieldValidation=Strict"
+        answer = await api.admin.post(f"/api/v1/namespaces/default/pods{query}", json=pod)
+        assert answer.status_code == 201, answer.text
+        volumes = {volume["name"]: volume for volume in answer.json()["spec"]["volumes"]}
+        assert ("kv-tier" in volumes) is (spec is VLLM or role == "prefill")
+        roles.add(role)
+    assert roles == {"prefill", "decode"}
 
 
 async def test_openapi_fields_have_descriptions(api: RealKubernetes) -> None:

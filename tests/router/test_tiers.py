@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -266,6 +269,40 @@ def test_report_finds_blocks_that_tiers_have_already() -> None:
     router.compute(0)
     router.tell(removed(3, 2, 1, 0))
     assert [router.reach(slot) for slot in (0, 1)] == [{MEMORY: 3, DISK: 3}, {DISK: 3}]
+
+
+def test_recorded_events_of_vllm_are_understood() -> None:
+    """
+    What vLLM 0.32's BlockPool, CPUOffloadingManager and OffloadingEventsTracker published for two prompts.
+
+    Only the copies themselves were left out, as they take a GPU. The first prompt has a salt. The host's
+    memory drops the beginning of a prompt first.
+    """
+    steps = json.loads((Path(__file__).parent / "vllm_tier_events.json").read_text())
+    expected: dict[str, tuple[tuple[int, dict[Tier, int]], tuple[int, dict[Tier, int]]]] = {
+        "the pool has a prompt of 4 blocks with a salt": ((4, {}), (0, {})),
+        "the host's memory has it": ((4, {MEMORY: 4}), (0, {})),
+        "the disk has it": ((4, {MEMORY: 4, DISK: 4}), (0, {})),
+        "the pool evicts 2 blocks for another prompt": ((2, {MEMORY: 4, DISK: 4}), (4, {MEMORY: 4, DISK: 4})),
+        "the host's memory evicts 2 blocks for it": ((2, {MEMORY: 4, DISK: 4}), (4, {MEMORY: 4, DISK: 4})),
+        "the pool is cleared": ((0, {DISK: 4}), (0, {MEMORY: 4, DISK: 4})),
+    }
+    router = Router()
+    prompts = [(PROMPT, list(range(100, 116)), "salt")]
+    prompts.append((PromptChunks((5, 6, 7, 8), PROMPT.sizes), list(range(200, 216)), ""))
+    for prompt, tokens, salt in prompts:
+        router.map.place(prompt, int(prompt_tail(tokens, SIZE, salt), 16), 4, 0, [0])
+    for number, step in enumerate(steps):
+        message = base64.b64decode(step["batch"])
+        router.feeds[0].batch(number, msgspec.msgpack.decode(message, type=EventBatch).events, 0.0)
+        if "prompt" in step["step"]:
+            # The engine has computed it, and the router assumes that until events say otherwise.
+            router.index.insert(0, prompts[bool(number)][0].names)
+        found = tuple(
+            (router.index.match(one.names).get(0, 0), dict(router.map.reach(one.names).get(0, ())))
+            for one, _, _ in prompts
+        )
+        assert found == expected[step["step"]], step["step"]
 
 
 @pytest.mark.parametrize("seed", range(20))

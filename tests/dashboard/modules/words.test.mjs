@@ -37,6 +37,8 @@ test("what happened and why, in sentences", () => {
   assert.match(said[1], /The cost is the delay of this request/);
   assert.match(said[2], /40 of 100 prompt tokens came from the prefix cache; about 32 were expected/);
   assert.match(said[3], /at the workers: 100 ms; predicted: 90 ms/);
+  const tiers = { ...decision, expected_restored: { memory: 16, disk: 8 } };
+  assert.match(sentences(record({ decision: tiers }), named)[2], /about 32 \(restored: 16 from memory, 8 from disk\) were expected/);
 });
 
 test("a price that counts requests is no time", () => {
