@@ -14,5 +14,11 @@ class EngineKind(enum.StrEnum):
     """vLLM's OpenAI server. A pair transfers KV blocks by its NixlConnector."""
     SGLANG = "sglang"
     """SGLang's server. A pair transfers KV blocks by its disaggregation mode."""
+    TRTLLM = "trtllm"
+    """TensorRT-LLM's server, `trtllm-serve`. A pair transfers KV blocks by its cache transceiver."""
     OPENAI = "openai"
     """Any other server with OpenAI's API. It is never part of a pair."""
+
+
+TRTLLM_OWNER = "tensorrt_llm"
+"""`owned_by` of TensorRT-LLM's models, by which it is told from vLLM."""

@@ -216,7 +216,7 @@ class RouterSettings(BatchSettings):
     worker: tuple[WorkerUrl, ...] = ()
     """URL of a server with OpenAI's API, such as llama.cpp, TGI or Ollama; repeatable. As --decode."""
 
-    engine: Literal["auto", "baton", "vllm", "sglang", "openai"] = "auto"
+    engine: Literal["auto", "baton", "trtllm", "vllm", "sglang", "openai"] = "auto"
     """Engine of the workers. auto: the router asks each worker. openai: any server with OpenAI's API."""
 
     decode_dns: tuple[DnsQuestion, ...] = ()

@@ -17,7 +17,7 @@ CALENDAR_READERS = {
     "baton_router/gateway/certificate.py": "validity of a self-signed certificate",
     "baton_router/gateway/exchange.py": "expiry of tickets",
     "baton_router/proxy/tracing.py": "times of spans, beside those of other services",
-    "baton_router/engines/checks.py": "expiry of tickets",
+    "baton_router/engines/baton.py": "expiry of tickets",
     "baton_router/proxy/admin_operations.py": "expiry of tickets",
     "baton_router/proxy/proxy.py": "expiry of tickets",
     "baton_router/proxy/redis_responses.py": "expiry of responses that routers share",

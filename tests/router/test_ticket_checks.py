@@ -8,7 +8,8 @@ from baton_api.workers import Load, Role
 from baton_engine.api.http import HttpServer
 from baton_engine.settings import WorkerSettings
 from baton_http.upstream import Upstream
-from baton_router.engines.checks import BatonChecks, WorkerApi
+from baton_router.engines.baton import BatonChecks
+from baton_router.engines.checks import WorkerApi
 from tests.engine.api.api import MODEL, open_api
 
 ADVICE = "set BATON_ROUTER_TICKET_SECRET of the router and BATON_TICKET_SECRET of all workers"

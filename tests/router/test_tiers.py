@@ -21,6 +21,7 @@ from baton_router.cache.prefix_index import PrefixIndex
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.cache.tiers import Tier
 from baton_router.cache.token_blocks import TokenBlockSink, prompt_tail
+from baton_router.engines.registry import ENGINES
 
 SIZE = 4
 TOKENS = list(range(100, 116))
@@ -83,7 +84,9 @@ class Router:
             self.index.register(slot, 10_000)
 
     def feed(self, slot: int) -> KvEventFeed:
-        feed = KvEventFeed(TokenBlockSink(self.workers[slot], self.engine), 0.0, heartbeats=False)
+        feed = KvEventFeed(
+            TokenBlockSink(self.workers[slot], ENGINES[self.engine].cleared_tiers), 0.0, heartbeats=False
+        )
         feed.snapshot(-1, {}, 0.0)
         return feed
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from baton_api.engines import EngineKind
+from baton_api.engines import TRTLLM_OWNER, EngineKind
 from baton_api.workers import Role
 from baton_cli.doctor.machine import EngineWorker, Finding, Level, Machine, good, note
 from baton_cli.router_workers import samples
@@ -30,6 +30,9 @@ def engine_workers(client: httpx.Client, listed: Sequence[tuple[str, str]]) -> I
     for url, role in listed:
         if "epoch" in _get(client, f"{url}/load"):
             continue  # a worker of Baton
+        models = _get(client, f"{url}/v1/models").get("data") or [{}]
+        if models[0].get("owned_by") == TRTLLM_OWNER:
+            continue  # it has no setting that could be read, and serves vLLM's /version
         if isinstance(version := _get(client, f"{url}/version").get("version"), str):
             yield _vllm(client, url, role, version)
         elif "disaggregation_mode" in (info := _get(client, f"{url}/server_info")):

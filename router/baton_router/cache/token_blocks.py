@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import msgspec
 from xxhash import xxh3_64_intdigest as digest
 
-from baton_api.engines import EngineKind
 from baton_api.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from baton_router.cache.block_map import LEFT_LIMIT, Tree
 from baton_router.cache.kv_feed import BlockSink
@@ -197,11 +196,10 @@ def _group(event: BlockStored | BlockRemoved) -> int | None:
 class TokenBlockSink:
     """A `BlockSink` that translates for another one."""
 
-    def __init__(self, blocks: BlockSink, engine: EngineKind) -> None:
+    def __init__(self, blocks: BlockSink, cleared_tiers: tuple[Tier, ...] = ()) -> None:
+        """`cleared_tiers` are cleared with the pool."""
         self._blocks = blocks
-        # SGLang clears the host's memory with the pool. vLLM clears the pool alone: its connector keeps what
-        # it has, unless told otherwise, of which it publishes nothing.
-        self._names = TokenBlocks((Tier.MEMORY,) if engine is EngineKind.SGLANG else ())
+        self._names = TokenBlocks(cleared_tiers)
 
     def apply(self, events: Sequence[Event]) -> None:
         self._blocks.apply(self._names.translate(events))

@@ -19,10 +19,9 @@ from typing import Protocol
 
 from baton_api import headers
 from baton_api.answer_usage import AnswerUsage
-from baton_api.engines import EngineKind
 from baton_api.prompt_report import Fallback, PromptReport
 from baton_http.client_connection import ClientConnection
-from baton_http.http_client import UpstreamPool
+from baton_http.http_client import ReplyTooLarge, UpstreamPool, read_body
 from baton_http.replies import with_length
 from baton_http.sse import EventStream, is_event_stream, usage_tokens
 from baton_http.upstream import Headers, Sink, UpstreamExchange, UpstreamLost
@@ -49,6 +48,9 @@ PREFILL_CAUSES = frozenset({PREFILL_LOST, PREFILL_CRASHED})
 
 BUFFER_LIMIT = 256 * 1024
 """Bytes of a response that is not a stream that are held back until it is complete."""
+
+PREFILL_LIMIT = 16 * 1024**2
+"""Maximum bytes of a prefill worker's answer, most of which are the prompt's token ids."""
 
 TAIL_LIMIT = 4096
 """Bytes at the end of a longer one in which its usage is."""
@@ -176,6 +178,36 @@ class EngineRequest:
         else:
             self._picker.failed(self.grant)
         return opening
+
+    async def prefill(self, body: bytes) -> bytes:
+        """
+        Let the prefill worker compute the prompt of `body`, before the decode worker gets the request.
+
+        Returns its answer; empty, with `fallback`, if it has none. Raises UpstreamLost if no time is left.
+        """
+        worker = self.grant.prefill
+        try:
+            exchange = await self.upstreams.get(worker).request(
+                self.head.for_worker(worker, len(body)), body, self
+            )
+            reply = await read_body(exchange, PREFILL_LIMIT)
+        except UpstreamLost as lost:
+            if lost.cause == OVERDUE:
+                raise
+            self.fallback = Fallback.UNREACHABLE if lost.cause == "connect" else Fallback.LOST
+            return b""
+        except ReplyTooLarge:
+            self.fallback = Fallback.PROTOCOL
+            return b""
+        finally:
+            self.exchange = None
+        if exchange.status == OK:
+            return reply
+        if exchange.status in BUSY:
+            self.fallback = Fallback.BUSY
+        else:
+            self.fallback = Fallback.REJECTED if exchange.status < FAILED else Fallback.FAILED
+        return b""
 
     def forward_to(self, client: ClientConnection) -> None:
         """While `next` waits, send parts to the client as they arrive; it returns those that must wait."""
@@ -312,8 +344,6 @@ class EngineRequest:
 
 class EngineDriver(Protocol):
     """The protocol of one kind of engine."""
-
-    kind: EngineKind
 
     async def send(self, attempt: EngineRequest) -> UpstreamExchange:
         """

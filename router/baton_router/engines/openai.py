@@ -11,10 +11,13 @@ import msgspec
 
 from baton_api.engines import EngineKind
 from baton_api.prompt_report import PromptReport
+from baton_api.workers import Load, Role
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
 from baton_router.engines.bodies import openai_error
+from baton_router.engines.checks import WorkerApi
 from baton_router.engines.engine_request import BAD, EngineRequest, ResumeState
+from baton_router.engines.spec import EngineSpec
 
 
 class _Details(msgspec.Struct):
@@ -35,8 +38,6 @@ _answers = msgspec.json.Decoder(_Answer)
 
 class OpenAiEngine:
     """Implements `engine_request.EngineDriver`."""
-
-    kind = EngineKind.OPENAI
 
     async def send(self, attempt: EngineRequest) -> UpstreamExchange:
         worker, body = attempt.grant.decode, attempt.request.body
@@ -96,3 +97,35 @@ def estimated_report(
         fallback=fallback,
         estimated=True,
     )
+
+
+class OpenAiChecks:
+    """Implements `checks.EngineChecks`: such servers report only their models."""
+
+    def __init__(self, api: WorkerApi) -> None:
+        self._api = api
+
+    async def load(self) -> tuple[Load, str]:
+        models = await self._api.models()
+        if not models:
+            return Load(role=self._api.role, model="", engine=EngineKind.OPENAI), "it serves no model"
+        load = Load(
+            role=self._api.role,
+            model=models[0].id,
+            names=tuple(model.id for model in models),
+            max_model_len=models[0].max_model_len or 0,
+            engine=EngineKind.OPENAI,
+        )
+        if self._api.role is Role.PREFILL:
+            return load, "its engine is not one whose workers form pairs: list it with --worker"
+        return load, ""
+
+
+SPEC = EngineSpec(
+    kind=EngineKind.OPENAI,
+    title="a server of the OpenAI API",
+    signatures=[("/v1/models", lambda reply: "data" in reply)],
+    checks=OpenAiChecks,
+    driver=lambda rng: OpenAiEngine(),
+    pairs=False,
+)

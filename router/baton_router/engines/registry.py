@@ -1,18 +1,55 @@
-"""The engines by kind."""
+"""
+The engines, each by its `EngineSpec`, and finding out which one a worker has.
+
+An engine is found out by asking for what only it serves. The order matters: each engine precedes those that
+serve its paths too.
+"""
 
 from __future__ import annotations
 
-import random
+from typing import Any
+
+import msgspec
 
 from baton_api.engines import EngineKind
-from baton_router.engines.baton import BatonEngine
-from baton_router.engines.engine_request import EngineDriver
-from baton_router.engines.openai import OpenAiEngine
-from baton_router.engines.sglang import SglangEngine
-from baton_router.engines.vllm import VllmEngine
+from baton_http.http_client import Reply
+from baton_router.engines import baton, openai, sglang, trtllm, vllm
+from baton_router.engines.checks import OK, WorkerApi
+from baton_router.engines.engine_request import FAILED
+from baton_router.engines.spec import EngineSpec
+
+ENGINES: dict[EngineKind, EngineSpec] = {
+    spec.kind: spec for spec in (baton.SPEC, trtllm.SPEC, vllm.SPEC, sglang.SPEC, openai.SPEC)
+}
+
+TARGETS = tuple(dict.fromkeys(target for spec in ENGINES.values() for target, _ in spec.signatures))
+
+_objects = msgspec.json.Decoder(dict[str, Any])
 
 
-def all_engines(rng: random.Random) -> dict[EngineKind, EngineDriver]:
-    """The engines; `rng` draws the session numbers of SGLang's pairs."""
-    engines: tuple[EngineDriver, ...] = (BatonEngine(), VllmEngine(), SglangEngine(rng), OpenAiEngine())
-    return {engine.kind: engine for engine in engines}
+async def detect(api: WorkerApi) -> EngineKind | None:
+    """
+    The engine of a worker; None while it answers nothing by which it is recognized, such as while it starts.
+
+    Raises UpstreamLost and INVALID_REPLY_ERRORS.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    for spec in ENGINES.values():
+        for target, recognizes in spec.signatures:
+            if target not in answers:
+                reply = await api.get(target)
+                # Ready before the next request, a worker that is starting would be taken for another engine.
+                if reply.status >= FAILED:
+                    return None
+                answers[target] = _object(reply)
+            if recognizes(answers[target]):
+                return spec.kind
+    return None
+
+
+def _object(reply: Reply) -> dict[str, Any]:
+    """The JSON object of a reply; empty without one."""
+    try:
+        return _objects.decode(reply.body) if reply.status == OK else {}
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}

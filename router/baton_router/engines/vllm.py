@@ -18,42 +18,20 @@ from baton_api.engines import EngineKind
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.hashing import client_salt
 from baton_api.prompt_report import Fallback, PromptReport
-from baton_http.http_client import ReplyTooLarge, read_body
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.cache.token_blocks import prompt_tail
 from baton_router.engines.bodies import openai_error, with_members
-from baton_router.engines.engine_request import (
-    BAD,
-    BUSY,
-    FAILED,
-    OK,
-    OVERDUE,
-    EngineRequest,
-    ResumeState,
-)
+from baton_router.engines.engine_request import BAD, EngineRequest, ResumeState
 from baton_router.engines.openai import estimated_report, usage_of
+from baton_router.engines.spec import EngineSpec
+from baton_router.engines.vllm_checks import REMOTE_DECODE, TRANSFER, VllmChecks
 from baton_router.engines.vllm_stream import ABORTED, StreamOptions, VllmState, VllmStream, with_cached_tokens
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 GENERATING = (CHAT, COMPLETIONS)
 """Paths that a pair can serve."""
-
-TRANSFER = "kv_transfer_params"
-
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""`kv_transfer_params` that make a worker keep the blocks of a prompt for another one."""
-
-REPLY_LIMIT = 16 * 1024**2
-"""Maximum bytes of a prefill worker's reply, most of which are the prompt's token ids."""
 
 
 class VllmBody(msgspec.Struct):
@@ -212,8 +190,6 @@ def decode_body(attempt: EngineRequest, options: VllmBody, transfer: dict[str, A
 class VllmEngine:
     """Implements `engine_request.EngineDriver`."""
 
-    kind = EngineKind.VLLM
-
     async def send(self, attempt: EngineRequest) -> UpstreamExchange:
         grant = attempt.grant
         options = read_options(attempt.request.body) if attempt.request.path in GENERATING else None
@@ -230,25 +206,8 @@ class VllmEngine:
 
     async def _prefill(self, attempt: EngineRequest, options: VllmBody) -> dict[str, Any]:
         """Let the prefill worker compute the prompt; empty, with `attempt.fallback`, if it did not."""
-        upstream = attempt.upstreams.get(attempt.grant.prefill)
-        body = prefill_body(attempt, options)
-        try:
-            exchange = await upstream.request(
-                attempt.head.for_worker(attempt.grant.prefill, len(body)), body, attempt
-            )
-            reply = await read_body(exchange, REPLY_LIMIT)
-        except UpstreamLost as lost:
-            if lost.cause == OVERDUE:
-                raise
-            attempt.fallback = Fallback.UNREACHABLE if lost.cause == "connect" else Fallback.LOST
-            return {}
-        except ReplyTooLarge:
-            attempt.fallback = Fallback.PROTOCOL
-            return {}
-        finally:
-            attempt.exchange = None
-        if exchange.status != OK:
-            attempt.fallback = _fallback_of(exchange.status)
+        reply = await attempt.prefill(prefill_body(attempt, options))
+        if not reply:
             return {}
         try:
             answer = _replies.decode(reply)
@@ -334,7 +293,18 @@ def tail_of(attempt: EngineRequest, tokens: list[int]) -> str:
     return prompt_tail(tokens, attempt.grant.block_size, salt, attempt.grant.adapter)
 
 
-def _fallback_of(status: int) -> Fallback:
-    if status in BUSY:
-        return Fallback.BUSY
-    return Fallback.REJECTED if status < FAILED else Fallback.FAILED
+def single_body(body: bytes, salt: str) -> bytes:
+    options = read_options(body)
+    return body if options is None else with_members(body, salt_members(salt, options))
+
+
+SPEC = EngineSpec(
+    kind=EngineKind.VLLM,
+    title="vLLM",
+    signatures=[("/version", lambda reply: isinstance(reply.get("version"), str))],
+    checks=VllmChecks,
+    driver=lambda rng: VllmEngine(),
+    tried="0.32",
+    no_connector="runs without NixlConnector: start it with --kv-transfer-config",
+    single_body=single_body,
+)

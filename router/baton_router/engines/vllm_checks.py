@@ -16,7 +16,18 @@ from baton_api.workers import Load, Role
 from baton_router.engines.checks import OK, WorkerApi
 from baton_router.engines.layout import layout_text
 from baton_router.engines.prometheus_text import label_values, mean, total
-from baton_router.engines.vllm import REMOTE_DECODE, TRANSFER
+
+TRANSFER = "kv_transfer_params"
+
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""`kv_transfer_params` that make a worker keep the blocks of a prompt for another one."""
 
 OLDEST = (0, 12)
 """Oldest version whose pairs follow the protocol of `baton_router.engines.vllm`."""

@@ -18,8 +18,6 @@ from baton_api.errors import NotReady
 from baton_api.keys import API_KEY, AUTHORIZATION
 from baton_http.replies import REQUEST_ID
 from baton_http.upstream import Headers
-from baton_router.engines import sglang, vllm
-from baton_router.engines.bodies import with_members
 from baton_router.engines.worker_head import PREFILL, SALT, TENANT, TICKET, WorkerCredentials
 from baton_router.gateway.messages import DESTINATION
 from baton_router.proxy import responses
@@ -54,22 +52,6 @@ async def destination_of(worker: str) -> str:
         ) from error
     address = str(addresses[0][4][0])
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def worker_body(request: InferenceRequest, grant: Grant) -> bytes:
-    """
-    The body for the worker: unchanged, except that vLLM reads the cache salt of a tenant from it.
-
-    Raises InvalidRequest if a client sets what only routers may set: the transfer of KV blocks.
-    """
-    body = request.body
-    if grant.engine is EngineKind.SGLANG:
-        sglang.read_options(body)
-    elif grant.engine is EngineKind.VLLM:
-        options = vllm.read_options(body)
-        if options is not None:
-            return with_members(body, vllm.salt_members(request.tenant.salt, options))
-    return body
 
 
 def worker_headers(

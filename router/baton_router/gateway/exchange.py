@@ -25,9 +25,10 @@ from baton_api.errors import (
 )
 from baton_http.replies import Scope, request_id
 from baton_router.engines.engine_request import PROMPT
+from baton_router.engines.registry import ENGINES
 from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.gateway import messages
-from baton_router.gateway.destination import destination_of, removed_headers, worker_body, worker_headers
+from baton_router.gateway.destination import destination_of, removed_headers, worker_headers
 from baton_router.gateway.local_endpoints import LocalEndpoints
 from baton_router.gateway.messages import ProcessingRequest, ProcessingResponse
 from baton_router.gateway.response_tracker import ResponseTracker
@@ -186,7 +187,7 @@ class GatewayExchange:
         set_fields = worker_headers(grant, request, self._id, destination, services.credentials, time.time())
         removed = removed_headers(request.headers, set_fields, services.credentials)
         mutation = messages.header_mutation(set_fields, removed)
-        changed = worker_body(request, grant)
+        changed = ENGINES[grant.engine].single_body(request.body, request.tenant.salt)
         chunks, self._chunks = self._chunks, []
         if self._mode == messages.BUFFERED:
             reply = messages.request_body(mutation, None if changed is body else changed)

@@ -31,7 +31,7 @@ from baton_router.engines.engine_request import (
     EngineRequest,
     ResumeState,
 )
-from baton_router.engines.registry import all_engines
+from baton_router.engines.registry import ENGINES
 from baton_router.engines.worker_head import WorkerCredentials, WorkerHead
 from baton_router.metrics.registry import RouterMetrics
 from baton_router.proxy import finished_request
@@ -76,7 +76,8 @@ class Proxy:
         self._metrics = metrics
         self._tracing = tracing
         self._credentials = WorkerCredentials.of(settings)
-        self._drivers = all_engines(random.Random())
+        rng = random.Random()
+        self._drivers = {kind: engine.driver(rng) for kind, engine in ENGINES.items()}
         self._budget = RetryBudget(settings.retry_ratio, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,16 +17,8 @@ from baton_api.engines import EngineKind
 from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
 from baton_http.upstream import UpstreamLost
-from baton_router.engines.checks import (
-    INVALID_REPLY_ERRORS,
-    BatonChecks,
-    EngineChecks,
-    OpenAiChecks,
-    WorkerApi,
-    detect,
-)
-from baton_router.engines.sglang_checks import SglangChecks
-from baton_router.engines.vllm_checks import VllmChecks
+from baton_router.engines.checks import INVALID_REPLY_ERRORS, EngineChecks, WorkerApi
+from baton_router.engines.registry import ENGINES, TARGETS, detect
 from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.pairing import PairingReview
@@ -36,13 +28,6 @@ log = logging.getLogger(__name__)
 
 NOT_READY_FACTOR = 8
 """A worker that is not ready is checked this many times as often."""
-
-CHECKS: dict[EngineKind, Callable[[WorkerApi], EngineChecks]] = {
-    EngineKind.BATON: BatonChecks,
-    EngineKind.VLLM: VllmChecks,
-    EngineKind.SGLANG: SglangChecks,
-    EngineKind.OPENAI: OpenAiChecks,
-}
 
 
 async def watch(
@@ -125,7 +110,7 @@ class WorkerChecks:
         Raises UpstreamLost, and INVALID_REPLY_ERRORS for an invalid reply.
         """
         if self._checks is None or self._worker.health.down:
-            self._checks = CHECKS[await self._kind()](self._api)
+            self._checks = ENGINES[await self._kind()].checks(self._api)
         return await self._checks.load()
 
     async def _kind(self) -> EngineKind:
@@ -134,9 +119,7 @@ class WorkerChecks:
             kind = EngineKind(self._settings.engine)
         kind = kind or await detect(self._api)
         if kind is None:
-            raise msgspec.DecodeError(
-                "its engine is not known: it answers none of /load, /version, /server_info and /v1/models"
-            )
+            raise msgspec.DecodeError(f"its engine is not known: it answers none of {', '.join(TARGETS)}")
         return kind
 
 

@@ -26,6 +26,7 @@ from baton_http.http_client import request_head
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import FeedRequest, KvEventFeed
 from baton_router.cache.token_blocks import TokenBlockSink
+from baton_router.engines.registry import ENGINES
 from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers
@@ -128,7 +129,8 @@ class KvSubscriber:
         self._blocks = worker_states.blocks.open(self.state.slot, kind)
         self._named_by_tokens = load.engine is not EngineKind.BATON
         """Whether the events are those of another engine: without heartbeats and snapshots."""
-        sink = TokenBlockSink(self._blocks, load.engine) if self._named_by_tokens else self._blocks
+        cleared = ENGINES[load.engine].cleared_tiers
+        sink = TokenBlockSink(self._blocks, cleared) if self._named_by_tokens else self._blocks
         self.feed = KvEventFeed(sink, clock(), heartbeats=not self._named_by_tokens)
         self._begun = False
         self._task: asyncio.Task[None] | None = None

@@ -10,27 +10,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from baton_api.engines import EngineKind
 from baton_api.workers import Load, Role
 from baton_router.engines.layout import layout_differences
+from baton_router.engines.registry import ENGINES
 from baton_router.workers.worker import Worker, Workers
 
 log = logging.getLogger(__name__)
-
-TITLES = {
-    EngineKind.BATON: "Baton",
-    EngineKind.VLLM: "vLLM",
-    EngineKind.SGLANG: "SGLang",
-    EngineKind.OPENAI: "a server of the OpenAI API",
-}
-
-SUPPORTED_VERSIONS = {EngineKind.VLLM: "0.32", EngineKind.SGLANG: "0.5"}
-"""Versions whose protocol the router follows: vLLM's was tried with real workers, SGLang's was read."""
-
-NO_CONNECTOR = {
-    EngineKind.VLLM: "runs without NixlConnector: start it with --kv-transfer-config",
-    EngineKind.SGLANG: "runs without disaggregation: start it with --disaggregation-mode",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +31,12 @@ def why_not_paired(prefill: PairSide, decode: PairSide) -> str:
     """Return why these workers form no pair, as a clause that names both; empty if they form one."""
     if prefill.revision != decode.revision:
         return _compared("revision", prefill.revision or "none", decode.revision or "none", prefill, decode)
-    if prefill.load.engine is not decode.load.engine:
-        engines = TITLES[prefill.load.engine], TITLES[decode.load.engine]
-        return _compared("engine", *engines, prefill, decode)
-    if prefill.load.engine is EngineKind.OPENAI:
+    engine, other = ENGINES[prefill.load.engine], ENGINES[decode.load.engine]
+    if engine is not other:
+        return _compared("engine", engine.title, other.title, prefill, decode)
+    if not engine.pairs:
         return f"neither {prefill.name} nor {decode.name} has an engine whose workers form pairs"
-    missing = NO_CONNECTOR.get(prefill.load.engine)
+    missing = engine.no_connector
     if missing and not prefill.load.compatibility:
         return f"the prefill worker {prefill.name} {missing}, as for the decode worker {decode.name}"
     if missing and not decode.load.compatibility:
@@ -62,12 +47,12 @@ def why_not_paired(prefill: PairSide, decode: PairSide) -> str:
 
 def unknown_version(load: Load) -> str:
     """Return a warning about a version that is not known to work, as a clause; empty if it is."""
-    supported = SUPPORTED_VERSIONS.get(load.engine)
-    if supported is None or not load.version or f"{load.version}.".startswith(f"{supported}."):
+    engine = ENGINES[load.engine]
+    if not engine.tried or not load.version or f"{load.version}.".startswith(f"{engine.tried}."):
         return ""
     return (
-        f"{TITLES[load.engine]} {load.version} was not tried with this router (tried: {supported}); it "
-        "serves, but its protocol may differ"
+        f"{engine.title} {load.version} was not tried with this router (tried: {engine.tried}); it serves, "
+        "but its protocol may differ"
     )
 
 
@@ -127,7 +112,7 @@ class PairingReview:
 def _reported(worker: Worker) -> bool:
     """Whether the worker has reported what pairs depend on. Other engines do so once they are ready."""
     load = worker.health.load
-    return load is not None and (load.engine in (EngineKind.BATON, EngineKind.OPENAI) or bool(load.version))
+    return load is not None and (not ENGINES[load.engine].tried or bool(load.version))
 
 
 def _side(worker: Worker) -> PairSide | None:

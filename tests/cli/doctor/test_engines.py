@@ -132,3 +132,8 @@ def test_workers_one_problem_one_finding(changed: dict[str, Any], level: Level, 
     )
     assert finding.level is level and words in finding.measured
     assert finding.why and (finding.remedy or level is Level.NOTE)
+
+
+def test_tensorrt_llm_is_not_taken_for_vllm() -> None:
+    card = {"id": "tiny", "owned_by": "tensorrt_llm"}
+    assert not workers_at({"/version": {"version": "1.3.0"}, "/v1/models": {"data": [card]}})

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from baton_api.engines import EngineKind
 from tests.router.engines.fake_engine import FakeEngine
 from tests.router.engines.fake_sglang import FakeSglang
+from tests.router.engines.fake_trtllm import FakeTrtllm
 from tests.router.engines.fake_vllm import FakeVllm
 from tests.router.fake_worker import FakeWorker, WorkerRequest, plain
 from tests.router.running import running_router
@@ -38,6 +39,7 @@ class FakeOpenAi(FakeEngine):
         (FakeWorker, EngineKind.BATON),
         (FakeVllm, EngineKind.VLLM),
         (FakeSglang, EngineKind.SGLANG),
+        (FakeTrtllm, EngineKind.TRTLLM),
         (FakeOpenAi, EngineKind.OPENAI),
     ],
 )
