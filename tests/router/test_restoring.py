@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.registry import CollectorRegistry
 
@@ -179,6 +180,21 @@ def test_busy_worker_with_the_prompt_in_a_tier_loses_to_an_idle_one(waiting: int
         cluster.send(text(100 + seed), cluster.decodes[1])
     placement = cluster.send(cluster.prompt)
     assert (placement.pair.decode is cluster.decodes[0]) is restores is bool(placement.restored)
+
+
+@pytest.mark.parametrize(("hot", "waits"), [(len(BLOCKS), False), (0, True)])
+def test_restored_tokens_wait_for_blocks_of_the_pool(hot: int, waits: bool) -> None:
+    """Hot ones are in the pool already."""
+    cluster = Tiered(decodes=1, hot=hot)
+    cluster.calibrate()
+    idle = cluster.plan().option.first_token_s
+    load = Load(role=Role.DECODE, model="tiny", epoch="1", compatibility="c", block_size=16)
+    cluster.decodes[0].answered(msgspec.structs.replace(load, total_blocks=320, free_blocks=4))
+    other = cluster.send(text(2, 4_000))
+    cluster.planner.began(other, None, cluster.now)
+    plan = cluster.plan()
+    assert bool(plan.restored) is waits
+    assert (plan.option.first_token_s > idle + 0.5) is waits
 
 
 def test_inaccurate_worker_restores_nothing_until_it_recovers() -> None:

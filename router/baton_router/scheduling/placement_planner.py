@@ -198,7 +198,7 @@ class PlacementPlanner:
                 yield hits, backlog_s, prefills.waiting, compute_s, each
 
         decodes = [
-            self._decode_offer(state, work, tokens)
+            self._decode_offer(state, work, tokens, cached)
             for state, work in zip(generating, works(generating), strict=True)
         ]
         prefills = [self.policy.prefill_offer(work) for work in works(computing)]
@@ -394,15 +394,18 @@ class PlacementPlanner:
                 placement.computing_worker.name,
             )
 
-    def _decode_offer(self, state: WorkerState, work: PromptWork, tokens: int) -> DecodeOffer:
+    def _decode_offer(
+        self, state: WorkerState, work: PromptWork, tokens: int, cached: dict[int, int]
+    ) -> DecodeOffer:
         streams, blocks_free_s, slowdown_s = state.streams.count, 0.0, 0.0
         if streams:
             step_s, slower_s = state.step_cost.with_added_stream(streams, state.streams.tokens, tokens)
             if slower_s > step_s:
                 slowdown_s = streams * (slower_s - step_s) * self._answer_tokens.value
             if state.total_blocks:
-                cached, _, _, _, _ = work
-                blocks_free_s = self._blocks_free_s(state, tokens - cached, step_s)
+                had, _, _, _, _ = work
+                pooled = min(had, cached.get(state.slot, 0))  # restored tokens take blocks, too
+                blocks_free_s = self._blocks_free_s(state, tokens - pooled, step_s)
         return self.policy.decode_offer(work, streams, blocks_free_s, slowdown_s)
 
     def _blocks_free_s(self, state: WorkerState, tokens: int, step_s: float) -> float:
