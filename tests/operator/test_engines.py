@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import subprocess
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from baton_api import labels
 from baton_api.engines import EngineKind
+from baton_operator.kinds.engine import EngineType
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests.engines import KINDS, baton, checks, custom, sglang, startup, vllm
+from baton_operator.manifests.engines import ENGINES, checks, sglang, startup, trtllm, vllm
+from baton_operator.manifests.engines.arguments import flag_name
+from baton_operator.manifests.engines.spec import EngineSpec
 from baton_operator.manifests.objects import Manifest, merged
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 
@@ -24,6 +29,10 @@ SGLANG: Manifest = {
     **VLLM,
     "engine": {"type": "SGLang", "image": "lmsysorg/sglang:v0.5.23"},
     "model": {"uri": "pvc://models/qwen", "name": "qwen"},
+}
+TRTLLM: Manifest = {
+    **SGLANG,
+    "engine": {"type": "TensorRT-LLM", "image": "nvcr.io/nvidia/tensorrt-llm/release:1.3.0"},
 }
 CUSTOM: Manifest = {
     "engine": {"type": "Custom", "image": "llama.cpp:1", "args": ["-m", "$(BATON_MODEL)"]},
@@ -352,6 +361,7 @@ def test_arguments_of_the_user_come_last(spec: Manifest) -> None:
         pytest.param(VLLM, EngineKind.VLLM, id="vLLM"),
         pytest.param(SGLANG, EngineKind.SGLANG, id="SGLang"),
         pytest.param(CUSTOM, EngineKind.OPENAI, id="Custom"),
+        pytest.param(TRTLLM, EngineKind.TRTLLM, id="TensorRT-LLM"),
         pytest.param({"model": {"uri": "builtin://smollm2"}, "decode": {}}, None, id="Baton"),
     ],
 )
@@ -362,9 +372,63 @@ def test_services_tell_routers_the_engine(spec: Manifest, engine: EngineKind | N
     assert {one["metadata"]["labels"].get(labels.ENGINE) for one in of_workers} == {engine}
 
 
-def test_engines_all_have_a_renderer_and_a_kind() -> None:
-    assert set(KINDS) == {"Baton", "vLLM", "SGLang", "Custom"}
-    assert len({module.container for module in (baton, vllm, sglang, custom)}) == len(KINDS)
+class TestTrtllm:
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    def test_worker_of_pair_has_a_cache_transceiver(self, role: str) -> None:
+        more = {"engine": {"dtype": "bfloat16", "maxModelLen": 4096}, "transfer": {"timeout": "7s"}}
+        container = main(settled(TRTLLM, **more), role)
+        options = json.loads(variables(container)[trtllm.OPTIONS])
+        assert options.pop("disable_overlap_scheduler", False) is (role == "prefill")
+        assert options == {
+            "return_perf_metrics": True,
+            "dtype": "bfloat16",
+            "cache_transceiver_config": {
+                "backend": "NIXL",
+                "kv_transfer_timeout_ms": 7000,
+                "max_tokens_in_buffer": 4096,
+            },
+        }
+        assert flag(container, "--max_seq_len") == "4096"
+
+    def test_worker_alone_has_no_transceiver(self) -> None:
+        spec = {name: value for name, value in TRTLLM.items() if name != "prefill"}
+        container = main(settled(spec), "both")
+        assert json.loads(variables(container)[trtllm.OPTIONS]) == {"return_perf_metrics": True}
+
+    def test_script_writes_the_options_and_starts_the_server(self, tmp_path: Path) -> None:
+        """Of the container's command a shell makes the server's arguments, whatever characters they have."""
+        sizes = {"decode": {"parallelism": {"tensor": 4, "pipeline": 2}}}
+        odd = {"engine": {"args": ["--chat_template", 'a b\'$(x) "c"']}}
+        container = main(settled(merged(TRTLLM, sizes), **odd), "decode")
+        server = tmp_path / "trtllm-serve"
+        server.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/arguments\n')
+        server.chmod(0o755)
+        script = [one.replace(trtllm.FILE, f"{tmp_path}/options") for one in container["command"]]
+        environment = {**variables(container), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+        subprocess.run([*script, *container["args"]], env=environment, check=True)
+        assert (tmp_path / "options").read_text() == variables(container)[trtllm.OPTIONS]
+        given = (tmp_path / "arguments").read_text().splitlines()
+        assert given == container["args"]
+        assert given[0] == "serve" and {"--tp_size=4", "--pp_size=2"} <= set(given)
+        assert given[-2:] == odd["engine"]["args"]
+
+    def test_options_may_be_replaced(self) -> None:
+        own = [{"name": trtllm.OPTIONS, "value": "{}"}]
+        container = main(settled(TRTLLM, engine={"env": own}), "decode")
+        assert [one["value"] for one in container["env"] if one["name"] == trtllm.OPTIONS] == ["{}"]
+
+
+def test_engines_have_one_spec_each() -> None:
+    assert set(ENGINES) == set(get_args(EngineType))
+    assert {spec.kind for spec in ENGINES.values()} == set(EngineKind)
+    assert len({spec.container for spec in ENGINES.values()}) == len(ENGINES)
+
+
+@pytest.mark.parametrize("spec", ENGINES.values(), ids=list(ENGINES))
+def test_law_flags_of_specs_are_as_arguments_are_read(spec: EngineSpec) -> None:
+    """A flag in another form would never be found in `args`."""
+    flags = [*spec.owned_flags, *spec.layout_flags, *([spec.slots.flag] if spec.slots else [])]
+    assert [flag_name(flag) for flag in flags] == flags
 
 
 class TestModelFiles:
@@ -507,6 +571,14 @@ REFUSED = [
     ),
     pytest.param(VLLM, {"engine": {"image": None}}, ["spec.engine.image", "--vllm-image"], id="image"),
     pytest.param(CUSTOM, {"engine": {"image": None}}, ["Custom", "spec.engine.image"], id="custom image"),
+    pytest.param(
+        TRTLLM, {"engine": {"args": ["--extra_llm_api_options", "/x"]}},
+        ["spec.engine.args", "--extra-llm-api-options", trtllm.OPTIONS], id="options of TensorRT-LLM",
+    ),
+    pytest.param(
+        TRTLLM, {"decode": {"args": ["--tp_size=2"]}},
+        ["spec.decode.args", "--tp-size", "parallelism.tensor"], id="size of TensorRT-LLM",
+    ),
 ]  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class Lora(Part):
     """Maximum rank of an adapter. In vLLM, a larger value takes more accelerator memory."""
 
 
-EngineType = Literal["Baton", "vLLM", "SGLang", "Custom"]
+EngineType = Literal["Baton", "vLLM", "SGLang", "TensorRT-LLM", "Custom"]
 
 
 @rules(
@@ -99,9 +99,9 @@ class Engine(Part):
     """The inference engine in all workers. A change rolls out a new revision."""
 
     type: EngineType = "Baton"
-    """Engine that the workers run. vLLM and SGLang need their own image; their prefill and decode workers
-    exchange KV blocks by NIXL. Custom: any server of the OpenAI API on port 8000 with GET /health, without
-    prefill workers."""
+    """Engine that the workers run. vLLM, SGLang and TensorRT-LLM need their own image; their prefill and
+    decode workers exchange KV blocks by NIXL. Custom: any server of the OpenAI API on port 8000 with GET
+    /health, without prefill workers."""
 
     image: Image | None = None
     """Container image of the workers. Default: the operator's image for the engine. Required for Custom."""

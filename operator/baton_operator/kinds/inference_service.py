@@ -18,8 +18,11 @@ from baton_operator.kinds.worker_role import WorkerRole
 _SCALED = "(has(self.decode.scaling) || (has(self.prefill) && has(self.prefill.scaling)))"
 _RDMA = f"(has(self.{{0}}.resources.limits) && self.{{0}}.resources.limits.exists(n, n.matches('{RDMA}')))"
 _ZERO = "(has(self.{0}) && has(self.{0}.scaling) && self.{0}.scaling.minReplicas == 0)"
-_ONE_NODE = "self.{0}.parallelism.pipeline == 1 && self.{0}.parallelism.nodes == 1"
-_UNDIVIDED = "(self.engine.type == 'Baton' || self.{0}.parallelism.tensor == 1)"
+_ONE_NODE = (
+    "self.{0}.parallelism.nodes == 1 && "
+    "(self.engine.type == 'TensorRT-LLM' || self.{0}.parallelism.pipeline == 1)"
+)
+_UNDIVIDED = "(self.engine.type in ['Baton', 'TensorRT-LLM'] || self.{0}.parallelism.tensor == 1)"
 
 
 def _of_engine(role: str) -> tuple[Rule, ...]:
@@ -35,8 +38,8 @@ def _of_engine(role: str) -> tuple[Rule, ...]:
         Rule(
             f"self.engine.type in ['vLLM', 'SGLang'] || !has(self.{role}) || "
             f"({_ONE_NODE.format(role)} && {_UNDIVIDED.format(role)})",
-            "pipeline and nodes are for engine.type vLLM and SGLang, and tensor also for Baton: a Custom "
-            "engine has its own flags in engine.args",
+            "nodes is for engine.type vLLM and SGLang, pipeline also for TensorRT-LLM, and tensor also for "
+            "Baton: a Custom engine has its own flags in engine.args",
             f".{role}.parallelism",
         ),
     )
@@ -56,8 +59,9 @@ def _of_engine(role: str) -> tuple[Rule, ...]:
         ".model.uri",
     ),
     Rule(
-        "self.engine.type != 'SGLang' || !has(self.model.aliases) || size(self.model.aliases) == 0",
-        "an SGLang worker serves one name: remove model.aliases",
+        "!(self.engine.type in ['SGLang', 'TensorRT-LLM']) || !has(self.model.aliases) || "
+        "size(self.model.aliases) == 0",
+        "a worker of SGLang or TensorRT-LLM serves one name: remove model.aliases",
         ".model.aliases",
     ),
     Rule(

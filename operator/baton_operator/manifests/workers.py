@@ -134,7 +134,7 @@ def service(owner: Owner, revision: Revision, role: Role) -> Manifest:
     name = names.worker(owner.name, role, revision.name)
     labels_ = names.of_role(owner.name, role, revision.name)
     if blueprint.engine.type != "Baton":
-        labels_[labels.ENGINE] = engines.KINDS[blueprint.engine.type]
+        labels_[labels.ENGINE] = engines.ENGINES[blueprint.engine.type].kind
     return owned(owner, "v1", "Service", name, {"spec": body}, labels_)
 
 

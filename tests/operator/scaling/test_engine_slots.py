@@ -7,28 +7,24 @@ from typing import Any
 import pytest
 
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.scaling.engine_slots import (
-    SGLANG_DEFAULT,
-    SGLANG_SPECULATIVE_DEFAULT,
-    VLLM_CPU_DEFAULT,
-    VLLM_DEFAULT,
-    DecodeSlots,
-    decode_slots,
-)
+from baton_operator.manifests.engines import sglang, trtllm, vllm
+from baton_operator.scaling.engine_slots import DecodeSlots, decode_slots
 
 NAMED: list[tuple[str, list[str], list[str], int]] = [
     ("vLLM", ["--max-num-seqs", "256"], [], 256),
     ("vLLM", ["--max-num-seqs=256"], ["--max-num-seqs", "64"], 64),
     ("vLLM", ["--max_num_seqs=32"], [], 32),
     ("SGLang", ["--max-running-requests", "8"], [], 8),
+    ("TensorRT-LLM", ["--max_batch_size=8"], [], 8),
 ]
 BY_DEFAULT: list[tuple[str, list[str], list[str], int]] = [
-    ("vLLM", [], [], VLLM_CPU_DEFAULT),
-    ("vLLM", ["--max-num-seqs"], [], VLLM_CPU_DEFAULT),
-    ("vLLM", ["--max-num-seqs", "many"], [], VLLM_CPU_DEFAULT),
-    ("vLLM", ["--max-running-requests", "8"], [], VLLM_CPU_DEFAULT),
-    ("SGLang", [], [], SGLANG_DEFAULT),
-    ("SGLang", ["--speculative-algorithm", "EAGLE"], [], SGLANG_SPECULATIVE_DEFAULT),
+    ("vLLM", [], [], vllm.CPU_DEFAULT_SLOTS),
+    ("vLLM", ["--max-num-seqs"], [], vllm.CPU_DEFAULT_SLOTS),
+    ("vLLM", ["--max-num-seqs", "many"], [], vllm.CPU_DEFAULT_SLOTS),
+    ("vLLM", ["--max-running-requests", "8"], [], vllm.CPU_DEFAULT_SLOTS),
+    ("SGLang", [], [], sglang.DEFAULT_SLOTS),
+    ("TensorRT-LLM", [], [], trtllm.DEFAULT_SLOTS),
+    ("SGLang", ["--speculative-algorithm", "EAGLE"], [], sglang.SPECULATIVE_DEFAULT_SLOTS),
 ]
 
 
@@ -58,7 +54,7 @@ def test_decode_slots_without_an_argument_are_at_least_the_default(
 
 def test_decode_slots_of_vllm_depend_on_the_device() -> None:
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
-    assert decode_slots(spec_of("vLLM", [], [], **gpu)) == DecodeSlots(VLLM_DEFAULT, exact=False)
+    assert decode_slots(spec_of("vLLM", [], [], **gpu)) == DecodeSlots(vllm.DEFAULT_SLOTS, exact=False)
 
 
 @pytest.mark.parametrize("engine", ["Baton", "Custom"])

@@ -7,27 +7,20 @@ that engines have in common: model files, resources, placement and security.
 
 from __future__ import annotations
 
-from baton_api.engines import EngineKind
 from baton_operator.kinds.engine import EngineType
-from baton_operator.manifests.engines import baton, custom, sglang, vllm
+from baton_operator.manifests.engines import baton, custom, sglang, trtllm, vllm
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod
+from baton_operator.manifests.engines.spec import EngineSpec
 
-RENDERERS = {
-    "Baton": baton.container,
-    "vLLM": vllm.container,
-    "SGLang": sglang.container,
-    "Custom": custom.container,
+ENGINES: dict[EngineType, EngineSpec] = {
+    "Baton": baton.SPEC,
+    "vLLM": vllm.SPEC,
+    "SGLang": sglang.SPEC,
+    "TensorRT-LLM": trtllm.SPEC,
+    "Custom": custom.SPEC,
 }
-
-KINDS: dict[EngineType, EngineKind] = {
-    "Baton": EngineKind.BATON,
-    "vLLM": EngineKind.VLLM,
-    "SGLang": EngineKind.SGLANG,
-    "Custom": EngineKind.OPENAI,
-}
-"""Engines of the spec as routers name them."""
 
 
 def container(worker: WorkerPod) -> EngineContainer:
     """Return what the engine of a worker adds to its pod."""
-    return RENDERERS[worker.blueprint.engine.type](worker)
+    return ENGINES[worker.blueprint.engine.type].container(worker)

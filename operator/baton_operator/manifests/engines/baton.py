@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from baton_api.engines import EngineKind
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.manifests import tickets
 from baton_operator.manifests.engines.arguments import lora_flags
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod, named_ports
+from baton_operator.manifests.engines.spec import EngineSpec
 
 COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
@@ -60,3 +62,6 @@ def _tickets(worker: WorkerPod) -> list[Variable]:
     if worker.role is Role.BOTH:
         return []
     return tickets.variable(tickets.WORKER_VARIABLE, worker.owner.name, worker.spec.pod_template)
+
+
+SPEC = EngineSpec(kind=EngineKind.BATON, container=container)

@@ -14,56 +14,14 @@ from baton_operator.kinds.engine import Engine, EngineType, Variable
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import amount
 from baton_operator.kinds.worker_role import WorkerRole
-from baton_operator.manifests.engines import sglang, tiers
-from baton_operator.manifests.engines.arguments import (
-    ENABLE_LORA,
-    MAX_LORA_RANK,
-    MAX_LORAS,
-    flag_name,
-    last_value,
-)
-from baton_operator.manifests.engines.vllm import HASH_SEED_VARIABLE, SIDE_CHANNEL_VARIABLES
+from baton_operator.manifests.engines import ENGINES, sglang, tiers
+from baton_operator.manifests.engines.arguments import flag_name, last_value
+from baton_operator.manifests.engines.spec import DTYPE
+from baton_operator.manifests.engines.vllm import HASH_SEED_VARIABLE
 
 GROUP_NAME_LIMIT = 29
 """Maximum characters of the name of a service with several nodes per worker: Kubernetes limits the names of
 the StatefulSets that LeaderWorkerSet creates to 52."""
-
-_NODES = "parallelism.nodes of the role"
-_TRANSFER = "the roles of the spec, spec.transfer and the pod's address"
-_TENSOR, _PIPELINE = "parallelism.tensor of the role", "parallelism.pipeline of the role"
-
-_OF_BOTH = {
-    "--model": "spec.model.uri",
-    "--served-model-name": "spec.model.name and spec.model.aliases",
-    **dict.fromkeys(("--host", "--port"), "the ports and the Service of the pods"),
-    "--kv-events-config": "the ports that routers read",
-    "--tensor-parallel-size": _TENSOR,
-    "--pipeline-parallel-size": _PIPELINE,
-    **dict.fromkeys(("--nnodes", "--node-rank"), _NODES),
-}
-
-OWNED_FLAGS: Mapping[EngineType, Mapping[str, str]] = {
-    "vLLM": {
-        **_OF_BOTH,
-        "--kv-transfer-config": _TRANSFER,
-        "--shutdown-timeout": "drain.timeout of the role",
-        **dict.fromkeys((ENABLE_LORA, MAX_LORAS, MAX_LORA_RANK), "spec.engine.lora"),
-        "-tp": _TENSOR,
-        "-pp": _PIPELINE,
-        **dict.fromkeys(("-n", "-r", "--master-addr", "--master-port", "--headless"), _NODES),
-    },
-    "SGLang": {
-        **_OF_BOTH,
-        "--model-path": "spec.model.uri",
-        "--disaggregation-mode": _TRANSFER,
-        "--disaggregation-transfer-backend": _TRANSFER,
-        "--disaggregation-bootstrap-port": _TRANSFER,
-        **dict.fromkeys(("--tp-size", "--tp"), _TENSOR),
-        **dict.fromkeys(("--pp-size", "--pp"), _PIPELINE),
-        **dict.fromkeys(("--dist-init-addr", "--nccl-init-addr"), _NODES),
-    },
-}
-"""Flags that the operator sets, with what determines their value."""
 
 OFFLOADING_FLAGS = ("--kv-offloading-size", "--kv-offloading-backend")
 """Flags with which vLLM replaces the connector of --kv-transfer-config."""
@@ -73,19 +31,6 @@ TIER_FLAGS = (
     *("--hicache-host-memory-fraction", "--hicache-storage-backend"),
 )
 """Flags of SGLang that spec.engine.kvCacheTiers sets."""
-
-OWNED_VARIABLES: Mapping[EngineType, Sequence[str]] = {"vLLM": SIDE_CHANNEL_VARIABLES}
-
-DTYPE = "--dtype"
-
-LAYOUT_FLAGS: Mapping[EngineType, Mapping[str, str]] = {
-    "vLLM": {"--block-size": "", "--kv-cache-dtype": "auto", DTYPE: ""},
-    "SGLang": {"--page-size": "", "--kv-cache-dtype": "auto", DTYPE: ""},
-}
-"""Flags that decide how KV blocks are stored, with their defaults; empty: depends on the platform."""
-
-IMAGE_FLAGS: Mapping[EngineType, str] = {"vLLM": "--vllm-image", "SGLang": "--sglang-image"}
-"""Settings of the operator with the default image of an engine."""
 
 
 def check(service: str, spec: InferenceServiceSpec, default_image: str) -> None:
@@ -103,7 +48,7 @@ def check(service: str, spec: InferenceServiceSpec, default_image: str) -> None:
         _need_images(engine.type, existing)
     lists = [("spec.engine", engine.args, engine.env)]
     lists += [(f"spec.{name}", role.args, role.env) for name, role in existing.items()]
-    owned = dict(OWNED_FLAGS.get(engine.type, {}))
+    owned = dict(ENGINES[engine.type].owned_flags)
     if engine.type == "SGLang" and engine.kv_cache_tiers:
         owned |= dict.fromkeys(TIER_FLAGS, "spec.engine.kvCacheTiers")
     for path, args, env in lists:
@@ -131,7 +76,7 @@ def _need_images(engine: EngineType, roles: Mapping[str, WorkerRole]) -> None:
     lacking = [f"spec.{name}.image" for name, role in roles.items() if not role.image]
     if not lacking:
         return
-    flag = IMAGE_FLAGS.get(engine)
+    flag = ENGINES[engine].image_flag
     default = f", or the operator's default {flag}" if flag else ""
     raise ValueError(
         f"spec.engine.type {engine} needs an image, and spec.engine.image and {lacking[0]} are empty. "
@@ -203,7 +148,7 @@ def _check_pairs(spec: InferenceServiceSpec, prefill: WorkerRole, decode: Worker
             f"spec.prefill.parallelism.tensor is {sizes[0]}, but spec.decode.parallelism.tensor is "
             f"{sizes[1]}. KV blocks move between their workers only if one number divides the other."
         )
-    for flag, default in LAYOUT_FLAGS.get(engine.type, {}).items():
+    for flag, default in ENGINES[engine.type].layout_flags.items():
         ours, theirs = (
             last_value([*engine.args, *role.args], flag) or default or (engine.dtype if flag == DTYPE else "")
             for role in (prefill, decode)
@@ -245,7 +190,7 @@ def _matches(flag: str, owned: Mapping[str, str]) -> Iterator[str]:
 
 def _refuse_variables(engine: EngineType, path: str, variables: Sequence[Variable]) -> None:
     for variable in variables:
-        if variable.name in OWNED_VARIABLES.get(engine, ()):
+        if variable.name in ENGINES[engine].owned_variables:
             raise ValueError(
                 f"{path}.env has {variable.name}, which the operator sets to the address or port of NIXL's "
                 f"side channel. Remove it from {path}.env."

@@ -7,8 +7,10 @@ $(BATON_PORT) and $(BATON_SERVED_NAME) in `args`.
 
 from __future__ import annotations
 
+from baton_api.engines import EngineKind
 from baton_operator.kinds.engine import Variable
 from baton_operator.manifests.engines.container import USER, EngineContainer, WorkerPod
+from baton_operator.manifests.engines.spec import EngineSpec
 from baton_operator.manifests.engines.startup import startup_s
 
 
@@ -26,3 +28,6 @@ def container(worker: WorkerPod) -> EngineContainer:
         env=[USER, *(Variable(name=name, value=value) for name, value in values.items())],
         startup_s=startup_s(worker.blueprint.model, worker.spec),
     )
+
+
+SPEC = EngineSpec(kind=EngineKind.OPENAI, container=container)

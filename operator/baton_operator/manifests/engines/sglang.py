@@ -7,12 +7,16 @@ still reads the blocks included, and has no time limit of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from baton_api.engines import EngineKind
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Engine, Variable
+from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import amount
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.engines import tiers
-from baton_operator.manifests.engines.arguments import data_parallel
+from baton_operator.manifests.engines.arguments import data_parallel, flag_name
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
     NODE_RANK,
@@ -22,10 +26,24 @@ from baton_operator.manifests.engines.container import (
     compact,
     named_ports,
 )
+from baton_operator.manifests.engines.spec import (
+    DTYPE,
+    MODEL,
+    NODES,
+    OF_VLLM_AND_SGLANG,
+    PIPELINE,
+    TENSOR,
+    TRANSFER,
+    EngineSpec,
+    Slots,
+)
 from baton_operator.manifests.engines.startup import startup_s
 
 DISK_VARIABLES = ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE")
 """Folder of the tier on a disk, and the bytes in it that each rank may write."""
+
+DEFAULT_SLOTS, SPECULATIVE_DEFAULT_SLOTS = 2048, 48
+"""SGLang's smallest default (0.5), and the one with speculative decoding."""
 
 MODES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
@@ -108,3 +126,27 @@ def _parallelism(worker: WorkerPod) -> list[str]:
     rank = NODE_RANK if worker.follower else "0"
     address = f"--dist-init-addr={LEADER_ADDRESS}:{worker.ports.health}"
     return [*flags, f"--nnodes={wanted.nodes}", f"--node-rank={rank}", address]
+
+
+def _default_slots(spec: InferenceServiceSpec, arguments: Sequence[str]) -> int:
+    speculative = any(flag_name(one).startswith("--speculative") for one in arguments)
+    return SPECULATIVE_DEFAULT_SLOTS if speculative else DEFAULT_SLOTS
+
+
+SPEC = EngineSpec(
+    kind=EngineKind.SGLANG,
+    container=container,
+    owned_flags={
+        **OF_VLLM_AND_SGLANG,
+        "--model-path": MODEL,
+        "--disaggregation-mode": TRANSFER,
+        "--disaggregation-transfer-backend": TRANSFER,
+        "--disaggregation-bootstrap-port": TRANSFER,
+        **dict.fromkeys(("--tp-size", "--tp"), TENSOR),
+        **dict.fromkeys(("--pp-size", "--pp"), PIPELINE),
+        **dict.fromkeys(("--dist-init-addr", "--nccl-init-addr"), NODES),
+    },
+    layout_flags={"--page-size": "", "--kv-cache-dtype": "auto", DTYPE: ""},
+    image_flag="--sglang-image",
+    slots=Slots("--max-running-requests", _default_slots),
+)

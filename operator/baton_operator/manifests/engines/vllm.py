@@ -11,11 +11,21 @@ have read them or their lease has ended: with --shutdown-timeout, vLLM counts su
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from baton_api.engines import EngineKind
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Engine, Variable
+from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import amount
 from baton_operator.manifests.engines import tiers
-from baton_operator.manifests.engines.arguments import data_parallel, lora_flags
+from baton_operator.manifests.engines.arguments import (
+    ENABLE_LORA,
+    MAX_LORA_RANK,
+    MAX_LORAS,
+    data_parallel,
+    lora_flags,
+)
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
     NODE_RANK,
@@ -24,6 +34,16 @@ from baton_operator.manifests.engines.container import (
     WorkerPod,
     compact,
     named_ports,
+)
+from baton_operator.manifests.engines.spec import (
+    DTYPE,
+    NODES,
+    OF_VLLM_AND_SGLANG,
+    PIPELINE,
+    TENSOR,
+    TRANSFER,
+    EngineSpec,
+    Slots,
 )
 from baton_operator.manifests.engines.startup import startup_s
 from baton_operator.manifests.objects import Manifest
@@ -39,6 +59,9 @@ LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 """Variable on which the names of blocks in a tier depend. Workers find one another's blocks, and their own
 after a restart, only if it is equal."""
+
+DEFAULT_SLOTS, CPU_DEFAULT_SLOTS = 256, 128
+"""vLLM's smallest defaults (0.10 to 0.32). With 70 GiB of memory and more a GPU has 1024, except an A100."""
 
 SIDE_CHANNEL_VARIABLES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 
@@ -162,3 +185,26 @@ def _bytes(memory: str) -> int:
     (4294967296, 1500000000)
     """
     return int(amount(memory.replace(" ", "").removesuffix("B").replace("K", "k").replace("ki", "Ki")))
+
+
+def _default_slots(spec: InferenceServiceSpec, arguments: Sequence[str]) -> int:
+    return DEFAULT_SLOTS if spec.decode.resources.accelerators else CPU_DEFAULT_SLOTS
+
+
+SPEC = EngineSpec(
+    kind=EngineKind.VLLM,
+    container=container,
+    owned_flags={
+        **OF_VLLM_AND_SGLANG,
+        "--kv-transfer-config": TRANSFER,
+        "--shutdown-timeout": "drain.timeout of the role",
+        **dict.fromkeys((ENABLE_LORA, MAX_LORAS, MAX_LORA_RANK), "spec.engine.lora"),
+        "-tp": TENSOR,
+        "-pp": PIPELINE,
+        **dict.fromkeys(("-n", "-r", "--master-addr", "--master-port", "--headless"), NODES),
+    },
+    owned_variables=SIDE_CHANNEL_VARIABLES,
+    layout_flags={"--block-size": "", "--kv-cache-dtype": "auto", DTYPE: ""},
+    image_flag="--vllm-image",
+    slots=Slots("--max-num-seqs", _default_slots),
+)
