@@ -8,10 +8,12 @@ import httpx
 import openai
 import pytest
 
-from baton_api import headers
-from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND
+from baton_api import headers, limits, response_items
+from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, BodyTooLarge
 from baton_api.keys import KeyDigest, Keys
+from baton_api.response_store import ResponseStore, StoreLimits, Turn
 from baton_engine.api.http import HttpServer
+from baton_engine.api.responses.endpoint import OwnMemory
 from baton_engine.settings import WorkerSettings
 from tests.engine.api.api import MODEL, Api, open_api
 from tests.engine.api.responses.typed import typed_events, whole_response
@@ -187,3 +189,22 @@ async def test_behind_a_router_the_input_is_whole_and_nothing_is_kept(api: Api) 
     wrong = body | {"input": [*talk, {"role": "wizard", "content": ""}]}
     refused = await api.http.post("/v1/responses", json=wrong, headers={headers.STATE: "2"})
     assert refused.json()["error"]["param"] == "input[1].role"
+
+
+@pytest.mark.parametrize("how", ["one item, many times", "one response after another"])
+def test_conversation_over_the_limit_of_a_body_is_refused_before_it_is_built(how: str) -> None:
+    store = ResponseStore(StoreLimits(100, 10 * limits.BODY.most, 60.0))
+    memory = OwnMemory(store, b"")
+    large = b'{"id":"m","content":"%b"}' % (b"x" * (limits.BODY.most // 3))
+    before: Turn | None = None
+    for id in "ab":
+        before = Turn(id, before, (), b'{"output":[%b]}' % large)
+        store.put(b"", before)
+    reference = {"type": response_items.REFERENCE, "id": "m"}
+    assert len(memory.recall(None, [reference] * 2).items) == 2
+    assert len(memory.recall("b", [{}]).items) == 3
+    with pytest.raises(BodyTooLarge):
+        if how == "one item, many times":
+            memory.recall(None, [reference] * 4)
+        else:
+            memory.recall("b", [reference] * 2)

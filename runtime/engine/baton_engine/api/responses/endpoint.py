@@ -24,6 +24,7 @@ from baton_api import headers, limits, response_items, response_store
 from baton_api.errors import (
     CONTEXT_LENGTH_EXCEEDED,
     EMPTY_ARRAY,
+    BodyTooLarge,
     InvalidRequest,
     PreviousResponseNotFound,
     ResponseNotFound,
@@ -60,7 +61,8 @@ class ConversationMemory(Protocol):
         """
         Return the conversation that ends with `given`, with kept items in place of references.
 
-        Raises PreviousResponseNotFound, and InvalidRequest for an unknown item.
+        Raises PreviousResponseNotFound, InvalidRequest for an unknown item, and BodyTooLarge for a
+        conversation that no body may have.
         """
         ...
 
@@ -73,17 +75,24 @@ class OwnMemory:
     owner: bytes
 
     def recall(self, previous: str | None, given: Sequence[object]) -> Recalled:
+        size = 0
         if any(isinstance(item, dict) and item.get("type") == response_items.REFERENCE for item in given):
             items = [msgspec.json.encode(item) for item in given]
             references = response_items.references(items)
             kept = self.store.items(self.owner, set(references.values()))
-            given = [msgspec.json.decode(item) for item in resolved(items, references, kept)]
+            items = resolved(items, references, kept)
+            size = sum(map(len, items))
+            if size > limits.BODY.most:
+                raise BodyTooLarge(limits.BODY.most)
+            given = [msgspec.json.decode(item) for item in items]
         before = None
         if previous is not None:
             try:
                 before = self.store.get(self.owner, previous)
             except ResponseNotFound as error:
                 raise PreviousResponseNotFound(previous) from error
+            if before.is_longer_than(limits.BODY.most - size):
+                raise BodyTooLarge(limits.BODY.most)
         earlier = [msgspec.json.decode(item) for item in before.conversation] if before else []
 
         def keep(response: ResponseBody) -> None:
