@@ -12,6 +12,15 @@ The control protocol between a decode worker and a prefill worker, over TCP.
       Done(session, epoch) ---------------->   release the blocks
       <----------------------- Drained(session, epoch)   nothing of this session is left
 
+A worker can also read what another one has cached. `ReadCached` then takes the place of Prefill, one Chunk
+announces the leading blocks that the other worker has, one Checksums follows, and nothing is computed:
+
+    prefill                                  decode
+      ReadCached(session, epoch, hashes) --->  hold these blocks
+      <------------------ Chunk, Checksums     or Failed: it has none of them
+      Done(session, epoch) ----------------->  release the blocks
+      <----------------------------- Drained
+
 `Failed` may replace Commit. `Abort` may come at any time and is answered by `Drained`. `Ping` and `Pong` go
 both ways on an idle connection. A session is one prompt; its epoch numbers the attempt, so that messages of
 an earlier attempt are recognized and dropped. On the wire, `session` is called `room`.
@@ -27,7 +36,7 @@ import msgspec
 from baton_api.errors import TransferFailed
 from baton_api.sampling import SamplingParams
 
-PROTOCOL = 9
+PROTOCOL = 10
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -120,8 +129,24 @@ class Prefill(Message, frozen=True, tag="prefill"):
     """Whose turn it is in the prefill worker's queue. Empty: the request has turns of its own."""
     trace: str = ""
     """`traceparent` of the request, if it is traced."""
+    source: str = ""
+    """Control address of a worker that has the blocks before `start_block`, mostly the decode worker itself.
+    The prefill worker may read them there instead of computing them. The ticket covers it. Empty: none."""
     deadline_s: float = 60.0
     """Seconds from now until the prefill worker may release the blocks."""
+
+
+class ReadCached(Message, frozen=True, tag="read_cached"):
+    """Announce the leading ones of these blocks that are in the prefix cache. Compute nothing."""
+
+    session: str = msgspec.field(name="room")
+    epoch: int
+    hashes: list[bytes]
+    """Chain hashes of consecutive blocks."""
+    ticket: str = ""
+    request_id: str = ""
+    deadline_s: float = 60.0
+    """Seconds from now until the worker may release the blocks."""
 
 
 class Chunk(Message, frozen=True, tag="chunk"):
@@ -130,9 +155,9 @@ class Chunk(Message, frozen=True, tag="chunk"):
     session: str = msgspec.field(name="room")
     epoch: int
     first_block: int
-    """Position in the prompt of `blocks[0]`."""
+    """Position of `blocks[0]` in the prompt, or in `ReadCached.hashes`."""
     blocks: list[int]
-    """Their ids in the prefill worker's pool."""
+    """Their ids in the pool of the worker that announces them."""
 
 
 class Checksums(Message, frozen=True, tag="checksums"):
@@ -141,7 +166,7 @@ class Checksums(Message, frozen=True, tag="checksums"):
     session: str = msgspec.field(name="room")
     epoch: int
     first_block: int
-    """Position in the prompt of `checksums[0]`."""
+    """Position of `checksums[0]` in the prompt, or in `ReadCached.hashes`."""
     checksums: list[int]
     """Of each block's bytes: xxh3-64, or a sum of mixed words for VRAM and for several ranks (ADR 37)."""
 
@@ -162,13 +187,15 @@ class Commit(Message, frozen=True, tag="commit"):
     first: TokenChoice
     prompt_tokens: int
     cached_tokens: int
-    """Tokens from the prefill worker's own prefix cache."""
+    """Tokens from the prefill worker's prefix cache, or read from another worker's."""
     tail: bytes
     """Chain hash of the whole prompt, a partial last block included."""
     queue_s: float = 0.0
     """Seconds that the prompt waited for its first chunk."""
     compute_s: float = 0.0
     """Seconds from the first chunk's start to the last one's end."""
+    peer_tokens: int = 0
+    """Those of `cached_tokens` that were read from another worker."""
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -224,6 +251,7 @@ AnyMessage = (
     | Welcome
     | Refuse
     | Prefill
+    | ReadCached
     | Chunk
     | Checksums
     | Commit

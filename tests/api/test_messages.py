@@ -26,6 +26,7 @@ from baton_api.messages import (
     Pong,
     PoolLayout,
     Prefill,
+    ReadCached,
     Refuse,
     TokenChoice,
     Welcome,
@@ -59,7 +60,11 @@ EXAMPLES: list[AnyMessage] = [
         ),
         salt="tenant",
         ticket="v1.1.r.s",
+        source="10.0.0.7:7000",
         deadline_s=12.5,
+    ),
+    ReadCached(
+        session="r", epoch=3, hashes=[b"h" * 8, b"i" * 8], ticket="v1.1.r.s", request_id="q", deadline_s=0.5
     ),
     Chunk(session="r", epoch=3, first_block=2, blocks=[7, 9]),
     Checksums(session="r", epoch=3, first_block=2, checksums=[2**64 - 1, 0]),
@@ -71,6 +76,7 @@ EXAMPLES: list[AnyMessage] = [
         cached_tokens=16,
         tail=b"t" * 16,
         queue_s=0.1,
+        peer_tokens=8,
     ),
     Failed(session="r", epoch=3, reason="draining", retry=True),
     Done(session="r", epoch=3),

@@ -22,11 +22,13 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import GrammarMatcher, Output, Request
+from baton_engine.tiers.peers import PeerCaches
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.control import Pace
 from baton_engine.transfer.handshake import Identity
 from baton_engine.transfer.loopback import LoopbackTransfer
+from baton_engine.transfer.server import ControlServer
 from baton_prefill.admission import PromptLimits
 from baton_prefill.prompts import MatchersOf, PromptClient
 from baton_prefill.server import PrefillServer, ServerLimits
@@ -113,6 +115,8 @@ class Pair:
     decode: Side
     server: PrefillServer
     prefills: PrefillWorkers
+    lender: ControlServer | None = None
+    """Of the decode worker, if the prefill worker reads its cache."""
 
     def request(
         self,
@@ -139,6 +143,8 @@ class Pair:
 
     def held(self) -> dict[str, int]:
         counts = {"sessions": self.server.sessions, "unsettled": self.prefills.unsettled}
+        if self.lender is not None:
+            counts["lent"] = self.lender.sessions
         for side in (self.prefill, self.decode):
             now = side.now
             for what in ("running", "queued", "fetching", "held", "owned_blocks", "pinned_blocks"):
@@ -175,6 +181,7 @@ def serve(
     matchers: MatchersOf = no_matcher,
     client: PromptClient | None = None,
     adapters: AdapterRegistry | None = None,
+    peer_caches: PeerCaches | None = None,
 ) -> PrefillServer:
     limits = PromptLimits(side.model.spec.vocab, side.model.spec.context - 1, side.cache.block_size)
     return PrefillServer(
@@ -190,6 +197,30 @@ def serve(
         secret=secret,
         wall_clock=wall_clock,
         adapters=adapters,
+        peer_caches=peer_caches,
+    )
+
+
+def lend(
+    side: Side,
+    *,
+    pace: Pace = PACE,
+    port: int = 0,
+    sessions: int = 4096,
+    secret: bytes = b"",
+    wall_clock: Callable[[], float] = lambda: 1000.0,
+) -> ControlServer:
+    """A decode worker's control server, which announces its cached blocks."""
+    return ControlServer(
+        side.client.engine,
+        side.transfer,
+        side.me,
+        load=lambda: (side.now.queued_tokens, side.now.available_blocks),
+        port=port,
+        max_sessions=sessions,
+        pace=pace,
+        secret=secret,
+        wall_clock=wall_clock,
     )
 
 
@@ -200,6 +231,7 @@ def ask(
     transfer_deadline_s: float = TIMEOUT_S,
     answer_deadline_s: float = TIMEOUT_S,
     secret: bytes = b"",
+    source: str = "",
     wall_clock: Callable[[], float] = lambda: 1000.0,
 ) -> PrefillWorkers:
     return PrefillWorkers(
@@ -211,9 +243,16 @@ def ask(
         transfer_deadline_s=transfer_deadline_s,
         answer_deadline_s=answer_deadline_s,
         secret=secret,
+        source=source,
         pace=pace,
         wall_clock=wall_clock,
     )
+
+
+def slow_clock(step_s: float = 1000.0) -> Callable[[], float]:
+    """A clock by which each forward pass takes long: a read of a peer's cache is predicted to be sooner."""
+    ticks = itertools.count()
+    return lambda: step_s * next(ticks)
 
 
 def fake_side(name: str, blocks: int = 64, **how: object) -> Side:
@@ -233,9 +272,30 @@ async def open_pair(
     answer_deadline_s: float = TIMEOUT_S,
     matchers: MatchersOf = no_matcher,
     adapters: AdapterRegistry | None = None,
+    peers: bool = False,
+    lender_secret: bytes | None = None,
+    source: str = "",
 ) -> AsyncIterator[Pair]:
-    """Both workers, started; at the end nothing may be held on either side."""
+    """
+    Both workers, started; at the end nothing may be held on either side.
+
+    With `peers`, the prefill worker reads the decode worker's cache, whose secret may be another one, or that
+    of `source`.
+    """
     prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
+    lender, caches = None, None
+    if peers:
+        lender_secret = secret if lender_secret is None else lender_secret
+        lender = lend(decode, pace=pace, secret=lender_secret, wall_clock=wall_clock)
+        await lender.start()
+        caches = PeerCaches(
+            prefill.client.engine,
+            prefill.transfer,
+            prefill.me,
+            secret=secret,
+            pace=pace,
+            wall_clock=wall_clock,
+        )
     server = serve(
         prefill,
         pace=pace,
@@ -244,6 +304,7 @@ async def open_pair(
         wall_clock=wall_clock,
         matchers=matchers,
         adapters=adapters,
+        peer_caches=caches,
     )
     prefills = ask(
         decode,
@@ -251,9 +312,10 @@ async def open_pair(
         transfer_deadline_s=transfer_deadline_s,
         answer_deadline_s=answer_deadline_s,
         secret=secret,
+        source=source or (lender.address if lender is not None else ""),
         wall_clock=wall_clock,
     )
-    pair = Pair(prefill, decode, server, prefills)
+    pair = Pair(prefill, decode, server, prefills, lender)
     await prefill.open()
     await decode.open()
     await server.start()
@@ -263,6 +325,10 @@ async def open_pair(
     finally:
         await pair.prefills.close()
         await pair.server.close()
+        if caches is not None:
+            await caches.close()
+        if lender is not None:
+            await lender.close()
         await decode.close()
         await prefill.close()
 

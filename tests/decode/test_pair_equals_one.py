@@ -27,7 +27,7 @@ from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.model.native_decoder import NativeDecoder
 from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.transfer.kinds import create_transfer
-from tests.decode.pair import TIMEOUT_S, Side, ask, eventually, open_pair, tokens
+from tests.decode.pair import TIMEOUT_S, Side, ask, eventually, lend, open_pair, slow_clock, tokens
 from tests.decode.real_model import real_side
 from tests.engine.models import VOCAB, make_model
 
@@ -178,7 +178,8 @@ async def open_race(
             async with open_nixl(decode, UCX_TLS[route]) as prefills:
                 yield Race(route, decode, prefills, prefill, one)
         else:
-            async with open_pair(worker("prefill", folder, BLOCK), decode) as pair:
+            computing = worker("prefill", folder, BLOCK, clock=slow_clock())
+            async with open_pair(computing, decode, peers=True) as pair:
                 yield Race(route, decode, pair.prefills, pair.server.address, one, pair.prefill)
     finally:
         await one.close()
@@ -191,12 +192,15 @@ async def open_nixl(decode: Side, ucx_tls: str) -> AsyncIterator[PrefillWorkers]
         patch.setenv("UCX_TLS", ucx_tls)
         decode.transfer = await create_transfer("nixl", decode.cache, decode.name)
     await decode.open()
-    prefills = ask(decode)
+    lender = lend(decode)
+    await lender.start()
+    prefills = ask(decode, source=lender.address)
     try:
         yield prefills
         await eventually(lambda: decode.now.owned_blocks + decode.now.quarantined_blocks == 0)
     finally:
         await prefills.close()
+        await lender.close()
         await decode.close()
 
 
@@ -291,6 +295,22 @@ async def test_pair_equals_one_for_every_cached_prefix_length(
             usable = min(held, (length - 1) // BLOCK)
             assert relay.local_tokens == usable * BLOCK
             assert relay.blocks == -(-length // BLOCK) - usable
+
+
+@each_route
+async def test_pair_second_turn_is_read_and_equals_one(
+    folder: Path, prefill_at: Callable[[str], str], route: str
+) -> None:
+    """The prefill worker reads the blocks of the answer from the decode worker, which generated them."""
+    async with open_race(folder, route, prefill_at(route)) as race:
+        prompt = text(9000, 50)
+        for turn in range(1, 4):
+            first = await race.equal(prompt, **SAMPLED, max_tokens=60)
+            assert (first[0].cached_tokens > 0) is (turn > 1)
+            # Of the answer and the question before it: the prefill worker has all before.
+            assert (first[0].peer_tokens > 0) is (turn > 1)
+            prompt = [*prompt, *tokens(first), *text(turn, 20)]
+            assert first[0].peer_tokens <= 64
 
 
 async def test_usage_is_the_same_where_both_hold_the_same_prefix(folder: Path) -> None:

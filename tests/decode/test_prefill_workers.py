@@ -245,12 +245,12 @@ async def test_prefill_workers_idle_connection_serves_a_later_burst() -> None:
     """Peers' defect 25: heartbeats keep an idle pair together for longer than the silence that ends it."""
     async with open_pair(pace=replace(PACE, silent_ticks=8)) as pair:
         await pair.generate(PROMPT)
-        link = next(iter(pair.prefills._links.values()))
+        (link,) = pair.prefills._links.open
         pings = 0
 
         def enough() -> bool:
             nonlocal pings
-            load = link.result().load
+            load = link.load
             pings = load.number if load is not None else 0
             return pings >= 20
 

@@ -201,7 +201,16 @@ def request_of(
     """Greedy and 8 tokens by default; sampling fields and request fields may be mixed."""
     own = {
         field: fields.pop(field)
-        for field in ("salt", "tenant", "patient", "remote", "export", "prediction", "matcher")
+        for field in (
+            "salt",
+            "tenant",
+            "patient",
+            "remote",
+            "cached_prefix",
+            "export",
+            "prediction",
+            "matcher",
+        )
         if field in fields
     }
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})

@@ -322,6 +322,115 @@ def test_advance_reports_each_new_block_with_its_tokens() -> None:
     ]
 
 
+class Prefix:
+    """A `CachedPrefix` that has some blocks, and whose reads are sooner or not."""
+
+    def __init__(self, blocks: int, within_s: float = 5.0) -> None:
+        self.blocks = blocks
+        self.within_s = within_s
+        self.asked: list[tuple[int, float]] = []
+
+    def read_within_s(self, blocks: int, compute_s: float) -> float:
+        self.asked.append((blocks, compute_s))
+        return self.within_s
+
+    start = cancel = RemotePrefillStub.start
+
+
+def reading(prefix: Prefix, length: int = 22, **sizes: Any) -> tuple[Books, Sequence, StepPlan]:
+    """Return a prompt with 2 blocks in this cache, of which a peer may have more."""
+    books = Books(**sizes)
+    books.add("cached", 9, max_tokens=1)
+    books.step()
+    books.scheduler.prompt_speed.add(100, 25.0)
+    exported = books.add("read", length, max_tokens=1, cached_prefix=prefix, export=Recipient())
+    return books, exported, books.step()
+
+
+def test_cached_prefix_is_read_from_the_first_missing_block() -> None:
+    prefix = Prefix(4)
+    books, sequence, plan = reading(prefix)
+    assert (plan.fetches, plan.admitted, plan.prefills) == ([sequence], [], [])
+    fetch = sequence.fetch
+    assert fetch is not None
+    assert (fetch.start_block, fetch.blocks) == (2, tuple(sequence.request.blocks[2:4]))
+    assert (fetch.within_s, prefix.asked) == (5.0, [(2, 2.0)]), "8 tokens at 4 tokens a second"
+    assert (books.pool.pinned, len(sequence.request.blocks)) == (2, 6)
+
+
+def test_cached_prefix_ends_before_the_last_token() -> None:
+    """Its logits are needed, so its block is computed, even if a peer has it."""
+    _, sequence, _ = reading(Prefix(5), length=20)
+    assert sequence.fetch is not None
+    assert len(sequence.fetch.blocks) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("the peer has no more than this worker", Prefix(2)),
+        ("the peer has less", Prefix(1)),
+        ("computing is sooner", Prefix(4, within_s=0.0)),
+    ],
+)
+def test_cached_prefix_is_not_read(name: str, prefix: Prefix) -> None:
+    _, _, plan = reading(prefix)
+    assert (plan.fetches, shape(plan)) == ([], ([], [("read", 14)])), name
+
+
+def test_cached_prefix_that_was_read_is_computed_from_there() -> None:
+    """The prompt keeps its blocks: nothing can evict them between the read and the computation."""
+    books, sequence, _ = reading(Prefix(4))
+    blocks = list(sequence.request.blocks)
+    assert books.scheduler.fetched(sequence, 2, frozenset())
+    books.scheduler.join(sequence)
+    assert (sequence.request.blocks, books.pool.pinned) == (blocks, 6)
+    assert shape(books.step()) == ([], [("read", 6)])
+    assert sequence.stage is Stage.HELD
+    books.scheduler.end(sequence)
+    assert (books.pool.pinned, books.pool.owned) == (0, 0)
+
+
+def test_cached_prefix_after_an_abandoned_read_is_not_read_again() -> None:
+    books, sequence, _ = reading(Prefix(4))
+    assert sequence.fetch is not None
+    unsafe = frozenset(sequence.fetch.blocks)
+    assert not books.scheduler.fetched(sequence, 0, unsafe)
+    books.scheduler.requeue(sequence)
+    plan = books.step()
+    assert (plan.fetches, shape(plan)) == ([], ([], [("read", 14)]))
+    books.pool.settle(unsafe)
+    books.scheduler.end(sequence)
+    assert books.pool.available == books.pool.capacity
+
+
+def test_cached_prefix_of_an_aborted_prompt_is_released_after_the_read() -> None:
+    books, sequence, _ = reading(Prefix(4))
+    books.scheduler.end(sequence)
+    assert (sequence.cancelled, books.pool.pinned) == (True, 2)
+    books.scheduler.fetched(sequence, 2, frozenset())
+    books.scheduler.end(sequence)
+    assert (sequence.stage, books.pool.pinned, books.pool.owned) == (Stage.ENDED, 0, 0)
+
+
+def test_lent_blocks_are_kept_until_they_are_taken_back() -> None:
+    books = Books(blocks=5)  # 4 usable
+    sequence = books.add("cached", 13, max_tokens=1)
+    books.step()
+    first = books.pool.match(sequence.hashes)
+    assert books.scheduler.lend("a", [*sequence.hashes[:2], b"unknown", sequence.hashes[2]]) == first[:2]
+    assert books.scheduler.lend("b", sequence.hashes[:1]) == first[:1]
+    assert (books.pool.pinned, books.pool.owned) == (2, 2)
+    waiting = books.add("large", 12, seed=1)
+    assert (plan := books.step()).starved == [] and plan.prefills == []
+    books.scheduler.take_back("a")
+    books.scheduler.take_back("a")
+    assert books.pool.owned == 1
+    books.scheduler.take_back("b")
+    assert shape(books.step()) == ([], [("large", 12)])
+    assert waiting.stage is Stage.RUNNING
+
+
 def test_end_while_waiting_leaves_the_queue() -> None:
     books = Books()
     first, second = books.add("a", 4), books.add("b", 4, seed=1)

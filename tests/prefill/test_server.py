@@ -417,7 +417,7 @@ async def test_prefill_full_worker_rejects_with_retry() -> None:
         assert (failed.retry, failed.busy, failed.reason) == (
             True,
             True,
-            "prefill-0 has 1 prompts under way already",
+            "prefill-0 has 1 sessions under way already",
         )
         peer.send(Done(session="r", epoch=1))
 
@@ -538,7 +538,7 @@ async def test_too_many_connections_are_refused() -> None:
     async with open_bench(peers=1) as bench, bench.peer():
         connection = await bench.raw()
         connection.send(bench.side.me.hello())
-        assert "of 1 decode workers already" in (await hear(connection, Refuse)).reason
+        assert "of 1 workers already" in (await hear(connection, Refuse)).reason
         await connection.close()
 
 
@@ -560,7 +560,7 @@ async def test_server_strangers_keep_no_decode_worker_out(says: str) -> None:
             await eventually(lambda: len(bench.server._connections) <= 4, lambda: bench.server._connections)
             late = await bench.raw()
             late.send(bench.side.me.hello("r", ticket))
-            assert "of 2 decode workers already" in (await hear(late, Refuse)).reason
+            assert "of 2 workers already" in (await hear(late, Refuse)).reason
             await late.close()
         for stranger in strangers:
             await stranger.close()

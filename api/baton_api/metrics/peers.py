@@ -64,6 +64,8 @@ PEER_NAMES: Mapping[Peer, tuple[PeerName, ...]] = {
         _vllm("kv_cache_usage_perc", worker.WORKER_KV_USAGE),
         _vllm("prefix_cache_queries_total", worker.WORKER_CACHE_QUERIES),
         _vllm("prefix_cache_hits_total", worker.WORKER_CACHE_HITS),
+        _vllm("external_prefix_cache_queries_total", worker.WORKER_PEER_CACHE_QUERIES),
+        _vllm("external_prefix_cache_hits_total", worker.WORKER_PEER_CACHE_HITS),
     ),
     "sglang": (
         _sglang("e2e_request_latency_seconds", worker.WORKER_REQUEST_TIME),

@@ -45,8 +45,8 @@ WORKER_PROMPT_TOKENS = Metric(
     "counter",
     "tokens",
     "Prompt tokens by the source of their KV blocks: computed by this worker, by a prefill worker "
-    "(`remote`), or cached.",
-    (Label("source", ("computed", "remote", "cached")),),
+    "(`remote`), cached, or read from the cache of another worker (`peer`).",
+    (Label("source", ("computed", "remote", "cached", "peer")),),
 )
 WORKER_GENERATION_TOKENS = Metric(
     "baton_worker_generation_tokens_total", "counter", "tokens", "Generated tokens."
@@ -105,7 +105,8 @@ WORKER_FETCHING = Metric(
     "baton_worker_requests_fetching",
     "gauge",
     "requests",
-    "Sequences whose prompt a prefill worker is computing or transferring.",
+    "Sequences whose prompt a prefill worker is computing or transferring, or of which blocks are read "
+    "from another worker's cache.",
 )
 WORKER_HELD = Metric(
     "baton_worker_requests_held",
@@ -216,6 +217,26 @@ WORKER_CACHE_EVICTIONS = Metric(
     "counter",
     "blocks",
     "Cached blocks evicted to free memory.",
+)
+WORKER_PEER_CACHE_QUERIES = Metric(
+    "baton_worker_external_prefix_cache_queries_total",
+    "counter",
+    "tokens",
+    "Prompt tokens that this worker tried to read from the prefix cache of another worker.",
+)
+WORKER_PEER_CACHE_HITS = Metric(
+    "baton_worker_external_prefix_cache_hits_total",
+    "counter",
+    "tokens",
+    "Those of them that arrived and were verified. The others were computed.",
+)
+WORKER_PEER_READS = Metric(
+    "baton_worker_peer_reads_total",
+    "counter",
+    "requests",
+    "Reads from the prefix cache of another worker by outcome: `read`, or why blocks were computed instead. "
+    "`rejected`: the other worker no longer had all of them.",
+    (Label("outcome", ("read", *FAILURES)),),
 )
 WORKER_KV_BATCHES = Metric(
     "baton_worker_kv_event_batches_total",

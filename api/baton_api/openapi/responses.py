@@ -50,7 +50,10 @@ def schemas() -> dict[str, Schema]:
             "prompt_tokens": COUNT,
             "completion_tokens": COUNT,
             "total_tokens": COUNT,
-            "prompt_tokens_details": full({"cached_tokens": COUNT, "audio_tokens": COUNT}),
+            "prompt_tokens_details": full(
+                {"cached_tokens": COUNT, "audio_tokens": COUNT},
+                cached_tokens_by_source=full({"local": COUNT, "peer": COUNT}),
+            ),
             "completion_tokens_details": full({
                 "reasoning_tokens": COUNT,
                 "audio_tokens": COUNT,

@@ -18,7 +18,6 @@ from baton_api.errors import TransferFailed
 from baton_api.hashing import chain_hash
 from baton_api.messages import Checksums, Chunk, Commit, Failed
 from baton_api.prompt_report import Fallback
-from baton_decode.links import Link
 from baton_decode.sessions import (
     Action,
     BlocksSettled,
@@ -34,6 +33,7 @@ from baton_engine.requests import Fetch, FetchResult
 from baton_engine.streams import Event
 from baton_engine.transfer import Pulled, Transfer
 from baton_engine.transfer.integrity import by_sums
+from baton_engine.transfer.links import Link
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +107,11 @@ class FetchTask:
         """Whether the first connection was lost before anything arrived over it."""
         return not self.answered and self.epoch == 1 and self._session is None
 
-    def begin(self, link: Link, tail: bytes, ticket: str) -> None:
+    def begin(self, link: Link, tail: bytes, ticket: str, source: str) -> None:
         """
         Send the prompt over `link`. `tail` is the chain hash of the whole prompt; `ticket` is valid now.
+
+        The prefill worker may read this worker's cached blocks at `source`; empty: it may not.
         """
         self.epoch += 1
         if link.ended:
@@ -130,7 +132,7 @@ class FetchTask:
         request = self.request
         left = max(0.001, self._deadline.when() - self._loop.time())
         try:
-            self._do(self._session.begin(request.request_id, ticket, left))
+            self._do(self._session.begin(request.request_id, ticket, left, source))
         except TransferFailed as error:  # the prompt is too long for one frame
             log.warning("cannot send the prompt of %s: %s", request.fetch.request_id, error, extra=self._of)
             self._do(self._session.lost())

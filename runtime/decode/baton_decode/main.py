@@ -12,6 +12,7 @@ from baton_engine import service
 from baton_engine.model.progress import Progress
 from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
+from baton_engine.transfer.server import ControlServer
 from baton_engine.worker import Worker
 
 
@@ -22,19 +23,35 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress)
 
 @contextlib.asynccontextmanager
 async def decode(worker: Worker) -> AsyncIterator[RoleServices]:
-    """Fetch prompts from the prefill workers that the router names."""
+    """Fetch prompts from the prefill workers that the router names, and let them read cached blocks."""
     assert worker.transfer is not None
-    prefills = PrefillWorkers(
-        worker.engine,
-        worker.cache,
-        worker.transfer,
-        worker.identity,
-        vocab=worker.spec.vocab,
-        transfer_deadline_s=worker.settings.transfer_deadline_s,
-        secret=worker.settings.ticket_secret.encode(),
-        tls=mutual_tls.client(worker.settings.tls_folder, worker.settings.tls_name),
-    )
-    try:
-        yield RoleServices(remote=prefills.remote)
-    finally:
-        await prefills.close()
+    settings, secret = worker.settings, worker.settings.ticket_secret.encode()
+    async with contextlib.AsyncExitStack() as stack:
+        server = None
+        if settings.kv_peers:
+            server = ControlServer(
+                worker.engine,
+                worker.transfer,
+                worker.identity,
+                load=worker.control_load,
+                host=settings.control_host,
+                port=settings.control_port,
+                advertise=settings.advertise_host,
+                secret=secret,
+                tls=mutual_tls.server(settings.tls_folder, settings.tls_name),
+            )
+            await server.start()
+            stack.push_async_callback(server.close)
+        prefills = PrefillWorkers(
+            worker.engine,
+            worker.cache,
+            worker.transfer,
+            worker.identity,
+            vocab=worker.spec.vocab,
+            transfer_deadline_s=settings.transfer_deadline_s,
+            secret=secret,
+            source="" if server is None else server.address,
+            tls=mutual_tls.client(settings.tls_folder, settings.tls_name),
+        )
+        stack.push_async_callback(prefills.close)
+        yield RoleServices(remote=prefills.remote, drain=None if server is None else server.drain)

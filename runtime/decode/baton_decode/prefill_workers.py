@@ -21,18 +21,18 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton_api import logs, tickets
+from baton_api import exposure, logs, tickets
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Pong
 from baton_api.prompt_report import Fallback
 from baton_decode.fetching import FetchContext, FetchEngine, FetchRequest, FetchTask, whole_hash
-from baton_decode.links import Link
 from baton_engine.kv.cache import KVCache
 from baton_engine.requests import Fetch, RemotePrefill
 from baton_engine.streams import Event
 from baton_engine.transfer import Transfer
-from baton_engine.transfer.control import Pace
+from baton_engine.transfer.control import Pace, split_address
 from baton_engine.transfer.handshake import Identity
+from baton_engine.transfer.links import Links
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +57,23 @@ class PrefillWorkers:
         transfer_deadline_s: float = 30.0,
         answer_deadline_s: float = ANSWER_DEADLINE_S,
         secret: bytes = b"",
+        source: str = "",
         pace: Pace | None = None,
         tls: ssl.SSLContext | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`source` is the control address at which prefill workers may read cached blocks; empty: none."""
         self.outcomes: Counter[str] = Counter()
         """Fetches by outcome: `whole`, or a `Fallback`."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._context = FetchContext(
             engine, cache, transfer, vocab, transfer_deadline_s, answer_deadline_s, self._executor
         )
-        self._me = me
         self._secret = secret
+        self._source = source
         self._wall_clock = wall_clock
-        self._pace = pace or Pace()
-        self._tls = tls
+        self._links = Links(me, transfer, pace or Pace(), tls)
         self._loop = asyncio.get_running_loop()
-        self._links: dict[str, asyncio.Task[Link]] = {}
         self._fetches: dict[str, FetchTask] = {}
         """By request id, until the engine has their result."""
         self._unsettled: set[FetchTask] = set()
@@ -89,8 +89,7 @@ class PrefillWorkers:
     @property
     def loads(self) -> dict[str, Pong]:
         """The last heartbeat of each connected prefill worker, by address."""
-        links = {address: task.result() for address, task in self._links.items() if _is_open(task)}
-        return {address: link.load for address, link in links.items() if link.load is not None}
+        return {link.address: link.load for link in self._links.open if link.load is not None}
 
     @property
     def under_way(self) -> int:
@@ -108,10 +107,11 @@ class PrefillWorkers:
         for fetch in list(self._fetches.values()):
             fetch.cancel()
         await asyncio.sleep(0)  # Abort is sent before the connection ends
-        tasks = [*self._links.values(), *self._tasks]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._links.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def post(self, call: Callable[..., None], *arguments: object) -> None:
@@ -142,9 +142,10 @@ class PrefillWorkers:
         try:
             # Hashing a long prompt would block the event loop for milliseconds.
             tail = await asyncio.to_thread(whole_hash, request.fetch, self._context.cache.block_size)
-            link = await self._link(request)
+            link = await self._links.link(request.address, self._ticket(request), request.request_id)
             if not task.answered:
-                task.begin(link, tail, self._ticket(request))
+                source = self.source_for(request)
+                task.begin(link, tail, self._ticket(request, source), source)
         except IncompatiblePeer as error:
             log.error("prefill worker %s: %s", request.address, error)
             task.fail(Fallback.REFUSED)
@@ -155,45 +156,22 @@ class PrefillWorkers:
             log.exception("cannot send a prompt to prefill worker %s", request.address)
             task.broken()
 
-    def _ticket(self, request: FetchRequest) -> str:
+    def _ticket(self, request: FetchRequest, source: str = "") -> str:
         """A ticket that is valid now; the router's may have expired while the request waited."""
         if not self._secret:
             return request.ticket
-        return tickets.issue(self._secret, request.request_id, request.address, self._wall_clock())
+        return tickets.issue(self._secret, request.request_id, request.address, self._wall_clock(), source)
 
-    async def _link(self, request: FetchRequest) -> Link:
-        address = request.address
-        opening = self._links.get(address)
-        if opening is None or _has_ended(opening):
-            opening = asyncio.create_task(
-                Link.open(
-                    address,
-                    self._ticket(request),
-                    request.request_id,
-                    self._me,
-                    self._context.transfer,
-                    self._pace,
-                    self._tls,
-                )
-            )
-            self._links[address] = opening
-            opening.add_done_callback(lambda task: self._opened(address, task))
-        return await asyncio.shield(opening)
+    def source_for(self, request: FetchRequest) -> str:
+        """
+        This worker's control address, if the prefill worker can reach it and the ticket can name it.
 
-    def _opened(self, address: str, opening: asyncio.Task[Link]) -> None:
-        if _is_open(opening):
-            self._spawn(self._keep(opening.result(), opening))
-        elif not opening.cancelled() and isinstance(opening.exception(), TransferFailed):
-            self._loop.call_later(self._pace.unreachable_s, self._forget, address, opening)
-        else:
-            self._forget(address, opening)
-
-    async def _keep(self, link: Link, opening: asyncio.Task[Link]) -> None:
-        await link.run(self._context.transfer, lambda: self._forget(link.address, opening))
-
-    def _forget(self, address: str, opening: asyncio.Task[Link]) -> None:
-        if self._links.get(address) is opening:
-            del self._links[address]
+        The router's own tickets name no source.
+        """
+        if not self._source or (request.ticket and not self._secret):
+            return ""
+        theirs, ours = (exposure.reachable(split_address(one)[0]) for one in (request.address, self._source))
+        return self._source if ours or not theirs else ""
 
     def _changed(self, task: FetchTask) -> None:
         if task.retryable:
@@ -227,11 +205,3 @@ class _RemotePrefill:
 
     def cancel(self, request_id: str) -> None:
         self.prefills.post(self.prefills.cancel, request_id)
-
-
-def _is_open(opening: asyncio.Task[Link]) -> bool:
-    return opening.done() and not opening.cancelled() and opening.exception() is None
-
-
-def _has_ended(opening: asyncio.Task[Link]) -> bool:
-    return _is_open(opening) and opening.result().ended

@@ -96,7 +96,7 @@ class SessionSpec:
         """The position after the last block to fill."""
         return self.fetch.start_block + len(self.fetch.blocks)
 
-    def prefill(self, request_id: str, ticket: str, deadline_s: float) -> Prefill:
+    def prefill(self, request_id: str, ticket: str, deadline_s: float, source: str) -> Prefill:
         fetch = self.fetch
         return Prefill(
             session=self.session,
@@ -112,6 +112,7 @@ class SessionSpec:
             request_id=request_id,
             tenant=fetch.tenant,
             trace=fetch.trace,
+            source=source,
             deadline_s=deadline_s,
         )
 
@@ -166,8 +167,8 @@ class DecodeSession:
             position += 1
         return position - self.spec.first_block
 
-    def begin(self, request_id: str, ticket: str, deadline_s: float) -> list[Action]:
-        return [SendToPrefill(self.spec.prefill(request_id, ticket, deadline_s))]
+    def begin(self, request_id: str, ticket: str, deadline_s: float, source: str = "") -> list[Action]:
+        return [SendToPrefill(self.spec.prefill(request_id, ticket, deadline_s, source))]
 
     def chunk(self, chunk: Chunk, now: float) -> list[Action]:
         if not self._concerns(chunk) or self._peer_failed is not None:
@@ -210,7 +211,10 @@ class DecodeSession:
         expected = (length, self.spec.tail, self.spec.fetch.sampling.logprobs is not None)
         if expected != (commit.prompt_tokens, commit.tail, commit.first.logprob is not None):
             return self._give_up(Fallback.MISMATCH)
-        if not (0 <= commit.first.token < self.spec.vocab and 0 <= commit.cached_tokens <= length):
+        if not (
+            0 <= commit.first.token < self.spec.vocab
+            and 0 <= commit.peer_tokens <= commit.cached_tokens <= length
+        ):
             return self._give_up(Fallback.PROTOCOL)
         self._commit = commit
         self.state = DecodeState.COMMITTED
@@ -311,6 +315,7 @@ class DecodeSession:
             arrived=self.arrived,
             first=self._commit.first,
             cached_tokens=self._commit.cached_tokens,
+            peer_tokens=self._commit.peer_tokens,
             relay=self._relay(self._commit),
         )
         return [self._done(), ReportResult(fetched)]

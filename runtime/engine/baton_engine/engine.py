@@ -38,7 +38,7 @@ from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
 from baton_engine.overlap import LaunchedPass, Overlap
 from baton_engine.pass_results import PassResults
-from baton_engine.requests import FetchResult, FinishReason, Output, Request
+from baton_engine.requests import FetchResult, FinishReason, LentBlocks, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
 from baton_engine.scheduling.commands import Command, CommandQueue
@@ -149,6 +149,27 @@ class Engine:
     def settled(self, blocks: Collection[int]) -> None:
         """Free these quarantined blocks: no transfer writes them any more."""
         self._commands.post(lambda: self._pool.settle(blocks))
+
+    def lend(self, name: str, hashes: tuple[bytes, ...]) -> Future[LentBlocks]:
+        """
+        Keep the leading ones of these blocks that are cached until `take_back(name)`, for another worker.
+
+        The future fails with NotReady if the engine has ended.
+        """
+        lent: Future[LentBlocks] = Future()
+
+        def lend() -> None:
+            if lent.set_running_or_notify_cancel():
+                blocks = self._scheduler.lend(name, hashes)
+                lent.set_result(LentBlocks(tuple(blocks), self._cache.streams.record()))
+
+        if not self._commands.post(lend):
+            lent.set_exception(NotReady("The worker is shutting down."))
+        return lent
+
+    def take_back(self, name: str) -> None:
+        """Release the blocks that were lent under this name. No reader needs them."""
+        self._commands.post(lambda: self._scheduler.take_back(name))
 
     def clear_cache(self) -> None:
         """Empty the prefix cache, except for blocks in use."""
@@ -310,7 +331,9 @@ class Engine:
     def _count_pass(self, chunks: list[ScheduledChunk], seconds: float) -> None:
         self._failures.succeeded()
         self._counters.forward_times.add(seconds)
-        self._counters.add_computed(sum(chunk.tokens for chunk in chunks if not chunk.is_decode))
+        prompt_tokens = sum(chunk.tokens for chunk in chunks if not chunk.is_decode)
+        self._counters.add_computed(prompt_tokens)
+        self._scheduler.prompt_speed.add(prompt_tokens, seconds)
 
     def _end_all(self, finish: FinishReason, error: Exception | None = None) -> None:
         self._commands.close()
@@ -327,11 +350,11 @@ class Engine:
     # --- Fetches and exports ---
 
     def _start_fetch(self, sequence: Sequence) -> None:
-        request, fetch = sequence.request, sequence.fetch
-        assert request.remote is not None and fetch is not None
+        request, fetch, source = sequence.request, sequence.fetch, sequence.source
+        assert source is not None and fetch is not None
         self._counters.add_prefix_lookup(sequence)
         try:
-            request.remote.start(fetch, self._cache.streams.record())
+            source.start(fetch, self._cache.streams.record())
         except Exception:
             log.exception("Cannot start the fetch for request %s.", request.id, extra=log_fields(sequence))
             self._fetched(FetchResult(request.id, arrived=0, reason=Fallback.TRANSFER_FAILED))
@@ -342,6 +365,7 @@ class Engine:
             log.error("Unexpected fetch result for request %s.", fetched.request_id)
             return
         request = sequence.request
+        looked_up = 0 if sequence.fetch is None else len(sequence.fetch.blocks) * self._cache.block_size
         whole = self._scheduler.fetched(sequence, fetched.arrived, fetched.unsafe)
         if fetched.unsafe:
             self._counters.add_quarantined(fetched)
@@ -349,8 +373,10 @@ class Engine:
         if sequence.cancelled:
             self._scheduler.end(sequence)
             self._lifecycle.forget(sequence)
+        elif request.cached_prefix is not None:
+            self._after_peer_read(sequence, fetched, looked_up)
         elif fetched.first is not None and whole:
-            request.cached_tokens = fetched.cached_tokens
+            request.cached_tokens, request.peer_tokens = fetched.cached_tokens, fetched.peer_tokens
             self._counters.totals.prompt_tokens_remote += len(request.prompt) - sequence.local_tokens
             self._counters.add_generated(1)
             self._scheduler.join(sequence)
@@ -363,11 +389,27 @@ class Engine:
             self._counters.add_failed_fetch(fetched)
             self._scheduler.requeue(sequence)
 
-    def _note_admission(self, sequence: Sequence) -> None:
+    def _after_peer_read(self, sequence: Sequence, fetched: FetchResult, looked_up: int) -> None:
+        """Compute a prompt whose first blocks were read from another worker, or were not."""
+        request = sequence.request
+        if fetched.reason:
+            fields = log_fields(sequence)
+            log.warning("Request %s computes what a peer has: %s", request.id, fetched.reason, extra=fields)
+        if request.blocks:
+            request.peer_tokens = request.computed - sequence.local_tokens
+            request.cached_tokens = request.computed
+            self._scheduler.join(sequence)
+            self._note_admission(sequence, counted=True)
+        else:  # a read of some blocks has not ended
+            self._scheduler.requeue(sequence)
+        self._counters.add_peer_read(fetched, request.peer_tokens, looked_up)
+
+    def _note_admission(self, sequence: Sequence, counted: bool = False) -> None:
+        """`counted`: its lookup in the prefix cache was counted already."""
         request = sequence.request
         if not sequence.admitted_at:  # the first admission may have been for a fetch
             sequence.admitted_at = self._clock()
-        if not sequence.readmitted:
+        if not sequence.readmitted and not counted:
             self._counters.add_prefix_lookup(sequence)
             if request.export is None:
                 self._counters.add_local_prefill(sequence, self.limits.local_prefill_tokens)

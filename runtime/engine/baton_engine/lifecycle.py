@@ -113,6 +113,7 @@ class Lifecycle:
                 finish,
                 stop_id,
                 request.cached_tokens,
+                request.peer_tokens,
                 relay=relay,
                 timing=self._timing(sequence) if relay is None and len(request.output) == 1 else None,
                 prompt_output=prompt_output,
@@ -148,8 +149,8 @@ class Lifecycle:
                 Output(request_id, finish=FinishReason.ABORT, cached_tokens=request.cached_tokens)
             )
         self._leave(sequence, FinishReason.ABORT, hold=False)
-        if sequence.cancelled and request.remote is not None:
-            request.remote.cancel(request_id)
+        if sequence.cancelled and sequence.source is not None:
+            sequence.source.cancel(request_id)
 
     def finish(self, request_id: str) -> None:
         """End a request with STOP if it is running, or waits after a retraction."""
@@ -163,9 +164,9 @@ class Lifecycle:
             sequence = self._sequences.get(request_id)
             if sequence is not None and (sequence.cancelled or sequence.stage is Stage.HELD):
                 continue
-            remote = None if sequence is None else sequence.request.remote
-            if sequence is not None and sequence.stage is Stage.FETCHING and remote is not None:
-                remote.cancel(request_id)
+            source = None if sequence is None else sequence.source
+            if sequence is not None and sequence.stage is Stage.FETCHING and source is not None:
+                source.cancel(request_id)
             self._outputs.append(Output(request_id, finish=finish, error=error))
 
     def forget(self, sequence: Sequence) -> None:

@@ -9,6 +9,7 @@ decode worker has an `Export`.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -135,6 +136,8 @@ class Output:
     """The stop id that ended the request; it is the last of `tokens`."""
     cached_tokens: int = 0
     """Prompt tokens that no worker computed for this request. Final from the first token on."""
+    peer_tokens: int = 0
+    """Those of `cached_tokens` that the worker that computed the rest read from another worker."""
     error: Exception | None = None
     """With `FinishReason.ERROR`: a BatonError for the client."""
     relay: RelayRecord | None = None
@@ -185,6 +188,8 @@ class Fetch:
     """The prefill worker must have an adapter with this digest."""
     tenant: str = ""
     """`Request.tenant`."""
+    within_s: float = math.inf
+    """Seconds after which a read of a `CachedPrefix` has no point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +207,8 @@ class FetchResult:
     first: TokenChoice | None = None
     """The first token; None if blocks are missing, and this worker computes the rest of the prompt."""
     cached_tokens: int = 0
+    peer_tokens: int = 0
+    """Those of `cached_tokens` that the prefill worker read from another worker."""
     relay: RelayRecord | None = None
     unsafe: frozenset[int] = frozenset()
     reason: str = ""
@@ -223,6 +230,35 @@ class RemotePrefill(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """Cancel the fetch of an aborted request; report a `FetchResult` once its unsafe blocks are known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LentBlocks:
+    """Cached blocks that another worker may read."""
+
+    blocks: tuple[int, ...]
+    written: Event
+    """The device may not have written them before it."""
+
+
+class CachedPrefix(RemotePrefill, Protocol):
+    """
+    Leading blocks of a prompt that another worker has cached. Fetches them, computes nothing, and has no
+    first token.
+    """
+
+    @property
+    def blocks(self) -> int:
+        """Number of leading blocks that the other worker should have."""
+        ...
+
+    def read_within_s(self, blocks: int, compute_s: float) -> float:
+        """
+        Return the seconds that a read of `blocks` blocks may take, which take `compute_s` to compute.
+
+        0: they are computed, because that is predicted to be sooner.
+        """
         ...
 
 
@@ -270,6 +306,8 @@ class Request:
     patient: bool = False
     """Whether the request is background work: it is scheduled after all others, and retracted for them."""
     remote: RemotePrefill | None = None
+    cached_prefix: CachedPrefix | None = None
+    """Not together with `remote`."""
     export: Export | None = None
     """If set, `max_tokens` is 1 and the blocks are held after the end until `Engine.release`."""
     output: list[int] = field(default_factory=list)
@@ -278,6 +316,8 @@ class Request:
     """Tokens of prompt + output whose KV is in `blocks`."""
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    peer_tokens: int = 0
+    """Those of `cached_tokens` that came from another worker's cache: `cached_prefix`."""
     tail: bytes = b""
     """Chain hash of the prompt's last full block; empty without one, or before the engine computed it."""
     fallback: str = ""

@@ -197,12 +197,12 @@ def _warn(settings: WorkerSettings, keys: Keys) -> None:
             "Set --no-kv-tokens: Baton's routers do not need the tokens.",
             settings.kv_events,
         )
-    open_control = settings.role is Role.PREFILL and not settings.ticket_secret
-    if open_control and exposure.reachable(settings.control_host):
+    serves = settings.role is Role.PREFILL or (settings.role is Role.DECODE and settings.kv_peers)
+    if serves and not settings.ticket_secret and exposure.reachable(settings.control_host):
         log.warning(
             "WARNING: the control server listens on %s without tickets, and other machines can have prompts "
-            "computed. Set BATON_ROUTER_TICKET_SECRET of the router and BATON_TICKET_SECRET of the prefill "
-            "workers to the same secret.",
+            "computed and read KV blocks. Set BATON_ROUTER_TICKET_SECRET of the router and "
+            "BATON_TICKET_SECRET of the workers to the same secret.",
             settings.control_host,
         )
     open_decode = settings.role is Role.DECODE and not settings.ticket_secret

@@ -274,8 +274,14 @@ class WorkerSettings(BaseSettings):
     """Maximum number of uncached prompt tokens that a decode worker computes itself, because a transfer would
     take longer."""
 
+    kv_peers: bool = True
+    """Read KV blocks that another worker has cached, where that is predicted to take at most half of the time
+    of computing them. A prefill worker then reads what the decode worker generated, instead of computing
+    the answers of a conversation again. Both need the setting; the decode worker runs a control server."""
+
     control_host: str = "127.0.0.1"
-    """Address on which a prefill worker's control server listens."""
+    """Address on which the control server of a prefill or decode worker listens. Prefill workers on other
+    machines read the blocks of a decode worker only if they can reach it."""
 
     control_port: int = Field(default=0, ge=0, le=65535)
     """Port of the control server. 0: a free port."""

@@ -142,6 +142,11 @@ class Worker:
             version=__version__,
         )
 
+    def control_load(self) -> tuple[int, int]:
+        """Return queued tokens and free blocks, for heartbeats of control connections."""
+        snapshot = self.engine.snapshot()
+        return snapshot.queued_tokens, snapshot.available_blocks
+
     def kv_batches(self) -> int:
         """Return the number of published batches of KV events."""
         return self.publisher.last + 1 if self.publisher is not None else 0

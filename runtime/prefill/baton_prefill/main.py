@@ -11,6 +11,7 @@ from baton_engine import service
 from baton_engine.model.progress import Progress
 from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
+from baton_engine.tiers.peers import PeerCaches
 from baton_engine.worker import Worker
 from baton_prefill.admission import PromptLimits
 from baton_prefill.server import PrefillServer, ServerLimits
@@ -26,10 +27,16 @@ async def prefill(worker: Worker) -> AsyncIterator[RoleServices]:
     """Compute prompts for decode workers."""
     assert worker.transfer is not None
 
-    def load() -> tuple[int, int]:
-        snapshot = worker.engine.snapshot()
-        return snapshot.queued_tokens, snapshot.available_blocks
-
+    settings = worker.settings
+    peers = None
+    if settings.kv_peers:
+        peers = PeerCaches(
+            worker.engine,
+            worker.transfer,
+            worker.identity,
+            secret=settings.ticket_secret.encode(),
+            tls=mutual_tls.client(settings.tls_folder, settings.tls_name),
+        )
     prompts = PromptLimits(worker.spec.vocab, worker.engine.limits.max_model_len - 1, worker.cache.block_size)
     server = PrefillServer(
         worker.client,
@@ -38,17 +45,20 @@ async def prefill(worker: Worker) -> AsyncIterator[RoleServices]:
         worker.identity,
         ServerLimits(prompt=prompts),
         worker.grammars.prepare,
-        load=load,
-        host=worker.settings.control_host,
-        port=worker.settings.control_port,
-        advertise=worker.settings.advertise_host,
-        secret=worker.settings.ticket_secret.encode(),
-        tls=mutual_tls.server(worker.settings.tls_folder, worker.settings.tls_name),
+        load=worker.control_load,
+        host=settings.control_host,
+        port=settings.control_port,
+        advertise=settings.advertise_host,
+        secret=settings.ticket_secret.encode(),
+        tls=mutual_tls.server(settings.tls_folder, settings.tls_name),
         tracing=worker.tracing,
         adapters=worker.adapters,
+        peer_caches=peers,
     )
     await server.start()
     try:
         yield RoleServices(control=server.address, drain=server.drain)
     finally:
         await server.close()
+        if peers is not None:
+            await peers.close()

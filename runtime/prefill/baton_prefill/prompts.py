@@ -22,9 +22,11 @@ from baton_api.sampling import Constraint, SamplingParams, Thinking
 from baton_engine.adapters import AdapterRegistry
 from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
 from baton_engine.streams import Event, HostEvent
+from baton_engine.tiers.peers import PeerCaches, PeerPrefix
 from baton_engine.tracing import WorkerTrace, WorkerTracing
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.control import ControlConnection
+from baton_engine.transfer.server import LendingEngine
 from baton_prefill.sessions import (
     Action,
     AwaitBlocks,
@@ -50,7 +52,7 @@ class PromptClient(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Output]: ...
 
 
-class PromptEngine(Protocol):
+class PromptEngine(LendingEngine, Protocol):
     """The part of `baton_engine.engine.Engine` that prompts use."""
 
     def abort(self, request_id: str) -> None: ...
@@ -70,6 +72,8 @@ class ComputeContext:
     """Creates this worker's spans, if tracing is on."""
     adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
     """Its LoRA adapters."""
+    peers: PeerCaches | None = None
+    """Caches from which parts of prompts may be read; None: all of them are computed."""
 
 
 class PromptTask:
@@ -101,6 +105,22 @@ class PromptTask:
         self._deadline: asyncio.TimerHandle | None = None
         self._spans = self._traced(session.prefill.trace)
         self._of = logs.of((session.prefill.request_id or request_id)[:NAME_LENGTH])
+
+    @property
+    def epoch(self) -> int:
+        return self.session.prefill.epoch
+
+    def done(self) -> None:
+        """The decode worker has read the blocks."""
+        self.do(self.session.done())
+
+    def abort(self) -> None:
+        """The decode worker cancels the prompt."""
+        self.do(self.session.abort())
+
+    def lost(self) -> None:
+        """The connection has ended."""
+        self.do(self.session.lost())
 
     def _traced(self, trace: str) -> WorkerTrace | None:
         if self._context.tracing is None or not trace:
@@ -171,6 +191,7 @@ class PromptTask:
                 client_id=prefill.request_id,
                 step_summary=None if self._spans is None else self._spans.step_summary(),
                 tenant=prefill.tenant or prefill.request_id,
+                cached_prefix=self._cached_prefix(),
                 export=self,
             )
             async for output in self._context.client.generate(request):
@@ -178,6 +199,13 @@ class PromptTask:
                     self._ended(output)
         except BatonError as error:  # an invalid constraint, or refused by the engine
             self.do(self.session.failed(error.message, retry=not isinstance(error, InvalidRequest)))
+
+    def _cached_prefix(self) -> PeerPrefix | None:
+        """Return the blocks that the decode worker has, if they may be read."""
+        prefill, peers = self.session.prefill, self._context.peers
+        if peers is None or not prefill.source or not prefill.start_block:
+            return None
+        return peers.prefix(prefill.source, self._hashes[: prefill.start_block], prefill.request_id)
 
     def _adapter(self) -> LoadedAdapter | None:
         """Return the prompt's adapter. Raises InvalidRequest if no adapter has the same digest."""
@@ -206,12 +234,15 @@ class PromptTask:
             started = self._started_at or now
             first = output.tokens[0]
             queue_s, compute_s = started - self._arrived_at, now - started
-            self.do(self.session.finished(first, output.cached_tokens, queue_s, compute_s))
+            self.do(
+                self.session.finished(first, output.cached_tokens, output.peer_tokens, queue_s, compute_s)
+            )
             log.info(
-                "prompt %s is computed: tokens=%d cached=%d queue=%.3fs compute=%.3fs",
+                "prompt %s is computed: tokens=%d cached=%d peer=%d queue=%.3fs compute=%.3fs",
                 self.request_id[:NAME_LENGTH],
                 len(self.session.prefill.tokens),
                 output.cached_tokens,
+                output.peer_tokens,
                 queue_s,
                 compute_s,
                 extra=self._of,

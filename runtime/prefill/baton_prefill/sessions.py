@@ -122,7 +122,12 @@ class PrefillSession:
         return [SendToDecode(message), *self._commit_if_whole()]
 
     def finished(
-        self, first: TokenChoice, cached_tokens: int, queue_s: float = 0.0, compute_s: float = 0.0
+        self,
+        first: TokenChoice,
+        cached_tokens: int,
+        peer_tokens: int = 0,
+        queue_s: float = 0.0,
+        compute_s: float = 0.0,
     ) -> list[Action]:
         """The first token was sampled. Commit follows the last Checksums."""
         if self.state is not PrefillState.COMPUTING:
@@ -133,6 +138,7 @@ class PrefillSession:
             first=first,
             prompt_tokens=len(self.prefill.tokens),
             cached_tokens=cached_tokens,
+            peer_tokens=peer_tokens,
             tail=self._tail,
             queue_s=queue_s,
             compute_s=compute_s,

@@ -73,6 +73,8 @@ class Choice:
     scores: PromptLogprobs | None = None
     """Logprobs of the prompt, if requested. Set before the first piece."""
     cached_tokens: int = 0
+    peer_tokens: int = 0
+    """Those of them that were read from the cache of another worker."""
     first_token: float | None = None
     last_token: float | None = None
 

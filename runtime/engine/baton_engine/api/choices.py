@@ -102,6 +102,7 @@ class Choices:
             prompt_tokens=count.prompt,
             completion_tokens=count.generated,
             cached_tokens=sum(lead.cached_tokens for lead in self._leads),
+            peer_tokens=sum(lead.peer_tokens for lead in self._leads),
             reasoning_tokens=sum(choice.transcript.reasoning_tokens for choice in self.all),
             accepted_prediction_tokens=sum(choice.transcript.predicted for choice in self.all),
             rejected_prediction_tokens=sum(
@@ -220,7 +221,7 @@ class Choices:
             if choice.index % self._work.parameters.n == 0:
                 exchange.cached_tokens += output.cached_tokens
             if self._served.settings.cache_report and self._work.resumption is None:
-                choice.cached_tokens = output.cached_tokens
+                choice.cached_tokens, choice.peer_tokens = output.cached_tokens, output.peer_tokens
             choice.first_token = now
             metrics.first_token(now - exchange.started)
             exchange.first_token = exchange.first_token or now

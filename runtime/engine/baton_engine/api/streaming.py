@@ -65,6 +65,8 @@ class Usage:
     completion_tokens: int
     """Tokens of all choices, including their end tokens."""
     cached_tokens: int
+    peer_tokens: int = 0
+    """Those of the cached tokens that were read from the cache of another worker."""
     reasoning_tokens: int = 0
     """Completion tokens up to the end of the reasoning, including the marks."""
     accepted_prediction_tokens: int = 0
@@ -73,11 +75,15 @@ class Usage:
     """The other tokens of `prediction`, for each choice. They are not completion tokens."""
 
     def body(self) -> dict[str, Any]:
+        prompt_details: dict[str, Any] = {"cached_tokens": self.cached_tokens, "audio_tokens": 0}
+        if self.peer_tokens:
+            local = self.cached_tokens - self.peer_tokens
+            prompt_details["cached_tokens_by_source"] = {"local": local, "peer": self.peer_tokens}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
+            "prompt_tokens_details": prompt_details,
             "completion_tokens_details": {
                 "reasoning_tokens": self.reasoning_tokens,
                 "audio_tokens": 0,

@@ -19,6 +19,9 @@ SMOOTHING = 0.05
 NO_TRANSPORT = "none"
 """The transport label before the first read."""
 
+READ = "read"
+"""The outcome of a read from another worker's prefix cache that brought all blocks."""
+
 REASON_LENGTH = 32
 """Longer reasons are sentences for the log, not labels of a metric."""
 RATE_WINDOW_S = 10.0
@@ -87,6 +90,12 @@ class Totals:
     """Prompt tokens looked up in the prefix cache."""
     prompt_tokens_remote: int = 0
     """Received from a prefill worker."""
+    prompt_tokens_peer: int = 0
+    """Read from another worker's prefix cache."""
+    prompt_tokens_peer_looked_up: int = 0
+    """Prompt tokens of the reads from other workers' prefix caches."""
+    peer_reads: Counter[str] = field(default_factory=Counter)
+    """Reads from other workers' prefix caches, by outcome: `read`, or a `Fallback`."""
     generated_tokens: int = 0
     retractions: int = 0
     out_of_memory: int = 0
@@ -117,6 +126,9 @@ class Totals:
             prompt_tokens_cached=self.prompt_tokens_cached,
             prompt_tokens_looked_up=self.prompt_tokens_looked_up,
             prompt_tokens_remote=self.prompt_tokens_remote,
+            prompt_tokens_peer=self.prompt_tokens_peer,
+            prompt_tokens_peer_looked_up=self.prompt_tokens_peer_looked_up,
+            peer_reads=self.peer_reads.copy(),
             generated_tokens=self.generated_tokens,
             retractions=self.retractions,
             out_of_memory=self.out_of_memory,
@@ -247,6 +259,12 @@ class EngineCounters:
         label = reason if reason.isidentifier() and len(reason) <= REASON_LENGTH else Fallback.TRANSFER_FAILED
         self.totals.local_prefills[label] += 1
         self.totals.transfer_failures[fetched.transport or NO_TRANSPORT, label] += 1
+
+    def add_peer_read(self, fetched: FetchResult, tokens: int, looked_up: int) -> None:
+        """Count a read from another worker's prefix cache: `tokens` of `looked_up` have arrived."""
+        self.totals.prompt_tokens_peer += tokens
+        self.totals.prompt_tokens_peer_looked_up += looked_up
+        self.totals.peer_reads[fetched.reason or READ] += 1
 
     def add_quarantined(self, fetched: FetchResult) -> None:
         """Count the quarantined blocks of a fetch."""

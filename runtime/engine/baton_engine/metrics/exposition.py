@@ -166,7 +166,13 @@ class EngineCollector(Collector):
                 ("computed",): totals.prompt_tokens_computed,
                 ("cached",): totals.prompt_tokens_cached,
                 ("remote",): totals.prompt_tokens_remote,
+                ("peer",): totals.prompt_tokens_peer,
             },
+        )
+        yield _counter(metrics.WORKER_PEER_CACHE_QUERIES, {(): totals.prompt_tokens_peer_looked_up})
+        yield _counter(metrics.WORKER_PEER_CACHE_HITS, {(): totals.prompt_tokens_peer})
+        yield _counter(
+            metrics.WORKER_PEER_READS, {(outcome,): count for outcome, count in totals.peer_reads.items()}
         )
         yield _counter(metrics.WORKER_RETRACTIONS, {(): totals.retractions})
         yield _counter(metrics.WORKER_OUT_OF_MEMORY, {(): totals.out_of_memory})

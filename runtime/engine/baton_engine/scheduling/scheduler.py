@@ -18,6 +18,7 @@ This module uses no tensors, threads or clocks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, abc
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ from baton_engine.requests import Fetch
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.scheduling.waiting import WaitingQueue
+from baton_engine.tiers.policy import PromptSpeed
 
 YIELDS = 8
 """Maximum number of consecutive passes that patient sequences skip, because they occupy blocks."""
@@ -71,6 +73,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.fetching: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
+        self.lent: dict[str, list[int]] = {}
+        """Blocks that other workers read of this worker's prefix cache, by the name of the read."""
+        self.prompt_speed = PromptSpeed()
         self._refused: tuple[Sequence, int, int, int, int] | None = None
         """The next queued sequence and the state in which it did not fit, to avoid repeated checks."""
         self._yielded = 0
@@ -168,7 +173,7 @@ class Scheduler:
         """
         End a fetch whose first `arrived` blocks are complete. A peer may still write `unsafe` blocks.
 
-        Returns whether the whole prompt has arrived. The caller then calls `join`, `requeue` or `end`.
+        Returns whether all of them have arrived. The caller then calls `join`, `requeue` or `end`.
         """
         fetch = sequence.fetch
         assert fetch is not None and sequence.stage is Stage.FETCHING
@@ -188,14 +193,17 @@ class Scheduler:
         return good == len(fetch.blocks)
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence whose whole prompt was fetched to the batch."""
+        """Add a sequence to the batch whose blocks were fetched. It keeps them."""
+        if sequence.request.export is not None:
+            self.pool.pin(sequence.request.blocks)
+        sequence.readable = False
         sequence.stage = Stage.RUNNING
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
         """Put a sequence first in its queue, for local prefill. Its published blocks stay cached."""
         self.pool.release(sequence.drop_blocks())
-        sequence.fetchable = False
+        sequence.fetchable = sequence.readable = False
         sequence.stage = Stage.WAITING
         self.waiting.put_back(sequence)
 
@@ -222,11 +230,26 @@ class Scheduler:
             case Stage.HELD:
                 del self.held[sequence.request.id]
             case Stage.ENDED:  # after `fetched`
-                pass
+                exported = False  # nothing was announced
         if exported:
             self.pool.unpin(sequence.request.blocks)
         sequence.stage = Stage.ENDED
         self.pool.release(sequence.drop_blocks())
+
+    def lend(self, name: str, hashes: abc.Sequence[bytes]) -> list[int]:
+        """Keep the leading ones of these blocks that are cached for a reader, until `take_back(name)`."""
+        assert name not in self.lent, f"{name} has blocks already"
+        blocks = self.pool.match(hashes)
+        self.pool.take(blocks)
+        self.pool.pin(blocks)
+        self.lent[name] = blocks
+        return blocks
+
+    def take_back(self, name: str) -> None:
+        """End a read of another worker. It may have ended already."""
+        blocks = self.lent.pop(name, [])
+        self.pool.unpin(blocks)
+        self.pool.release(blocks)
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         decodes = [sequence for sequence in self.running if sequence.decoding]
@@ -254,7 +277,7 @@ class Scheduler:
             victims = [sequence for sequence in self.running if sequence.retractable]
             if len(victims) == 1:
                 (last,) = victims
-                if len(self.running) == 1 and not self.fetching and not self.held:
+                if len(self.running) == 1 and not self.fetching and not self.held and not self.lent:
                     plan.outgrown.append(last)
                 return last  # waits if other sequences will release blocks
             victim = self._retract_one(plan, victims)
@@ -324,7 +347,7 @@ class Scheduler:
             return budget
         batch = self._batch()
         while (sequence := self.waiting.head(batch, patient=patient)) is not None:
-            if budget <= 0 and not sequence.fetchable:
+            if budget <= 0 and not sequence.fetchable and not sequence.readable:
                 return budget
             full = len(self.running) + len(self.fetching) >= self.limits.max_running
             if full and not self._make_way(plan, sequence, batch):
@@ -337,23 +360,23 @@ class Scheduler:
                 return budget
             prefix = self.pool.match(sequence.hashes[: sequence.cacheable // size])
             missing = request.length - len(prefix) * size
-            fetch = sequence.fetchable and missing > self.limits.local_prefill_tokens
-            if (budget <= 0 and not fetch) or (self.limits.whole_prompts and missing > budget):
+            fetch = self._fetch_of(sequence, len(prefix), missing)
+            if (budget <= 0 and fetch is None) or (self.limits.whole_prompts and missing > budget):
                 return budget
             needed = sequence.blocks_for(request.length) - len(prefix)
             if needed + self.pool.unused(prefix) + reserve > self.pool.available:
                 if self._make_way(plan, sequence, batch):
                     continue
                 self._refused = state
-                if not reserve and not self.held:
+                if not reserve and not self.held and not self.lent:
                     plan.starved.append(sequence)
                 return budget
             self._refused = None
             self.waiting.take(sequence)
             batch[request.tenant] += 1
             self._place(sequence, prefix, needed)
-            if fetch:
-                self._begin_fetch(sequence)
+            if fetch is not None:
+                self._begin_fetch(sequence, *fetch)
                 plan.fetches.append(sequence)
                 continue
             if request.export is not None:
@@ -376,7 +399,25 @@ class Scheduler:
         if not sequence.readmitted:
             sequence.local_tokens = request.cached_tokens = request.computed
 
-    def _begin_fetch(self, sequence: Sequence) -> None:
+    def _fetch_of(self, sequence: Sequence, prefix: int, missing: int) -> tuple[int, float] | None:
+        """
+        Return the block before which a fetch ends, and its seconds at most. None: this worker computes.
+
+        `prefix` is the number of cached blocks, `missing` that of the tokens after them.
+        """
+        request = sequence.request
+        if sequence.fetchable and missing > self.limits.local_prefill_tokens:
+            return sequence.blocks_for(request.length), math.inf
+        if not sequence.readable or request.cached_prefix is None:
+            return None
+        end = min(request.cached_prefix.blocks, sequence.cacheable // self.block_size)
+        if end <= prefix:
+            return None
+        compute_s = self.prompt_speed.seconds((end - prefix) * self.block_size)
+        within_s = request.cached_prefix.read_within_s(end - prefix, compute_s)
+        return (end, within_s) if within_s else None
+
+    def _begin_fetch(self, sequence: Sequence, end: int, within_s: float) -> None:
         request = sequence.request
         start = sequence.published
         sequence.fetch = Fetch(
@@ -384,12 +425,13 @@ class Scheduler:
             tokens=request.prompt,
             start_block=start,
             parent=sequence.parent(start),
-            blocks=tuple(request.blocks[start:]),
+            blocks=tuple(request.blocks[start:end]),
             sampling=request.sampling,
             salt=request.salt,
             trace=request.trace,
             tenant=request.tenant,
             adapter=request.adapter,
+            within_s=within_s,
         )
         self.pool.pin(sequence.fetch.blocks)
         sequence.stage = Stage.FETCHING

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from baton_api.hashing import block_hashes, chain_hash
 from baton_engine.prompt_lookup import Lookup
-from baton_engine.requests import Fetch, Request
+from baton_engine.requests import Fetch, RemotePrefill, Request
 from baton_engine.sampling.prompt_outputs import prompt_output_of
 from baton_engine.sampling.state import SamplingState
 
@@ -72,6 +72,7 @@ class Sequence:
         "lookup",
         "prompt_output",
         "published",
+        "readable",
         "request",
         "root",
         "sampling_state",
@@ -104,6 +105,9 @@ class Sequence:
         self.prompt_output = prompt_output_of(request)
         """Pending output of the prompt, if requested."""
         self.fetchable = request.remote is not None and self.prompt_output is None
+        """Whether a prefill worker may still compute the prompt."""
+        self.readable = request.cached_prefix is not None and self.prompt_output is None
+        """Whether `request.cached_prefix` may still be read."""
         self.fetch: Fetch | None = None
         self.cancelled = False
         """Aborted during the fetch: the end is reported, and the blocks are released after the fetch."""
@@ -119,6 +123,11 @@ class Sequence:
     def readmitted(self) -> bool:
         """Whether the sequence was admitted again after a retraction or a failed fetch."""
         return self.admissions > 1
+
+    @property
+    def source(self) -> RemotePrefill | None:
+        """What starts and cancels the fetch of the sequence."""
+        return self.request.remote or self.request.cached_prefix
 
     @property
     def decoding(self) -> bool:

@@ -1,0 +1,105 @@
+"""
+Whether blocks are read or computed: a prediction from measured speeds, without clocks or threads.
+
+A read must be predicted to take at most `SHARE` of the time of computing, and it is given up after that time.
+So even a peer that stops answers no later than 1 + SHARE times computing, and a peer that fails or is late is
+left alone for a while.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARE = 0.5
+"""Fraction of the predicted time of computing that a read may take."""
+
+WINDOW_TOKENS = 8192
+"""Prompt tokens over which the speed of computing is averaged."""
+
+WEIGHT = 0.3
+"""Weight of the latest read in the averages of a peer."""
+
+FIRST_WAIT_S = 0.02
+"""Assumed seconds until a peer announces blocks, before the first read."""
+
+FIRST_BYTES_PER_S = 1e9
+"""Assumed speed of the first read from a peer: that of TCP between processes of one machine."""
+
+PAUSE_S = 30.0
+"""Seconds for which a peer is not read after a failure."""
+
+FORGET_S = 60.0
+"""Seconds after which a slow measurement no longer counts, so that the peer is tried again."""
+
+
+class PromptSpeed:
+    """Measured speed of computing prompts, averaged over about the last `WINDOW_TOKENS` tokens."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a forward pass of `seconds` with this number of prompt tokens."""
+        if not tokens:
+            return
+        kept = max(0.0, 1 - tokens / WINDOW_TOKENS)
+        self._tokens = kept * self._tokens + tokens
+        self._seconds = kept * self._seconds + seconds
+
+    def seconds(self, tokens: int) -> float:
+        """Predict the seconds of computing. 0 before the first pass."""
+        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpeed:
+    """Speed of reads from one peer."""
+
+    wait_s: float
+    """Seconds until the peer announces its blocks."""
+    block_s: float
+    """Seconds to read and verify one block."""
+
+    def seconds(self, blocks: int) -> float:
+        return self.wait_s + blocks * self.block_s
+
+
+def read_within_s(blocks: int, compute_s: float, speed: ReadSpeed) -> float:
+    """
+    Return the seconds that a read of `blocks` blocks may take, which take `compute_s` to compute.
+
+    0: they are computed, because the read is predicted to take longer.
+    """
+    within_s = SHARE * compute_s
+    return within_s if 0 < speed.seconds(blocks) <= within_s else 0.0
+
+
+class PeerSpeed:
+    """What was measured of one peer. `now` is in seconds of a monotonic clock."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._first = ReadSpeed(FIRST_WAIT_S, block_bytes / FIRST_BYTES_PER_S)
+        self._speed = self._first
+        self._measured_at = 0.0
+        self._paused_until = 0.0
+
+    def add(self, blocks: int, wait_s: float, read_s: float, now: float) -> None:
+        """Add a successful read: `wait_s` until its announcement, then `read_s` until it was verified."""
+        old = self._known(now)
+        self._speed = ReadSpeed(
+            old.wait_s + WEIGHT * (wait_s - old.wait_s),
+            old.block_s + WEIGHT * (read_s / blocks - old.block_s),
+        )
+        self._measured_at = now
+
+    def failed(self, now: float) -> None:
+        """Note that a read failed, or was late."""
+        self._paused_until = now + PAUSE_S
+
+    def at(self, now: float) -> ReadSpeed | None:
+        """Return the speed to predict with. None: the peer is left alone."""
+        return None if now < self._paused_until else self._known(now)
+
+    def _known(self, now: float) -> ReadSpeed:
+        return self._speed if now < self._measured_at + FORGET_S else self._first
