@@ -122,7 +122,7 @@ def test_answer_names_its_workers_and_times(page: Browser) -> None:
     assert "prefill-0 computed the prompt" in details and "predicted: " in details
     page.until(lambda: page.text("#figure-first").endswith("s"), "the figures follow")
     page.until(lambda: page.count("#chart-first .line[d^=M]"), "and so does the chart")
-    assert page.text("#highest-first").startswith("5 min, up to ")
+    assert " min, up to " in page.text("#highest-first")
 
 
 def test_second_turn_comes_from_the_prefix_cache(page: Browser) -> None:

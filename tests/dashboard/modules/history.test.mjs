@@ -13,6 +13,13 @@ test("a value holds until the next one", () => {
   assert.deepEqual(history.points("a", 1_000_000 + SPAN_MS), [{ at: 0, value: 1 }, { at: 0.5, value: 3 }, { at: 1, value: 3 }]);
 });
 
+test("a chart shows whole minutes, as many as there are, and at most five", () => {
+  const history = new History();
+  assert.equal(history.span(7), 60_000);
+  history.add(1000, { a: 1 });
+  assert.deepEqual([2000, 61_000, 61_001, 9e6].map((now) => history.span(now)), [60_000, 60_000, 120_000, SPAN_MS]);
+});
+
 test("what is older than the span is dropped, but not what still holds", () => {
   const history = new History();
   for (let second = 0; second <= 2000; second += 1) history.add(second * 1000, { a: second });

@@ -29,7 +29,8 @@ export class Chart {
     const { path, area, highest } = chart(history.points(this.#name, now), WIDTH, HEIGHT);
     this.#line.setAttribute("d", path);
     this.#area.setAttribute("d", area);
-    const text = path ? `5 min, up to ${this.#shown(highest)}` : "5 min";
+    const minutes = `${history.span(now) / 60_000} min`;
+    const text = path ? `${minutes}, up to ${this.#shown(highest)}` : minutes;
     say(this.#highest, text);
     this.#image.setAttribute("aria-label", `${this.#title}, last ${text}`);
   }

@@ -1,6 +1,7 @@
 // The last minutes of a figure, kept while the page is open, and its line in a chart.
 
 export const SPAN_MS = 300_000;
+const SHORTEST_MS = 60_000;
 const APART_MS = 900; // reports come once a second, when something has changed
 
 export class History {
@@ -19,9 +20,16 @@ export class History {
     if (this.#samples.length) this.#samples.push({ now });
   }
 
-  // [{ at, value }] of one figure, `at` from 0 (SPAN_MS ago) to 1 (now). A value holds until the next one.
+  // Milliseconds that a chart shows: as long as there is something to show, in whole minutes.
+  span(now) {
+    const age = now - (this.#samples[0]?.now ?? now);
+    return Math.min(SPAN_MS, Math.max(1, Math.ceil(age / SHORTEST_MS)) * SHORTEST_MS);
+  }
+
+  // [{ at, value }] of one figure, `at` from 0 (`span` ago) to 1 (now). A value holds until the next one.
   points(name, now) {
-    const at = (time) => Math.max(0, Math.min(1, 1 - (now - time) / SPAN_MS));
+    const span = this.span(now);
+    const at = (time) => Math.max(0, Math.min(1, 1 - (now - time) / span));
     const points = this.#samples.map((sample) => ({ at: at(sample.now), value: sample[name] ?? null }));
     const last = points.at(-1);
     return last ? [...points, { at: 1, value: last.value }] : [];

@@ -72,6 +72,7 @@ function connected(state, reason) {
 function showService(value) {
   service = value;
   named = labels(service.workers);
+  service.workers.sort((one, other) => named.get(one.name).localeCompare(named.get(other.name), "en", { numeric: true }));
   const { pace } = service;
   const waiting = service.waiting?.reduce((sum, one) => sum + one.count, 0);
   history.add(value.now, {
