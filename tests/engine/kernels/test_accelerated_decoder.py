@@ -81,7 +81,7 @@ VARIANTS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_accelerated_tokens_of_families(variant: str, tmp_path: Path) -> None:
-    assert_same(tmp_path, variant, PROMPTS, 6, 16)
+    assert_same(tmp_path, variant, PROMPTS[::3], 3, 24)
 
 
 def test_accelerated_decode_continues_in_copied_blocks(tmp_path: Path) -> None:
