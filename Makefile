@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 PYTHON3 := python3
 UV := $(VENV)/bin/uv
-PYTEST := $(PYTHON) -m pytest -q -rs --dist loadfile --no-loadscope-reorder
+PYTEST := $(PYTHON) -m pytest -q -rs --durations=15 --dist loadfile --no-loadscope-reorder
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
 # Kernels are compiled on first use: where the machine has no C compiler, one comes from the package index.

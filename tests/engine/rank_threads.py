@@ -68,6 +68,7 @@ class RankDevice(FakeGraphs):
         """Bytes that the largest pass needs."""
         self.failing: Exception | None = None
         """Raised by an operation with other ranks."""
+        self.on_connected: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """As `PeakMemory`."""
@@ -86,6 +87,12 @@ class DeviceGroup(Group):
     def connect(self, path: Path, timeout_s: float) -> None:
         super().connect(path, FOREVER_S)
         self.backend = DeviceBackend(self.backend, self._cuda)
+        self._cuda.on_connected()
+
+    def end(self) -> None:
+        """As the end of the process: operations of others with it fail."""
+        if self.backend is not None:
+            self.backend.end()
 
 
 class DeviceBackend:
@@ -107,6 +114,9 @@ class DeviceBackend:
     def abort(self) -> None:
         self._cuda.aborted.set()
 
+    def end(self) -> None:
+        self._gloo = None
+
     def _launch(self, outputs: Sequence[Tensor], begin: Callable[[], Any]) -> Ended:
         if (graph := self._cuda.capturing) is None:
             self._run(begin)
@@ -127,7 +137,8 @@ class DeviceBackend:
         while not work.is_completed():
             if aborted.wait(0.0002):
                 return
-        work.wait()
+        if not aborted.is_set():
+            work.wait()
 
     def _replay(self, begin: Callable[[], Any]) -> None:
         try:
@@ -179,15 +190,23 @@ class RankThread:
             pass
         except SetupError as error:
             channel.send(RankError(reason=error.message))
+        except RuntimeError:  # of gloo, which has lost rank 0
+            if not self._cuda.aborted.is_set():
+                raise
         finally:
             channel.close()
 
     def _serve(self, channel: Channel) -> None:
         start = channel.receive()
         assert isinstance(start, Start)
-        shard, cuda = Shard(start.rank, start.size), self._cuda
-        group = DeviceGroup(shard, self._vocab, cuda)
-        part = self._make_part(shard, group)
+        group = DeviceGroup(Shard(start.rank, start.size), self._vocab, self._cuda)
+        try:
+            self._obey(channel, start, group)
+        finally:
+            group.end()
+
+    def _obey(self, channel: Channel, start: Start, group: DeviceGroup) -> None:
+        cuda, part = self._cuda, self._make_part(group.shard, group)
         channel.send(Loaded(weights=0, at_start=None))
         connect = channel.receive()
         assert isinstance(connect, Connect)
@@ -237,8 +256,8 @@ def rank_threads(
         return RankThread(end, make_part, spec.vocab, devices[next(others)], cache.block_size)
 
     ranks = Ranks(start, ["cpu"] * size, spawn)
+    group = DeviceGroup(Shard(0, size), spec.vocab, own)
     try:
-        group = DeviceGroup(Shard(0, size), spec.vocab, own)
         model = ParallelModel(spec, make_part(Shard(0, size), group), group, ranks, ranks.load())
 
         def measure() -> int:
@@ -247,6 +266,9 @@ def rank_threads(
         model.connect(limits, cache.kv.dtype, measure)
         ranks.allocate(cache.blocks, cache.kv.dtype)
     except BaseException:
+        for device in devices:
+            device.aborted.set()
+        group.end()
         ranks.close()
         raise
     on_device(cache, own)

@@ -161,6 +161,20 @@ def test_rank_without_memory_for_its_passes_ends_the_start(rank: int) -> None:
         connected(*devices)
 
 
+def test_rank_that_fails_before_rank_0_has_connected_ends_the_start() -> None:
+    """Nothing would end an operation that rank 0 begins then: a device waits forever."""
+    own, other = RankDevice(), RankDevice()
+    other.failing = torch.OutOfMemoryError("CUDA out of memory.")
+
+    def failure_is_known() -> None:
+        for listening in [one for one in threading.enumerate() if one.name == "rank-1"]:
+            listening.join()
+
+    own.on_connected = failure_is_known
+    with pytest.raises(SetupError, match=r"cannot start: rank 1: .* CUDA out of memory"):
+        connected(own, other)
+
+
 def refusing(after: int) -> RankDevice:
     """Return a device that captures `after` passes only."""
     cuda = RankDevice()

@@ -20,7 +20,7 @@ from tests.engine.transfer_pools import pool
 
 async def test_without_the_library_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)  # as an import finds it where it is not installed
-    with pytest.raises(SetupError, match=r"pip install 'baton\[nixl\]'.*--transfer loopback"):
+    with pytest.raises(SetupError, match=r"pip install .*\[nixl\]'.*--transfer loopback"):
         await create_transfer("nixl", pool(2), "worker")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 

@@ -79,7 +79,7 @@ class RunningPool:
 
     async def figure(self, name: str) -> dict[str, float]:
         """The samples of one metric, by process, over all other labels."""
-        page = (await self.client.get("/metrics")).text
+        page = (await self.client.get("/metrics")).raise_for_status().text
         sums: dict[str, float] = {}
         for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", page, re.MULTILINE):
             process = re.search(r'process="([^"]*)"', labels)
@@ -89,8 +89,10 @@ class RunningPool:
 
     async def know_the_workers(self, workers: int) -> None:
         """Return when both frontend processes know the workers."""
-        while [*(await self.figure(metrics.ROUTER_REGISTERED_WORKERS.name)).values()] != [workers] * 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        name = metrics.ROUTER_REGISTERED_WORKERS.name
+        async with asyncio.timeout(TIMEOUT_S):
+            while [*(await self.figure(name)).values()] != [workers] * 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
 
     async def ready(self) -> bool:
         try:
@@ -122,8 +124,9 @@ async def running_pool(*workers: FakeWorker, **settings: object) -> AsyncIterato
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=TIMEOUT_S) as client:
         pool = RunningPool(process, url, client)
         try:
-            while not await pool.ready():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(TIMEOUT_S):
+                while not await pool.ready():  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
             yield pool
         finally:
             if process.returncode is None:
@@ -243,15 +246,19 @@ tenants:
   - name: small
     keys: ["sha256:%s"]
     streams: 2
+  - name: owner
+    keys: ["sha256:%s"]
+    admin: true
 """
     key = {"authorization": "Bearer secret"}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(tenants % hashlib.sha256(b"secret").hexdigest())
+        file.write(tenants % tuple(hashlib.sha256(one).hexdigest() for one in (b"secret", b"admin")))
         file.flush()
         async with (
             FakeWorker(fake_worker.gated) as worker,
             running_pool(worker, tenants_file=file.name, scheduler_timeout_s=60) as pool,
         ):
+            pool.client.headers["authorization"] = "Bearer admin"
             await pool.know_the_workers(1)
             scheduler = pool.members[0]
             scheduler.suspend()

@@ -195,7 +195,10 @@ class Ranks:
         try:
             self.post(message)
             group.connect(self._store, self._timeout_s)
-            self._group = group
+            with self._lock:
+                self._group = group
+            if self._failed.is_set():  # before there was a group whose operations could be ended
+                raise RuntimeError("a rank has failed")
             own = Connected(working=measure(), free=None)
         except (OSError, RuntimeError) as error:
             self._failed.wait(REASON_S)
