@@ -32,7 +32,7 @@ CHART = ROOT / "charts" / "baton"
 
 IMAGES: Mapping[str, Sequence[str]] = {
     "operator": ("operator",),
-    "router": ("router", "jwt", "redis", "gateway"),
+    "router": ("router", "jwt", "redis", "gateway", "fetch"),
     "worker": ("runtime", "nixl", "kernels"),
 }
 """Extras that `images/Dockerfile` installs into each image."""
