@@ -126,7 +126,7 @@ async def test_workers_of_different_versions_are_no_pair() -> None:
         assert "version 1.2.0" in warning and "1.3.0" in warning
 
 
-@pytest.mark.parametrize("spec", ENGINES.values(), ids=str)
+@pytest.mark.parametrize("spec", ENGINES.values(), ids=[str(kind) for kind in ENGINES])
 def test_law_single_body_has_the_salt_or_is_unchanged(spec: Any) -> None:
     """A gateway's worker gets the client's bytes, and no more than the salt behind them."""
     body = b'{"model": "tiny", "prompt": "x"}'
