@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from baton_api.errors import NotReady
+from baton_api.hashing import block_hashes
 from baton_engine.requests import Fetch, FinishReason, RelayRecord, RemotePrefill
 from tests.engine.serving import Prefiller, Serving, prompt_of, request_of
 
@@ -332,3 +334,20 @@ def test_engine_stop_cancels_its_fetches() -> None:
         peer.fetch()
     assert peer.cancelled.get(timeout=10) == "a"
     assert serving.ended("a").finish is FinishReason.ABORT
+
+
+def test_engine_lends_what_is_cached_until_it_is_taken_back() -> None:
+    with Serving() as serving:
+        request = request_of("a", 20)
+        assert serving.run(request) == [serving.reference(request)]
+        hashes = tuple(block_hashes(request.prompt, 4, request.root))
+        lent = serving.engine.lend("peer", hashes).result(timeout=10)
+        assert len(lent.blocks) == 5
+        assert serving.engine.lend("stranger", (b"unknown", *hashes)).result(timeout=10).blocks == ()
+        serving.engine.clear_cache()
+        assert serving.engine.lend("other", hashes).result(timeout=10).blocks == lent.blocks
+        for name in ("peer", "stranger", "other"):
+            serving.engine.take_back(name)
+        serving.until(lambda now: now.owned_blocks == now.pinned_blocks == 0)
+    with pytest.raises(NotReady):
+        serving.engine.lend("late", hashes).result(timeout=10)

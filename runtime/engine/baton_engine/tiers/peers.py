@@ -212,6 +212,7 @@ class PeerCaches:
             read.under_way = ()
             raise
         read.under_way, read.transport = (), pulled.transport
+        moved = self._clock()
         read.failure = Fallback.LOST
         sums = await read.sums
         read.failure = Fallback.PROTOCOL
@@ -226,6 +227,9 @@ class PeerCaches:
             return Fallback.CHECKSUM
         now = self._clock()
         prefix.speed.add(len(local), announced - began, now - announced, now)
+        times = announced - began, moved - announced, now - moved
+        name = link.worker[:200]
+        log.info("read %d blocks of %s: wait=%.3fs move=%.3fs verify=%.3fs", len(local), name, *times)
         return None if len(local) == len(fetch.blocks) else Fallback.REJECTED
 
 
