@@ -54,7 +54,7 @@ class Display(Watcher):
     def logged(self, name: str, line: str) -> None:
         if self._files is not None:
             self._files.write(name, line)
-        if self._logs or logs.is_warning(line):
+        if self._shows(line):
             self._line(name, line)
 
     def noted(self, name: str, line: str) -> None:
@@ -63,8 +63,8 @@ class Display(Watcher):
         self._line(name, line)
 
     def failed(self, name: str, last_words: list[str]) -> None:
-        if not self._logs:
-            for line in last_words:
+        for line in last_words:
+            if not self._shows(line):  # otherwise `logged` has shown it
                 self._line(name, line)
 
     def loading(self, name: str, progress: Loading) -> None:
@@ -75,6 +75,10 @@ class Display(Watcher):
             self._tasks[key] = self._bars.add_task(f"{name}: {progress.label}", total=None)
         total = progress.total or None
         self._bars.update(self._tasks[key], completed=progress.done, total=total)
+
+    def _shows(self, line: str) -> bool:
+        """Whether the terminal shows a log line of a running process."""
+        return self._logs or logs.is_warning(line)
 
     def _line(self, name: str, line: str) -> None:
         if line.startswith("{"):  # a log for machines, which says itself whose it is

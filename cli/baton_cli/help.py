@@ -31,7 +31,7 @@ FREQUENT: Mapping[str, frozenset[str]] = {
     "serve": frozenset(WORKER),
     "prefill": frozenset({*WORKER, *PAIRED, "control-host", "control-port"}),
     "decode": frozenset({*WORKER, *PAIRED, "local-prefill-tokens"}),
-    "up": frozenset({*WORKER, "prefill", "decode", "dashboard"}),
+    "up": frozenset({*WORKER, "prefill", "decode", "dashboard", "verbose"}),
     "demo": frozenset({"verbose", "device", "dtype", "quantize", "threads"}),
     "router": frozenset(
         {
@@ -101,11 +101,12 @@ class Group(TyperGroup):
             title = getattr(command, "rich_help_panel", None) or "Commands"
             groups.setdefault(title, []).append((name, summary(command.help or "")))
         _write(formatter, groups)
-        formatter.write_paragraph()
-        formatter.write_text(
-            f"`{ctx.command_path} COMMAND --help` shows the flags that most people use, and "
-            f"`--help-all` all flags."
-        )
+        if FREQUENT.keys() & self.commands.keys():
+            formatter.write_paragraph()
+            formatter.write_text(
+                f"`{ctx.command_path} COMMAND --help` shows the flags that most people use, and "
+                f"`--help-all` all flags."
+            )
 
 
 def _write(formatter: Any, groups: Mapping[str, list[tuple[str, str]]]) -> None:

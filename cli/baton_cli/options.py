@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsError
 
@@ -214,6 +214,8 @@ def readable_seconds(seconds: float) -> str:
 
 def _default(name: str, field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()  # a default is no secret
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None or value in ("", (), {}):
@@ -224,7 +226,7 @@ def _default(name: str, field: FieldInfo) -> str:
         return readable_size(value)
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)  # the text of a secret is empty
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _range(field: FieldInfo) -> str:

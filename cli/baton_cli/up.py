@@ -45,7 +45,7 @@ BLOCK_TOKENS = 16
 
 BY_ENVIRONMENT = {
     *("port", "api_key", "api_key_file", "worker_api_key", "ticket_secret"),
-    *("state", "database", "batch_secret"),
+    *("state", "database", "batch_secret", "response_store"),
 }
 """Router settings that are passed by environment: secrets, and the port, which may change."""
 
@@ -137,6 +137,7 @@ class Plan:
                 "BATON_ROUTER_STATE": state,
                 "BATON_ROUTER_DATABASE": self.router.database.get_secret_value(),
                 "BATON_ROUTER_BATCH_SECRET": self.router.batch_secret.get_secret_value(),
+                "BATON_ROUTER_RESPONSE_STORE": self.router.response_store.get_secret_value(),
             },
         )
 

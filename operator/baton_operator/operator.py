@@ -37,7 +37,9 @@ from baton_operator.cluster.leadership import Leadership
 from baton_operator.cluster.reflector import Reflectors
 from baton_operator.cluster.state import ClusterReader
 from baton_operator.health import HealthServer
+from baton_operator.kinds.engine import EngineType
 from baton_operator.manifests.conditions import Transition
+from baton_operator.manifests.engines import ENGINES
 from baton_operator.manifests.mutual_tls import by_issuer
 from baton_operator.manifests.objects import Manifest
 from baton_operator.metrics import OperatorMetrics, ProcessMetrics
@@ -225,7 +227,7 @@ class Operator:
             settings.router_image,
             by_issuer(settings.mutual_tls_issuer),
             settings.metrics_namespace,
-            {"vLLM": settings.vllm_image, "SGLang": settings.sglang_image},
+            engine_images(settings),
             settings.lease_namespace,
         )
         reader = ClusterReader(cache, RouterHealthSource(answers.pod_metrics, time.monotonic))
@@ -249,3 +251,11 @@ class Operator:
                 api, reader, self._prometheus, scaling, tell, metrics.scaling, time.time
             ),
         }
+
+
+def engine_images(settings: OperatorSettings) -> dict[EngineType, str]:
+    """Return the default images of workers with other engines than Baton; empty where none is set."""
+    flags = {name: spec.image_flag for name, spec in ENGINES.items() if spec.image_flag}
+    return {
+        name: getattr(settings, flag.removeprefix("--").replace("-", "_")) for name, flag in flags.items()
+    }

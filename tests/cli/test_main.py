@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -60,13 +62,28 @@ FLAG = re.compile(r"^  --(?:\[no-\])?([a-z][a-z-]*)", re.MULTILINE)
 
 @pytest.mark.parametrize("flag", help.NAMES)
 def test_help_of_every_command_fits_80_columns(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    group = create_app([])
-    for name in ("", *sorted(typer.main.get_command(group).commands)):  # type: ignore[attr-defined]
+    for name in ("", *_commands(typer.main.get_command(create_app([])))):
         with pytest.raises(SystemExit) as ended:
             main([*name.split(), flag])
         text = capsys.readouterr().out
         assert ended.value.code == 0 and text.startswith(f"Usage: baton {name}".rstrip())
         assert [line for line in text.splitlines() if len(line) > WIDTH] == []
+
+
+def _commands(group: Any) -> Iterator[str]:
+    """Yield the words of each command below a group, such as `batch list`."""
+    for name, command in getattr(group, "commands", {}).items():
+        yield name
+        yield from (f"{name} {inner}" for inner in _commands(command))
+
+
+@pytest.mark.parametrize(("words", "whole"), [([], True), (["batch"], False)])
+def test_help_of_a_group_names_help_all_where_a_command_has_more_flags(
+    words: list[str], whole: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    assert ("--help-all" in capsys.readouterr().out) is whole
 
 
 def test_help_is_short_and_help_all_has_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +94,7 @@ def test_help_is_short_and_help_all_has_every_flag(capsys: pytest.CaptureFixture
         texts[flag] = capsys.readouterr().out
     short, whole = (set(FLAG.findall(texts[flag])) for flag in help.NAMES)
     assert short < whole
+    assert {"dashboard", "verbose"} <= short
     options = {option.flag.removeprefix("--") for option in options_of(WorkerSettings)}
     assert options - whole == {"model", "role", "name", "control-host", "control-port", "ticket-secret"}
     assert "more flags: baton up --help-all" in texts["--help"] and texts["--help"].count("\n") < 80

@@ -139,6 +139,11 @@ def test_groups_name_existing_settings() -> None:
         assert settings.GROUPS.keys() <= settings.model_fields.keys()
 
 
+def test_default_of_a_secret_is_shown() -> None:
+    defaults = {option.field: option.default for option in options_of(RouterSettings)}
+    assert (defaults["response_store"], defaults["database"]) == ("memory", "")
+
+
 def test_body_limit_is_shown_as_size() -> None:
     body = next(option for option in options_of(RouterSettings) if option.field == "max_body")
     assert (body.metavar, body.default, body.range) == ("SIZE", "4MiB", ">= 1")

@@ -121,6 +121,19 @@ def test_plan_router_gets_storage_and_secrets_by_environment(tiny: Path) -> None
     ]
 
 
+def test_plan_no_secret_of_the_router_is_an_argument(tiny: Path) -> None:
+    fields = RouterSettings.model_fields.items()
+    secret = {name for name, field in fields if "SecretStr" in str(field.annotation)}
+    assert {"database", "worker_api_key", "response_store"} <= secret <= up.BY_ENVIRONMENT
+    given = {name: f"redis://u:{name}@h/0" for name in secret}
+    planned = plan(tiny, given)
+    router = planned.router_command([], [], "")
+    given["worker_api_key"] = planned.key  # workers of `up` accept its own key only
+    for name, value in given.items():
+        assert router.environment[f"BATON_ROUTER_{name.upper()}"] == value
+    assert not [part for part in router.arguments if "redis:" in part or "*" in part]
+
+
 async def test_up_is_ready_once_the_router_has_found_all_workers_ready(tiny: Path) -> None:
     """A request could succeed before: the decode worker would compute its prompt."""
     states, looks_at_answers = iter(("starting", "not_ready", "ready")), []

@@ -11,12 +11,15 @@ import pytest
 
 from baton_api import labels
 from baton_api.engines import EngineKind
+from baton_cli.options import options_of
 from baton_operator.kinds.engine import EngineType
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.engines import ENGINES, checks, sglang, startup, trtllm, vllm
 from baton_operator.manifests.engines.arguments import flag_name
 from baton_operator.manifests.engines.spec import EngineSpec
 from baton_operator.manifests.objects import Manifest, merged
+from baton_operator.operator import engine_images
+from baton_operator.settings import OperatorSettings
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 
 VLLM: Manifest = {
@@ -648,6 +651,14 @@ def test_contradiction_is_refused_and_names_both(spec: Manifest, change: Manifes
 )
 def test_check_without_contradiction_passes(spec: Manifest, change: Manifest) -> None:
     checks.check("chat", InferenceServiceSpec.model_validate(merged(spec, change)), "")
+
+
+def test_image_flag_of_every_engine_reaches_its_workers() -> None:
+    flags = {engine: spec.image_flag for engine, spec in ENGINES.items() if spec.image_flag}
+    assert {"vLLM", "SGLang"} <= flags.keys()
+    options = {option.flag: option.field for option in options_of(OperatorSettings)}
+    settings = OperatorSettings.model_validate({options[flag]: f"mirror{flag}:1" for flag in flags.values()})
+    assert engine_images(settings) == {engine: f"mirror{flag}:1" for engine, flag in flags.items()}
 
 
 def test_default_image_of_the_operator_is_used_and_kept() -> None:

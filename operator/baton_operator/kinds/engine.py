@@ -104,12 +104,13 @@ class Engine(Part):
     /health, without prefill workers."""
 
     image: Image | None = None
-    """Container image of the workers. Default: the operator's image for the engine. Required for Custom."""
+    """Container image of the workers. Default: the operator's image for the engine. Required for TensorRT-LLM
+    and Custom."""
 
     args: Arguments = []
-    """Additional flags of the engine, one per entry, after those that the operator sets. For vLLM and SGLang,
-    the operator refuses flags that it sets itself: addresses, model, names, parallelism, KV transfer and KV
-    events."""
+    """Additional flags of the engine, one per entry, after those that the operator sets. For vLLM, SGLang and
+    TensorRT-LLM, the operator refuses flags that it sets itself: addresses, model, names, parallelism, KV
+    transfer and KV events."""
 
     env: Environment = []
     """Environment variables of all workers."""

@@ -171,8 +171,8 @@ class DisruptionBudget(Part):
 
 
 class Parallelism(Part):
-    """Distribution of one worker over accelerators and nodes. For engine types vLLM and SGLang; tensor also
-    for Baton.
+    """Distribution of one worker over accelerators and nodes. For engine types vLLM and SGLang; pipeline also
+    for TensorRT-LLM, tensor also for TensorRT-LLM and Baton.
     """
 
     tensor: Annotated[int, Field(ge=1, le=512)] = 1
