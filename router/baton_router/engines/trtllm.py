@@ -12,7 +12,8 @@ have one: without it a prefill worker fails the request, and the decode worker c
 Health checks read `/health`, `/v1/models` and `/prometheus/metrics`, which a worker has with
 `return_perf_metrics`. `/metrics` is left to its collector: it returns each record once.
 
-Sources: `tensorrt_llm/serve/openai_disagg_service.py`, `openai_server.py` and `openai_protocol.py` of 1.3.
+Sources, of 1.3: `tensorrt_llm/serve/openai_disagg_service.py`, `tensorrt_llm/serve/openai_server.py` and
+`tensorrt_llm/serve/openai_protocol.py`.
 """
 
 from __future__ import annotations
