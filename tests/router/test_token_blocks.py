@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton_api.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -20,6 +20,7 @@ def stored(
     return BlockStored(names, parent, tokens, SIZE, extra_keys=keys)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is no defect
 @given(st.lists(st.integers(0, 60_000), min_size=SIZE, max_size=6 * SIZE), st.integers(0, 5), st.integers())
 def test_last_block_of_a_prompt_has_the_name_of_its_tail(tokens: list[int], cut: int, seed: int) -> None:
     """Blocks come in one event or in several; the engine's own names are random."""
@@ -65,6 +66,30 @@ def test_media_are_told_apart() -> None:
     assert blocks.translate([BlockRemoved([1])]) == [BlockRemoved([name])]
     assert blocks.translate([BlockRemoved([1], "CPU")]) == [BlockRemoved([name], "CPU")]
     assert blocks.translate([BlockRemoved([1], "CPU")]) == [] and len(blocks) == 0
+
+
+def test_pool_stays_known_beside_a_disk_that_never_deletes() -> None:
+    """The pool has 4 blocks, the oldest of which leaves for each new one; all of them stay on the disk."""
+    blocks, limit = TokenBlocks(limit=8), 8
+    known: list[BlockStored] = []
+    for number in range(3 * limit):
+        tokens = [number] * SIZE
+        (event,) = blocks.translate([stored(tokens, [number], None)])
+        assert isinstance(event, BlockStored)
+        known.append(event)
+        on_disk = blocks.translate([BlockStored([number], None, tokens, SIZE, medium="STORAGE")])
+        assert bool(on_disk) is (number < limit - 1)  # the pool's new block is one of them
+        if number >= 4:
+            gone = blocks.translate([BlockRemoved([number - 4])])
+            assert gone == [BlockRemoved(known[number - 4].block_hashes)]
+    assert len(blocks) == limit - 1 + 4
+
+
+def test_pool_has_a_limit_of_its_own() -> None:
+    blocks = TokenBlocks(limit=2)
+    known = [bool(blocks.translate([stored([number] * SIZE, [number], None)])) for number in range(3)]
+    assert known == [True, True, False]
+    assert blocks.translate([BlockRemoved([0])]) and blocks.translate([stored([3] * SIZE, [3], None)])
 
 
 def test_clearing_forgets_all_names() -> None:

@@ -7,7 +7,8 @@ is the bits of one integer, so the walk costs one dictionary lookup per chunk fo
 
 Workers drop the least recently used blocks, and the end of a prompt before its beginning. The index does the
 same with the chunks that it assumes for each worker, within the capacity that the worker reported. The
-remembered chunks of a worker are therefore always closed under prefixes.
+remembered chunks of a worker are therefore always closed under prefixes. Indexes of tiers (`block_map`) are
+not: `match_any` looks at each chunk.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ ROOT = 0
 """Name of the parent of a prompt's first block."""
 
 NAMES_LIMIT = 4_000_000
-"""Blocks of one worker that are named; further ones are ignored."""
+"""
+Named blocks of one worker from which on its tiers' new blocks are ignored: a disk may never delete. The pool
+has as many in each group of layers, whatever is in the tiers.
+"""
 
 
 def block_name(tokens: Sequence[int], parent: int, extra: Sequence[object] | None) -> int:
@@ -65,8 +68,9 @@ class TokenBlocks:
     chunk that it is in.
     """
 
-    def __init__(self, cleared: Collection[Tier] = ()) -> None:
-        """`cleared`: the tiers that an AllBlocksCleared means, besides the pool."""
+    def __init__(self, cleared: Collection[Tier] = (), limit: int = NAMES_LIMIT) -> None:
+        """`cleared`: the tiers that an AllBlocksCleared means, besides the pool; `limit`: `NAMES_LIMIT`."""
+        self._limit = limit
         self._cleared = (None, *cleared)
         self._names: dict[int | bytes, int] = {}
         """Worker's name -> name by tokens, of the blocks that are anywhere."""
@@ -106,9 +110,9 @@ class TokenBlocks:
         parent = ROOT if event.parent_block_hash is None else self._name(event.parent_block_hash)
         if parent is None or not size or len(event.token_ids) < size * len(event.block_hashes):
             return []
-        if len(self._names) >= NAMES_LIMIT:
-            return []
         there = self._places.setdefault((tier, _group(event)), {})
+        if len(there if tier is None else self._names) >= self._limit:
+            return []
         adapter: list[object] | None = [event.lora_name] if event.lora_name else None
         extras = event.extra_keys or [adapter] * len(event.block_hashes)
         events: list[Event] = []
