@@ -205,9 +205,23 @@ def test_inaccurate_worker_restores_nothing_until_it_recovers() -> None:
     assert cluster.state.accuracy.broken
     placement = cluster.plan()
     assert (placement.option.cached, placement.restored, placement.expected_cached) == (0, (), 4_999)
+    assert tokens_of(placement.reachable) == {"memory": 4_999}
     for _ in range(ACCURACY_REQUESTS):
         cluster.answer(cached=4_990, seconds=0.5)
     assert cluster.plan().restored
+    assert cluster.state.prefill_cost.seconds(10, 5_000) < 0.05  # restoring did not pass for slow computing
+
+
+def test_pool_of_an_inaccurate_worker_was_not_restored() -> None:
+    cluster = Tiered(decodes=1, hot=200)
+    cluster.calibrate()
+    for _ in range(ACCURACY_REQUESTS):
+        cluster.state.accuracy.learn(5_000, 0)
+    before = cluster.state.restore[MEMORY].seconds(1_000, 0.0), cluster.state.prefill_cost.line.measurements
+    placement = cluster.answer(cached=24 * 512 // 4, seconds=0.2)
+    assert (placement.option.cached, placement.restored) == (0, ()) and placement.reachable
+    assert cluster.state.restore[MEMORY].seconds(1_000, 0.0) == before[0]
+    assert cluster.state.prefill_cost.line.measurements > before[1]
 
 
 @pytest.mark.parametrize("tier", Tier)

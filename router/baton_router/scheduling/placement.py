@@ -41,6 +41,8 @@ class Placement(msgspec.Struct, eq=False):
     """Of the prompt, estimated; of several of the first one."""
     expected_cached: int
     """How many of them the computing worker is assumed to hold, whether or not the price used that."""
+    hot: int
+    """How many of them its pool is assumed to hold."""
     decided: float
     prefill_state: WorkerState
     """State of the worker that computes the prompt."""
@@ -52,7 +54,7 @@ class Placement(msgspec.Struct, eq=False):
     restored: Restored
     """What the computing worker is expected to restore; `option.cached` includes it."""
     reachable: Restored
-    """What it could restore beyond its pool."""
+    """What it could restore beyond its pool, whether or not the price used that."""
     weights: Mapping[str, float]
     """Weights of the eligible revisions, if there were several."""
     price_unit: str = "s"

@@ -135,8 +135,10 @@ class PlacementPlanner:
         expected_cached = min(hot, tokens - 1)
         plan: PromptPlan | None = None
         if reached:
-            expected_cached = self._prompt_plan(prefill_state, 1.0, hot, reached, tokens).cached
+            whole = self._prompt_plan(prefill_state, 1.0, hot, reached, tokens)
+            expected_cached = whole.cached
             plan = self._prompt_plan(prefill_state, prefill_state.cache_weight, hot, reached, tokens)
+            plan = plan._replace(reachable=whole.reachable)  # the worker may restore what no price counts on
             compute_s = plan.seconds
         else:
             compute_s = prefill_state.prefill_cost.seconds(tokens - option.cached, tokens)
@@ -149,6 +151,7 @@ class PlacementPlanner:
             prompt=prompt,
             tokens=tokens,
             expected_cached=expected_cached,
+            hot=min(hot, tokens - 1),
             restored=plan.restored if plan else (),
             reachable=plan.reachable if plan else (),
             decided=now,
@@ -348,9 +351,8 @@ class PlacementPlanner:
         if not placement.reachable or report.cached is None:
             return 0
         scale = report.tokens / placement.tokens
-        hot = placement.option.cached - sum(tokens for _, tokens in placement.restored)
         most = sum(tokens for _, tokens in placement.reachable)
-        return max(0, int(min(report.cached - hot * scale, most * scale)))
+        return max(0, int(min(report.cached - placement.hot * scale, most * scale)))
 
     def _learn_speed(self, placement: Placement, report: PromptReport, cached: int, compute_s: float) -> None:
         """
