@@ -47,4 +47,8 @@ class EngineSpec:
     Raises InvalidRequest if the client sets what only routers may set: the transfer of KV blocks.
     """
     cleared_tiers: tuple[Tier, ...] = ()
-    """Tiers that its KV event `AllBlocksCleared` clears besides the accelerator's memory."""
+    """
+    Tiers that its KV event `AllBlocksCleared` clears besides the accelerator's memory.
+
+    Without effect while answers do not name the prompt's blocks, as SGLang's: nothing is expected of tiers.
+    """

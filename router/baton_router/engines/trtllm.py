@@ -96,6 +96,20 @@ def read_options(body: bytes) -> TrtllmBody | None:
     return options
 
 
+def with_salt(body: bytes, options: TrtllmBody, salt: str) -> bytes:
+    """
+    The body with a tenant's cache salt; as it is without one.
+
+    Raises InvalidRequest for `/v1/completions`: TensorRT-LLM refuses `cache_salt` there.
+    """
+    if salt and options.prompt is not None:
+        raise InvalidRequest(
+            "TensorRT-LLM cannot separate the caches of tenants for /v1/completions. "
+            "Use /v1/chat/completions."
+        )
+    return with_members(body, salt_members(salt, options))
+
+
 def context_members(options: TrtllmBody, number: int) -> dict[str, Any]:
     """The members of the prefill worker's request."""
     members: dict[str, Any] = {
@@ -137,7 +151,7 @@ class TrtllmEngine:
         grant, body = attempt.grant, attempt.request.body
         options = read_options(body) if attempt.request.path in GENERATING else None
         if options is not None:
-            salted = with_members(body, salt_members(attempt.request.tenant.salt, options))
+            salted = with_salt(body, options, attempt.request.tenant.salt)
             moved: dict[str, Any] = {}
             if grant.prefill and options.pairs:
                 moved = await self._prefill(attempt, options, salted)
@@ -167,6 +181,8 @@ class TrtllmEngine:
     def report(self, attempt: EngineRequest, opening: bytes) -> PromptReport | None:
         remote = bool(attempt.prefill_s)
         tokens, cached = (attempt.prompt_tokens, attempt.cached) if remote else usage_of(opening)
+        if not tokens and attempt.fallback:
+            tokens = attempt.grant.prompt_tokens  # a stream begins without its usage; the failure counts
         if not tokens:
             return None
         fallback = attempt.fallback or ""
@@ -185,7 +201,11 @@ class TrtllmEngine:
 
 
 def without_params(body: bytes) -> bytes:
-    """An answer without where KV blocks are, which is the workers' own."""
+    """
+    An answer without where KV blocks are, which is the workers' own.
+
+    One above `BUFFER_LIMIT` passes as it comes, and keeps its `disaggregated_params`.
+    """
     try:
         answer = _objects.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -232,7 +252,7 @@ def _is_trtllm(models: Any) -> bool:
 
 def single_body(body: bytes, salt: str) -> bytes:
     options = read_options(body)
-    return body if options is None else with_members(body, salt_members(salt, options))
+    return body if options is None else with_salt(body, options, salt)
 
 
 SPEC = EngineSpec(
@@ -241,7 +261,7 @@ SPEC = EngineSpec(
     signatures=[("/v1/models", _is_trtllm)],  # it serves vLLM's /version too
     checks=TrtllmChecks,
     driver=TrtllmEngine,
-    tried="1",
+    tried="1.3",
     single_body=single_body,
 )
 """Its protocol was read, not tried."""

@@ -17,8 +17,9 @@ from starlette.routing import Route
 
 from tests.router.engines.fake_engine import FakeEngine, generate, health, render, text_of, tokenize
 
-MEMBERS = {"model", "messages", "prompt", "prompt_token_ids", "max_tokens", "n", "stream", "stream_options"}
-MEMBERS |= {"cache_salt", "disaggregated_params"}
+MEMBERS = {"model", "max_tokens", "n", "stream", "stream_options", "disaggregated_params"}
+CHATS = MEMBERS | {"messages", "prompt_token_ids", "cache_salt"}
+COMPLETIONS = MEMBERS | {"prompt"}
 PARAMS = {"request_type", "first_gen_tokens", "ctx_request_id", "encoded_opaque_state", "draft_tokens"}
 PARAMS |= {"disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style", "ctx_usage"}
 OPAQUE = "b3BhcXVl"
@@ -64,7 +65,8 @@ class FakeTrtllm(FakeEngine):
         if self.fail_with:
             return _error(self.fail_with, "It failed.")
         params = body.get("disaggregated_params")
-        if unknown := (body.keys() - MEMBERS) | ((params or {}).keys() - PARAMS):
+        members = CHATS if request.url.path == "/v1/chat/completions" else COMPLETIONS
+        if unknown := (body.keys() - members) | ((params or {}).keys() - PARAMS):
             self.violations.append(f"unknown members: {unknown}")
             return _error(400, "Extra inputs are not permitted")
         if params is None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton_api.errors import UNSUPPORTED_PARAMETER
+from baton_api import metrics
+from baton_api.engines import EngineKind
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.headers import CACHED
+from baton_api.prompt_report import Fallback
 from baton_router.engines.registry import ENGINES
 from tests.router.engines.fake_engine import generate, text_of, tokenize
 from tests.router.engines.fake_trtllm import FakeTrtllm
@@ -21,6 +25,7 @@ from tests.router.engines.test_vllm import (
     text_in,
 )
 from tests.router.running import running_router
+from tests.router.test_quotas import tenants
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -67,8 +72,11 @@ async def test_worker_alone_gets_the_client_s_body() -> None:
         assert load is not None and (load.running, load.version) == (2, "1.3.0")
 
 
-@pytest.mark.parametrize("status", [500, 503, 429, 400])
-async def test_failed_prefill_leaves_the_prompt_to_the_decode_worker(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "fallback"),
+    [(500, Fallback.FAILED), (503, Fallback.BUSY), (429, Fallback.BUSY), (400, Fallback.REJECTED)],
+)
+async def test_failed_prefill_leaves_the_prompt_to_the_decode_worker(status: int, fallback: Fallback) -> None:
     async with (
         FakeTrtllm({}) as prefill,
         FakeTrtllm({}) as decode,
@@ -77,6 +85,9 @@ async def test_failed_prefill_leaves_the_prompt_to_the_decode_worker(status: int
         prefill.fail_with = status
         assert text_in(events_of(await streamed(router, CHAT))) == expected_text()
         assert (decode.computed, len(prefill.bodies)) == (1, 1)
+        decisions = metrics.ROUTER_DECISIONS.name
+        assert router.metric(decisions, path="fallback", reason=fallback) == 1
+        assert router.metric(decisions, path="fallback") == 1
 
 
 @pytest.mark.parametrize("case", ["no transceiver", "no parameters", "ends at its first token", "dead"])
@@ -114,6 +125,36 @@ async def test_client_may_not_name_blocks() -> None:
         assert error["param"] == "disaggregated_params" and not worker.bodies
 
 
+@pytest.mark.parametrize("pair", [True, False])
+async def test_tenants_with_a_salt_have_chats_only(pair: bool, tmp_path: Path) -> None:
+    """TensorRT-LLM knows no salt of a completion; without one, tenants would share a cache."""
+    blocks: dict[int, list[int]] = {}
+    async with (
+        FakeTrtllm(blocks) as prefill,
+        FakeTrtllm(blocks) as decode,
+        running_router(
+            [decode], [prefill] if pair else [], **PAIRS_ALWAYS, **tenants(tmp_path, acme={})
+        ) as router,
+    ):
+        key = {"authorization": "Bearer acme"}
+        chat = await router.client.post(CHATS, json=CHAT, headers=key)
+        assert chat.status_code == 200 and text_of_answer(chat.json()) == expected_text()
+        sent = [*prefill.bodies, *decode.bodies]
+        assert len(sent) == 1 + pair and len({one["cache_salt"] for one in sent}) == 1
+        completion = await router.client.post(COMPLETIONS, json=COMPLETION, headers=key)
+        assert completion.status_code == 400
+        assert "Use /v1/chat/completions" in completion.json()["error"]["message"]
+        assert len(prefill.bodies) + len(decode.bodies) == len(sent)
+        assert not prefill.violations and not decode.violations
+
+
+def test_gateway_sends_no_completion_with_a_salt() -> None:
+    spec, body = ENGINES[EngineKind.TRTLLM], b'{"model": "tiny", "prompt": "x"}'
+    assert spec.single_body(body, "") == body
+    with pytest.raises(InvalidRequest, match="/v1/chat/completions"):
+        spec.single_body(body, "s")
+
+
 async def test_workers_of_different_versions_are_no_pair() -> None:
     async with (
         FakeTrtllm({}, version="1.2.0") as prefill,
@@ -129,8 +170,8 @@ async def test_workers_of_different_versions_are_no_pair() -> None:
 @pytest.mark.parametrize("spec", ENGINES.values(), ids=[str(kind) for kind in ENGINES])
 def test_law_single_body_has_the_salt_or_is_unchanged(spec: Any) -> None:
     """A gateway's worker gets the client's bytes, and no more than the salt behind them."""
-    body = b'{"model": "tiny", "prompt": "x"}'
+    body = b'{"model": "tiny", "messages": []}'
     assert spec.single_body(body, "") == body
     salted = spec.single_body(body, "s")
-    assert salted in (body, b'{"model": "tiny", "prompt": "x","cache_salt":"s"}')
+    assert salted in (body, b'{"model": "tiny", "messages": [],"cache_salt":"s"}')
     assert spec.single_body(b"[", "s") == b"["
