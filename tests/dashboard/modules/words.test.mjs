@@ -16,6 +16,8 @@ test("workers are called as in their logs, if no two have the same name", () => 
   const called = (...names) => [...labels(names.map((own_name, n) => ({ ...worker("decode", `10.0.0.${n}:1`), own_name }))).values()];
   assert.deepEqual(called("smollm2-decode-7f", ""), ["smollm2-decode-7f", "decode-1"]);
   assert.deepEqual(called("a", "a", "b"), ["decode-0", "decode-1", "b"]);
+  assert.deepEqual(called("decode-0", "decode-0", "decode-1"), ["decode-0", "decode-2", "decode-1"]);
+  assert.deepEqual(called("decode-1", "", "", "decode-4", ""), ["decode-1", "decode-2", "decode-3", "decode-4", "decode-5"]);
   const pod = { ...worker("decode", "10.0.0.1:1"), own_name: "smollm2-6f1c2ab9-decode-7d9f5-x2x4b" };
   assert.equal(labels([pod]).get(pod.name), "decode-0");
   assert.equal(addressOf(pod, "decode-0"), "smollm2-6f1c2ab9-decode-7d9f5-x2x4b, 10.0.0.1:1");

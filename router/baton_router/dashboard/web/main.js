@@ -92,7 +92,7 @@ function showService(value) {
   byId("refusal").hidden = !service.refusal;
   say(byId("refusal"), service.refusal ?? "");
   playground.offer(service.models, service.workers);
-  relay.show(service);
+  relay.show(service, named);
   byId("workers").replaceChildren(...service.workers.map(row));
   if (service.workers_left_out) {
     const text = `and ${service.workers_left_out} more`;

@@ -2,7 +2,7 @@
 
 import { svg } from "./dom.js";
 import { layout, shownOn } from "./layout.js";
-import { addressOf, labels } from "./names.js";
+import { addressOf } from "./names.js";
 import { count, counted, shortened } from "./sizes.js";
 
 const TRAVEL_MS = 900;
@@ -20,6 +20,7 @@ export class Relay {
   #moving = svg("g", { class: "moving" });
   #image = svg("svg", { role: "img" }, this.#still, this.#moving);
   #service = null;
+  #named = new Map();
   #links = new Map();
   #marks = [];
   #frame = 0;
@@ -28,15 +29,16 @@ export class Relay {
   constructor(place) {
     this.#place = place;
     place.append(this.#image);
-    new ResizeObserver(() => this.#service && this.show(this.#service)).observe(place);
+    new ResizeObserver(() => this.#service && this.show(this.#service, this.#named)).observe(place);
   }
 
-  show(service) {
+  // `named` has the workers' labels, which are those of the table.
+  show(service, named) {
     this.#service = service;
+    this.#named = named;
     const width = Math.floor(this.#place.clientWidth);
     if (width < 80) return;
     const placed = layout(width, service.workers);
-    const named = labels(service.workers);
     this.#image.setAttribute("viewBox", `0 0 ${placed.width} ${placed.height}`);
     this.#image.setAttribute("width", placed.width);
     this.#image.setAttribute("height", placed.height);
