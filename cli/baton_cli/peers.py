@@ -79,7 +79,7 @@ NOTES = {
     "stream_include_usage": "Requests can override it.",
     "log_requests": "Logs no text unless --log-requests-level is 2.",
     "seed": "Determines the seeds of requests without one.",
-    "control_port": "Prefill workers only.",
+    "control_port": "Prefill and decode workers only.",
     "lora_modules": "NAME=PATH. JSON objects and paths without a name are not supported.",
     "max_loras": "One batch may use all loaded adapters. In vLLM: the adapters of one batch.",
     "decode": "One URL per flag, repeatable. Use --prefill for prefill workers.",

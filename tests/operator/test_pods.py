@@ -238,11 +238,12 @@ def test_workers_in_the_nodes_network_share_no_port(tls: bool) -> None:
     assert all(ports.FIRST_PORT <= port <= ports.LAST_PORT for port in taken)
 
 
-def test_worker_in_the_nodes_network_has_its_ports_as_flags() -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_worker_in_the_nodes_network_has_its_ports_as_flags(role: str) -> None:
     """The listening ports, the ports for Kubernetes' placement and those sent to routers are the same."""
     cluster = FakeCluster({**PAIR, "security": {"mutualTls": {"secretName": "own"}}})
     cluster.settle()
-    pod = first(cluster, "Deployment", "prefill")
+    pod = first(cluster, "Deployment", role)
     (container,) = pod["containers"]
     named = {one["name"]: one["containerPort"] for one in container["ports"]}
     for flag in (
@@ -250,6 +251,7 @@ def test_worker_in_the_nodes_network_has_its_ports_as_flags() -> None:
         f"--health-port={named['http']}",
         f"--kv-events=tcp://$(POD_IP):{named['kv-events']}",
         f"--kv-replay=tcp://$(POD_IP):{named['kv-replay']}",
+        "--control-host=$(POD_IP)",
         f"--control-port={named['control']}",
     ):
         assert flag in container["args"]
@@ -257,12 +259,25 @@ def test_worker_in_the_nodes_network_has_its_ports_as_flags() -> None:
     assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
 
 
-def test_worker_in_its_own_network_keeps_its_ports() -> None:
-    cluster = FakeCluster({**MINIMAL, "prefill": {}, "transfer": {"controlPort": 6000}})
+@pytest.mark.parametrize(
+    ("role", "roles", "control"),
+    [
+        pytest.param("prefill", {"prefill": {}}, {"control": 6000}, id="prefill"),
+        pytest.param("decode", {"prefill": {}}, {"control": 6000}, id="decode"),
+        pytest.param("both", {}, {}, id="both, whose blocks no other worker reads"),
+    ],
+)
+def test_worker_in_its_own_network_keeps_its_ports(
+    role: str, roles: Manifest, control: dict[str, int]
+) -> None:
+    cluster = FakeCluster({**MINIMAL, **roles, "transfer": {"controlPort": 6000}})
     cluster.settle()
-    ((_, named),) = [one for one in listening(cluster).items() if "prefill" in one[0]]
-    assert named == {"http": 8000, "kv-events": 5558, "kv-replay": 5559, "control": 6000}
-    assert "dnsPolicy" not in first(cluster, "Deployment", "prefill")
+    (named,) = [ports for name, ports in listening(cluster).items() if f"-{role}-" in name]
+    assert named == {"http": 8000, "kv-events": 5558, "kv-replay": 5559, **control}
+    pod = first(cluster, "Deployment", role)
+    flags = [one for one in pod["containers"][0]["args"] if one.startswith("--control")]
+    assert flags == (["--control-host=$(POD_IP)", "--control-port=6000"] if control else [])
+    assert "dnsPolicy" not in pod
 
 
 def test_ports_of_a_revisions_roles_differ_in_every_service() -> None:

@@ -140,19 +140,21 @@ def test_upgrade_of_a_service_at_rest_touches_no_worker(moment: str) -> None:
     """Neither their pods nor their templates; nor is a model fetched again that serves."""
     cluster = left(moment)
     pods = {pod.name for pod in cluster.pods if pod.revision}
-    before = [_worker_environment(one) for one in cluster.objects.values() if one["kind"] == "Deployment"]
+    before = _worker_templates(cluster)
     settle_while_requests_go_on(cluster)
     assert {pod.name for pod in cluster.pods if pod.revision} == pods
     assert cluster.names("Job") == []
-    after = [_worker_environment(one) for one in cluster.objects.values() if one["kind"] == "Deployment"]
+    after = _worker_templates(cluster)
     assert cluster.ticket_secret and before == after, "routers sign, and workers go on without a secret"
 
 
-def _worker_environment(deployment: dict[str, Any]) -> set[str]:
-    """Names of a worker's variables; none of a router's."""
-    pod = deployment["spec"]["template"]["spec"]
-    worker = labels.REVISION in deployment["metadata"]["labels"]
-    return {one["name"] for one in pod["containers"][0]["env"]} if worker else set()
+def _worker_templates(cluster: FakeCluster) -> dict[str, Any]:
+    """Pod templates of the workers' Deployments, by name."""
+    return {
+        one["metadata"]["name"]: copy.deepcopy(one["spec"]["template"])
+        for one in cluster.objects.values()
+        if one["kind"] == "Deployment" and labels.REVISION in one["metadata"]["labels"]
+    }
 
 
 def test_upgrade_amid_a_fetch_takes_back_workers_without_a_model() -> None:

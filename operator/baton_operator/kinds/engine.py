@@ -165,7 +165,7 @@ class Transfer(Part):
     only."""
 
     control_port: Annotated[int, Field(ge=1024, le=65_535)] = 5557
-    """TCP port of prefill workers on which decode workers request blocks."""
+    """TCP port on which prefill and decode workers request blocks of each other."""
 
     timeout: Annotated[Duration, between("1s", "1h")] = Duration("30s")
     """Maximum duration of a transfer. After it, the decode worker computes the prompt itself."""

@@ -43,7 +43,8 @@ class Ports:
     kv_events: int
     kv_replay: int
     control: int
-    """Where decode workers request blocks: NIXL's side channel of vLLM, the bootstrap server of SGLang."""
+    """Where other workers request blocks: the control server of Baton, NIXL's side channel of vLLM, the
+    bootstrap server of SGLang."""
 
 
 def ports(owner: Owner, revision: Revision, role: Role) -> Ports:

@@ -15,7 +15,7 @@ COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
 def container(worker: WorkerPod) -> EngineContainer:
     """Return the container of a worker."""
-    control = "control" if worker.role is Role.PREFILL else ""
+    control = "control" if _in_pair(worker) else ""
     return EngineContainer(
         worker,
         args=[*_flags(worker), *worker.arguments],
@@ -46,7 +46,7 @@ def _flags(worker: WorkerPod) -> list[str]:
     if blueprint.mutual_tls:
         # Events are not encrypted; routers do without the tokens in them.
         flags += [f"--health-port={ports.health}", "--no-kv-tokens"]
-    if worker.role is Role.PREFILL:
+    if _in_pair(worker):
         flags += ["--control-host=$(POD_IP)", f"--control-port={ports.control}"]
     if worker.spec.parallelism.tensor > 1:
         flags.append(f"--tensor-parallel-size={worker.spec.parallelism.tensor}")
@@ -58,10 +58,15 @@ def _flags(worker: WorkerPod) -> list[str]:
 
 
 def _tickets(worker: WorkerPod) -> list[Variable]:
-    """Return the key that verifies tickets. Workers of both roles do not use tickets."""
-    if worker.role is Role.BOTH:
+    """Return the key that verifies tickets."""
+    if not _in_pair(worker):
         return []
     return tickets.variable(tickets.WORKER_VARIABLE, worker.owner.name, worker.spec.pod_template)
+
+
+def _in_pair(worker: WorkerPod) -> bool:
+    """Whether other workers read its KV blocks: it then has a control server, and uses tickets."""
+    return worker.role is not Role.BOTH
 
 
 SPEC = EngineSpec(kind=EngineKind.BATON, container=container)
