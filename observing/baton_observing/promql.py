@@ -125,7 +125,7 @@ def ratio(part: str, total: str) -> str:
 
 def ratios(parts: str, total: str) -> str:
     """Return the ratio of each of several series to one total."""
-    return f"{parts} / on() group_left() ({total} > 0)"
+    return f"({parts}) / on() group_left() ({total} > 0)"
 
 
 def or_zero(expression: str, reported: str = "", **labels: str) -> str:

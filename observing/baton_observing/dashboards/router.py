@@ -45,7 +45,10 @@ SCHEDULING = Row(
                     "actual",
                 ),
                 Query(
-                    ratios(SELECTED.rate(metrics.ROUTER_RESTORED_TOKENS, "tier"), PROMPT_TOKENS),
+                    ratios(
+                        or_zero(SELECTED.rate(metrics.ROUTER_RESTORED_TOKENS, "tier"), tier="any tier"),
+                        PROMPT_TOKENS,
+                    ),
                     "expected from {{tier}}",
                 ),
             ),
@@ -181,7 +184,12 @@ CACHE_STATE = Row(
             unit=count("chunks"),
             queries=(
                 Query(SELECTED.gauge(metrics.ROUTER_INDEX_CHUNKS, how="max"), "hot"),
-                Query(SELECTED.gauge(metrics.ROUTER_INDEX_TIER_CHUNKS, "tier", how="max"), "{{tier}}"),
+                Query(
+                    or_zero(
+                        SELECTED.gauge(metrics.ROUTER_INDEX_TIER_CHUNKS, "tier", how="max"), tier="any tier"
+                    ),
+                    "{{tier}}",
+                ),
             ),
             width=12,
         ),
@@ -227,7 +235,10 @@ OVERHEAD = Row(
                     "{{reason}}",
                 ),
                 Query(
-                    SELECTED.rate(metrics.ROUTER_RESPONSE_STORE_ERRORS, "operation") + " > 0",
+                    or_zero(
+                        SELECTED.rate(metrics.ROUTER_RESPONSE_STORE_ERRORS, "operation") + " > 0",
+                        operation="none",
+                    ),
                     "Redis: {{operation}}",
                 ),
             ),
