@@ -161,9 +161,16 @@ def test_rank_without_memory_for_its_passes_ends_the_start(rank: int) -> None:
         connected(*devices)
 
 
+class IdleDevice(RankDevice):
+    """Has nothing to do."""
+
+    def start(self) -> None:
+        raise AssertionError("rank 0 computes, though a rank has failed")
+
+
 def test_rank_that_fails_before_rank_0_has_connected_ends_the_start() -> None:
-    """Nothing would end an operation that rank 0 begins then: a device waits forever."""
-    own, other = RankDevice(), RankDevice()
+    """Nothing would end an operation that rank 0 begins then: a device waits for its timeout."""
+    own, other = IdleDevice(), RankDevice()
     other.failing = torch.OutOfMemoryError("CUDA out of memory.")
 
     def failure_is_known() -> None:
