@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -50,6 +52,19 @@ def answer(prompt: list[int], length: int = 4) -> list[int]:
 async def first_turn(pair: Pair) -> list[int]:
     """Return the prompt of the conversation's second turn."""
     return [*PROMPT, *tokens(await pair.generate(PROMPT, max_tokens=ANSWERED)), *NEW]
+
+
+@asynccontextmanager
+async def lending(other: Side) -> AsyncIterator[str]:
+    """Run this worker; yields the address where it announces what it has cached."""
+    lender = lend(other)
+    await other.open()
+    await lender.start()
+    try:
+        yield lender.address
+    finally:
+        await lender.close()
+        await other.close()
 
 
 def reads(pair: Pair) -> dict[str, int]:
@@ -144,36 +159,27 @@ async def test_peer_read_after_a_failure_pauses() -> None:
 
 async def test_peer_read_of_evicted_blocks_is_a_computation() -> None:
     """The decode worker asks for a prompt that it has; the source is another worker, which has nothing."""
-    other = fake_side("other")
-    lender = lend(other)
-    await other.open()
-    await lender.start()
-    try:
-        async with open_pair(slow_side(), peers=True, source=lender.address) as pair:
-            prompt = await first_turn(pair)
-            assert_computed(pair, prompt, await pair.generate(prompt), {"rejected": 1})
-    finally:
-        await lender.close()
-        await other.close()
+    async with (
+        lending(fake_side("other")) as address,
+        open_pair(slow_side(), peers=True, source=address) as pair,
+    ):
+        prompt = await first_turn(pair)
+        assert_computed(pair, prompt, await pair.generate(prompt), {"rejected": 1})
 
 
 async def test_peer_read_takes_the_blocks_that_are_left() -> None:
     """The source has only the first part of what was asked for."""
     other = fake_side("other")
-    lender = lend(other)
-    await other.open()
-    await lender.start()
-    try:
-        async with open_pair(slow_side(), peers=True, source=lender.address) as pair:
-            prompt = await first_turn(pair)
-            await other.generate(pair.request(prompt[:37], remote=False, max_tokens=1))
-            outputs = await pair.generate(prompt)
-            assert tokens(outputs) == answer(prompt)
-            assert (outputs[0].cached_tokens, outputs[0].peer_tokens) == (36, 8)
-            assert reads(pair) == {"rejected": 1}
-    finally:
-        await lender.close()
-        await other.close()
+    async with (
+        lending(other) as address,
+        open_pair(slow_side(), peers=True, source=address) as pair,
+    ):
+        prompt = await first_turn(pair)
+        await other.generate(pair.request(prompt[:37], remote=False, max_tokens=1))
+        outputs = await pair.generate(prompt)
+        assert tokens(outputs) == answer(prompt)
+        assert (outputs[0].cached_tokens, outputs[0].peer_tokens) == (36, 8)
+        assert reads(pair) == {"rejected": 1}
 
 
 async def test_peer_read_of_nobody_is_a_computation() -> None:
@@ -184,17 +190,12 @@ async def test_peer_read_of_nobody_is_a_computation() -> None:
 
 async def test_peer_read_of_other_weights_is_refused() -> None:
     """Invariant 2: blocks of other weights, dtype or protocol have another digest."""
-    other = fake_side("other", weights="another fine-tune")
-    lender = lend(other)
-    await other.open()
-    await lender.start()
-    try:
-        async with open_pair(slow_side(), peers=True, source=lender.address) as pair:
-            prompt = await first_turn(pair)
-            assert_computed(pair, prompt, await pair.generate(prompt), {"refused": 1})
-    finally:
-        await lender.close()
-        await other.close()
+    async with (
+        lending(fake_side("other", weights="another fine-tune")) as address,
+        open_pair(slow_side(), peers=True, source=address) as pair,
+    ):
+        prompt = await first_turn(pair)
+        assert_computed(pair, prompt, await pair.generate(prompt), {"refused": 1})
 
 
 async def test_peer_read_of_another_salt_finds_nothing() -> None:

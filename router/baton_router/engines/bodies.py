@@ -8,12 +8,12 @@ one name, the JSON readers of the engines keep the last one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from baton_api import anthropic
-from baton_api.errors import ModelNotFound
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest, ModelNotFound
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -43,6 +43,38 @@ class _ErrorBody(msgspec.Struct):
 
 
 _errors = msgspec.json.Decoder(_ErrorBody)
+
+
+class EngineBody(Protocol):
+    """The members of a request's body that decide how an engine's workers are driven."""
+
+    @property
+    def reserved(self) -> Mapping[str, object]:
+        """By name, those that only the router sets. A client's could name other clients' KV blocks."""
+        ...
+
+
+Body = TypeVar("Body", bound=EngineBody)
+
+
+def read_options(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body | None:
+    """
+    The members of a request's body; None if it is invalid, so that the worker rejects it in its own words.
+
+    Raises InvalidRequest if a client sets a reserved member.
+    """
+    try:
+        options = decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    for name, value in options.reserved.items():
+        if value is not None:
+            raise InvalidRequest(
+                f"Unsupported parameter: {name!r}. The router sets it.",
+                param=name,
+                code=UNSUPPORTED_PARAMETER,
+            )
+    return options
 
 
 def with_members(body: bytes, members: Mapping[str, Any]) -> bytes:

@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from baton_api.engines import EngineKind
-from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.cache.tiers import Tier
-from baton_router.engines.bodies import openai_error, with_members
+from baton_router.engines.bodies import openai_error, read_options, with_members
 from baton_router.engines.checks import OK, WorkerApi
 from baton_router.engines.engine_request import (
     BAD,
@@ -61,7 +61,12 @@ class SglangBody(msgspec.Struct):
     input_ids: Any = None
     bootstrap_host: Any = None
     bootstrap_port: Any = None
-    bootstrap_session: Any = msgspec.field(default=None, name="bootstrap_room")
+    bootstrap_room: Any = None
+
+    @property
+    def reserved(self) -> Mapping[str, object]:
+        values = (self.bootstrap_host, self.bootstrap_port, self.bootstrap_room)
+        return dict(zip(BOOTSTRAP, values, strict=True))
 
     @property
     def prompts(self) -> int | None:
@@ -81,27 +86,6 @@ def bootstrap_members(host: str, port: int, prompts: int | None, rng: random.Ran
         return dict(zip(BOOTSTRAP, (host, port, rng.randrange(SESSIONS)), strict=True))
     sessions = [rng.randrange(SESSIONS) for _ in range(prompts)]
     return dict(zip(BOOTSTRAP, ([host] * prompts, [port] * prompts, sessions), strict=True))
-
-
-def read_options(body: bytes) -> SglangBody | None:
-    """
-    The members of a body; None if it is invalid, so that the worker rejects it in its own words.
-
-    Raises InvalidRequest if a client sets a session: it could receive another client's KV cache.
-    """
-    try:
-        options = _bodies.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    members = (options.bootstrap_host, options.bootstrap_port, options.bootstrap_session)
-    given = [name for name, value in zip(BOOTSTRAP, members, strict=True) if value is not None]
-    if given:
-        raise InvalidRequest(
-            f"Unsupported parameter: {given[0]!r}. The router sets it.",
-            param=given[0],
-            code=UNSUPPORTED_PARAMETER,
-        )
-    return options
 
 
 async def _prefill(attempt: EngineRequest, body: bytes) -> None:
@@ -141,7 +125,7 @@ class SglangEngine:
 
     async def send(self, attempt: EngineRequest) -> UpstreamExchange:
         grant, body = attempt.grant, attempt.request.body
-        options = read_options(body) if attempt.request.path in GENERATING else None
+        options = read_options(body, _bodies) if attempt.request.path in GENERATING else None
         if options is not None and grant.prefill:
             prefill = urlsplit(f"//{grant.control}")
             host, port = prefill.hostname or "", prefill.port or 0
@@ -284,7 +268,7 @@ def _address(host: str, port: int) -> str:
 
 
 def single_body(body: bytes, salt: str) -> bytes:
-    read_options(body)
+    read_options(body, _bodies)
     return body
 
 

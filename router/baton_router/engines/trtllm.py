@@ -19,17 +19,18 @@ Sources, of 1.3: `tensorrt_llm/serve/openai_disagg_service.py`, `tensorrt_llm/se
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from baton_api.engines import TRTLLM_OWNER, EngineKind
-from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_api.errors import InvalidRequest
 from baton_api.prompt_report import Fallback, PromptReport
 from baton_api.workers import Load
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
-from baton_router.engines.bodies import openai_error, with_members
+from baton_router.engines.bodies import openai_error, read_options, with_members
 from baton_router.engines.checks import OK, WorkerApi
 from baton_router.engines.engine_request import BAD, EngineRequest, ResumeState
 from baton_router.engines.layout import layout_text
@@ -55,6 +56,10 @@ class TrtllmBody(VllmBody):
 
     disaggregated_params: Any = None
 
+    @property
+    def reserved(self) -> Mapping[str, object]:
+        return {PARAMS: self.disaggregated_params}
+
 
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
@@ -75,25 +80,6 @@ _bodies = msgspec.json.Decoder(TrtllmBody)
 _answers = msgspec.json.Decoder(_ContextAnswer)
 _versions = msgspec.json.Decoder(_Version)
 _objects = msgspec.json.Decoder(dict[str, Any])
-
-
-def read_options(body: bytes) -> TrtllmBody | None:
-    """
-    The members of a body; None if it is invalid, so that the worker rejects it in its own words.
-
-    Raises InvalidRequest if a client sets `disaggregated_params`: they could name other clients' blocks.
-    """
-    try:
-        options = _bodies.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if options.disaggregated_params is not None:
-        raise InvalidRequest(
-            f"Unsupported parameter: {PARAMS!r}. The router sets it.",
-            param=PARAMS,
-            code=UNSUPPORTED_PARAMETER,
-        )
-    return options
 
 
 def with_salt(body: bytes, options: TrtllmBody, salt: str) -> bytes:
@@ -149,7 +135,7 @@ class TrtllmEngine:
 
     async def send(self, attempt: EngineRequest) -> UpstreamExchange:
         grant, body = attempt.grant, attempt.request.body
-        options = read_options(body) if attempt.request.path in GENERATING else None
+        options = read_options(body, _bodies) if attempt.request.path in GENERATING else None
         if options is not None:
             salted = with_salt(body, options, attempt.request.tenant.salt)
             moved: dict[str, Any] = {}
@@ -251,7 +237,7 @@ def _is_trtllm(models: Any) -> bool:
 
 
 def single_body(body: bytes, salt: str) -> bytes:
-    options = read_options(body)
+    options = read_options(body, _bodies)
     return body if options is None else with_salt(body, options, salt)
 
 

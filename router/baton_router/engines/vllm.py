@@ -10,18 +10,18 @@ Sources: `vllm/distributed/kv_transfer/kv_connector/v1/nixl` and `vllm/entrypoin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from baton_api.engines import EngineKind
-from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.hashing import client_salt
 from baton_api.prompt_report import Fallback, PromptReport
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.cache.token_blocks import prompt_tail
-from baton_router.engines.bodies import openai_error, with_members
+from baton_router.engines.bodies import openai_error, read_options, with_members
 from baton_router.engines.engine_request import BAD, EngineRequest, ResumeState
 from baton_router.engines.openai import estimated_report, usage_of
 from baton_router.engines.spec import EngineSpec
@@ -57,6 +57,10 @@ class VllmBody(msgspec.Struct):
     use_beam_search: bool | None = None
     cache_salt: str | None = None
     kv_transfer_params: Any = None
+
+    @property
+    def reserved(self) -> Mapping[str, object]:
+        return {TRANSFER: self.kv_transfer_params}
 
     @property
     def single(self) -> bool:
@@ -116,28 +120,9 @@ class _PrefillReply(msgspec.Struct):
         return self.prompt_token_ids or of_choice or []
 
 
-_bodies = msgspec.json.Decoder(VllmBody)
+BODIES = msgspec.json.Decoder(VllmBody)
 _replies = msgspec.json.Decoder(_PrefillReply)
 _transfers = msgspec.json.Decoder(_TransferParams)
-
-
-def read_options(body: bytes) -> VllmBody | None:
-    """
-    The members of a body; None if it is invalid, so that the worker rejects it in its own words.
-
-    Raises InvalidRequest if a client sets `kv_transfer_params`: they could name other clients' blocks.
-    """
-    try:
-        options = _bodies.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if options.kv_transfer_params is not None:
-        raise InvalidRequest(
-            f"Unsupported parameter: {TRANSFER!r}. The router sets it.",
-            param=TRANSFER,
-            code=UNSUPPORTED_PARAMETER,
-        )
-    return options
 
 
 def salt_members(salt: str, options: VllmBody) -> dict[str, Any]:
@@ -192,8 +177,8 @@ class VllmEngine:
 
     async def send(self, attempt: EngineRequest) -> UpstreamExchange:
         grant = attempt.grant
-        options = read_options(attempt.request.body) if attempt.request.path in GENERATING else None
         body = attempt.request.body
+        options = read_options(body, BODIES) if attempt.request.path in GENERATING else None
         if options is not None:
             attempt.options = options
             transfer: dict[str, Any] = {}
@@ -294,7 +279,7 @@ def tail_of(attempt: EngineRequest, tokens: list[int]) -> str:
 
 
 def single_body(body: bytes, salt: str) -> bytes:
-    options = read_options(body)
+    options = read_options(body, BODIES)
     return body if options is None else with_members(body, salt_members(salt, options))
 
 

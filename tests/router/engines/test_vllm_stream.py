@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton_api.errors import ModelNotFound
-from baton_router.engines.bodies import openai_error, with_members
-from baton_router.engines.vllm import read_options
+from baton_router.engines.bodies import openai_error, read_options, with_members
+from baton_router.engines.vllm import BODIES
 from baton_router.engines.vllm_stream import StreamOptions, VllmStream
 
 HEAD = 'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":17,"model":"a/\\"b\\""'
@@ -127,7 +127,7 @@ def test_error_event_is_held_back(code: int, resumable: bool) -> None:
     ],
 )
 def test_options_decide_what_can_be_paired_and_resumed(body: bytes, pairs: bool, resumable: bool) -> None:
-    options = read_options(body)
+    options = read_options(body, BODIES)
     assert options is not None
     assert (options.pairs, options.resumable) == (pairs, resumable)
 
