@@ -69,20 +69,22 @@ class Side:
         max_running: int = 64,
         speculation_tokens: int = 0,
         overlap: bool = False,
+        quarantine_limit: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        on_fatal: Callable[[str], None] | None = None,
     ) -> Side:
         limits = EngineLimits(
             max_model_len=model.spec.context,
             chunk_tokens=chunk_tokens,
             max_running=max_running,
             local_prefill_tokens=local_prefill_tokens,
-            quarantine_limit=1.0,
+            quarantine_limit=quarantine_limit,
             speculation_tokens=speculation_tokens,
             overlap=overlap,
         )
         compatibility = Compatibility.of(model.spec, dtype, weights, cache.block_size)
         me = Identity(name, uuid.uuid4().hex, "fake", compatibility)
-        client = AsyncEngine(model, cache, limits, clock=clock)
+        client = AsyncEngine(model, cache, limits, clock=clock, on_fatal=on_fatal)
         transfer = FaultyTransfer(LoopbackTransfer(cache, name), cache)
         return cls(name, model, cache, client, transfer, me)
 
@@ -275,6 +277,7 @@ async def open_pair(
     peers: bool = False,
     lender_secret: bytes | None = None,
     source: str = "",
+    hung_s: float = TIMEOUT_S,
 ) -> AsyncIterator[Pair]:
     """
     Both workers, started; at the end nothing may be held on either side.
@@ -294,6 +297,7 @@ async def open_pair(
             prefill.me,
             secret=secret,
             pace=pace,
+            hung_s=hung_s,
             wall_clock=wall_clock,
         )
     server = serve(

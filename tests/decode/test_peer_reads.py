@@ -147,6 +147,23 @@ async def test_peer_read_that_is_late_is_a_computation() -> None:
         await eventually(lambda: not pair.prefill.now.quarantined_blocks)
 
 
+@pytest.mark.parametrize(("hung_s", "ends"), [(TIMEOUT_S, False), (0.2, True)], ids=["late", "hangs"])
+async def test_peer_read_that_is_late_ends_the_worker_only_if_it_hangs(hung_s: float, ends: bool) -> None:
+    """It quarantines more of the pool than the limit."""
+    fatal: list[str] = []
+    side = slow_side(0.3, blocks=20, quarantine_limit=0.1, on_fatal=fatal.append)
+    async with open_pair(side, peers=True, hung_s=hung_s) as pair:
+        prompt = await first_turn(pair)
+        pair.prefill.faulty.hold()
+        assert tokens(await pair.generate(prompt)) == answer(prompt)
+        assert pair.prefill.now.quarantined_blocks == READ // 4
+        if ends:
+            await eventually(lambda: bool(fatal))
+        pair.prefill.faulty.release()
+        await eventually(lambda: not pair.prefill.now.quarantined_blocks)
+    assert ["are quarantined" in one for one in fatal] == [True] * ends
+
+
 async def test_peer_read_after_a_failure_pauses() -> None:
     async with open_pair(slow_side(), peers=True) as pair:
         prompt = await first_turn(pair)

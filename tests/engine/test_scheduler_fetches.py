@@ -431,6 +431,15 @@ def test_lent_blocks_are_kept_until_they_are_taken_back() -> None:
     assert waiting.stage is Stage.RUNNING
 
 
+def test_read_that_finds_nothing_keeps_no_request_waiting() -> None:
+    """Nothing comes back at its end that would make room."""
+    books = Books(blocks=5)
+    books.pool.quarantine(books.pool.allocate(2))
+    large = books.add("large", 12)
+    assert books.scheduler.lend("a", [b"unknown"]) == []
+    assert books.step().starved == [large]
+
+
 def test_end_while_waiting_leaves_the_queue() -> None:
     books = Books()
     first, second = books.add("a", 4), books.add("b", 4, seed=1)

@@ -150,6 +150,10 @@ class Engine:
         """Free these quarantined blocks: no transfer writes them any more."""
         self._commands.post(lambda: self._pool.settle(blocks))
 
+    def check_quarantine(self) -> None:
+        """A read that was given up has not ended for long: fail if too many blocks are quarantined."""
+        self._commands.post(self._check_quarantine)
+
     def lend(self, name: str, hashes: tuple[bytes, ...]) -> Future[LentBlocks]:
         """
         Keep the leading ones of these blocks that are cached until `take_back(name)`, for another worker.
@@ -369,7 +373,8 @@ class Engine:
         whole = self._scheduler.fetched(sequence, fetched.arrived, fetched.unsafe)
         if fetched.unsafe:
             self._counters.add_quarantined(fetched)
-            self._check_quarantine()
+            if request.cached_prefix is None:  # a peer's read is given up early: `check_quarantine`
+                self._check_quarantine()
         if sequence.cancelled:
             self._scheduler.end(sequence)
             self._lifecycle.forget(sequence)

@@ -304,7 +304,7 @@ class WorkerSettings(BaseSettings):
 
     transfer_deadline_s: float = Field(default=30.0, gt=0)
     """Maximum time of one read of KV blocks. The worker then cancels the read and quarantines its
-    blocks."""
+    blocks. A read of a peer's cached blocks is given up earlier, and has this time to end."""
 
     quarantine_limit: float = Field(default=0.25, gt=0, le=1)
     """Fraction (0-1) of the KV blocks that may be quarantined before the process exits. A restart

@@ -35,6 +35,7 @@ async def prefill(worker: Worker) -> AsyncIterator[RoleServices]:
             worker.transfer,
             worker.identity,
             secret=settings.ticket_secret.encode(),
+            hung_s=settings.transfer_deadline_s,
             tls=mutual_tls.client(settings.tls_folder, settings.tls_name),
         )
     prompts = PromptLimits(worker.spec.vocab, worker.engine.limits.max_model_len - 1, worker.cache.block_size)

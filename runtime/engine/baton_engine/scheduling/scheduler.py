@@ -242,7 +242,8 @@ class Scheduler:
         blocks = self.pool.match(hashes)
         self.pool.take(blocks)
         self.pool.pin(blocks)
-        self.lent[name] = blocks
+        if blocks:  # requests that do not fit wait for what is lent
+            self.lent[name] = blocks
         return blocks
 
     def take_back(self, name: str) -> None:

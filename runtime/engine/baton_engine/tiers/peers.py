@@ -45,6 +45,8 @@ class FetchEngine(Protocol):
 
     def settled(self, blocks: Collection[int]) -> None: ...
 
+    def check_quarantine(self) -> None: ...
+
 
 class PeerCaches:
     """The caches of other workers. Used on the event loop only, except `PeerPrefix`."""
@@ -57,13 +59,16 @@ class PeerCaches:
         *,
         secret: bytes = b"",
         pace: Pace | None = None,
+        hung_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`hung_s`: seconds after which a read that was given up, and has not ended, is taken for hanging."""
         self._engine = engine
         self._transfer = transfer
         self._secret = secret
+        self._hung_s = hung_s
         self._clock = clock
         self._wall_clock = wall_clock
         self._links = Links(me, transfer, pace or Pace(), tls)
@@ -161,10 +166,12 @@ class PeerCaches:
         assert read.pull is not None
         ended = read.pull.settled()
         self._settling.add(ended)
+        hanging = self._loop.call_later(self._hung_s, self._engine.check_quarantine)
 
         def settled(_: object) -> None:
             self._settling.discard(ended)
             if not ended.cancelled():
+                hanging.cancel()
                 self._engine.settled(read.under_way)
 
         ended.add_done_callback(settled)
