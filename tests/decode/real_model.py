@@ -25,13 +25,14 @@ def real_side(
     *,
     quantize: Quantize = "off",
     kv_cache: Literal["auto", "fp8"] = "auto",
+    device: torch.device = CPU,
     blocks: int = BLOCKS,
     **how: Any,
 ) -> Side:
     checkpoint = Checkpoint(path, path.name)
     spec = load_spec(checkpoint)
-    quantize, formats = kept_formats(quantize, spec, CPU, torch.float32)
+    quantize, formats = kept_formats(quantize, spec, device, torch.float32)
     weights = load_weights(checkpoint, spec, torch.float32, quantize=quantize, formats=formats)
-    model = create_model(spec, weights, CPU, torch.float32)
-    cache = KVCache(spec, blocks, kv_dtype(kv_cache, spec, CPU, torch.float32), CPU)
+    model = create_model(spec, weights, device, torch.float32)
+    cache = KVCache(spec, blocks, kv_dtype(kv_cache, spec, device, torch.float32), device)
     return Side.make(name, model, cache, chunk_tokens=chunk_tokens, **how)

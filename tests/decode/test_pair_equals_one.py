@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from baton_api.sampling import SamplingParams
 from baton_decode.prefill_workers import PrefillWorkers
@@ -28,7 +29,7 @@ from baton_engine.model.native_decoder import NativeDecoder
 from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.transfer.kinds import create_transfer
 from tests.decode.pair import TIMEOUT_S, Side, ask, eventually, lend, open_pair, slow_clock, tokens
-from tests.decode.real_model import real_side
+from tests.decode.real_model import CPU, real_side
 from tests.engine.models import VOCAB, make_model
 
 BLOCK = 16
@@ -135,7 +136,7 @@ def prefill_at(folder: Path) -> Iterator[Callable[[str], str]]:
 
 
 @contextlib.contextmanager
-def prefill_processes(folder: Path) -> Iterator[Callable[[str], str]]:
+def prefill_processes(folder: Path, device: torch.device = CPU) -> Iterator[Callable[[str], str]]:
     """Yield a function that returns the line of the process of a route, and starts it first if necessary."""
     running: dict[str, tuple[subprocess.Popen[str], str]] = {}
 
@@ -144,7 +145,7 @@ def prefill_processes(folder: Path) -> Iterator[Callable[[str], str]]:
             return ""
         if route not in running:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.decode.worker_process", str(folder), str(BLOCK)],
+                [sys.executable, "-m", "tests.decode.worker_process", str(folder), str(BLOCK), str(device)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "UCX_TLS": UCX_TLS[route]},

@@ -1,7 +1,7 @@
 """
 A prefill worker in a process of its own, for tests that need a second one: NIXL between two processes.
 
-    python -m tests.decode.worker_process FOLDER CHUNK_TOKENS
+    python -m tests.decode.worker_process FOLDER CHUNK_TOKENS DEVICE
 
 It prints its control address and the name of what computes on one line, and serves until its standard input
 ends. It reads the caches of decode workers that name themselves as the source of a prompt.
@@ -22,8 +22,8 @@ from tests.decode.pair import PACE, Side, serve, slow_clock
 from tests.decode.real_model import real_side
 
 
-async def main(folder: Path, chunk_tokens: int) -> None:
-    side: Side = real_side("prefill", folder, chunk_tokens, clock=slow_clock())
+async def main(folder: Path, chunk_tokens: int, device: torch.device) -> None:
+    side: Side = real_side("prefill", folder, chunk_tokens, device=device, clock=slow_clock())
     side.transfer = await create_transfer("nixl", side.cache, side.name)
     await side.open()
     peers = PeerCaches(side.client.engine, side.transfer, side.me, pace=PACE)
@@ -39,4 +39,4 @@ async def main(folder: Path, chunk_tokens: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), torch.device(sys.argv[3])))
