@@ -33,7 +33,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     Workers on the CPU compute with the kernels, in this process and in those that it starts.
 
-    Not where a device runs them. The interpreter keeps the state of a launch in global variables, so the engines of a process take turns.
+    Not where a device runs them. The interpreter keeps the state of a launch in global variables, so the
+    engines of a process take turns.
     """
     if torch.cuda.is_available():
         return
