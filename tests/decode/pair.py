@@ -19,6 +19,7 @@ from baton_engine.adapters import AdapterRegistry
 from baton_engine.client import AsyncEngine
 from baton_engine.engine import EngineLimits
 from baton_engine.kv.cache import KVCache
+from baton_engine.kv.events import KvEvents
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import GrammarMatcher, Output, Request
@@ -72,6 +73,7 @@ class Side:
         quarantine_limit: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         on_fatal: Callable[[str], None] | None = None,
+        kv_events: KvEvents | None = None,
     ) -> Side:
         limits = EngineLimits(
             max_model_len=model.spec.context,
@@ -84,7 +86,7 @@ class Side:
         )
         compatibility = Compatibility.of(model.spec, dtype, weights, cache.block_size)
         me = Identity(name, uuid.uuid4().hex, "fake", compatibility)
-        client = AsyncEngine(model, cache, limits, clock=clock, on_fatal=on_fatal)
+        client = AsyncEngine(model, cache, limits, clock=clock, on_fatal=on_fatal, kv_events=kv_events)
         transfer = FaultyTransfer(LoopbackTransfer(cache, name), cache)
         return cls(name, model, cache, client, transfer, me)
 
@@ -119,6 +121,8 @@ class Pair:
     prefills: PrefillWorkers
     lender: ControlServer | None = None
     """Of the decode worker, if the prefill worker reads its cache."""
+    caches: PeerCaches | None = None
+    """Of the prefill worker, then."""
 
     def request(
         self,
@@ -278,6 +282,7 @@ async def open_pair(
     lender_secret: bytes | None = None,
     source: str = "",
     hung_s: float = TIMEOUT_S,
+    peer_clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Pair]:
     """
     Both workers, started; at the end nothing may be held on either side.
@@ -298,6 +303,7 @@ async def open_pair(
             secret=secret,
             pace=pace,
             hung_s=hung_s,
+            clock=peer_clock,
             wall_clock=wall_clock,
         )
     server = serve(
@@ -319,7 +325,7 @@ async def open_pair(
         source=source or (lender.address if lender is not None else ""),
         wall_clock=wall_clock,
     )
-    pair = Pair(prefill, decode, server, prefills, lender)
+    pair = Pair(prefill, decode, server, prefills, lender, caches)
     await prefill.open()
     await decode.open()
     await server.start()

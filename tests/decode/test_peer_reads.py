@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from baton_api import tickets
+from baton_api.errors import TransferFailed
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.messages import Chunk, Drained, Failed, ReadCached, Welcome
 from baton_api.sampling import SamplingParams
 from baton_decode.fetching import FetchRequest
+from baton_engine.kv.events import KvEvents, events_of
 from baton_engine.requests import Fetch, Output, Request
 from baton_engine.streams import HostEvent
+from baton_engine.tiers.peers import _Read
+from baton_engine.tiers.policy import PAUSE_S
 from baton_engine.transfer import control
+from baton_engine.transfer.integrity import block_checksums
 from tests.decode.pair import (
     PACE,
     TIMEOUT_S,
@@ -30,6 +36,7 @@ from tests.decode.pair import (
     tokens,
 )
 from tests.engine.fake_model import FakeModel
+from tests.engine.test_kv_events import Heard, Tree, apply
 from tests.ports import steady_port
 
 PROMPT = list(range(30))
@@ -110,6 +117,50 @@ async def test_peer_read_blocks_are_cached_for_the_next_turn() -> None:
         assert reads(pair) == {"read": 1}
 
 
+async def published(side: Side, heard: Heard) -> dict[bytes, int]:
+    """
+    Return the published blocks by hash.
+
+    Fails unless they are those of the events until now: each was stored when it was there, and removed before
+    its block was used again.
+    """
+    snapshot = await asyncio.wrap_future(side.client.engine.kv_snapshot())
+    tree = Tree()
+    for batch in heard.batches[: snapshot.seq + 1]:
+        apply(tree, list(events_of(batch, 4, tokens=True)))
+    assert tree == dict(snapshot.part(0, len(snapshot)))
+    return dict(snapshot._by_hash)
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+async def test_peer_read_events_are_true_of_the_cache(damaged: bool) -> None:
+    """Invariant 6: blocks of a peer are announced once they are valid, and removed before their reuse."""
+    heard, theirs = Heard(), Heard()
+    side = slow_side(blocks=24, kv_events=KvEvents(heard))
+    decode = fake_side("decode", kv_events=KvEvents(theirs))
+    async with open_pair(side, decode, peers=True) as pair:
+        prompt = await first_turn(pair)
+        names = block_hashes(prompt, 4, root_hash())
+        side.faulty.hold()
+        if damaged:
+            side.faulty.flip_bit_next(2)
+        generating = asyncio.create_task(pair.generate(prompt))
+        await side.faulty.held(1)
+        assert [name in await published(side, heard) for name in names] == [True] * 7 + [False] * 7
+        side.faulty.release()
+        assert tokens(await generating) == answer(prompt)
+        assert reads(pair) == {"checksum" if damaged else "read": 1}
+        ours, source = await published(side, heard), await published(decode, theirs)
+        shared = names[:12]
+        assert block_checksums(side.cache, [ours[name] for name in shared]) == block_checksums(
+            decode.cache, [source[name] for name in shared]
+        )
+        for start in range(40, 57, 4):  # other prompts evict them
+            await side.generate(pair.request(list(range(start, start + 40)), remote=False, max_tokens=1))
+            await published(side, heard)
+        assert not set(shared) & set(await published(side, heard))
+
+
 async def test_peer_read_is_not_begun_where_computing_is_sooner() -> None:
     async with open_pair(slow_side(1e-6), peers=True) as pair:
         prompt = await first_turn(pair)
@@ -172,6 +223,34 @@ async def test_peer_read_after_a_failure_pauses() -> None:
         pair.prefill.client.clear_cache()
         assert tokens(await pair.generate([*prompt, 7, 8, 9])) == answer([*prompt, 7, 8, 9])
         assert reads(pair) == {"transport": 1}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after its deadline"])
+async def test_peer_read_after_a_failed_read_and_the_pause_succeeds(late: bool) -> None:
+    """The access to a peer's memory is of no use after a failure, so the peer is connected again."""
+    now, passed, step_s = 0.0, 0.0, 0.3 if late else 1000.0
+
+    def clock() -> float:
+        nonlocal passed
+        passed += step_s
+        return passed
+
+    side = fake_side("prefill", clock=clock)
+    async with open_pair(side, peers=True, peer_clock=lambda: now) as pair:
+        prompt = await first_turn(pair)
+        pair.prefill.faulty.fail_next()
+        if late:
+            pair.prefill.faulty.hold()
+        await pair.generate(prompt)
+        pair.prefill.faulty.release()
+        await eventually(lambda: not pair.prefill.now.quarantined_blocks)
+        step_s = 1000.0
+        await pair.generate([80, 81, 82, 83])  # from here on, computing takes longer than any read
+        pair.prefill.client.clear_cache()
+        now += PAUSE_S
+        again = [*prompt, 7, 8, 9]
+        assert tokens(await pair.generate(again)) == answer(again)
+        assert reads(pair) == {"deadline" if late else "transport": 1, "read": 1}
 
 
 async def test_peer_read_of_evicted_blocks_is_a_computation() -> None:
@@ -310,19 +389,50 @@ async def test_peer_read_that_is_cancelled_releases_both_sides() -> None:
 
 
 async def test_peer_read_whose_source_ends_is_a_computation() -> None:
+    """The blocks arrive, but not their checksums."""
     async with open_pair(slow_side(), peers=True) as pair:
+        assert pair.lender is not None and pair.caches is not None
         prompt = await first_turn(pair)
         pair.prefill.faulty.hold()
-        request = pair.request(prompt)
-        generating = asyncio.create_task(pair.decode.generate(request))
-        await pair.prefill.faulty.held(1)
-        assert pair.lender is not None
-        await pair.lender.close()
+        summing = pair.decode.faulty.summing = threading.Event()
+        try:
+            generating = asyncio.create_task(pair.generate(prompt))
+            await pair.prefill.faulty.held(1)
+            await pair.lender.close()
+            links = pair.caches._links
+            await eventually(lambda: not links.open)
+        finally:
+            summing.set()
         pair.prefill.faulty.release()
-        outputs = await generating
-        assert tokens(outputs) == answer(prompt)
-        assert set(reads(pair)) <= {"lost", "read"}
-        await pair.quiet()
+        assert_computed(pair, prompt, await generating, {"lost": 1})
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after the read", "during the read"])
+@pytest.mark.parametrize("error", [OSError("no memory"), TransferFailed("A rank.")], ids=["own", "rank"])
+async def test_peer_read_whose_source_cannot_sum_is_a_computation(early: bool, error: Exception) -> None:
+    """It is counted as refused, so that the peer is left alone for a while."""
+    async with open_pair(slow_side(), peers=True) as pair:
+        assert pair.caches is not None
+        prompt = await first_turn(pair)
+        summing = pair.decode.faulty.summing = threading.Event()
+        try:
+            pair.decode.faulty.fail_next_sums(error)
+            pair.prefill.faulty.hold()
+            generating = asyncio.create_task(pair.generate(prompt))
+            await pair.prefill.faulty.held(1)
+            (link,) = pair.caches._links.open
+            (read,) = link.listeners.values()
+            assert isinstance(read, _Read)
+            if early:
+                summing.set()
+                await eventually(lambda: read.ended)
+            pair.prefill.faulty.release()
+            await pair.prefill.faulty.idle()
+            summing.set()
+            outputs = await generating
+        finally:
+            summing.set()
+        assert_computed(pair, prompt, outputs, {"refused": 1})
 
 
 async def test_lender_bad_messages_cost_nothing() -> None:

@@ -138,6 +138,21 @@ async def test_prefill_workers_failed_read_is_recomputed_locally() -> None:
         assert pair.prefills.outcomes == {"transport": 1}
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after its deadline"])
+async def test_prefill_workers_next_prompt_after_a_failed_read_is_fetched(late: bool) -> None:
+    """The access to a peer's memory is of no use after a failure, so the peer is connected again."""
+    async with open_pair(transfer_deadline_s=0.5 if late else TIMEOUT_S) as pair:
+        pair.decode.faulty.fail_next()
+        if late:
+            pair.decode.faulty.hold()
+        assert tokens(await pair.generate(PROMPT)) == EXPECTED
+        pair.decode.faulty.release()
+        await eventually(lambda: not pair.prefills.unsettled)
+        other = [*range(40, 70)]
+        assert tokens(await pair.generate(other)) == FakeModel().greedy(other, 4)
+        assert pair.prefills.outcomes == {"deadline" if late else "transport": 1, "whole": 1}
+
+
 async def test_prefill_workers_hung_read_is_quarantined_until_settled() -> None:
     """Peers' defect 1: late bytes land in quarantine, not in another request's context."""
     async with open_pair(transfer_deadline_s=0.1, answer_deadline_s=2 * TIMEOUT_S) as pair:

@@ -9,9 +9,12 @@ hung and came back.
     pull = transfer.pull(...)
     await transfer.held(1)          # it has begun and does not settle
     transfer.release()              # the bytes land, the pull settles
-    transfer.fail_next()            # the next one settles with TransferFailed
+    transfer.fail_next()            # the next one settles with TransferFailed, and so do all that follow
+                                    # until the peer is connected again, as with NIXL
     transfer.fail_next(after=3)     # ... when its first 3 blocks have landed
     transfer.flip_bit_next()        # the next one arrives with one bit flipped in its first block
+    transfer.summing = Event()      # every checksum from now on waits for this event, in its thread
+    transfer.fail_next_sums(OSError())  # the next checksums raise this error
     transfer.refuse_next()          # the next connect raises TransferFailed
     transfer.refuse_next(KeyError())  # ... or another error, as a defect would
     transfer.connecting = Event()   # every connect from now on waits for this event
@@ -20,6 +23,7 @@ hung and came back.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -59,9 +63,13 @@ class FaultyTransfer:
         self.under_way = 0
         """Pulls that have not settled."""
         self.connecting: asyncio.Event | None = None
+        self.summing: threading.Event | None = None
         self._cache = cache
         self._faults: deque[_Failure | _Flip] = deque()
         self._refusals: deque[Exception] = deque()
+        self._sums_errors: deque[Exception] = deque()
+        self._dead: set[str] = set()
+        """Peers of which a read has failed since they were connected."""
         self._gate: asyncio.Event | None = None
         self._holding = 0
         self._changed = asyncio.Condition()
@@ -94,6 +102,9 @@ class FaultyTransfer:
         """Flip one bit of the block at `position` of the pull."""
         self._faults.append(_Flip(position))
 
+    def fail_next_sums(self, error: Exception) -> None:
+        self._sums_errors.append(error)
+
     def refuse_next(self, error: Exception | None = None) -> None:
         self._refusals.append(error or TransferFailed("The peer cannot be reached: a fault was asked for."))
 
@@ -114,7 +125,9 @@ class FaultyTransfer:
             await self.connecting.wait()
         if self._refusals:
             raise self._refusals.popleft()
-        return await self.inner.connect(metadata, pools, epoch)
+        peer = await self.inner.connect(metadata, pools, epoch)
+        self._dead.discard(peer.name)
+        return peer
 
     def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> _FaultyPull:
         self.requested.append(PullRequest(peer.name, tuple(remote), tuple(local)))
@@ -136,7 +149,10 @@ class FaultyTransfer:
                 await self._count_held(1)
                 await gate.wait()
                 await self._count_held(-1)
+            if peer.name in self._dead:
+                raise TransferFailed(f"The peer {peer.name} is gone.")
             if isinstance(fault, _Failure):
+                self._dead.add(peer.name)
                 await self.inner.pull(peer, remote[: fault.after], local[: fault.after]).settled()
                 raise TransferFailed(f"Reading from {peer.name} failed: a fault was asked for.")
             pulled = await self.inner.pull(peer, remote, local).settled()
@@ -154,6 +170,10 @@ class FaultyTransfer:
             self._changed.notify_all()
 
     def checksums(self, blocks: Sequence[int], sums: bool) -> list[int]:
+        if self.summing is not None:
+            self.summing.wait()
+        if self._sums_errors:
+            raise self._sums_errors.popleft()
         return self.inner.checksums(blocks, sums)
 
     def serve(self) -> AbstractContextManager[None]:

@@ -253,6 +253,8 @@ class FetchTask:
         request_id = self.request.fetch.request_id
         log.warning("reading blocks of %s failed: %s", request_id, error, extra=self._of)
         self._do(self._session.pull_failed(number, self._loop.time()))
+        if isinstance(error, TransferFailed) and self._link is not None:
+            self._link.fail(error)
 
     def _verify(self, verify: VerifyChecksums) -> None:
         assert self._link is not None

@@ -128,6 +128,7 @@ class PeerCaches:
         logs.about(request_id=prefix.request_id)
         read = _Read(fetch, f"{fetch.request_id}#{next(self._numbers)}")
         reason: Fallback | None = None
+        began = self._clock()
         try:
             async with asyncio.timeout(fetch.within_s):
                 reason = await self._read(read, prefix, unused)
@@ -140,7 +141,7 @@ class PeerCaches:
             reason = Fallback.REFUSED
         except TransferFailed as error:
             log.warning("cannot read blocks of %s: %s", prefix.address, error)
-            reason = read.failure
+            reason = read.ended or read.failure
         except Exception:  # without a result the request would hang
             log.exception("cannot read blocks of %s", prefix.address)
             reason = Fallback.TRANSFER_FAILED
@@ -157,7 +158,8 @@ class PeerCaches:
             self._engine.fetched(result)
             read.leave(done=not unsafe)
             if reason not in (None, Fallback.CANCELLED, Fallback.REJECTED):
-                prefix.speed.failed(self._clock())
+                now = self._clock()
+                prefix.speed.failed(now, now - began)
             if unsafe:
                 self._settle(read)
 
@@ -172,6 +174,8 @@ class PeerCaches:
             self._settling.discard(ended)
             if not ended.cancelled():
                 hanging.cancel()
+                if isinstance(error := ended.exception(), TransferFailed):
+                    read.fail_link(error)
                 self._engine.settled(read.under_way)
 
         ended.add_done_callback(settled)
@@ -215,12 +219,12 @@ class PeerCaches:
         read.under_way = local
         try:
             pulled = await read.pull.settled()
-        except TransferFailed:
+        except TransferFailed as error:
             read.under_way = ()
+            read.fail_link(error)
             raise
         read.under_way, read.transport = (), pulled.transport
         moved = self._clock()
-        read.failure = Fallback.LOST
         sums = await read.sums
         read.failure = Fallback.PROTOCOL
         if sums.first_block != 0 or len(sums.checksums) != len(local):
@@ -256,7 +260,9 @@ class _Read:
         """Leading blocks that are verified."""
         self.transport = ""
         self.failure = Fallback.UNREACHABLE
-        """The reason of a `TransferFailed` at this point."""
+        """The reason of a `TransferFailed` at this point, unless the peer ended the read."""
+        self.ended: Fallback | None = None
+        """Why the peer, or the loss of its connection, ended the read."""
         self._link: Link | None = None
 
     def ask(self, link: Link, message: ReadCached) -> None:
@@ -266,6 +272,11 @@ class _Read:
         self._link = link
         link.listeners[self.name] = self
         link.send(message)
+
+    def fail_link(self, error: TransferFailed) -> None:
+        """The peer's memory cannot be read over this link any more."""
+        if self._link is not None:
+            self._link.fail(error)
 
     def leave(self, done: bool) -> None:
         """End the session. With `done`, no read is under way."""
@@ -282,16 +293,18 @@ class _Read:
             case Checksums() if not self.sums.done():
                 self.sums.set_result(message)
             case Failed(reason=reason):
-                self.failure = Fallback.REFUSED if message.retry else Fallback.REJECTED
-                self._fail(TransferFailed(f"The peer refused the read: {reason[:500]}."))
+                ended = Fallback.REFUSED if message.retry else Fallback.REJECTED
+                self._fail(ended, f"The peer refused the read: {reason[:500]}.")
             case _:
                 pass
 
     def lost(self) -> None:
         """The link has ended."""
-        self._fail(TransferFailed("The connection was lost."))
+        self._fail(Fallback.LOST, "The connection was lost.")
 
-    def _fail(self, error: TransferFailed) -> None:
+    def _fail(self, ended: Fallback, why: str) -> None:
+        self.ended = self.ended or ended
+        error = TransferFailed(why)
         for future in (self.chunk, self.sums):
             if not future.done():
                 future.set_exception(error)

@@ -1,9 +1,9 @@
 """
 Whether blocks are read or computed: a prediction from measured speeds, without clocks or threads.
 
-A read must be predicted to take at most `SHARE` of the time of computing, and it is given up after that time.
-So even a peer that stops answers no later than 1 + SHARE times computing, and a peer that fails or is late is
-left alone for a while.
+A read must be predicted to take at most `SHARE` of the time of computing. It is given up when it takes `LATE`
+times as long as predicted, and after `SHARE` at the latest. Then the peer is left alone, the longer the more
+time the read has cost and the more reads have failed in a row: one that stalls for long costs at most `LOSS`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,15 @@ from dataclasses import dataclass
 
 SHARE = 0.5
 """Fraction of the predicted time of computing that a read may take."""
+
+LATE = 4.0
+"""A read that takes so many times the predicted time is given up."""
+
+LEAST_S = 0.25
+"""Seconds after which a read is given up at the earliest: the first one connects, and passes delay it."""
+
+LOSS = 0.05
+"""Fraction of the time of computing that reads of a peer may cost in vain."""
 
 WINDOW_TOKENS = 8192
 """Prompt tokens over which the speed of computing is averaged."""
@@ -26,7 +35,9 @@ FIRST_BYTES_PER_S = 1e9
 """Assumed speed of the first read from a peer: that of TCP between processes of one machine."""
 
 PAUSE_S = 30.0
-"""Seconds for which a peer is not read after a failure."""
+"""Seconds for which a peer is not read after a failure, doubled with each further one in a row."""
+
+DOUBLINGS = 4
 
 FORGET_S = 60.0
 """Seconds after which a slow measurement no longer counts, so that the peer is tried again."""
@@ -71,8 +82,10 @@ def read_within_s(blocks: int, compute_s: float, speed: ReadSpeed) -> float:
 
     0: they are computed, because the read is predicted to take longer.
     """
-    within_s = SHARE * compute_s
-    return within_s if 0 < speed.seconds(blocks) <= within_s else 0.0
+    predicted_s = speed.seconds(blocks)
+    if not 0 < predicted_s <= SHARE * compute_s:
+        return 0.0
+    return min(SHARE * compute_s, max(LEAST_S, LOSS * compute_s, LATE * predicted_s))
 
 
 class PeerSpeed:
@@ -83,6 +96,8 @@ class PeerSpeed:
         self._speed = self._first
         self._measured_at = 0.0
         self._paused_until = 0.0
+        self._failures = 0
+        """In a row."""
 
     def add(self, blocks: int, wait_s: float, read_s: float, now: float) -> None:
         """Add a successful read: `wait_s` until its announcement, then `read_s` until it was verified."""
@@ -92,10 +107,15 @@ class PeerSpeed:
             old.block_s + WEIGHT * (read_s / blocks - old.block_s),
         )
         self._measured_at = now
+        self._failures = 0
+        self._paused_until = now
 
-    def failed(self, now: float) -> None:
-        """Note that a read failed, or was late."""
-        self._paused_until = now + PAUSE_S
+    def failed(self, now: float, lost_s: float = 0.0) -> None:
+        """Note that a read failed, or was late, after `lost_s`."""
+        if now >= self._paused_until:  # reads that began before the pause are one failure
+            self._failures += 1
+        pause_s = max(PAUSE_S * 2 ** min(self._failures - 1, DOUBLINGS), lost_s / LOSS)
+        self._paused_until = max(self._paused_until, now + pause_s)
 
     def at(self, now: float) -> ReadSpeed | None:
         """Return the speed to predict with. None: the peer is left alone."""

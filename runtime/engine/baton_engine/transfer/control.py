@@ -62,6 +62,8 @@ class ControlConnection:
         self._spoke = False
         self._cause = ""
         self._heart: asyncio.Task[None] | None = None
+        self.aborted = False
+        """Whether `abort` was called. `receive` raises soon."""
         self.peer = _name(writer)
         sock = writer.get_extra_info("socket")
         if sock is not None:
@@ -148,6 +150,7 @@ class ControlConnection:
     def abort(self, cause: str) -> None:
         """End the connection at once. `receive` raises TransferFailed with the cause."""
         self._cause = cause
+        self.aborted = True
         self._writer.transport.abort()
 
 

@@ -70,7 +70,7 @@ class Link:
     @property
     def ended(self) -> bool:
         """Whether the connection has ended: a listener that is added now would hear nothing."""
-        return self._reading.done()
+        return self._reading.done() or self._connection.aborted
 
     @classmethod
     async def open(
@@ -120,6 +120,14 @@ class Link:
         """Raises TransferFailed if the message is too large."""
         self._connection.send(message)
 
+    def fail(self, error: TransferFailed) -> None:
+        """
+        End the link, because a read of the peer's memory has failed.
+
+        The transfer reads nothing more over this access to the peer, so the next session needs another link.
+        """
+        self._connection.abort(str(error))
+
     async def run(self, transfer: Transfer, on_end: Callable[[], None]) -> None:
         """Wait until the connection ends; then call `on_end`, and `lost` of all listeners."""
         try:
@@ -128,10 +136,13 @@ class Link:
             on_end()
             for listener in list(self.listeners.values()):
                 listener.lost()
-            await self._connection.close()
-            await asyncio.wait((self._peer,))
-            if self._peer.exception() is None:
-                await transfer.disconnect(self.peer)
+            # Disconnected before the peer is dialed anew: the access of the next link has the same name.
+            await asyncio.gather(self._disconnect(transfer), self._connection.close())
+
+    async def _disconnect(self, transfer: Transfer) -> None:
+        await asyncio.wait((self._peer,))
+        if self._peer.exception() is None:
+            await transfer.disconnect(self.peer)
 
     async def _read(self) -> None:
         """Pass messages on until the connection ends."""

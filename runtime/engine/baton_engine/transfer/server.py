@@ -314,8 +314,7 @@ class _LentSession:
                 await asyncio.wait((announcing, released), return_when=asyncio.FIRST_COMPLETED)
                 if announcing.done() and announcing.exception() is not None:
                     error = announcing.exception()
-                    failed = Failed(session=session, epoch=epoch, reason=str(error), retry=False)
-                    self._connection.send(failed)
+                    self._connection.send(Failed(session=session, epoch=epoch, reason=str(error), retry=True))
                     if not isinstance(error, TransferFailed | NotReady):
                         log.error("announcing cached blocks failed", exc_info=error)
                 await released
@@ -330,11 +329,17 @@ class _LentSession:
     async def _announce(
         self, engine: LendingEngine, transfer: Transfer, checksums: ThreadPoolExecutor, sums: bool
     ) -> None:
-        """Send the leading blocks that are cached, and their checksums. Raises TransferFailed or NotReady."""
+        """
+        Send the leading blocks that are cached, and their checksums, or that there are none.
+
+        Raises TransferFailed or NotReady.
+        """
         session, epoch = self._message.session, self._message.epoch
         lent = await asyncio.wrap_future(engine.lend(self._name, tuple(self._message.hashes)))
         if not lent.blocks:
-            raise TransferFailed("none of the blocks is cached")
+            reason = "none of the blocks is cached"
+            self._connection.send(Failed(session=session, epoch=epoch, reason=reason, retry=False))
+            return
         loop = asyncio.get_running_loop()
         if not lent.written.done():
             await loop.run_in_executor(None, lent.written.wait)
