@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import resource
@@ -22,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton_api.errors import BatonError
-from baton_api.kv_events import BlockRemoved, BlockStored, Event
+from baton_api.kv_events import IN_USE, BlockRemoved, BlockStored, Event
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
 from baton_router.cache import kv_feed, prompt_chunks
+from baton_router.cache.tiers import MEDIA, Tier
 from baton_router.requests.picker import PickRequest, RequestEnd
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
@@ -71,17 +73,18 @@ class InsideWorker:
         timing: Timing,
         capacity: int,
         block_tokens: int,
+        tier: int,
         lost: float,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` is the router's."""
+        """`capacity` and `tier` in blocks; `clock` is the router's."""
         self._clock = clock
         self._timing = timing
         self.role = role
         self.seen = seen
         self.busy_s = 0.0
         """Of earlier processes."""
-        self._capacity, self._block_tokens = capacity, block_tokens
+        self._capacity, self._block_tokens, self._tier = capacity, block_tokens, tier
         self._lost = lost
         self._rng = random.Random(seen.name)
         self._epoch = 0
@@ -94,7 +97,9 @@ class InsideWorker:
         self._epoch += 1
         self._sent: list[Sequence[Event]] = []
         self._feed: kv_feed.KvEventFeed | None = None
-        self.model: ModelWorker = ModelWorker(self._timing, self._capacity, self._block_tokens, self._tell)
+        self.model: ModelWorker = ModelWorker(
+            self._timing, self._capacity, self._block_tokens, self._tell, self._tier, self._tell_tier
+        )
 
     @property
     def load(self) -> Load:
@@ -137,13 +142,20 @@ class InsideWorker:
                 feed.replay_ended(now)
 
     def _tell(self, changed: Changed) -> None:
-        events: list[Event] = [BlockRemoved(list(changed.removed))] if changed.removed else []
+        self._tell_of(changed, IN_USE)
+
+    def _tell_tier(self, changed: Changed) -> None:
+        self._tell_of(changed, MEDIA[Tier.MEMORY])
+
+    def _tell_of(self, changed: Changed, medium: str) -> None:
+        removed = list(changed.removed)
+        events: list[Event] = [BlockRemoved(removed, medium)] if removed else []
         for block, parent in changed.stored:
             last = events[-1] if events else None
             if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
                 last.block_hashes.append(block)
             else:
-                events.append(BlockStored([block], parent, [], self._block_tokens))
+                events.append(BlockStored([block], parent, [], self._block_tokens, medium=medium))
         self._send(events)
 
     def _send(self, events: Sequence[Event]) -> None:
@@ -158,7 +170,15 @@ class Inside:
     """A router's scheduler and its cluster: `workloads.Asking` for every session."""
 
     def __init__(
-        self, roles: Sequence[Role], speed: float, scale: float, capacity: int, block_tokens: int, lost: float
+        self,
+        roles: Sequence[Role],
+        speed: float,
+        scale: float,
+        capacity: int,
+        block_tokens: int,
+        tier: int,
+        lost: float,
+        seed: int,
     ) -> None:
         """`scale`: how much faster than modeled the workers are; `speed`: the same for the clients."""
         self._speed = speed
@@ -172,7 +192,7 @@ class Inside:
             decode=tuple(url for role, url in listed if role is not Role.PREFILL),
             prefill=tuple(url for role, url in listed if role is Role.PREFILL),
         )
-        self.scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(1), self._now)
+        self.scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(seed), self._now)
         self.workers = {
             seen.name: InsideWorker(
                 seen,
@@ -180,6 +200,7 @@ class Inside:
                 Timing().faster(scale),
                 capacity,
                 block_tokens,
+                tier,
                 lost,
                 self._now,
             )
@@ -270,10 +291,12 @@ async def replay(
     roles: Sequence[Role],
     capacity: int,
     block_tokens: int,
+    tier: int,
     faults: Faults,
+    seed: int = 1,
 ) -> dict[str, float]:
     loop = asyncio.get_running_loop()
-    inside = Inside(roles, rate * scale, scale, capacity, block_tokens, faults.lost)
+    inside = Inside(roles, rate * scale, scale, capacity, block_tokens, tier, faults.lost, seed)
     watch = asyncio.create_task(inside.watch(faults))
     began = time.process_time()
     await play(arrivals, inside, rate * scale, loop.time, TIMEOUT_S)
@@ -281,8 +304,11 @@ async def replay(
     worker_states = inside.scheduler.planner.worker_states
     expected = sum(one for one, _ in inside.compared)
     states = [worker_states.of(one.seen) for one in inside.workers.values()]
+    models = [one.model for one in inside.workers.values()]
+    prompt_tokens = sum(one.prompt_tokens for one in models)
     return summarize(inside.requests, [one.usage for one in inside.workers.values()], loop.time(), scale) | {
         "actual_expected": round(sum(one for _, one in inside.compared) / expected, 3) if expected else 1.0,
+        "restored": round(sum(one.restored_tokens for one in models) / max(1, prompt_tokens), 4),
         "left_booked": sum(one.prefills.waiting + one.streams.count for one in states),
         "chunks": len(worker_states),
         "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
@@ -302,13 +328,17 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--capacity", type=int, default=2000, help="blocks of each worker")
     parser.add_argument("--block-tokens", type=int, default=512)
+    parser.add_argument(
+        "--tiers", type=int, nargs="+", default=[0], help="sizes of each worker's memory tier, in capacities"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the router's choices")
     parser.add_argument("--lost", type=float, default=0.0, help="share of the batches of events")
     parser.add_argument("--restart-s", type=float, default=0.0, help="seconds between restarts of workers")
     parser.add_argument("--jump-s", type=float, default=0.0, help="of the router's clock, every minute")
     options = parser.parse_args()
     role = Role.DECODE if options.prefill else Role.BOTH
     roles = [Role.PREFILL] * options.prefill + [role] * options.decode
-    for rate in options.rates:
+    for rate, tier, seed in itertools.product(options.rates, options.tiers, options.seeds):
         summary = virtual_time.run(
             replay(
                 workloads.arrivals(options.workload, options.minutes),
@@ -317,10 +347,12 @@ def main() -> None:
                 roles,
                 options.capacity,
                 options.block_tokens,
+                tier * options.capacity,
                 Faults(options.lost, options.restart_s, options.jump_s),
+                seed,
             )
         )
-        print(json.dumps({"rate": rate, **summary}), flush=True)
+        print(json.dumps({"rate": rate, "tier": tier, "seed": seed, **summary}), flush=True)
 
 
 if __name__ == "__main__":
