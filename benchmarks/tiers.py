@@ -2,12 +2,16 @@
 Time to first token of a conversation's later turns on a pair, by the source of their KV blocks.
 
     python -m benchmarks.tiers --model FOLDER
+    python -m benchmarks.tiers --model FOLDER --conversations "" --returning 4096
 
 `baton up` serves the model by a prefill and a decode worker, once with and once without `--kv-peers`. A
 conversation is TURNS:NEW:GENERATED: so many turns, each with NEW random tokens after the last answer of
 GENERATED tokens. Each turn is then asked again with other new tokens: both workers have everything else by
 then, so this is the time of computing the new tokens alone. Prompts that fill the KV caches come first, so
 that no memory is new, and the first conversation is not counted.
+
+With `--returning`, a prompt of so many tokens is asked again, with some new ones, after others have evicted
+it from the pool, of one worker and of a pair, with a tier and without. Pools have the size of two prompts.
 """
 
 from __future__ import annotations
@@ -25,10 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton_api.metrics import TIERS
 from benchmarks.serving import running, served_name
 
 FILLING = 4
 """Number of the prompts that fill the KV cache."""
+
+NEW = 32
+"""New tokens of a prompt that returns."""
+
+TIERED = {"no tier": "", "memory": "--kv-memory-tier 1GiB"}
 
 SERVERS = {"peers": "--kv-peers", "no peers": "--no-kv-peers"}
 
@@ -42,6 +52,8 @@ class Turn:
     cached: int
     peer: int
     """Those of the cached tokens that the prefill worker read from the decode worker."""
+    restored: int
+    """Those that were restored from a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +92,8 @@ class Client:
         details = usage["prompt_tokens_details"]
         by_source = details.get("cached_tokens_by_source", {})
         ttft_ms = 1000 * (first - sent)
-        return Turn(ttft_ms, tokens, details["cached_tokens"], by_source.get("peer", 0))
+        restored = sum(by_source.get(tier, 0) for tier in TIERS)
+        return Turn(ttft_ms, tokens, details["cached_tokens"], by_source.get("peer", 0), restored)
 
 
 def _random(count: int) -> list[int]:
@@ -100,6 +113,32 @@ def converse(client: Client, turns: int, new: int, generated: int) -> list[tuple
     return pairs
 
 
+def come_back(client: Client, length: int) -> Turn:
+    """Ask a prompt, two others of the same length that evict it, and then the prompt again."""
+    prompt = _random(length)
+    for other in (prompt, _random(length), _random(length)):
+        client.ask(other, 1)
+    return client.ask([*prompt, *_random(NEW)], 1)
+
+
+def compare_returning(options: argparse.Namespace, length: int) -> None:
+    print("| server | tier | cached | restored | TTFT ms, each |")
+    print("|---|---|---|---|---|")
+    flags = f"--port {options.port} --max-total-tokens {2 * length}"
+    for command, (tier, flag) in itertools.product(("serve", "up"), TIERED.items()):
+        baton = f"{Path(sys.executable).with_name('baton')} {command} {options.model} {flags} {flag}"
+        log = options.out / f"{command}-{tier.replace(' ', '-')}.log"
+        with running(baton, options.port, log):
+            client = Client(options.port, served_name(options.port))
+            turns = [come_back(client, length) for _ in range(options.repeats + 1)][1:]
+        each = ", ".join(f"{turn.ttft_ms:.0f}" for turn in turns)
+        sizes = " | ".join(
+            f"{statistics.median(getattr(turn, name) for turn in turns):.0f}"
+            for name in ("cached", "restored")
+        )
+        print(f"| {command} | {tier} | {sizes} | {each} |", flush=True)
+
+
 def rows(name: str, rounds: Iterable[list[tuple[Turn, Turn]]]) -> list[str]:
     lines = []
     for number, pairs in enumerate(zip(*rounds, strict=True), start=2):
@@ -116,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--conversations", default="2:600:2048,8:400:400")
+    parser.add_argument("--returning", type=int, nargs="*", default=[], help="tokens of returning prompts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--port", type=int, default=8340)
     parser.add_argument("--flags", default="--kv-cache-memory=180MiB", help="further flags of `baton up`")
@@ -126,9 +166,14 @@ def main() -> None:
     baton = (
         f"{Path(sys.executable).with_name('baton')} up {options.model} --port {options.port} {options.flags}"
     )
+    for length in options.returning:
+        compare_returning(options, length)
+    conversations = [text for text in options.conversations.split(",") if text]
+    if not conversations:
+        return
     print("| server | turn | cached | of a peer | TTFT ms | new tokens alone, ms | ratio |")
     print("|---|---|---|---|---|---|---|")
-    for (name, flag), text in itertools.product(SERVERS.items(), options.conversations.split(",")):
+    for (name, flag), text in itertools.product(SERVERS.items(), conversations):
         turns, new, generated = (int(number) for number in text.split(":"))
         log = options.out / f"{name.replace(' ', '-')}.log"
         with running(f"{baton} {flag}", options.port, log):

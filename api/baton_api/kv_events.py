@@ -21,8 +21,10 @@ REPLAY_END = (-1).to_bytes(SEQUENCE_BYTES, signed=True)
 """In place of a sequence number: the end of the replay."""
 
 IN_USE = "GPU"
-"""vLLM's name for the memory in which the model computes, of any kind. Other media are tiers, such as `CPU`
-and `STORAGE`."""
+"""vLLM's name for the memory in which the model computes, of any kind. Other media are tiers."""
+
+HOST_MEMORY, STORAGE = "CPU", "STORAGE"
+"""vLLM's names for the host's memory and for disks."""
 
 FRAME_ENTRIES = 16_384
 """Blocks per frame of a snapshot. Parsing a frame takes a few milliseconds."""

@@ -196,6 +196,8 @@ class Commit(Message, frozen=True, tag="commit"):
     """Seconds from the first chunk's start to the last one's end."""
     peer_tokens: int = 0
     """Those of `cached_tokens` that were read from another worker."""
+    tier_tokens: tuple[tuple[str, int], ...] = ()
+    """Those of `cached_tokens` that were restored, by tier."""
 
 
 class Failed(Message, frozen=True, tag="failed"):

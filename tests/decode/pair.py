@@ -23,7 +23,9 @@ from baton_engine.kv.events import KvEvents
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import GrammarMatcher, Output, Request
+from baton_engine.tiers.memory import MemoryStore
 from baton_engine.tiers.peers import PeerCaches
+from baton_engine.tiers.tier import Tier
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.control import Pace
@@ -55,6 +57,7 @@ class Side:
     client: AsyncEngine
     transfer: Transfer
     me: Identity
+    tier: Tier | None = None
 
     @classmethod
     def make(
@@ -74,6 +77,7 @@ class Side:
         clock: Callable[[], float] = time.monotonic,
         on_fatal: Callable[[str], None] | None = None,
         kv_events: KvEvents | None = None,
+        tier_slots: int = 0,
     ) -> Side:
         limits = EngineLimits(
             max_model_len=model.spec.context,
@@ -86,9 +90,15 @@ class Side:
         )
         compatibility = Compatibility.of(model.spec, dtype, weights, cache.block_size)
         me = Identity(name, uuid.uuid4().hex, "fake", compatibility)
-        client = AsyncEngine(model, cache, limits, clock=clock, on_fatal=on_fatal, kv_events=kv_events)
+        tier = None
+        if tier_slots:
+            tier = Tier(MemoryStore(tier_slots * cache.block_bytes, cache.block_bytes, None), cache)
+        tiers = [] if tier is None else [tier]
+        client = AsyncEngine(
+            model, cache, limits, clock=clock, on_fatal=on_fatal, kv_events=kv_events, tiers=tiers
+        )
         transfer = FaultyTransfer(LoopbackTransfer(cache, name), cache)
-        return cls(name, model, cache, client, transfer, me)
+        return cls(name, model, cache, client, transfer, me, tier)
 
     @property
     def faulty(self) -> FaultyTransfer:
@@ -110,6 +120,8 @@ class Side:
         if isinstance(self.model, FakeModel):
             self.model.resume()  # a test that fails half way must not leave the engine waiting
         await self.client.close()
+        if self.tier is not None:
+            self.tier.close()
         await self.transfer.close()
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -15,6 +15,7 @@ from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.engine import Engine
 from baton_engine.kv.cache import KVCache
+from baton_engine.kv.events import KvEvents
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, RelayRecord, Request
@@ -22,6 +23,7 @@ from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.streams import Event
+from baton_engine.tiers.tier import Tier
 from tests.engine.fake_model import FakeModel, make_cache
 
 TIMEOUT_S = 300.0
@@ -38,11 +40,14 @@ class Serving:
         clock: Callable[[], float] = time.monotonic,
         draft: FakeModel | None = None,
         wrap: Callable[[Model, KVCache], Model] = lambda model, cache: model,
+        tier: Callable[[KVCache], Tier] | None = None,
+        kv_events: KvEvents | None = None,
         **limits: Any,
     ) -> None:
         self.model = model or FakeModel()
         self.cache = make_cache(blocks, block_size)
         limits = {"max_model_len": 1024, "chunk_tokens": 32, "max_running": 16, **limits}
+        self.tiers = [] if tier is None else [tier(self.cache)]
         self.fatal: list[str] = []
         self.engine = Engine(
             wrap(self.model, self.cache),
@@ -52,11 +57,13 @@ class Serving:
             on_fatal=self.fatal.append,
             clock=clock,
             draft=None if draft is None else (draft, make_cache(blocks, block_size)),
+            kv_events=kv_events,
+            tiers=self.tiers,
         )
         self.outputs: dict[str, list[Output]] = {}
         self._changed = threading.Condition()
 
-    def __enter__(self) -> Serving:
+    def __enter__(self) -> Self:
         self.engine.start()
         return self
 
@@ -65,6 +72,8 @@ class Serving:
     ) -> None:
         self.model.resume()
         self.engine.stop()
+        for tier in self.tiers:
+            tier.close()
 
     def submit(self, *requests: Request) -> None:
         for request in requests:

@@ -193,6 +193,37 @@ def test_evicted_blocks_are_counted_and_named() -> None:
     assert (pool.evictions, gone) == (2, [hashes[2], hashes[1], hashes[0]])
 
 
+class Copies:
+    """Tiers that have some blocks, and hear of all."""
+
+    def __init__(self) -> None:
+        self.names: set[bytes] = set()
+        self.heard: list[tuple[str, bytes]] = []
+
+    def unused(self, name: bytes, block: int, parent: bytes) -> None:
+        self.heard.append(("unused", name))
+
+    def evicted(self, name: bytes) -> None:
+        self.heard.append(("evicted", name))
+
+    def has(self, name: bytes) -> bool:
+        return name in self.names
+
+
+def test_pool_evicts_a_block_that_a_tier_has_before_an_older_one() -> None:
+    copies = Copies()
+    pool = BlockPool(5, tiers=copies)
+    old, new = chain(1, 2), chain(3, 4)
+    pool.release(own(pool, old))
+    pool.release(own(pool, new))
+    assert copies.heard == [("unused", name) for name in (old[1], old[0], new[1], new[0])]
+    copies.names = {new[1]}
+    pool.allocate(2)
+    assert copies.heard[4:] == [("evicted", new[1]), ("evicted", old[1])]
+    pool.allocate(1)
+    assert copies.heard[6:] == [("evicted", old[0])], "without copies, the least recently used one"
+
+
 def test_pinned_twice_needs_two_unpins() -> None:
     """Two transfers may read one shared block: it may be unpinned when the last has ended."""
     pool = BlockPool(4)

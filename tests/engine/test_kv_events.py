@@ -81,6 +81,27 @@ def test_kv_events_adjacent_blocks_are_one_event() -> None:
     assert second == BlockRemoved([chain[2], chain[1]], "GPU")
 
 
+def test_kv_events_of_a_tier_have_its_medium() -> None:
+    """A block can be in the pool and in a tier at once, and leaves them one by one."""
+    first, second = names(range(8))
+    changes: list[Change] = [
+        Stored(first, ROOT, (1,) * 4),
+        Stored(second, first, (), medium="CPU"),
+        Stored(first, ROOT, (), medium="CPU"),
+        Removed(first),
+        Removed(first, "CPU"),
+        Removed(second, "CPU"),
+    ]
+    pool, tier = [block_number(name) for name in (first, second)]
+    assert list(events_of(changes, SIZE, tokens=True)) == [
+        BlockStored([pool], None, [1] * 4, SIZE, medium="GPU"),
+        BlockStored([tier], pool, [], SIZE, medium="CPU"),
+        BlockStored([pool], None, [], SIZE, medium="CPU"),
+        BlockRemoved([pool], "GPU"),
+        BlockRemoved([pool, tier], "CPU"),
+    ]
+
+
 def test_another_prompt_is_another_event() -> None:
     events = list(events_of([*stored(range(8)), *stored(range(90, 98))], SIZE, tokens=True))
     assert [len(event.block_hashes) for event in events if isinstance(event, BlockStored)] == [2, 2]

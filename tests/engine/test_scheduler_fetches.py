@@ -9,7 +9,7 @@ import pytest
 from baton_api.hashing import root_hash
 from baton_api.sampling import SamplingParams
 from baton_engine.kv.events import Change, KvEvents, Stored
-from baton_engine.requests import Fetch
+from baton_engine.requests import PEER, Fetch
 from baton_engine.scheduling.scheduler import YIELDS, Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from tests.engine.serving import Recipient, prompt_of
@@ -324,6 +324,8 @@ def test_advance_reports_each_new_block_with_its_tokens() -> None:
 
 class Prefix:
     """A `CachedPrefix` that has some blocks, and whose reads are sooner or not."""
+
+    name = PEER
 
     def __init__(self, blocks: int, within_s: float = 5.0) -> None:
         self.blocks = blocks

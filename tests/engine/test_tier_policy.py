@@ -18,6 +18,7 @@ from baton_engine.tiers.policy import (
     PeerSpeed,
     PromptSpeed,
     ReadSpeed,
+    cleans,
     read_within_s,
 )
 
@@ -83,6 +84,18 @@ def test_peer_that_stalls_costs_little_of_the_time(compute_s: float, idle_s: flo
     predicted_s = 0.02 + blocks * BLOCK_BYTES / FIRST_BYTES_PER_S
     assert worst_s <= compute_s + min(0.5 * compute_s, max(0.25, 0.05 * compute_s, 4 * predicted_s)) + 1e-9
     assert taken_s <= 1.05 * turns * compute_s
+
+
+@pytest.mark.parametrize(
+    ("name", "ready", "room", "expected"),
+    [
+        ("half of the pool is ready", 50, False, False),
+        ("less than half is", 49, False, True),
+        ("the engine is idle and the tier has room", 100, True, True),
+    ],
+)
+def test_cleans(name: str, ready: int, room: bool, expected: bool) -> None:
+    assert cleans(ready, 100, room) is expected, name
 
 
 def test_prompt_speed_follows_the_latest_passes() -> None:

@@ -166,6 +166,12 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
         ({"device": "abacus"}, ("--device 'abacus'", "cpu, cuda")),
         ({"device": "meta"}, ("--device 'meta'", "cpu, cuda")),
         ({"device": "cuda:99"}, ("--device cuda:99", "--device cpu")),
+        ({"kv_memory_tier": 2**60}, ("--kv-memory-tier", "1152922 TB", "are free")),
+        ({"kv_memory_tier": BLOCK_BYTES - 1}, ("--kv-memory-tier", "one KV block", "8.19 kB")),
+        (
+            {"kv_memory_tier": 2**20, "tensor_parallel_size": 2},
+            ("--kv-memory-tier", "--tensor-parallel-size 1"),
+        ),
     ],
     ids=[
         "a cache of one block",
@@ -174,6 +180,9 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
         "no device",
         "not served",
         "no GPU",
+        "a tier larger than memory",
+        "a tier of no block",
+        "a tier of several ranks",
     ],
 )
 async def test_worker_impossible_settings_are_rejected_with_numbers(
@@ -184,6 +193,33 @@ async def test_worker_impossible_settings_are_rejected_with_numbers(
             pass
     for part in parts:
         assert part in caught.value.message
+
+
+async def test_worker_with_a_memory_tier_copies_and_restores(tiny: Path) -> None:
+    """What evicts a prompt, and brings it back, is real: the settings, the threads and the metrics."""
+    given = settings(tiny, kv_cache_memory=BLOCK_BYTES * 34, kv_memory_tier=BLOCK_BYTES * 100)
+    async with open_worker(given) as worker:
+        tier = worker.engine.snapshot().tiers[0]
+        assert (tier.name, tier.capacity, tier.block_bytes) == ("memory", 100, BLOCK_BYTES)
+        answers: list[list[int]] = []
+        for number, seed in enumerate((1, 2, 3, 1)):
+            prompt = tuple((3 + position * (7 + seed) + position**2) % 64 for position in range(490))
+            request = Request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=8))
+            outputs = [output async for output in worker.client.generate(request)]
+            answers.append([choice.token for output in outputs for choice in output.tokens])
+            async with asyncio.timeout(60):
+                # The engine's thread copies them.
+                while worker.engine.snapshot().tiers[0].blocks < min(90, 30 * (number + 1)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        assert answers[3] == answers[0]
+        after = worker.engine.snapshot()
+        restored = after.totals.prompt_tokens_restored["memory"]
+        assert outputs[0].cached_tokens == restored, "as was sooner by the speeds of this machine"
+        text = service.served_of(worker).metrics.text().decode()
+        assert f'baton_worker_tier_blocks{{tier="memory"}} {float(after.tiers[0].blocks)}' in text
+        assert (
+            f'baton_worker_prompt_tokens_total{{source="memory"}} {float(restored)}' in text or not restored
+        )
 
 
 async def test_worker_load_has_the_kv_event_addresses(tiny: Path) -> None:

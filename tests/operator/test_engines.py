@@ -221,6 +221,15 @@ def with_tiers(spec: Manifest, *tiers: Manifest) -> Manifest:
     return merged(spec, {"engine": {"kvCacheTiers": list(tiers)}})
 
 
+BATON: Manifest = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_tier_of_baton_workers_is_a_flag(role: str) -> None:
+    assert flag(main(settled(with_tiers(BATON, MEMORY)), role), "--kv-memory-tier") == str(64 * 2**30)
+    assert flag(main(settled(BATON), role), "--kv-memory-tier") is None
+
+
 def named(parts: list[Manifest], name: str) -> Manifest | None:
     return next((dict(one) for one in parts if one["name"] == name), None)
 
@@ -571,6 +580,14 @@ REFUSED = [
     pytest.param(
         SGLANG, {"engine": {"kvCacheTiers": [MEMORY], "args": ["--hicache-ratio", "2"]}},
         ["spec.engine.args", "--hicache-ratio", "spec.engine.kvCacheTiers"], id="tier by a flag, too",
+    ),
+    pytest.param(
+        with_tiers(BATON, MEMORY), {"decode": {"resources": {"limits": {"memory": "64Gi"}}}},
+        ["spec.decode.resources.limits.memory is 64Gi", "kvCacheTiers"], id="no room for a tier of Baton",
+    ),
+    pytest.param(
+        with_tiers(BATON, MEMORY), {"prefill": {"parallelism": {"tensor": 2}}},
+        ["spec.prefill.parallelism.tensor is 2", "kvCacheTiers"], id="a tier of Baton with ranks",
     ),
     pytest.param(VLLM, {"engine": {"image": None}}, ["spec.engine.image", "--vllm-image"], id="image"),
     pytest.param(CUSTOM, {"engine": {"image": None}}, ["Custom", "spec.engine.image"], id="custom image"),

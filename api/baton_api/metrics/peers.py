@@ -66,6 +66,10 @@ PEER_NAMES: Mapping[Peer, tuple[PeerName, ...]] = {
         _vllm("prefix_cache_hits_total", worker.WORKER_CACHE_HITS),
         _vllm("external_prefix_cache_queries_total", worker.WORKER_PEER_CACHE_QUERIES),
         _vllm("external_prefix_cache_hits_total", worker.WORKER_PEER_CACHE_HITS),
+        _vllm("kv_offload_tiering_block_queries_total", worker.WORKER_TIER_QUERIES, tier="tier"),
+        _vllm("kv_offload_tiering_block_hits_total", worker.WORKER_TIER_HITS, tier="tier"),
+        _vllm("kv_offload_tiering_read_time_total", worker.WORKER_TIER_READ_SECONDS, tier="tier"),
+        _vllm("kv_offload_tiering_write_time_total", worker.WORKER_TIER_WRITE_SECONDS, tier="tier"),
     ),
     "sglang": (
         _sglang("e2e_request_latency_seconds", worker.WORKER_REQUEST_TIME),

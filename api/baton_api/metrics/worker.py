@@ -15,6 +15,10 @@ from baton_api.metrics.metric import (
 from baton_api.prompt_report import Fallback
 
 TRANSPORT = Label("transport", bound="8 transports, such as nixl/ucx shm; empty before the first read")
+TIERS = ("memory",)
+"""Tiers behind the KV cache of Baton's workers."""
+
+TIER = Label("tier", TIERS)
 FAILURES = tuple(reason.value for reason in Fallback)
 CHOSEN = ("no_prefill_worker", "reads_prompt", "short", "cached")
 """Reasons other than failures for which a decode worker computes a prompt."""
@@ -45,8 +49,8 @@ WORKER_PROMPT_TOKENS = Metric(
     "counter",
     "tokens",
     "Prompt tokens by the source of their KV blocks: computed by this worker, by a prefill worker "
-    "(`remote`), cached, or read from the cache of another worker (`peer`).",
-    (Label("source", ("computed", "remote", "cached", "peer")),),
+    "(`remote`), cached, read from the cache of another worker (`peer`), or restored from a tier (`memory`).",
+    (Label("source", ("computed", "remote", "cached", "peer", *TIERS)),),
 )
 WORKER_GENERATION_TOKENS = Metric(
     "baton_worker_generation_tokens_total", "counter", "tokens", "Generated tokens."
@@ -237,6 +241,70 @@ WORKER_PEER_READS = Metric(
     "Reads from the prefix cache of another worker by outcome: `read`, or why blocks were computed instead. "
     "`rejected`: the other worker no longer had all of them.",
     (Label("outcome", ("read", *FAILURES)),),
+)
+WORKER_TIER_BLOCKS = Metric(
+    "baton_worker_tier_blocks", "gauge", "blocks", "KV blocks in a tier behind the KV cache.", (TIER,)
+)
+WORKER_TIER_BYTES = Metric(
+    "baton_worker_tier_bytes", "gauge", "bytes", "Size of the KV blocks in a tier.", (TIER,)
+)
+WORKER_TIER_LIMIT = Metric(
+    "baton_worker_tier_limit_bytes", "gauge", "bytes", "Size of the KV blocks that fit into a tier.", (TIER,)
+)
+WORKER_TIER_QUERIES = Metric(
+    "baton_worker_tier_block_queries_total",
+    "counter",
+    "blocks",
+    "KV blocks of prompts that were not in the prefix cache, and looked up in a tier.",
+    (TIER,),
+)
+WORKER_TIER_HITS = Metric(
+    "baton_worker_tier_block_hits_total",
+    "counter",
+    "blocks",
+    "KV blocks that were restored from a tier and verified.",
+    (TIER,),
+)
+WORKER_TIER_READ_SECONDS = Metric(
+    "baton_worker_tier_read_seconds_total", "counter", "seconds", "Time of restoring KV blocks.", (TIER,)
+)
+WORKER_TIER_WRITES = Metric(
+    "baton_worker_tier_block_writes_total",
+    "counter",
+    "blocks",
+    "KV blocks that were copied to a tier.",
+    (TIER,),
+)
+WORKER_TIER_WRITE_SECONDS = Metric(
+    "baton_worker_tier_write_seconds_total",
+    "counter",
+    "seconds",
+    "Time of copying KV blocks to a tier.",
+    (TIER,),
+)
+WORKER_TIER_DROPPED = Metric(
+    "baton_worker_tier_dropped_blocks_total",
+    "counter",
+    "blocks",
+    "KV blocks that were evicted from the prefix cache before they were copied to a tier.",
+    (TIER,),
+)
+WORKER_TIER_CORRUPT = Metric(
+    "baton_worker_tier_corrupt_blocks_total",
+    "counter",
+    "blocks",
+    "KV blocks of a tier whose checksum was wrong. They were computed instead.",
+    (TIER,),
+)
+WORKER_TIER_ERRORS = Metric(
+    "baton_worker_tier_write_errors_total", "counter", "events", "Failed writes to a tier.", (TIER,)
+)
+WORKER_TIER_READS = Metric(
+    "baton_worker_tier_reads_total",
+    "counter",
+    "requests",
+    "Prompts that were restored from a tier by outcome: `read`, or why blocks were computed instead.",
+    (TIER, Label("outcome", ("read", *FAILURES))),
 )
 WORKER_KV_BATCHES = Metric(
     "baton_worker_kv_event_batches_total",

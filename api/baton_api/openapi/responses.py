@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton_api.errors import QuotaExceeded
+from baton_api.metrics import TIERS
 from baton_api.openapi.values import (
     ANYTHING,
     BOOLEAN,
@@ -52,7 +53,7 @@ def schemas() -> dict[str, Schema]:
             "total_tokens": COUNT,
             "prompt_tokens_details": full(
                 {"cached_tokens": COUNT, "audio_tokens": COUNT},
-                cached_tokens_by_source=full({"local": COUNT, "peer": COUNT}),
+                cached_tokens_by_source=full({"local": COUNT}, peer=COUNT, **dict.fromkeys(TIERS, COUNT)),
             ),
             "completion_tokens_details": full({
                 "reasoning_tokens": COUNT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton_api import metrics
 from baton_observing.dashboards.panels import (
+    BYTES,
     BYTES_PER_SECOND,
     CLUSTER,
     NAMESPACE,
@@ -147,6 +148,28 @@ KV_CACHE = Row(
             "for the KV cache would help.",
             unit=per_second("blocks"),
             queries=(Query(WORKERS.rate(metrics.WORKER_CACHE_EVICTIONS, "worker"), "{{worker}}"),),
+            width=12,
+        ),
+        Panel(
+            title="Tiers of the KV cache",
+            description="KV blocks that were restored from a tier, and those that were evicted before they "
+            "were copied to it. Corrupt blocks are computed; more than a few mean broken memory.",
+            unit=per_second("blocks"),
+            queries=(
+                Query(WORKERS.rate(metrics.WORKER_TIER_HITS, "tier"), "{{tier}} restored"),
+                Query(WORKERS.rate(metrics.WORKER_TIER_DROPPED, "tier"), "{{tier}} dropped"),
+                Query(WORKERS.rate(metrics.WORKER_TIER_CORRUPT, "tier"), "{{tier}} corrupt"),
+            ),
+            width=12,
+        ),
+        Panel(
+            title="Size of the tiers",
+            description="KV blocks in the tiers behind the KV cache, and what fits.",
+            unit=BYTES,
+            queries=(
+                Query(WORKERS.gauge(metrics.WORKER_TIER_BYTES, "tier"), "{{tier}}"),
+                Query(WORKERS.gauge(metrics.WORKER_TIER_LIMIT, "tier"), "{{tier}}, limit"),
+            ),
             width=12,
         ),
         Panel(

@@ -77,9 +77,13 @@ class KvCacheTier(Part):
     ),
     Rule("self.type in ['Baton', 'vLLM'] || !has(self.lora)", "lora is for type Baton and vLLM", ".lora"),
     Rule(
-        "self.type in ['vLLM', 'SGLang'] || !has(self.kvCacheTiers) || size(self.kvCacheTiers) == 0",
-        "kvCacheTiers is for type vLLM and SGLang: workers of type Baton have no tiers yet, and type Custom "
-        "needs its own flags in args",
+        "self.type in ['Baton', 'vLLM', 'SGLang'] || !has(self.kvCacheTiers) || size(self.kvCacheTiers) == 0",
+        "kvCacheTiers is for type Baton, vLLM and SGLang: give other engines their own flags in args",
+        ".kvCacheTiers",
+    ),
+    Rule(
+        "self.type != 'Baton' || !has(self.kvCacheTiers) || self.kvCacheTiers.all(one, one.type == 'Memory')",
+        "workers of type Baton have no tier of type Disk yet",
         ".kvCacheTiers",
     ),
     Rule(
@@ -129,9 +133,10 @@ class Engine(Part):
     weights are loaded."""
 
     kv_cache_tiers: Annotated[list[KvCacheTier], Field(max_length=2)] = []
-    """Tiers of workers of type vLLM and SGLang, for KV blocks that leave the memory of the accelerator. A
-    prompt whose blocks are there is restored instead of computed. SGLang: not for decode workers of a pair,
-    which have no prefix cache."""
+    """Tiers of workers of type Baton, vLLM and SGLang, for KV blocks that leave the KV cache. A prompt whose
+    blocks are there is restored instead of computed, by type Baton only where that is sooner. Baton: type
+    Memory only, and without tensor parallelism. SGLang: not for decode workers of a pair, which have no
+    prefix cache."""
 
     lora: Lora | None = None
     """Lets workers of type Baton and vLLM load LoraAdapters. Without it, they load none. Adding a LoraAdapter

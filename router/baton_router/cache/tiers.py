@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-from baton_api.kv_events import IN_USE, BlockRemoved, BlockStored
+from baton_api.kv_events import HOST_MEMORY, IN_USE, STORAGE, BlockRemoved, BlockStored
 
 
 class Tier(enum.StrEnum):
@@ -24,10 +24,10 @@ class Tier(enum.StrEnum):
     """Storage that all workers of a kind read: what one of them stores, each can restore."""
 
 
-_MEMORY = ("CPU", "CPU_PINNED")
+_MEMORY = (HOST_MEMORY, "CPU_PINNED")
 """Host memory, as vLLM and SGLang call it."""
 
-MEDIA = {Tier.MEMORY: "CPU", Tier.DISK: "STORAGE", Tier.SHARED: "EXTERNAL"}
+MEDIA = {Tier.MEMORY: HOST_MEMORY, Tier.DISK: STORAGE, Tier.SHARED: "EXTERNAL"}
 """A medium of each tier. `EXTERNAL` is SGLang's name for a pool that workers share."""
 
 _SHARED_LOCALITY = "REMOTE"

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_api.messages import Abort, Checksums, Chunk, Commit, Done, Failed, Prefill
+from baton_api.metrics import TIERS
 from baton_api.prompt_report import Fallback
 from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.transfer import Pulled
@@ -213,7 +214,10 @@ class DecodeSession:
             return self._give_up(Fallback.MISMATCH)
         if not (
             0 <= commit.first.token < self.spec.vocab
-            and 0 <= commit.peer_tokens <= commit.cached_tokens <= length
+            and commit.peer_tokens + sum(tokens for _, tokens in commit.tier_tokens) <= commit.cached_tokens
+            and commit.cached_tokens <= length
+            and commit.peer_tokens >= 0
+            and all(tier in TIERS and tokens >= 0 for tier, tokens in commit.tier_tokens)
         ):
             return self._give_up(Fallback.PROTOCOL)
         self._commit = commit
@@ -316,6 +320,7 @@ class DecodeSession:
             first=self._commit.first,
             cached_tokens=self._commit.cached_tokens,
             peer_tokens=self._commit.peer_tokens,
+            tier_tokens=self._commit.tier_tokens,
             relay=self._relay(self._commit),
         )
         return [self._done(), ReportResult(fetched)]

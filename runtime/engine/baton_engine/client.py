@@ -22,6 +22,7 @@ from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.tiers.tier import Tier
 
 TOGETHER = 16
 """Tokens after which the reader of joined outputs is woken."""
@@ -40,6 +41,7 @@ class AsyncEngine:
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: tuple[Model, KVCache] | None = None,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.engine = Engine(
             model,
@@ -50,6 +52,7 @@ class AsyncEngine:
             kv_events=kv_events,
             clock=clock,
             draft=draft,
+            tiers=tiers,
         )
         self._block_size = cache.block_size
         self._loop: asyncio.AbstractEventLoop | None = None

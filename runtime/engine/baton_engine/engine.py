@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -38,7 +38,7 @@ from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
 from baton_engine.overlap import LaunchedPass, Overlap
 from baton_engine.pass_results import PassResults
-from baton_engine.requests import FetchResult, FinishReason, LentBlocks, Output, Request
+from baton_engine.requests import Fetch, FetchResult, FinishReason, LentBlocks, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
 from baton_engine.scheduling.commands import Command, CommandQueue
@@ -47,6 +47,7 @@ from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.speculation.draft_model import DraftModel
 from baton_engine.speculation.speculator import Speculator
+from baton_engine.tiers.tier import Tier, TierPrefix, Tiers
 
 __all__ = ["Engine", "EngineLimits"]
 
@@ -74,8 +75,12 @@ class Engine:
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: tuple[Model, KVCache] | None = None,
+        tiers: Iterable[Tier] = (),
     ) -> None:
-        """`draft` is a model for drafts, with the vocabulary of `model` and a cache of as many blocks."""
+        """
+        `draft` is a model for drafts, with the vocabulary of `model` and a cache of as many blocks. `tiers`
+        are those behind the cache, the fastest first. The caller closes them after `stop`.
+        """
         self.limits = limits
         self._model = model
         self._cache = cache
@@ -83,13 +88,17 @@ class Engine:
         self._on_fatal = on_fatal
         self._clock = clock
         self._kv_events = kv_events
-        self._pool = BlockPool(cache.blocks, kv_events.removed if kv_events is not None else None)
-        self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events)
+        self._commands = CommandQueue()
+        self._tiers = Tiers(tiers)
+        evicted = kv_events.removed if kv_events is not None else None
+        self._pool = BlockPool(cache.blocks, evicted, self._tiers if self._tiers.all else None)
+        for tier in self._tiers.all:
+            tier.attach(self._pool, self._commands.post, self.fetched, kv_events)
+        self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events, self._tiers.all)
         self._counters = EngineCounters(clock)
         draft_model = None if draft is None else DraftModel(*draft, clock)
         self._speculator = Speculator(self._scheduler, self._counters, draft_model)
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)
-        self._commands = CommandQueue()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._interruption = PassInterruption(model)
         self._mask_filler = MaskFiller(model.spec.vocab)
@@ -142,7 +151,7 @@ class Engine:
         self._commands.post(lambda: self._lifecycle.finish(request_id))
 
     def fetched(self, fetched: FetchResult) -> None:
-        """Take the result of a `RemotePrefill.start`."""
+        """Take the result of a `RemotePrefill.start`, of a `CachedPrefix` too."""
         self._commands.post(lambda: self._fetched(fetched))
         self._interruption.interrupt_for(self._scheduler.fetching.get(fetched.request_id))
 
@@ -176,8 +185,13 @@ class Engine:
         self._commands.post(lambda: self._scheduler.take_back(name))
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache, except for blocks in use."""
-        self._commands.post(self._pool.clear)
+        """Empty the prefix cache and its tiers, except for blocks in use."""
+
+        def clear() -> None:
+            self._pool.clear()
+            self._tiers.clear()
+
+        self._commands.post(clear)
 
     def release(self, request_id: str) -> None:
         """Free an exported request's blocks: they were read, or are no longer needed."""
@@ -195,13 +209,15 @@ class Engine:
         def take() -> None:
             assert events is not None
             taken.set_result(KvSnapshot(events.flush(), *self._pool.published()))
+            self._tiers.announce()  # the snapshot is of the pool, and replaces all that was known
 
         if events is None or not self._commands.post(take):
             raise NotReady("This worker publishes no KV events: start it with --kv-events.")
         return taken
 
     def snapshot(self) -> EngineSnapshot:
-        return self._counters.snapshot(self._scheduler, self._lifecycle.arriving)
+        tiers = tuple(tier.snapshot() for tier in self._tiers.all)
+        return self._counters.snapshot(self._scheduler, self._lifecycle.arriving, tiers)
 
     # --- The thread ---
 
@@ -215,6 +231,8 @@ class Engine:
                         self._report()  # a fetched prompt's first token does not wait for the next pass
                     commands.clear()  # else they would keep requests, and their adapters, until the next one
                     idle = not self._step()
+                    for tier in self._tiers.all:
+                        tier.clean(idle)
                 except Exception as error:  # without this, clients would wait forever
                     log.exception("The engine's step failed; every request of this worker ends.")
                     # Others than EngineFailed are bugs.
@@ -353,10 +371,14 @@ class Engine:
 
     # --- Fetches and exports ---
 
-    def _start_fetch(self, sequence: Sequence) -> None:
+    def _start_fetch(self, sequence: Sequence, counted: bool = False) -> None:
+        """`counted`: as in `_note_admission`."""
         request, fetch, source = sequence.request, sequence.fetch, sequence.source
         assert source is not None and fetch is not None
-        self._counters.add_prefix_lookup(sequence)
+        if source is not request.remote and source is not request.cached_prefix and not sequence.admitted_at:
+            sequence.admitted_at = self._clock()  # a tier's time is part of computing
+        if not counted:
+            self._count_lookup(sequence)
         try:
             source.start(fetch, self._cache.streams.record())
         except Exception:
@@ -368,21 +390,23 @@ class Engine:
         if sequence is None or sequence.stage is not Stage.FETCHING:
             log.error("Unexpected fetch result for request %s.", fetched.request_id)
             return
-        request = sequence.request
-        looked_up = 0 if sequence.fetch is None else len(sequence.fetch.blocks) * self._cache.block_size
+        request, fetch, source = sequence.request, sequence.fetch, sequence.source
+        assert fetch is not None
         whole = self._scheduler.fetched(sequence, fetched.arrived, fetched.unsafe)
         if fetched.unsafe:
             self._counters.add_quarantined(fetched)
-            if request.cached_prefix is None:  # a peer's read is given up early: `check_quarantine`
+            if source is request.remote:  # a peer's read is given up early: `check_quarantine`
                 self._check_quarantine()
         if sequence.cancelled:
             self._scheduler.end(sequence)
             self._lifecycle.forget(sequence)
-        elif request.cached_prefix is not None:
-            self._after_peer_read(sequence, fetched, looked_up)
+        elif source is not request.remote:
+            self._after_read(sequence, fetch, fetched)
         elif fetched.first is not None and whole:
             request.cached_tokens, request.peer_tokens = fetched.cached_tokens, fetched.peer_tokens
-            self._counters.totals.prompt_tokens_remote += len(request.prompt) - sequence.local_tokens
+            request.tier_tokens = fetched.tier_tokens
+            before = fetch.start_block * self._cache.block_size
+            self._counters.totals.prompt_tokens_remote += len(request.prompt) - before
             self._counters.add_generated(1)
             self._scheduler.join(sequence)
             self._lifecycle.add_token(sequence, fetched.first, relay=fetched.relay)
@@ -394,32 +418,49 @@ class Engine:
             self._counters.add_failed_fetch(fetched)
             self._scheduler.requeue(sequence)
 
-    def _after_peer_read(self, sequence: Sequence, fetched: FetchResult, looked_up: int) -> None:
-        """Compute a prompt whose first blocks were read from another worker, or were not."""
-        request = sequence.request
+    def _after_read(self, sequence: Sequence, fetch: Fetch, fetched: FetchResult) -> None:
+        """Compute a prompt of which a tier or another worker had blocks, or fetch more of it."""
+        request, size = sequence.request, self._cache.block_size
         if fetched.reason:
             fields = log_fields(sequence)
-            log.warning("Request %s computes what a peer has: %s", request.id, fetched.reason, extra=fields)
-        if request.blocks:
-            request.peer_tokens = request.computed - sequence.local_tokens
+            log.warning("Request %s computes what is cached: %s", request.id, fetched.reason, extra=fields)
+        tokens = max(0, request.computed - fetch.start_block * size)
+        source = sequence.source
+        if source is request.cached_prefix:
+            self._counters.add_peer_read(fetched, tokens, len(fetch.blocks) * size)
+        elif isinstance(source, TierPrefix):
+            self._counters.add_restore(source.name, fetched, tokens)
+        if request.blocks and not sequence.readmitted:
             request.cached_tokens = request.computed
+            if source is request.cached_prefix:
+                request.peer_tokens = tokens
+            elif isinstance(source, TierPrefix) and tokens:
+                request.tier_tokens += ((source.name, tokens),)
+        if not request.blocks:  # a read of some blocks has not ended
+            self._scheduler.requeue(sequence)
+        elif self._scheduler.fetch_more(sequence):
+            self._start_fetch(sequence, counted=True)
+        else:
             self._scheduler.join(sequence)
             self._note_admission(sequence, counted=True)
-        else:  # a read of some blocks has not ended
-            self._scheduler.requeue(sequence)
-        self._counters.add_peer_read(fetched, request.peer_tokens, looked_up)
 
     def _note_admission(self, sequence: Sequence, counted: bool = False) -> None:
         """`counted`: its lookup in the prefix cache was counted already."""
         request = sequence.request
         if not sequence.admitted_at:  # the first admission may have been for a fetch
             sequence.admitted_at = self._clock()
-        if not sequence.readmitted and not counted:
-            self._counters.add_prefix_lookup(sequence)
+        if not sequence.readmitted:
+            if not counted:
+                self._count_lookup(sequence)
             if request.export is None:
                 self._counters.add_local_prefill(sequence, self.limits.local_prefill_tokens)
         if request.export is not None:
             self._results.announce(sequence)
+
+    def _count_lookup(self, sequence: Sequence) -> None:
+        self._counters.add_prefix_lookup(sequence)
+        for tier in self._tiers.all:
+            tier.totals.queries += (sequence.cacheable - sequence.local_tokens) // self._cache.block_size
 
     # --- Failures ---
 

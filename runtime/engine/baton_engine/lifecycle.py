@@ -114,6 +114,7 @@ class Lifecycle:
                 stop_id,
                 request.cached_tokens,
                 request.peer_tokens,
+                request.tier_tokens,
                 relay=relay,
                 timing=self._timing(sequence) if relay is None and len(request.output) == 1 else None,
                 prompt_output=prompt_output,

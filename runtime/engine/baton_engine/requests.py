@@ -125,6 +125,10 @@ class PromptTiming:
     """From admission to the first token, including work for other requests in the same passes."""
 
 
+TierTokens = tuple[tuple[str, int], ...]
+"""Tokens of prompts by the name of a tier."""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """The output of one step for one request."""
@@ -138,6 +142,8 @@ class Output:
     """Prompt tokens that no worker computed for this request. Final from the first token on."""
     peer_tokens: int = 0
     """Those of `cached_tokens` that the worker that computed the rest read from another worker."""
+    tier_tokens: TierTokens = ()
+    """Those of `cached_tokens` that it restored, by tier."""
     error: Exception | None = None
     """With `FinishReason.ERROR`: a BatonError for the client."""
     relay: RelayRecord | None = None
@@ -209,6 +215,8 @@ class FetchResult:
     cached_tokens: int = 0
     peer_tokens: int = 0
     """Those of `cached_tokens` that the prefill worker read from another worker."""
+    tier_tokens: TierTokens = ()
+    """Those of `cached_tokens` that the prefill worker restored, by tier."""
     relay: RelayRecord | None = None
     unsafe: frozenset[int] = frozenset()
     reason: str = ""
@@ -242,15 +250,24 @@ class LentBlocks:
     """The device may not have written them before it."""
 
 
+PEER = "peer"
+"""`CachedPrefix.name` of another worker."""
+
+
 class CachedPrefix(RemotePrefill, Protocol):
     """
-    Leading blocks of a prompt that another worker has cached. Fetches them, computes nothing, and has no
-    first token.
+    Leading blocks of a prompt that another worker, or a tier of this one, has cached. Fetches them, computes
+    nothing, and has no first token.
     """
 
     @property
+    def name(self) -> str:
+        """`PEER`, or the name of the tier."""
+        ...
+
+    @property
     def blocks(self) -> int:
-        """Number of leading blocks that the other worker should have."""
+        """Number of leading blocks after which it has no more."""
         ...
 
     def read_within_s(self, blocks: int, compute_s: float) -> float:
@@ -318,6 +335,8 @@ class Request:
     cached_tokens: int = 0
     peer_tokens: int = 0
     """Those of `cached_tokens` that came from another worker's cache: `cached_prefix`."""
+    tier_tokens: TierTokens = ()
+    """Those of `cached_tokens` that were restored, by tier."""
     tail: bytes = b""
     """Chain hash of the prompt's last full block; empty without one, or before the engine computed it."""
     fallback: str = ""

@@ -279,6 +279,11 @@ class WorkerSettings(BaseSettings):
     of computing them. A prefill worker then reads what the decode worker generated, instead of computing
     the answers of a conversation again. Both need the setting; the decode worker runs a control server."""
 
+    kv_memory_tier: Bytes = 0
+    """Memory of the host for KV blocks that the KV cache evicts, such as 8GiB. A prompt that returns is
+    restored from there, where that is predicted to take at most half of the time of computing it. The memory
+    is in addition to that of the KV cache. 0: none."""
+
     control_host: str = "127.0.0.1"
     """Address on which the control server of a prefill or decode worker listens. Prefill workers on other
     machines read the blocks of a decode worker only if they can reach it."""

@@ -57,6 +57,8 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
 from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens
+from baton_engine.tiers.memory import MemoryStore
+from baton_engine.tiers.tier import Tier
 from baton_engine.tracing import WorkerTracing, tracing_of
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility
@@ -187,6 +189,10 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     """Start a worker and warm it up. Raises SetupError if settings, model or machine do not allow it."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     ranks = settings.tensor_parallel_size
+    if settings.kv_memory_tier and ranks > 1:
+        raise SetupError(
+            "--kv-memory-tier needs --tensor-parallel-size 1: it would keep the first rank's part of a block."
+        )
     torch.set_num_threads(max(1, (settings.threads or machine.usable_cores()) // ranks))
     device = device_of(settings.device, ranks)
     dtype = dtype_of(settings.dtype, device)
@@ -205,7 +211,8 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, loaded.model, f"{name}-{epoch[:8]}", stack)
         model, draft = _capture(settings, loaded, cache, limits, dtype, stack)
-        client, fatal = _open_engine(loaded, model, cache, limits, publisher, draft, stack)
+        tiers = _open_tiers(settings, loaded, cache, stack)
+        client, fatal = _open_engine(loaded, model, cache, limits, publisher, draft, tiers, stack)
         worker = Worker(
             settings=settings,
             name=name,
@@ -323,6 +330,23 @@ def _capture(
     return model, draft
 
 
+def _open_tiers(
+    settings: WorkerSettings, loaded: _LoadedModel, cache: KVCache, stack: contextlib.AsyncExitStack
+) -> list[Tier]:
+    """Open the tiers, the fastest first. Raises SetupError."""
+    if not settings.kv_memory_tier:
+        return []
+    if loaded.encoder is not None:
+        raise SetupError(
+            f"--kv-memory-tier has no use with {loaded.checkpoint.name}, which generates no text."
+        )
+    store = MemoryStore(settings.kv_memory_tier, cache.block_bytes, free_bytes(torch.device("cpu")))
+    log.info("%d KV blocks fit into the memory tier of %s", store.slots, show_size(settings.kv_memory_tier))
+    tier = Tier(store, cache)
+    stack.callback(tier.close)
+    return [tier]
+
+
 def _open_engine(
     loaded: _LoadedModel,
     model: Model,
@@ -330,6 +354,7 @@ def _open_engine(
     limits: EngineLimits,
     publisher: KvPublisher | None,
     draft: tuple[Model, KVCache] | None,
+    tiers: list[Tier],
     stack: contextlib.AsyncExitStack,
 ) -> tuple[AsyncEngine, asyncio.Future[str]]:
     """Start the engine; also return the future for the reason of a fatal failure."""
@@ -346,7 +371,9 @@ def _open_engine(
     kv_events = KvEvents(publisher) if publisher is not None else None
     if isinstance(loaded.model, ParallelModel):
         loaded.model.ranks.watch(on_fatal)
-    client = AsyncEngine(model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft)
+    client = AsyncEngine(
+        model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft, tiers=tiers
+    )
     client.start()
     stack.push_async_callback(client.close)
     return client, fatal

@@ -233,10 +233,11 @@ class PromptTask:
             now = time.monotonic()
             started = self._started_at or now
             first = output.tokens[0]
-            queue_s, compute_s = started - self._arrived_at, now - started
-            self.do(
-                self.session.finished(first, output.cached_tokens, output.peer_tokens, queue_s, compute_s)
-            )
+            restored_s = 0.0 if output.timing is None else output.timing.compute_s  # a tier's time is in it
+            compute_s = max(now - started, restored_s)
+            queue_s = max(0.0, now - self._arrived_at - compute_s)
+            cached, peer, tiers = output.cached_tokens, output.peer_tokens, output.tier_tokens
+            self.do(self.session.finished(first, cached, peer, queue_s, compute_s, tiers))
             log.info(
                 "prompt %s is computed: tokens=%d cached=%d peer=%d queue=%.3fs compute=%.3fs",
                 self.request_id[:NAME_LENGTH],

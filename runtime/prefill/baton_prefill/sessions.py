@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_api.messages import Checksums, Chunk, Commit, Drained, Failed, Prefill, TokenChoice
+from baton_engine.requests import TierTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class PrefillSession:
         peer_tokens: int = 0,
         queue_s: float = 0.0,
         compute_s: float = 0.0,
+        tier_tokens: TierTokens = (),
     ) -> list[Action]:
         """The first token was sampled. Commit follows the last Checksums."""
         if self.state is not PrefillState.COMPUTING:
@@ -139,6 +141,7 @@ class PrefillSession:
             prompt_tokens=len(self.prefill.tokens),
             cached_tokens=cached_tokens,
             peer_tokens=peer_tokens,
+            tier_tokens=tier_tokens,
             tail=self._tail,
             queue_s=queue_s,
             compute_s=compute_s,

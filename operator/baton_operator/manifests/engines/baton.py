@@ -6,6 +6,7 @@ from baton_api.engines import EngineKind
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.manifests import tickets
+from baton_operator.manifests.engines import tiers
 from baton_operator.manifests.engines.arguments import lora_flags
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod, named_ports
 from baton_operator.manifests.engines.spec import EngineSpec
@@ -54,6 +55,8 @@ def _flags(worker: WorkerPod) -> list[str]:
         flags.append(f"--max-model-len={engine.max_model_len}")
     if engine.kv_cache_memory is not None:
         flags.append(f"--kv-cache-memory={engine.kv_cache_memory}")
+    if size := tiers.memory(engine):
+        flags.append(f"--kv-memory-tier={size}")
     return flags + lora_flags(engine)
 
 

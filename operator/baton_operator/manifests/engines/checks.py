@@ -43,6 +43,8 @@ def check(service: str, spec: InferenceServiceSpec, default_image: str) -> None:
     roles = {"prefill": spec.prefill, "decode": spec.decode}
     existing = {name: role for name, role in roles.items() if role is not None}
     if engine.type == "Baton":
+        for name, role in existing.items() if engine.kv_cache_tiers else ():
+            _check_tiers(engine, f"spec.{name}", role)
         return
     if not default_image and not engine.image:
         _need_images(engine.type, existing)
@@ -121,6 +123,11 @@ def _check_tiers(engine: Engine, path: str, role: WorkerRole) -> None:
         raise ValueError(
             f"{path}.env has {HASH_SEED_VARIABLE}, which must be equal in all workers with kvCacheTiers. "
             "Set it in spec.engine.env, or remove it: the operator sets 0."
+        )
+    if engine.type == "Baton" and role.parallelism.tensor > 1:
+        raise ValueError(
+            f"{path}.parallelism.tensor is {role.parallelism.tensor}, and workers of type Baton have tiers "
+            "without tensor parallelism only. Remove spec.engine.kvCacheTiers, or set 1."
         )
     _check_memory(engine, path, role)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from baton_engine.api.streaming import Usage
 from baton_engine.api.transcript import Piece, Transcript
 from baton_engine.client import Generation
-from baton_engine.requests import PromptLogprobs, Request
+from baton_engine.requests import PromptLogprobs, Request, TierTokens
 
 
 class AnswerShape(Protocol):
@@ -75,6 +75,8 @@ class Choice:
     cached_tokens: int = 0
     peer_tokens: int = 0
     """Those of them that were read from the cache of another worker."""
+    tier_tokens: TierTokens = ()
+    """Those of them that were restored, by tier."""
     first_token: float | None = None
     last_token: float | None = None
 

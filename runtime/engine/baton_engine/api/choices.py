@@ -103,6 +103,7 @@ class Choices:
             completion_tokens=count.generated,
             cached_tokens=sum(lead.cached_tokens for lead in self._leads),
             peer_tokens=sum(lead.peer_tokens for lead in self._leads),
+            tier_tokens=[tokens for lead in self._leads for tokens in lead.tier_tokens],
             reasoning_tokens=sum(choice.transcript.reasoning_tokens for choice in self.all),
             accepted_prediction_tokens=sum(choice.transcript.predicted for choice in self.all),
             rejected_prediction_tokens=sum(
@@ -222,6 +223,7 @@ class Choices:
                 exchange.cached_tokens += output.cached_tokens
             if self._served.settings.cache_report and self._work.resumption is None:
                 choice.cached_tokens, choice.peer_tokens = output.cached_tokens, output.peer_tokens
+                choice.tier_tokens = output.tier_tokens
             choice.first_token = now
             metrics.first_token(now - exchange.started)
             exchange.first_token = exchange.first_token or now

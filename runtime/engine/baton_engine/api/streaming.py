@@ -7,7 +7,8 @@ objects, because clients read them without a check.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ class Usage:
     cached_tokens: int
     peer_tokens: int = 0
     """Those of the cached tokens that were read from the cache of another worker."""
+    tier_tokens: Sequence[tuple[str, int]] = ()
+    """Those that were restored, by tier. A tier may occur several times."""
     reasoning_tokens: int = 0
     """Completion tokens up to the end of the reasoning, including the marks."""
     accepted_prediction_tokens: int = 0
@@ -76,9 +79,12 @@ class Usage:
 
     def body(self) -> dict[str, Any]:
         prompt_details: dict[str, Any] = {"cached_tokens": self.cached_tokens, "audio_tokens": 0}
-        if self.peer_tokens:
-            local = self.cached_tokens - self.peer_tokens
-            prompt_details["cached_tokens_by_source"] = {"local": local, "peer": self.peer_tokens}
+        elsewhere = Counter({"peer": self.peer_tokens} if self.peer_tokens else {})
+        for tier, tokens in self.tier_tokens:
+            elsewhere[tier] += tokens
+        if elsewhere:
+            local = self.cached_tokens - elsewhere.total()
+            prompt_details["cached_tokens_by_source"] = {"local": local, **elsewhere}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

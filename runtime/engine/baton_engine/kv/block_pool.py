@@ -14,14 +14,39 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from baton_api.errors import SetupError
+
+CLEAN_LEAVES = 8
+"""Number of the blocks that are evicted next, of which one that a tier has goes first."""
+
+
+class PoolTiers(Protocol):
+    """Tiers behind the pool. Blocks are named by their chain hash."""
+
+    def unused(self, name: bytes, block: int, parent: bytes) -> None:
+        """A published block is not used any more. Of a chain, the last one comes first."""
+        ...
+
+    def evicted(self, name: bytes) -> None:
+        """A block was evicted. Its content may change after the return."""
+        ...
+
+    def has(self, name: bytes) -> bool:
+        """Whether a tier has the block, so that evicting it loses nothing."""
+        ...
 
 
 class BlockPool:
     """The states of all blocks. Not thread-safe: it belongs to the engine's thread."""
 
-    def __init__(self, blocks: int, on_evicted: Callable[[bytes], None] | None = None) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        on_evicted: Callable[[bytes], None] | None = None,
+        tiers: PoolTiers | None = None,
+    ) -> None:
         """`on_evicted` is called with the hash of each evicted block."""
         if blocks < 2:
             raise SetupError(
@@ -31,6 +56,7 @@ class BlockPool:
         self.capacity = blocks - 1
         """Blocks that can be allocated."""
         self._on_evicted = on_evicted
+        self._tiers = tiers
         self._free = list(range(blocks - 1, 0, -1))  # the lowest number is handed out first
         self._users = [0] * blocks
         self._hash: list[bytes | None] = [None] * blocks
@@ -185,6 +211,8 @@ class BlockPool:
         self._children[parent] = self._children.get(parent, 0) + 1
         if name not in self._children:
             self._add_leaf(block)
+        if self._tiers is not None:
+            self._tiers.unused(name, block, parent)
 
     def _unshelve(self, block: int) -> None:
         parent = self._parent[block]
@@ -198,10 +226,7 @@ class BlockPool:
             self._add_leaf(above)
 
     def _evict(self) -> int:
-        while True:
-            used_at, block = heapq.heappop(self._leaves)
-            if self._is_leaf(used_at, block):
-                break
+        block = self._next_leaf() if self._tiers is None else self._next_clean_leaf(self._tiers)
         name = self._hash[block]
         assert name is not None
         self._unshelve(block)
@@ -209,7 +234,34 @@ class BlockPool:
         self._hash[block] = None
         if self._on_evicted is not None:
             self._on_evicted(name)
+        if self._tiers is not None:
+            self._tiers.evicted(name)
         return block
+
+    def _next_leaf(self) -> int:
+        while True:
+            used_at, block = heapq.heappop(self._leaves)
+            if self._is_leaf(used_at, block):
+                return block
+
+    def _next_clean_leaf(self, tiers: PoolTiers) -> int:
+        """The least recently used leaf, or rather one of the next ones that a tier has."""
+        passed: list[tuple[int, int]] = []
+        chosen = None
+        while chosen is None and self._leaves and len(passed) < CLEAN_LEAVES:
+            entry = heapq.heappop(self._leaves)
+            name = self._hash[entry[1]]
+            if name is None or not self._is_leaf(*entry):
+                continue
+            if tiers.has(name):
+                chosen = entry[1]
+            else:
+                passed.append(entry)
+        if chosen is None:
+            chosen = passed.pop(0)[1]
+        for entry in passed:
+            heapq.heappush(self._leaves, entry)
+        return chosen
 
     def _is_leaf(self, used_at: int, block: int) -> bool:
         name = self._hash[block]

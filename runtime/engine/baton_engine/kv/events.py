@@ -26,6 +26,8 @@ class Stored:
     tokens: Sequence[int]
     adapter: str = ""
     """Name of the adapter; empty: the base model."""
+    medium: str = IN_USE
+    """Where it was stored: in the pool, or in a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Removed:
     """A block was evicted."""
 
     name: bytes
+    medium: str = IN_USE
 
 
 Change = Stored | Removed
@@ -56,11 +59,13 @@ class KvEvents:
         self._recipient = recipient
         self._changes: list[Change] = []
 
-    def stored(self, name: bytes, parent: bytes, tokens: Sequence[int], adapter: str = "") -> None:
-        self._changes.append(Stored(name, parent, tokens, adapter))
+    def stored(
+        self, name: bytes, parent: bytes, tokens: Sequence[int], adapter: str = "", medium: str = IN_USE
+    ) -> None:
+        self._changes.append(Stored(name, parent, tokens, adapter, medium))
 
-    def removed(self, name: bytes) -> None:
-        self._changes.append(Removed(name))
+    def removed(self, name: bytes, medium: str = IN_USE) -> None:
+        self._changes.append(Removed(name, medium))
 
     def flush(self) -> int:
         """Pass all changes to the recipient. Returns the number of the last batch."""
@@ -101,17 +106,17 @@ def parent_number(name: bytes) -> int | None:
 
 
 def events_of(changes: Iterable[Change], block_size: int, *, tokens: bool) -> Iterator[Event]:
-    """Convert changes to events in their order. Adjacent changes of one chain are merged."""
+    """Convert changes to events in their order. Adjacent changes of one chain and medium are merged."""
     last: Event | None = None
     end = b""
     for change in changes:
         number = block_number(change.name)
         if isinstance(change, Removed):
-            if isinstance(last, BlockRemoved):
+            if isinstance(last, BlockRemoved) and last.medium == change.medium:
                 last.block_hashes.append(number)
                 continue
-            event: Event = BlockRemoved([number], IN_USE)
-        elif isinstance(last, BlockStored) and change.parent == end:
+            event: Event = BlockRemoved([number], change.medium)
+        elif isinstance(last, BlockStored) and change.parent == end and last.medium == change.medium:
             last.block_hashes.append(number)
             last.token_ids += change.tokens if tokens else ()
             end = change.name
@@ -120,7 +125,9 @@ def events_of(changes: Iterable[Change], block_size: int, *, tokens: bool) -> It
             parent = parent_number(change.parent)
             token_ids = list(change.tokens) if tokens else []
             adapter = change.adapter or None
-            event = BlockStored([number], parent, token_ids, block_size, medium=IN_USE, lora_name=adapter)
+            event = BlockStored(
+                [number], parent, token_ids, block_size, medium=change.medium, lora_name=adapter
+            )
             end = change.name
         if last is not None:
             yield last

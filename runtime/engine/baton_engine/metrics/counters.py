@@ -14,13 +14,14 @@ from baton_api.prompt_report import Fallback
 from baton_engine.requests import FetchResult, PromptTiming
 from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence
+from baton_engine.tiers.tier import TierSnapshot
 
 SMOOTHING = 0.05
 NO_TRANSPORT = "none"
 """The transport label before the first read."""
 
 READ = "read"
-"""The outcome of a read from another worker's prefix cache that brought all blocks."""
+"""The outcome of a read from a tier, or another worker's prefix cache, that brought all blocks."""
 
 REASON_LENGTH = 32
 """Longer reasons are sentences for the log, not labels of a metric."""
@@ -96,6 +97,10 @@ class Totals:
     """Prompt tokens of the reads from other workers' prefix caches."""
     peer_reads: Counter[str] = field(default_factory=Counter)
     """Reads from other workers' prefix caches, by outcome: `read`, or a `Fallback`."""
+    restores: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Reads from tiers, by tier and outcome: `read`, or a `Fallback`."""
+    prompt_tokens_restored: Counter[str] = field(default_factory=Counter)
+    """By tier."""
     generated_tokens: int = 0
     retractions: int = 0
     out_of_memory: int = 0
@@ -129,6 +134,8 @@ class Totals:
             prompt_tokens_peer=self.prompt_tokens_peer,
             prompt_tokens_peer_looked_up=self.prompt_tokens_peer_looked_up,
             peer_reads=self.peer_reads.copy(),
+            restores=self.restores.copy(),
+            prompt_tokens_restored=self.prompt_tokens_restored.copy(),
             generated_tokens=self.generated_tokens,
             retractions=self.retractions,
             out_of_memory=self.out_of_memory,
@@ -180,6 +187,7 @@ class EngineSnapshot:
     """From arrival to the first forward pass, for prompts computed locally."""
     prefill_times: Times
     """From the first forward pass to the first token, for the same prompts."""
+    tiers: tuple[TierSnapshot, ...] = ()
     evictions: int = 0
     """Known blocks that were dropped for new ones."""
     max_running: int = 0
@@ -266,6 +274,11 @@ class EngineCounters:
         self.totals.prompt_tokens_peer_looked_up += looked_up
         self.totals.peer_reads[fetched.reason or READ] += 1
 
+    def add_restore(self, tier: str, fetched: FetchResult, tokens: int) -> None:
+        """Count a read from a tier that brought `tokens` tokens."""
+        self.totals.restores[tier, fetched.reason or READ] += 1
+        self.totals.prompt_tokens_restored[tier] += tokens
+
     def add_quarantined(self, fetched: FetchResult) -> None:
         """Count the quarantined blocks of a fetch."""
         self.totals.quarantined[fetched.transport or NO_TRANSPORT] += len(fetched.unsafe)
@@ -274,7 +287,9 @@ class EngineCounters:
         self.totals.generated_tokens += tokens
         self._generated.add(tokens, self._clock())
 
-    def snapshot(self, scheduler: Scheduler, arriving: int) -> EngineSnapshot:
+    def snapshot(
+        self, scheduler: Scheduler, arriving: int, tiers: tuple[TierSnapshot, ...] = ()
+    ) -> EngineSnapshot:
         """`arriving` is the number of submitted requests that the scheduler does not have yet."""
         pool, now = scheduler.pool, self._clock()
         # A list is copied in one go; the engine's thread may append to the original meanwhile.
@@ -300,6 +315,7 @@ class EngineCounters:
             forward_times=self.forward_times.times(),
             queue_times=self.queue_times.times(),
             prefill_times=self.prefill_times.times(),
+            tiers=tiers,
             evictions=pool.evictions,
             max_running=scheduler.limits.max_running,
             decode_step_s=self.decode_step_s,

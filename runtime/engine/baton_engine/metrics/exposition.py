@@ -167,6 +167,7 @@ class EngineCollector(Collector):
                 ("cached",): totals.prompt_tokens_cached,
                 ("remote",): totals.prompt_tokens_remote,
                 ("peer",): totals.prompt_tokens_peer,
+                **{(tier,): tokens for tier, tokens in totals.prompt_tokens_restored.items()},
             },
         )
         yield _counter(metrics.WORKER_PEER_CACHE_QUERIES, {(): totals.prompt_tokens_peer_looked_up})
@@ -174,6 +175,7 @@ class EngineCollector(Collector):
         yield _counter(
             metrics.WORKER_PEER_READS, {(outcome,): count for outcome, count in totals.peer_reads.items()}
         )
+        yield from _tiers(now)
         yield _counter(metrics.WORKER_RETRACTIONS, {(): totals.retractions})
         yield _counter(metrics.WORKER_OUT_OF_MEMORY, {(): totals.out_of_memory})
         yield _counter(metrics.WORKER_DRAFTS, {(): totals.drafts})
@@ -195,6 +197,24 @@ class EngineCollector(Collector):
         yield _counter(metrics.WORKER_KV_BATCHES, {(): self._kv_batches()})
 
 
+def _tiers(now: EngineSnapshot) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    tiers = [((tier.name,), tier, tier.totals) for tier in now.tiers]
+    yield _gauge(metrics.WORKER_TIER_BLOCKS, {name: tier.blocks for name, tier, _ in tiers})
+    yield _gauge(metrics.WORKER_TIER_BYTES, {name: tier.blocks * tier.block_bytes for name, tier, _ in tiers})
+    yield _gauge(
+        metrics.WORKER_TIER_LIMIT, {name: tier.capacity * tier.block_bytes for name, tier, _ in tiers}
+    )
+    yield _counter(metrics.WORKER_TIER_QUERIES, {name: totals.queries for name, _, totals in tiers})
+    yield _counter(metrics.WORKER_TIER_HITS, {name: totals.hits for name, _, totals in tiers})
+    yield _counter(metrics.WORKER_TIER_READ_SECONDS, {name: totals.read_s for name, _, totals in tiers})
+    yield _counter(metrics.WORKER_TIER_WRITES, {name: totals.writes for name, _, totals in tiers})
+    yield _counter(metrics.WORKER_TIER_WRITE_SECONDS, {name: totals.write_s for name, _, totals in tiers})
+    yield _counter(metrics.WORKER_TIER_DROPPED, {name: totals.dropped for name, _, totals in tiers})
+    yield _counter(metrics.WORKER_TIER_CORRUPT, {name: totals.corrupt for name, _, totals in tiers})
+    yield _counter(metrics.WORKER_TIER_ERRORS, {name: totals.errors for name, _, totals in tiers})
+    yield _counter(metrics.WORKER_TIER_READS, dict(now.totals.restores.items()))
+
+
 def _blocks_by_state(now: EngineSnapshot) -> dict[tuple[str, ...], float]:
     return {
         ("free",): now.free_blocks,
@@ -212,7 +232,7 @@ def _gauge(metric: Metric, values: Mapping[tuple[str, ...], float]) -> GaugeMetr
     return family
 
 
-def _counter(metric: Metric, values: Mapping[tuple[str, ...], int]) -> CounterMetricFamily:
+def _counter(metric: Metric, values: Mapping[tuple[str, ...], float]) -> CounterMetricFamily:
     family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
     for labels, value in values.items():
         family.add_metric(labels, value)

@@ -21,10 +21,11 @@ from __future__ import annotations
 import math
 from collections import Counter, abc
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.events import KvEvents
-from baton_engine.requests import Fetch
+from baton_engine.requests import PEER, CachedPrefix, Fetch, RemotePrefill
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.scheduling.waiting import WaitingQueue
@@ -32,6 +33,28 @@ from baton_engine.tiers.policy import PromptSpeed
 
 YIELDS = 8
 """Maximum number of consecutive passes that patient sequences skip, because they occupy blocks."""
+
+
+class PrefixTier(Protocol):
+    """A tier of this worker that may have blocks of prompts."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prefix(self, names: abc.Sequence[bytes], start: int) -> CachedPrefix | None:
+        """Return what it has of a chain from block `start` on. None: nothing."""
+        ...
+
+
+class FetchPlan(NamedTuple):
+    """A fetch that is sooner than computing."""
+
+    source: RemotePrefill
+    name: str
+    """`CachedPrefix.name`; empty: a prefill worker."""
+    end: int
+    """The block before which it ends."""
+    within_s: float
 
 
 @dataclass(slots=True)
@@ -62,11 +85,18 @@ class Scheduler:
     """The queue, the batch, and the blocks of each sequence."""
 
     def __init__(
-        self, pool: BlockPool, limits: EngineLimits, block_size: int, kv_events: KvEvents | None = None
+        self,
+        pool: BlockPool,
+        limits: EngineLimits,
+        block_size: int,
+        kv_events: KvEvents | None = None,
+        tiers: abc.Sequence[PrefixTier] = (),
     ) -> None:
+        """`tiers` in the order of their speed."""
         self.pool = pool
         self.kv_events = kv_events
         """Receives published blocks; the pool reports evicted ones."""
+        self.tiers = tiers
         self.limits = limits
         self.block_size = block_size
         self.waiting = WaitingQueue()
@@ -173,7 +203,7 @@ class Scheduler:
         """
         End a fetch whose first `arrived` blocks are complete. A peer may still write `unsafe` blocks.
 
-        Returns whether all of them have arrived. The caller then calls `join`, `requeue` or `end`.
+        Returns whether all of them have arrived. Next is `fetch_more`, `join`, `requeue` or `end`.
         """
         fetch = sequence.fetch
         assert fetch is not None and sequence.stage is Stage.FETCHING
@@ -184,7 +214,7 @@ class Scheduler:
         good = 0
         while good < arrived and fetch.blocks[good] not in unsafe:
             good += 1
-        computed = min((fetch.start_block + good) * self.block_size, len(sequence.request.prompt))
+        computed = min((fetch.start_block + good) * self.block_size, sequence.request.length)
         self.advance(sequence, computed - sequence.request.computed)
         if unsafe:
             blocks = sequence.drop_blocks()
@@ -192,18 +222,26 @@ class Scheduler:
             self.pool.release([block for block in blocks if block not in unsafe])
         return good == len(fetch.blocks)
 
+    def fetch_more(self, sequence: Sequence) -> bool:
+        """Begin a fetch of what a tier or another worker has after the blocks that were fetched."""
+        request = sequence.request
+        planned = self._fetch_of(sequence, sequence.published, request.pending)
+        if planned is not None:
+            self._begin_fetch(sequence, planned)
+        return planned is not None
+
     def join(self, sequence: Sequence) -> None:
         """Add a sequence to the batch whose blocks were fetched. It keeps them."""
         if sequence.request.export is not None:
             self.pool.pin(sequence.request.blocks)
-        sequence.readable = False
         sequence.stage = Stage.RUNNING
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
         """Put a sequence first in its queue, for local prefill. Its published blocks stay cached."""
         self.pool.release(sequence.drop_blocks())
-        sequence.fetchable = sequence.readable = False
+        sequence.fetchable = False
+        sequence.tried.add(PEER)
         sequence.stage = Stage.WAITING
         self.waiting.put_back(sequence)
 
@@ -321,6 +359,7 @@ class Scheduler:
         victim = min(victims, key=_loss)
         self.running.remove(victim)
         self.requeue(victim)
+        victim.tried = {PEER}  # its blocks may come back from a tier
         plan.retracted.append(victim)
         return victim
 
@@ -348,7 +387,7 @@ class Scheduler:
             return budget
         batch = self._batch()
         while (sequence := self.waiting.head(batch, patient=patient)) is not None:
-            if budget <= 0 and not sequence.fetchable and not sequence.readable:
+            if budget <= 0 and not sequence.fetchable and not self._reads(sequence):
                 return budget
             full = len(self.running) + len(self.fetching) >= self.limits.max_running
             if full and not self._make_way(plan, sequence, batch):
@@ -377,7 +416,7 @@ class Scheduler:
             batch[request.tenant] += 1
             self._place(sequence, prefix, needed)
             if fetch is not None:
-                self._begin_fetch(sequence, *fetch)
+                self._begin_fetch(sequence, fetch)
                 plan.fetches.append(sequence)
                 continue
             if request.export is not None:
@@ -400,39 +439,64 @@ class Scheduler:
         if not sequence.readmitted:
             sequence.local_tokens = request.cached_tokens = request.computed
 
-    def _fetch_of(self, sequence: Sequence, prefix: int, missing: int) -> tuple[int, float] | None:
-        """
-        Return the block before which a fetch ends, and its seconds at most. None: this worker computes.
+    def _reads(self, sequence: Sequence) -> bool:
+        """Whether a tier or another worker may have blocks of the sequence."""
+        if sequence.prompt_output is not None:
+            return False
+        if sequence.request.cached_prefix is not None and PEER not in sequence.tried:
+            return True
+        return any(tier.name not in sequence.tried for tier in self.tiers)
 
-        `prefix` is the number of cached blocks, `missing` that of the tokens after them.
+    def _fetch_of(self, sequence: Sequence, prefix: int, missing: int) -> FetchPlan | None:
+        """
+        Return the fetch to begin; None: this worker computes.
+
+        `prefix` is the number of cached blocks, `missing` that of the tokens after them. Tiers come first:
+        another worker then computes, or moves, less.
         """
         request = sequence.request
+        if sequence.prompt_output is None:
+            for tier in self.tiers:
+                if tier.name not in sequence.tried:
+                    restored = self._read_of(sequence, tier.prefix(sequence.hashes, prefix), prefix)
+                    if restored is not None:
+                        return restored
         if sequence.fetchable and missing > self.limits.local_prefill_tokens:
-            return sequence.blocks_for(request.length), math.inf
-        if not sequence.readable or request.cached_prefix is None:
+            assert request.remote is not None
+            return FetchPlan(request.remote, "", sequence.blocks_for(request.length), math.inf)
+        if sequence.prompt_output is not None or PEER in sequence.tried:
             return None
-        end = min(request.cached_prefix.blocks, sequence.cacheable // self.block_size)
+        return self._read_of(sequence, request.cached_prefix, prefix)
+
+    def _read_of(self, sequence: Sequence, cached: CachedPrefix | None, prefix: int) -> FetchPlan | None:
+        """Return the read of `cached` from block `prefix` on, if it is sooner than computing."""
+        if cached is None:
+            return None
+        end = min(cached.blocks, sequence.cacheable // self.block_size)
         if end <= prefix:
             return None
         compute_s = self.prompt_speed.seconds((end - prefix) * self.block_size)
-        within_s = request.cached_prefix.read_within_s(end - prefix, compute_s)
-        return (end, within_s) if within_s else None
+        within_s = cached.read_within_s(end - prefix, compute_s)
+        return FetchPlan(cached, cached.name, end, within_s) if within_s else None
 
-    def _begin_fetch(self, sequence: Sequence, end: int, within_s: float) -> None:
+    def _begin_fetch(self, sequence: Sequence, planned: FetchPlan) -> None:
         request = sequence.request
+        sequence.source = planned.source
+        if planned.name:
+            sequence.tried.add(planned.name)
         start = sequence.published
         sequence.fetch = Fetch(
             request_id=request.id,
             tokens=request.prompt,
             start_block=start,
             parent=sequence.parent(start),
-            blocks=tuple(request.blocks[start:end]),
+            blocks=tuple(request.blocks[start : planned.end]),
             sampling=request.sampling,
             salt=request.salt,
             trace=request.trace,
             tenant=request.tenant,
             adapter=request.adapter,
-            within_s=within_s,
+            within_s=planned.within_s,
         )
         self.pool.pin(sequence.fetch.blocks)
         sequence.stage = Stage.FETCHING

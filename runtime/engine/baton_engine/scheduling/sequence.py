@@ -72,13 +72,14 @@ class Sequence:
         "lookup",
         "prompt_output",
         "published",
-        "readable",
         "request",
         "root",
         "sampling_state",
+        "source",
         "speculates",
         "stage",
         "table",
+        "tried",
     )
 
     def __init__(self, request: Request, block_size: int, table_blocks: int) -> None:
@@ -106,9 +107,11 @@ class Sequence:
         """Pending output of the prompt, if requested."""
         self.fetchable = request.remote is not None and self.prompt_output is None
         """Whether a prefill worker may still compute the prompt."""
-        self.readable = request.cached_prefix is not None and self.prompt_output is None
-        """Whether `request.cached_prefix` may still be read."""
+        self.tried: set[str] = set()
+        """Names of the `CachedPrefix`es that are not read any more."""
         self.fetch: Fetch | None = None
+        self.source: RemotePrefill | None = None
+        """What starts and cancels `fetch`, or did so of the last one."""
         self.cancelled = False
         """Aborted during the fetch: the end is reported, and the blocks are released after the fetch."""
         self.lookup: Lookup | None = None
@@ -123,11 +126,6 @@ class Sequence:
     def readmitted(self) -> bool:
         """Whether the sequence was admitted again after a retraction or a failed fetch."""
         return self.admissions > 1
-
-    @property
-    def source(self) -> RemotePrefill | None:
-        """What starts and cancels the fetch of the sequence."""
-        return self.request.remote or self.request.cached_prefix
 
     @property
     def decoding(self) -> bool:

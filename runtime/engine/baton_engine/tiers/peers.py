@@ -22,7 +22,7 @@ from baton_api import logs, tickets
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Abort, Checksums, Chunk, Commit, Done, Failed, ReadCached
 from baton_api.prompt_report import Fallback
-from baton_engine.requests import Fetch, FetchResult
+from baton_engine.requests import PEER, Fetch, FetchResult
 from baton_engine.streams import Event
 from baton_engine.tiers.policy import PeerSpeed, read_within_s
 from baton_engine.transfer import Pull, Pulled, Transfer
@@ -314,6 +314,8 @@ class _Read:
 @dataclass(frozen=True, slots=True)
 class PeerPrefix:
     """`CachedPrefix` of one prompt at one peer."""
+
+    name = PEER
 
     caches: PeerCaches
     address: str

@@ -88,11 +88,28 @@ def read_within_s(blocks: int, compute_s: float, speed: ReadSpeed) -> float:
     return min(SHARE * compute_s, max(LEAST_S, LOSS * compute_s, LATE * predicted_s))
 
 
-class PeerSpeed:
-    """What was measured of one peer. `now` is in seconds of a monotonic clock."""
+CLEAN_SHARE = 0.5
+"""Fraction of the pool that is kept ready for new prompts: blocks without content, or that a tier has."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self._first = ReadSpeed(FIRST_WAIT_S, block_bytes / FIRST_BYTES_PER_S)
+
+def cleans(ready: int, capacity: int, room: bool) -> bool:
+    """
+    Whether unused blocks of the pool are copied to a tier now.
+
+    `ready` of its `capacity` blocks can be handed out, and nothing is lost. `room`: the engine has nothing to
+    do, and the tier need not drop a block for the copy.
+    """
+    return room or ready < CLEAN_SHARE * capacity
+
+
+class PeerSpeed:
+    """What was measured of one peer, or tier. `now` is in seconds of a monotonic clock."""
+
+    def __init__(
+        self, block_bytes: int, wait_s: float = FIRST_WAIT_S, bytes_per_s: float = FIRST_BYTES_PER_S
+    ) -> None:
+        """`wait_s` and `bytes_per_s` are assumed of the first read."""
+        self._first = ReadSpeed(wait_s, block_bytes / bytes_per_s)
         self._speed = self._first
         self._measured_at = 0.0
         self._paused_until = 0.0

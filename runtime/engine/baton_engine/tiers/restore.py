@@ -1,0 +1,130 @@
+"""
+Reads of blocks from a tier into the pool, on a thread of its own.
+
+A restore reports to the engine exactly once, at the latest at its deadline. After its report it writes no
+block of the pool, even if the tier's read is still stuck: so its blocks need no quarantine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from baton_api.prompt_report import Fallback
+from baton_engine.requests import Fetch, FetchResult
+from baton_engine.streams import Event
+from baton_engine.tiers.blocks import PoolBytes
+from baton_engine.tiers.index import Place
+from baton_engine.tiers.store import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """How a restore ended."""
+
+    result: FetchResult
+    wait_s: float
+    """Until the first block was read."""
+    read_s: float
+    corrupt: int | None = None
+    """Position of a block whose sum was wrong."""
+
+
+class Restores:
+    """The restores of one tier, one after the other."""
+
+    def __init__(self, store: Store, pool: PoolBytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._pool = pool
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"restore-{store.name}")
+        self._running: dict[str, _Restore] = {}
+        """By request id, until their report. Belongs to the engine's thread, but for deletions."""
+
+    def start(
+        self, fetch: Fetch, places: list[Place], unused: Event, report: Callable[[Restored], None]
+    ) -> None:
+        """Restore `places` to the first blocks of `fetch`. `report` is called once, on any thread."""
+        restore = _Restore(fetch, places, unused, self._clock, report, self._running)
+        self._running[fetch.request_id] = restore
+        restore.timer.start()
+        self._executor.submit(restore.run, self._store, self._pool)
+
+    def cancel(self, request_id: str) -> None:
+        restore = self._running.get(request_id)
+        if restore is not None:
+            restore.end(Fallback.CANCELLED)
+
+    def close(self) -> None:
+        """End all restores. Does not wait for a read that is stuck."""
+        for restore in list(self._running.values()):
+            restore.end(Fallback.CANCELLED)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class _Restore:
+    def __init__(
+        self,
+        fetch: Fetch,
+        places: list[Place],
+        unused: Event,
+        clock: Callable[[], float],
+        report: Callable[[Restored], None],
+        running: dict[str, _Restore],
+    ) -> None:
+        self._fetch = fetch
+        self._places = places
+        self._unused = unused
+        self._clock = clock
+        self._report = report
+        self._running = running
+        self._lock = threading.Lock()
+        """Held while a block of the pool is written, and by the end."""
+        self._over = False
+        self._arrived = 0
+        self._began = clock()
+        self._reading = self._began
+        self.timer = threading.Timer(fetch.within_s, self.end, (Fallback.DEADLINE,))
+        self.timer.daemon = True
+
+    def run(self, store: Store, pool: PoolBytes) -> None:
+        """On the tier's thread."""
+        try:
+            self._unused.wait()
+            self._reading = self._clock()
+            for place, block in zip(self._places, self._fetch.blocks, strict=False):
+                data = store.read(place.slot)
+                with self._lock:
+                    if self._over:
+                        return
+                    good = pool.write(block, data, place.sum)
+                    self._arrived += good
+                if not good:
+                    self.end(Fallback.CHECKSUM)
+                    return
+            self.end(None if len(self._places) == len(self._fetch.blocks) else Fallback.REJECTED)
+        except Exception:  # without a report the request would hang
+            log.exception("Cannot restore KV blocks from the tier %s.", store.name)
+            self.end(Fallback.TRANSFER_FAILED)
+
+    def end(self, reason: Fallback | None) -> None:
+        """Report what has arrived, unless that was done. Any thread."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            arrived = self._arrived
+        self.timer.cancel()
+        self._running.pop(self._fetch.request_id, None)
+        now = self._clock()
+        result = FetchResult(
+            self._fetch.request_id, arrived=arrived, reason="" if reason is None else reason.value
+        )
+        corrupt = arrived if reason is Fallback.CHECKSUM else None
+        self._report(Restored(result, self._reading - self._began, now - self._reading, corrupt))
