@@ -15,7 +15,7 @@ from baton_engine.spec import ModelSpec
 GUARD = 256
 """Numbers of NaN on each side of `guarded` values: a multiple of what a device loads at once."""
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 def batch_of(shapes: Sequence[tuple[int, int]], chance: random.Random, block_size: int = 16) -> Batch:

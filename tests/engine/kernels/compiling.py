@@ -162,12 +162,12 @@ def row_launches(dtype: torch.dtype) -> list[Launch]:
 
 
 def quantized_launches(form: Format, dtype: torch.dtype) -> list[Launch]:
-    """Return what a product with a matrix launches for a few rows, and for many."""
+    """Return what a product with a matrix launches for one row, a few, more and many."""
     captured = capturing()
     inputs, size = 4096, ROW_BYTES[form]
     part = QuantizedPart(form, torch.zeros(64, size, dtype=torch.uint8), group=128)
     linear = QuantizedLinear(Quantized((part,), inputs), torch.zeros(64, dtype=dtype))
-    for rows in (3, 100):
+    for rows in (1, 3, 100, 300):
         linear(torch.zeros(rows, inputs, dtype=dtype))
     return captured
 

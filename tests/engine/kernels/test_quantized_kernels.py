@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from baton_engine.ops.accelerator import AcceleratorOps
-from baton_engine.ops.kernels.quantized import ROWS, SPLIT, QuantizedLinear
+from baton_engine.ops.kernels.quantized import EXPANDED_ROWS, FEW_ROWS, SPLIT, QuantizedLinear
 from baton_engine.quantized import Format, Quantized, QuantizedPart, pack
 from tests.engine.kernels.cases import DEVICE, guarded
 from tests.engine.random_weights import tiny_spec
@@ -110,13 +110,20 @@ def test_quantized_product_is_that_of_expanded(name: str, dtype: torch.dtype) ->
     assert_product(name, rows=3, outputs=70, blocks=9, dtype=dtype, biased=True, seed=1)
 
 
+@pytest.mark.parametrize("rows", [1, FEW_ROWS + 1, EXPANDED_ROWS + 1], ids=["one", "more", "many"])
+@pytest.mark.parametrize("name", MATRICES)
+def test_quantized_product_with_other_numbers_of_rows(name: str, rows: int) -> None:
+    """One row has a kernel of its own, more are multiplied by rounded weights, and many by an expanded matrix."""
+    assert_product(name, rows, outputs=70, blocks=9, dtype=torch.float16, biased=True, seed=2)
+
+
 @pytest.mark.parametrize("seed", seeds(24, quick=1))
 def test_quantized_product_of_any_shape(seed: int) -> None:
     """Rows 1 to 64, outputs and inputs with tails, and inputs of several splits."""
     chance = random.Random(seed)
     assert_product(
         chance.choice(list(MATRICES)),
-        rows=chance.choice([1, ROWS - 1, ROWS, ROWS + 1, chance.randint(1, 64)]),
+        rows=chance.choice([1, FEW_ROWS, FEW_ROWS + 1, EXPANDED_ROWS + 1, chance.randint(1, 64)]),
         outputs=chance.choice([1, 64, chance.randint(1, 200)]),
         blocks=chance.choice([1, SPLIT // 32, SPLIT // 32 + 1, chance.randint(1, 2 * SPLIT // 32 + 9)]),
         dtype=chance.choice(list(TOLERANCE)),
@@ -138,10 +145,10 @@ def test_quantized_row_has_the_same_bits_beside_any(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     inputs = SPLIT + 256
     matrix, _ = MATRICES[name][0](67, inputs, generator)
-    x = (torch.randint(-64, 65, (ROWS + 5, inputs), generator=generator) / 64).to(DEVICE)
+    x = (torch.randint(-64, 65, (FEW_ROWS + 5, inputs), generator=generator) / 64).to(DEVICE)
     linear = QuantizedLinear(matrix.to(DEVICE))
     together = linear(x)
-    for first, last in ((0, 1), (ROWS + 3, ROWS + 4), (4, 4 + ROWS)):
+    for first, last in ((0, 2), (FEW_ROWS + 2, FEW_ROWS + 4), (4, 4 + FEW_ROWS)):
         assert torch.equal(linear(x[first:last]), together[first:last])
 
 

@@ -4,8 +4,8 @@ Experts: pairs of a token and an expert are grouped, multiplied by the weights o
 The host reads nothing: each expert has programs, which look up how many pairs chose it. So a pass with
 experts can be captured, and a decode step reads only the weights of chosen experts.
 
-Tiles have a fixed height, and the inputs of a row are added in one order. So a token has the same bits in any
-batch.
+Tiles have one of two heights, by the number of pairs for each expert: higher ones read the weights less often.
+The inputs of a row are added in one order. So a token has the same bits in any batch of one height.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from baton_engine.ops import ExpertGroups
 PAIRS = 1024
 """Pairs that a program compares with its expert at a time."""
 
-ROWS = 32
-"""Pairs of a tile: tiles of another height would be multiplied by other instructions."""
+FEW_PAIRS = 32
+"""Pairs for each expert, on average, up to which tiles are low."""
 
-COLUMNS = 64
-"""Outputs of a tile."""
+LOW = {"ROWS": 32, "COLUMNS": 64, "STEP": 64, "num_warps": 4, "num_stages": 3}
+"""Pairs and outputs of a tile, and inputs per step, of which others are loaded while one is multiplied."""
 
-STEP = 64
-"""Inputs per step."""
-
-STAGES = 3
-"""Steps in shared memory: others are loaded while one is multiplied."""
+HIGH = {"ROWS": 128, "COLUMNS": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
+"""For inputs of 2 bytes."""
 
 SUMMED = 1024
 """Columns that one program adds."""
@@ -110,7 +107,8 @@ class GroupedLinear:
         pairs = len(groups.order)
         result = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
         if pairs:
-            _multiply[(triton.cdiv(outputs, COLUMNS), count)](
+            tile = HIGH if pairs > FEW_PAIRS * count and x.element_size() == 2 else LOW
+            _multiply[(triton.cdiv(outputs, tile["COLUMNS"]), count)](
                 x if x.stride(1) == 1 else x.contiguous(),
                 self.weights,
                 self.weights if self.biases is None else self.biases,
@@ -122,11 +120,8 @@ class GroupedLinear:
                 outputs,
                 inputs,
                 BIAS=self.biases is not None,
-                ROWS=ROWS,
-                COLUMNS=COLUMNS,
-                STEP=STEP,
-                num_stages=STAGES,
                 enable_fp_fusion=True,
+                **tile,
             )
         return result
 

@@ -1,18 +1,26 @@
 """
 Products with quantized matrices, whose numbers become floats in registers.
 
-Numbers of 4 bits, 8 bits and float8 are exact in bfloat16 and float16, so they are multiplied as they are.
-The sum of a group is multiplied by its scale in fp32. Only the result is rounded.
+The number of rows decides, because it decides what the time is spent on:
 
-Inputs are divided at fixed positions into splits, whose sums are added in order. With few rows, each split is
-a program of its own, and a second kernel adds them: otherwise small matrices would occupy few
-multiprocessors. The height of tiles, their steps and the splits depend on the matrix only. So a row has the
-same bits in any batch.
+- One row, the step of a single stream: each program reads a few outputs from end to end, without tensor cores.
+- Up to `FEW_ROWS`: numbers of 4 bits, 8 bits and float8 are exact in bfloat16 and float16, so they are
+  multiplied as they are, and the sum of a group is multiplied by its scale in fp32.
+- Up to `EXPANDED_ROWS`, in 2 bytes per number: weights are rounded to the type of the inputs while they are
+  read. Tiles are higher, so each weight is widened once.
+- More rows, in 2 bytes per number: the matrix is expanded to a copy, which the vendor's library multiplies.
+
+So the last bits of a row depend on which of these its batch has. Within one of the first three they do not
+depend on the batch: the height of tiles, their steps and the splits depend on the matrix only.
+
+Inputs are divided at fixed positions into splits, whose sums are added in order. Where tiles are few, each
+split is a program of its own, and a second kernel adds them: otherwise small matrices would occupy few
+multiprocessors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -25,14 +33,34 @@ from torch.nn import functional
 
 from baton_engine.ops import ExpertGroups
 from baton_engine.ops.kernels import float8
-from baton_engine.quantized import SUPERBLOCK, Quantized, QuantizedPart, Unpacked, unpack
+from baton_engine.quantized import FLOAT8_FACTOR, SUPERBLOCK, Quantized, QuantizedPart, Unpacked, unpack
 
-ROWS = 32
-"""Rows of a tile, for any number of rows: tiles of another height would be multiplied by other instructions,
-which may round differently."""
+FEW_ROWS = 32
+"""Rows of a tile whose numbers are multiplied as they are."""
+
+MORE_ROWS = 128
+"""Rows of a tile whose weights are rounded."""
+
+EXPANDED_ROWS = 256
+"""Rows above which the matrix is expanded. Captured passes have fewer: their graphs need no such copy."""
 
 COLUMNS = 64
 """Outputs of a tile."""
+
+PROGRAMS = 256
+"""Tiles from which all splits of a tile are added by one program. Large devices have about 130
+multiprocessors."""
+
+ROW_OUTPUTS = 8
+"""Outputs of a program for one row."""
+
+ROW_BYTES = 8192
+"""Bytes of numbers that a program for one row reads at once, or for the expanded matrix."""
+
+ROW_WARPS = 4
+
+EXPANDED_OUTPUTS = 64
+"""Outputs of a program for the expanded matrix."""
 
 MOST_STEP = 128
 """Inputs per step at most. A step is in one group."""
@@ -46,9 +74,11 @@ STAGES = 3
 
 @triton.jit
 def _floats(numbers, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
-    """Widen numbers, exactly. Those of float8 are divided by `FLOAT8_FACTOR`."""
+    """Widen numbers, exactly. Those of float8 are divided by `FLOAT8_FACTOR`, if the device has no such type."""
     if KIND == "float8":
         return float8.widen(numbers, dtype)
+    elif KIND == "e4m3":
+        return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
     elif KIND == "float4":
         # Bits of e2m1, moved to those of float16, are the number divided by 2**14.
         bits = numbers.to(tl.uint16)
@@ -80,13 +110,24 @@ def _scale_of(
 
 
 @triton.jit
+def _weights(
+    numbers, scale, offset, KIND: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Return the weights of which `numbers` are the numbers, rounded once."""
+    weights = _floats(numbers, KIND, ZERO, tl.float32) * scale
+    if OFFSET != "none":
+        weights += offset
+    return weights.to(dtype)
+
+
+@triton.jit
 def sum_split(
     x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs, begin, end,
     KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums [ROWS, COLUMNS] of the steps begin to end."""
+    """Return the sums [ROWS, COLUMNS] of the steps begin to end. With ROUNDED, of weights in the type of x."""
     inner = tl.arange(0, WIDTH)
     valid = output < outputs
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -96,22 +137,33 @@ def sum_split(
         k = step * STEP + inner[None, :]
         at = x + row[:, None] * x_stride + k
         first = tl.load(at, mask=(row < rows)[:, None] & (k < inputs), other=0.0)
-        if WIDTH < STEP:
-            # A byte has a number of the first half of the step, and one of the second half.
-            second = tl.load(at + WIDTH, mask=(row < rows)[:, None] & (k + WIDTH < inputs), other=0.0)
-            low = _floats(packed & 15, KIND, ZERO, first.dtype)
-            products = tl.dot(first, tl.trans(low), input_precision="ieee")
-            high = _floats(packed >> 4, KIND, ZERO, first.dtype)
-            products = tl.dot(second, tl.trans(high), products, input_precision="ieee")
-        else:
-            wide = _floats(packed, KIND, ZERO, first.dtype)
-            products = tl.dot(first, tl.trans(wide), input_precision="ieee")
         scale, offset = _scale_of(
             scales, offsets, factors, output, outputs, valid, step,
             STEP, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK,
         )  # fmt: skip
-        total += products * scale[None, :]
-        if OFFSET != "none":
+        if WIDTH < STEP:
+            # A byte has a number of the first half of the step, and one of the second half.
+            second = tl.load(at + WIDTH, mask=(row < rows)[:, None] & (k + WIDTH < inputs), other=0.0)
+        if ROUNDED:
+            if WIDTH < STEP:
+                low = _weights(packed & 15, scale[:, None], offset[:, None], KIND, ZERO, OFFSET, first.dtype)
+                total = tl.dot(first, tl.trans(low), total)
+                high = _weights(packed >> 4, scale[:, None], offset[:, None], KIND, ZERO, OFFSET, first.dtype)
+                total = tl.dot(second, tl.trans(high), total)
+            else:
+                wide = _weights(packed, scale[:, None], offset[:, None], KIND, ZERO, OFFSET, first.dtype)
+                total = tl.dot(first, tl.trans(wide), total)
+        else:
+            if WIDTH < STEP:
+                low = _floats(packed & 15, KIND, ZERO, first.dtype)
+                products = tl.dot(first, tl.trans(low), input_precision="ieee")
+                high = _floats(packed >> 4, KIND, ZERO, first.dtype)
+                products = tl.dot(second, tl.trans(high), products, input_precision="ieee")
+            else:
+                wide = _floats(packed, KIND, ZERO, first.dtype)
+                products = tl.dot(first, tl.trans(wide), input_precision="ieee")
+            total += products * scale[None, :]
+        if OFFSET != "none" and not ROUNDED:
             inputs_sum = tl.sum(first.to(tl.float32), axis=1)
             if WIDTH < STEP:
                 inputs_sum += tl.sum(second.to(tl.float32), axis=1)
@@ -136,7 +188,7 @@ def _multiply(
     PARTIAL: tl.constexpr, BIAS: tl.constexpr, SPLIT_STEPS: tl.constexpr,
     KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows with a tile of outputs; with PARTIAL, one split of the inputs."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -148,7 +200,7 @@ def _multiply(
         total += sum_split(
             x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs,
             split * SPLIT_STEPS, tl.minimum(steps, (split + 1) * SPLIT_STEPS),
-            KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
+            KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS, ROUNDED,
         )  # fmt: skip
     if PARTIAL:
         at = (first * rows + row)[:, None] * outputs + output[None, :]
@@ -172,6 +224,79 @@ def _add_splits(
     _store(total, bias, result, row, rows, output, outputs, result_stride, BIAS)
 
 
+@triton.jit
+def _multiply_row(
+    x, numbers, scales, offsets, factors, bias, result, outputs, inputs, steps,
+    BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS numbers of the product with one row, STEPS steps at a time."""
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inner = tl.arange(0, WIDTH)
+    total = tl.zeros([STEPS, OUTPUTS], tl.float32)
+    for begin in range(0, steps, STEPS):
+        step = begin + tl.arange(0, STEPS)
+        valid = (step < steps)[:, None] & (output < outputs)[None, :]
+        at = (step.to(tl.int64)[:, None] * outputs + output[None, :]) * WIDTH
+        packed = tl.load(numbers + at[:, :, None] + inner[None, None, :], mask=valid[:, :, None], other=0)
+        k = step[:, None] * STEP + inner[None, :]
+        first = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)
+        if WIDTH < STEP:
+            second = tl.load(x + k + WIDTH, mask=k + WIDTH < inputs, other=0.0).to(tl.float32)
+            products = _floats(packed & 15, KIND, ZERO, tl.float32) * first[:, None, :]
+            products += _floats(packed >> 4, KIND, ZERO, tl.float32) * second[:, None, :]
+        else:
+            products = _floats(packed, KIND, ZERO, tl.float32) * first[:, None, :]
+        scale, offset = _scale_of(
+            scales, offsets, factors, output[None, :], outputs, valid, step[:, None],
+            STEP, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK,
+        )  # fmt: skip
+        total += tl.sum(products, axis=2) * scale
+        if OFFSET != "none":
+            inputs_sum = tl.sum(first, axis=1)
+            if WIDTH < STEP:
+                inputs_sum += tl.sum(second, axis=1)
+            total += inputs_sum[:, None] * offset
+    product = tl.sum(total, axis=0)
+    used = output < outputs
+    if BIAS:
+        product += tl.load(bias + output, mask=used, other=0.0).to(tl.float32)
+    tl.store(result + output, product.to(result.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def _expand(
+    numbers, scales, offsets, factors, weights, outputs, inputs, steps,
+    KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Write OUTPUTS rows of STEPS steps to weights [outputs, inputs]."""
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inner = tl.arange(0, WIDTH)
+    step = tl.program_id(1) * STEPS + tl.arange(0, STEPS)
+    valid = (step < steps)[:, None] & (output < outputs)[None, :]
+    at = (step.to(tl.int64)[:, None] * outputs + output[None, :]) * WIDTH
+    packed = tl.load(numbers + at[:, :, None] + inner[None, None, :], mask=valid[:, :, None], other=0)
+    scale, offset = _scale_of(
+        scales, offsets, factors, output[None, :], outputs, valid, step[:, None],
+        STEP, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK,
+    )  # fmt: skip
+    scale, offset = scale[:, :, None], offset[:, :, None]
+    k = (step[:, None] * STEP + inner[None, :])[:, None, :]
+    to = weights + output[None, :, None] * inputs + k
+    dtype: tl.constexpr = weights.dtype.element_ty
+    if WIDTH < STEP:
+        low = _weights(packed & 15, scale, offset, KIND, ZERO, OFFSET, dtype)
+        tl.store(to, low, mask=valid[:, :, None] & (k < inputs))
+        high = _weights(packed >> 4, scale, offset, KIND, ZERO, OFFSET, dtype)
+        tl.store(to + WIDTH, high, mask=valid[:, :, None] & (k + WIDTH < inputs))
+    else:
+        wide = _weights(packed, scale, offset, KIND, ZERO, OFFSET, dtype)
+        tl.store(to, wide, mask=valid[:, :, None] & (k < inputs))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged:
     """Outputs in one format, in the order in which the kernel reads them."""
@@ -191,20 +316,48 @@ class Arranged:
     def outputs(self) -> int:
         return self.numbers.shape[1]
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What kernels read. They ignore the last two where a format lacks them."""
+        offsets = self.scales if self.offsets is None else self.offsets
+        return self.numbers, self.scales, offsets, self.scales if self.factors is None else self.factors
+
     def multiply(self, x: Tensor, bias: Tensor | None, result: Tensor) -> None:
         """Write the product of x [T, inputs] to `result` [T, outputs], whose rows may be apart."""
+        if len(x) == 1:
+            self._multiply_row(x, bias, result)
+        else:
+            self._multiply_tiles(x, bias, result)
+
+    def _multiply_row(self, x: Tensor, bias: Tensor | None, result: Tensor) -> None:
+        _multiply_row[(triton.cdiv(self.outputs, ROW_OUTPUTS),)](
+            x,
+            *self.tensors,
+            x if bias is None else bias,
+            result,
+            self.outputs,
+            self.inputs,
+            len(self.numbers),
+            BIAS=bias is not None,
+            SUPERBLOCK=SUPERBLOCK,
+            OUTPUTS=ROW_OUTPUTS,
+            STEPS=max(1, ROW_BYTES // ROW_OUTPUTS // self.constants["WIDTH"]),
+            num_warps=ROW_WARPS,
+            enable_fp_fusion=True,
+            **self.constants,
+        )
+
+    def _multiply_tiles(self, x: Tensor, bias: Tensor | None, result: Tensor) -> None:
         rows, steps = len(x), len(self.numbers)
+        shape = tile_of(rows, x.element_size())
         split_steps = SPLIT // self.constants["STEP"]
         splits = triton.cdiv(steps, split_steps)
-        partial = rows <= ROWS and splits > 1
+        row_tiles, tiles = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(self.outputs, COLUMNS)
+        partial = row_tiles * tiles < PROGRAMS and splits > 1
         sums = x.new_empty((splits, rows, self.outputs), dtype=torch.float32) if partial else result
-        tiles = triton.cdiv(self.outputs, COLUMNS)
-        _multiply[(triton.cdiv(rows, ROWS), tiles, splits if partial else 1)](
+        _multiply[(row_tiles, tiles, splits if partial else 1)](
             x,
-            self.numbers,
-            self.scales,
-            self.scales if self.offsets is None else self.offsets,
-            self.scales if self.factors is None else self.factors,
+            *self.tensors,
             x if bias is None else bias,
             result,
             sums,
@@ -218,10 +371,9 @@ class Arranged:
             BIAS=bias is not None,
             SPLIT_STEPS=split_steps,
             SUPERBLOCK=SUPERBLOCK,
-            ROWS=ROWS,
             COLUMNS=COLUMNS,
-            num_stages=STAGES,
             enable_fp_fusion=True,
+            **shape,
             **self.constants,
         )
         if partial:
@@ -239,6 +391,22 @@ class Arranged:
                 enable_fp_fusion=True,
             )
 
+    def expand(self, weights: Tensor) -> None:
+        """Write the matrix to `weights` [outputs, inputs], contiguous, of 2 bytes per number."""
+        at_once = max(1, ROW_BYTES // EXPANDED_OUTPUTS // self.constants["WIDTH"])
+        _expand[(triton.cdiv(self.outputs, EXPANDED_OUTPUTS), triton.cdiv(len(self.numbers), at_once))](
+            *self.tensors,
+            weights,
+            self.outputs,
+            self.inputs,
+            len(self.numbers),
+            SUPERBLOCK=SUPERBLOCK,
+            OUTPUTS=EXPANDED_OUTPUTS,
+            STEPS=at_once,
+            enable_fp_fusion=True,
+            **self.constants,
+        )
+
     def values(self, outputs: Tensor) -> Tensor:
         """Return the values [T, inputs] fp32 of the rows `outputs` [T] of the matrix."""
         kind, step = self.constants["KIND"], self.constants["STEP"]
@@ -248,6 +416,8 @@ class Arranged:
         if kind == "float4":
             bits = numbers.to(torch.int16)
             numbers = ((bits & 8) << 12 | (bits & 7) << 9).view(torch.float16).to(torch.float32) * 2**14
+        if kind == "e4m3":
+            numbers = numbers.view(torch.float8_e4m3fn)
         if kind == "float8":
             bits = numbers.to(torch.int16)
             numbers = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).view(torch.float16)
@@ -273,6 +443,14 @@ class Arranged:
         return values.flatten(1)[:, : self.inputs].contiguous()  # without the padding of a row's last step
 
 
+def tile_of(rows: int, itemsize: int) -> dict[str, Any]:
+    """Return the shape of a tile for so many rows. `itemsize`: bytes of an input."""
+    rounded = rows > FEW_ROWS and itemsize == 2
+    if rounded:
+        return {"ROWS": MORE_ROWS, "ROUNDED": True, "num_warps": 8, "num_stages": STAGES}
+    return {"ROWS": FEW_ROWS, "ROUNDED": False, "num_warps": 4, "num_stages": STAGES}
+
+
 class QuantizedLinear:
     """A quantized matrix on an accelerator: implementation of `Linear` and of `Table`."""
 
@@ -283,15 +461,22 @@ class QuantizedLinear:
         self._parts = [arranged(unpack(part, matrix.inputs)) for part in merged(matrix.parts)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        result = torch.empty((len(x), self.outputs), dtype=x.dtype, device=x.device)
         x = x if x.stride(1) == 1 else x.contiguous()
-        start = 0
-        for part in self._parts if len(x) else []:
-            stop = start + part.outputs
-            bias = None if self._bias is None else self._bias[start:stop]
-            part.multiply(x, bias, result[:, start:stop])
-            start = stop
+        if len(x) > EXPANDED_ROWS and x.element_size() == 2:
+            weights = torch.empty((self.outputs, self._inputs), dtype=x.dtype, device=x.device)
+            for part, rows in self._rows_of_parts():
+                part.expand(weights[rows])
+            return functional.linear(x, weights, self._bias)
+        result = torch.empty((len(x), self.outputs), dtype=x.dtype, device=x.device)
+        for part, rows in self._rows_of_parts() if len(x) else ():
+            part.multiply(x, None if self._bias is None else self._bias[rows], result[:, rows])
         return result
+
+    def _rows_of_parts(self) -> Iterator[tuple[Arranged, slice]]:
+        """Yield each part with its rows of the matrix."""
+        start = 0
+        for part in self._parts:
+            yield part, slice(start, start := start + part.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -312,6 +497,13 @@ def merged(parts: Sequence[QuantizedPart]) -> list[QuantizedPart]:
     ]
 
 
+def converts_float8(device: torch.device) -> bool:
+    """Return whether a device has instructions that widen float8 (e4m3): Ada, Hopper and later."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def arranged(unpacked: Unpacked) -> Arranged:
     """Lay out the rows of a matrix, on their device."""
     numbers = unpacked.numbers
@@ -320,6 +512,9 @@ def arranged(unpacked: Unpacked) -> Arranged:
     step = MOST_STEP if one_group else min(MOST_STEP, unpacked.group & -unpacked.group)
     steps = -(-inputs // step)
     kind = unpacked.floats or ("int8" if numbers.dtype == torch.int8 else "int4")
+    scales = unpacked.scales
+    if kind == "float8" and converts_float8(numbers.device):
+        kind, scales = "e4m3", scales / FLOAT8_FACTOR
     padded = functional.pad(numbers, (0, steps * step - inputs)).view(outputs, steps, step).transpose(0, 1)
     if kind in ("int4", "float4"):
         padded = padded[..., : step // 2] | padded[..., step // 2 :] << 4
@@ -327,7 +522,7 @@ def arranged(unpacked: Unpacked) -> Arranged:
     factors = unpacked.factors
     return Arranged(
         numbers=padded.contiguous(),
-        scales=unpacked.scales.T.contiguous(),
+        scales=scales.T.contiguous(),
         offsets=None if offsets is None else offsets.T.contiguous(),
         factors=None if factors is None else factors.permute(1, 2, 0).contiguous(),
         inputs=inputs,
@@ -349,7 +544,7 @@ def _multiply_quantized(
     all_outputs, inputs, steps,
     BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Multiply all pairs of one expert with a tile of its outputs."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -364,7 +559,7 @@ def _multiply_quantized(
         row = tl.where(paired, pair // share, rows)
         total = sum_split(
             x, numbers, scales, offsets, factors, row, rows, x_stride, output, all_outputs, inputs, 0, steps,
-            KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
+            KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS, ROUNDED,
         )  # fmt: skip
         valid = column < outputs
         if BIAS:
@@ -391,10 +586,7 @@ class QuantizedExperts:
             x = x if x.stride(1) == 1 else x.contiguous()
             _multiply_quantized[(triton.cdiv(outputs, COLUMNS), self._count)](
                 x,
-                weights.numbers,
-                weights.scales,
-                weights.scales if weights.offsets is None else weights.offsets,
-                weights.scales if weights.factors is None else weights.factors,
+                *weights.tensors,
                 x if self._biases is None else self._biases,
                 result,
                 groups.order,
@@ -408,10 +600,9 @@ class QuantizedExperts:
                 len(weights.numbers),
                 BIAS=self._biases is not None,
                 SUPERBLOCK=SUPERBLOCK,
-                ROWS=ROWS,
                 COLUMNS=COLUMNS,
-                num_stages=STAGES,
                 enable_fp_fusion=True,
+                **tile_of(pairs // self._count, x.element_size()),
                 **weights.constants,
             )
         return result
