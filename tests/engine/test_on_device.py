@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from baton_api.sampling import SamplingParams
 from baton_engine import LLM
+from baton_engine.requests import Request
+from baton_engine.settings import WorkerSettings
+from baton_engine.worker import open_worker
 from tests.engine.greedy import by_transformers
+from tests.engine.lora_adapters import make_adapter
 from tests.engine.models import VOCAB, make_model
 
 pytestmark = [
@@ -53,3 +59,33 @@ def test_engine_on_a_device_gives_the_tokens_of_transformers(variant: str, tmp_p
             assert list(answer.token_ids) == expected.tokens
             assert answer.logprobs is not None
             assert answer.logprobs["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+async def test_adapters_on_a_device_give_the_tokens_of_peft(tmp_path: Path) -> None:
+    """Rows of two adapters and of the base model are in the same passes, captured ones too."""
+    peft = pytest.importorskip("peft")
+    base = make_model(tmp_path / "base", "qwen3")
+    for seed, name in enumerate(("pirate", "poet"), 1):
+        make_adapter(tmp_path / name, base, seed=seed, r=4 * seed)
+    given = {
+        "model": str(base), "device": "cuda", "dtype": "float32", "kv_cache_tokens": 4096, "graph_rows": 4,
+        "max_model_len": 256, "chunk_tokens": 64, "enable_lora": True,
+        "lora_modules": (f"pirate={tmp_path / 'pirate'}", f"poet={tmp_path / 'poet'}"),
+    }  # fmt: skip
+    names = ("pirate", None, "poet", "pirate")
+    async with open_worker(WorkerSettings.model_validate(given)) as worker:
+
+        async def answer(number: int, name: str | None) -> list[int]:
+            sampling = SamplingParams(temperature=0.0, max_tokens=24)
+            adapter = worker.adapters.get(name)
+            request = Request(f"r{number}", tuple(PROMPTS[number]), sampling, adapter=adapter)
+            outputs = [output async for output in worker.client.generate(request)]
+            return [choice.token for output in outputs for choice in output.tokens]
+
+        answers = await asyncio.gather(*(answer(number, name) for number, name in enumerate(names)))
+    for prompt, adapter, got in zip(PROMPTS, names, answers, strict=True):
+        oracle = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if adapter is not None:
+            oracle = peft.PeftModel.from_pretrained(oracle, tmp_path / adapter).eval()
+        assert by_transformers(oracle, prompt, got).tokens == got, adapter
+    assert len({tuple(got[:8]) for got in answers}) == len(names)

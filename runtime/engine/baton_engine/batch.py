@@ -122,8 +122,18 @@ class Batch:
 
     @cached_property
     def decodes(self) -> bool:
-        """Whether the result of each token is needed, and no row has an adapter."""
-        return all(row.wanted == len(row.tokens) and row.adapter is None for row in self.rows)
+        """Whether the result of each token is needed."""
+        return all(row.wanted == len(row.tokens) for row in self.rows)
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(row.adapter is not None for row in self.rows)
+
+    @property
+    def token_adapters(self) -> NDArray[np.int64]:
+        """[T] for each token the slot of its adapter on the device, or -1."""
+        slots = [-1 if row.adapter is None else row.adapter.slot for row in self.rows]
+        return np.array(slots, dtype=np.int64)[self._owners]
 
     @cached_property
     def slots(self) -> Tensor:
@@ -176,14 +186,26 @@ class StaticBatch(Batch):
     """
 
     def __init__(
-        self, rows: int, blocks: int, most_context: int, block_size: int, device: torch.device
+        self,
+        rows: int,
+        blocks: int,
+        most_context: int,
+        block_size: int,
+        device: torch.device,
+        adapter_rank: int = 0,
     ) -> None:
-        """`blocks`: blocks of the longest row. `most_context`: sum of the context lengths."""
+        """
+        `blocks`: blocks of the longest row. `most_context`: sum of the context lengths. `adapter_rank`: the
+        highest one of an adapter; 0 if rows have none.
+        """
         super().__init__([BatchRow([0], 0, [0], 1)] * rows, block_size, device)
         self.most_context = most_context
-        self._inputs: Tensor = torch.zeros((3, rows), dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.slots = self._inputs
-        self.slots.fill_(-1)
+        self.adapter_rank = adapter_rank
+        self._inputs: Tensor = torch.zeros((4, rows), dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.slots, adapters = self._inputs
+        self._inputs[2:].fill_(-1)
+        self.adapters: Tensor | None = adapters if adapter_rank else None
+        """[rows] `token_adapters`."""
         self.block_table = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
 
     def fits(self, batch: Batch) -> bool:
@@ -192,18 +214,34 @@ class StaticBatch(Batch):
 
         A token of a longer row is a row here: keys are stored before attention, which ends at its position.
         """
-        if not batch.decodes or batch.size > self.size:
+        if not batch.decodes or batch.size > self.size or batch.has_adapters != self.has_adapters:
             return False
         contexts = batch.token_positions + 1
         longest = self.block_table.shape[1] * self.block_size
         return bool(contexts.max() <= longest and contexts.sum() <= self.most_context)
 
-    def load(self, values: NDArray[np.int64], tables: NDArray[np.int32], fed: Tensor | None = None) -> None:
-        """Copy `Batch.values`, `Batch.token_tables` and `Batch.fed` of a batch, which `fits`."""
+    @property
+    def has_adapters(self) -> bool:
+        return self.adapters is not None
+
+    def load(
+        self,
+        values: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        fed: Tensor | None = None,
+        adapters: NDArray[np.int64] | None = None,
+    ) -> None:
+        """
+        Copy values of a batch, which `fits`.
+
+        They are its `values`, `token_tables`, `fed`, and `token_adapters` if this batch has adapters.
+        """
         rows, (count, blocks) = self.size, tables.shape
-        inputs = np.zeros((3, rows), dtype=np.int64)
-        inputs[2] = -1
-        inputs[:, :count] = values
+        inputs = np.zeros((4, rows), dtype=np.int64)
+        inputs[2:] = -1
+        inputs[:3, :count] = values
+        if adapters is not None:
+            inputs[3, :count] = adapters
         self._inputs.copy_(staged(inputs, self.device), non_blocking=True)
         if fed is not None:
             self.tokens[:count].copy_(fed)

@@ -74,10 +74,15 @@ class CapturedPasses:
     """Implementation of `Passes` on one device."""
 
     def __init__(
-        self, model: PassModel, cache: KVCache, max_model_len: int, taken: Callable[[], int]
+        self,
+        model: PassModel,
+        cache: KVCache,
+        max_model_len: int,
+        taken: Callable[[], int],
+        adapter_rank: int = 0,
     ) -> None:
         """
-        `taken` returns the bytes of the device that this process has.
+        `taken` returns the bytes of the device that this process has. `adapter_rank`: that of `StaticBatch`.
 
         A device of which a pass is captured has `DeviceStreams`.
         """
@@ -85,6 +90,7 @@ class CapturedPasses:
         self._cache = cache
         self._max_model_len = max_model_len
         self._taken = taken
+        self._adapter_rank = adapter_rank
         self._before = taken()
         self._passes: dict[int, CapturedPass] = {}
         self._logits: Tensor | None = None
@@ -105,6 +111,7 @@ class CapturedPasses:
             most_context=min(MOST_CONTEXT, rows * self._max_model_len),
             block_size=size,
             device=cache.kv.device,
+            adapter_rank=self._adapter_rank,
         )
 
         def run() -> Tensor:
@@ -125,16 +132,22 @@ class CapturedPasses:
         return self._passes[rows].batch.fits(batch)
 
     def replay(self, rows: int, batch: Batch) -> Tensor:
-        return self.replay_values(rows, batch.values, batch.token_tables, batch.fed)
+        adapters = batch.token_adapters if self._adapter_rank else None
+        return self.replay_values(rows, batch.values, batch.token_tables, batch.fed, adapters)
 
     @torch.inference_mode()
     def replay_values(
-        self, rows: int, values: NDArray[np.int64], tables: NDArray[np.int32], fed: Tensor | None = None
+        self,
+        rows: int,
+        values: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        fed: Tensor | None = None,
+        adapters: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """Compute `Batch.values` and `Batch.token_tables` of a batch that fits, as `replay`."""
+        """Compute a batch that fits, as `replay`, from what `StaticBatch.load` takes of it."""
         captured = self._passes[rows]
         self._cache.streams.use()
-        captured.batch.load(values, tables, fed)
+        captured.batch.load(values, tables, fed, adapters)
         captured.replay()
         return captured.logits
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class CaptureLimits:
     memory: int
     """Bytes of each device."""
     seconds: float
+    adapter_rank: int = 0
+    """The highest rank of adapters, for which passes are captured too. 0: there are none."""
 
 
 def capture_limits(settings: WorkerSettings, model: Model) -> CaptureLimits:
@@ -55,7 +57,8 @@ def capture_limits(settings: WorkerSettings, model: Model) -> CaptureLimits:
     decodes = settings.graph_rows and settings.role is not Role.PREFILL
     if not (decodes and isinstance(part, Decoder) and part.capturable):
         return CaptureLimits(rows=0, memory=0, seconds=0)
-    return CaptureLimits(settings.graph_rows, settings.graph_memory, settings.graph_seconds)
+    rank = settings.max_lora_rank if settings.enable_lora else 0
+    return CaptureLimits(settings.graph_rows, settings.graph_memory, settings.graph_seconds, rank)
 
 
 class GraphModel:
@@ -122,14 +125,25 @@ def with_graphs(
     Capture decode passes of `model` over `cache`, the largest first, because it also serves smaller batches.
 
     `taken` returns the bytes of the device that this process has; others may share the device. Returns
-    `model` itself if no pass was captured. A pass that cannot be captured is logged, and computed plainly.
+    `model` itself if no pass was captured. Passes with adapters are captured apart, so that others need not
+    look for them. A pass that cannot be captured is logged, and computed plainly.
     Raises SetupError if a rank has ended.
     """
     counts = row_counts(min(limits.rows, engine.results))
     if not (counts and isinstance(cache.streams, DeviceStreams)):
         return model
+    plain = _with_passes(model, _passes_of(model, cache, engine.max_model_len, taken), counts, limits, clock)
+    if not limits.adapter_rank:
+        return plain
+    passes = CapturedPasses(model, cache, engine.max_model_len, taken, limits.adapter_rank)
+    return _with_passes(plain, passes, counts, limits, clock)
+
+
+def _with_passes(
+    model: Model, passes: Passes, counts: Sequence[int], limits: CaptureLimits, clock: Callable[[], float]
+) -> Model:
+    """Capture passes of `counts` rows. Returns a model that replays them, and calls `model` for others."""
     began = clock()
-    passes = _passes_of(model, cache, engine.max_model_len, taken)
     captured: list[int] = []
     for rows in reversed(counts):
         fewer = f"Passes of {rows} rows and fewer are not captured"

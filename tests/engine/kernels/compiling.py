@@ -23,8 +23,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton_engine.batch import StaticBatch
+from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
+from baton_engine.ops import LowRankLinear, LowRankOutputs
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels import sampling
 from baton_engine.ops.kernels.checksums import mixed_sums
@@ -172,6 +173,22 @@ def quantized_launches(form: Format, dtype: torch.dtype) -> list[Launch]:
     return captured
 
 
+def adapter_launches(dtype: torch.dtype) -> list[Launch]:
+    """Return what the adapters of a layer launch for a prompt, and in a captured pass."""
+    captured = capturing()
+    spec = tiny_spec(hidden=4096)
+    ops = AcceleratorOps(spec)
+    a, b = torch.zeros(16, 4096, dtype=dtype), torch.zeros(4096, 16, dtype=dtype)
+    layers = ({"output": LowRankLinear(a, (LowRankOutputs(0, 0, b),))},) * spec.layers
+    rows = [BatchRow([0] * 40, 0, [1, 2, 3], 1, adapter=ops.place_adapter(layers))]
+    x = torch.zeros(40, 4096, dtype=dtype)
+    for batch in (Batch(rows, 16, CPU), StaticBatch(8, 4, 256, 16, CPU, adapter_rank=16)):
+        adapted = ops.adapted(batch, wanted=False)
+        assert adapted is not None
+        adapted.add(x.clone(), x, 0, "output")
+    return captured
+
+
 def expert_launches(dtype: torch.dtype) -> list[Launch]:
     """Return what the experts of a layer launch, with biases and without."""
     captured = capturing()
@@ -241,6 +258,7 @@ def main(target: str) -> None:
     captured |= {f"experts, {dtype}": expert_launches(dtype) for dtype in (bf16, fp32)}
     captured |= {"llama, large tiles": launches(spec_of("llama"), bf16, bf16, SHARED[target])}
     captured |= {"one row": row_launches(bf16)}
+    captured |= {f"adapters, {dtype}": adapter_launches(dtype) for dtype in (bf16, fp32)}
     for name in captured if target in WHOLE else SAMPLE:
         kernels = captured[name]
         for launch in kernels:

@@ -16,6 +16,7 @@ from baton_engine.graphs import CaptureLimits, GraphModel, capture_limits, with_
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
+from baton_engine.model.lora import LoraWeights, LowRank
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import create_ops
 from baton_engine.ops.plain import PlainOps
@@ -161,6 +162,39 @@ def test_captured_decoder_gives_the_same_logits(variant: str, tmp_path: Path) ->
     torch.testing.assert_close(replayed_logits, expected, atol=1e-4, rtol=1e-4)
     assert isinstance(graphs, GraphModel) and graphs.replays == 5
     torch.testing.assert_close(again.kv, cache.kv, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_captured_rows_have_their_adapters(tmp_path: Path) -> None:
+    """Passes with adapters are captured beside the others, and serve whatever adapters their rows have."""
+    model, _ = decoders(tmp_path, "qwen3")
+    generator = torch.Generator().manual_seed(4)
+    spec = model.spec
+    width, values = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+
+    def low_rank(inputs: int, outputs: int) -> LowRank:
+        return LowRank(
+            *(torch.randn(shape, generator=generator) / 4 for shape in ((3, inputs), (outputs, 3)))
+        )
+
+    def adapter() -> Any:
+        layer = {"v": low_rank(spec.hidden, values), "output": low_rank(width, spec.hidden)}
+        return model.prepare_adapter(LoraWeights(digest="", rank=3, layers=(layer,) * spec.layers))
+
+    cache, again = (KVCache(spec, 16, torch.float32, CPU) for _ in range(2))
+    limits = CaptureLimits(rows=2, memory=2**30, seconds=3600, adapter_rank=3)
+    engine = EngineLimits(max_model_len=64, max_running=2)
+    graphs = with_graphs(model, on_device(again, FakeGraphs()), engine, limits, lambda: 2**30)
+    assert isinstance(graphs, GraphModel)
+    first, second = adapter(), adapter()
+    seen = []
+    for position, chosen in enumerate(((first, None), (None, second), (second, first), (None, None))):
+        rows = [BatchRow([7], position, [1 + row], 1, adapter=one) for row, one in enumerate(chosen)]
+        batch = Batch(rows, BLOCK_SIZE, CPU)
+        expected, replayed_logits = model.forward(batch, cache), graphs.forward(batch, again)
+        torch.testing.assert_close(replayed_logits, expected, atol=1e-4, rtol=1e-4)
+        seen.append(graphs.replays)
+    assert seen == [1, 2, 3, 3]  # the last one is a replay of the passes without adapters
 
 
 def test_models_whose_host_reads_results_are_not_captured(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_quantized_product_is_that_of_expanded(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("rows", [1, FEW_ROWS + 1, EXPANDED_ROWS + 1], ids=["one", "more", "many"])
 @pytest.mark.parametrize("name", MATRICES)
 def test_quantized_product_with_other_numbers_of_rows(name: str, rows: int) -> None:
-    """One row has a kernel of its own, more are multiplied by rounded weights, and many by an expanded matrix."""
+    """One row has a kernel of its own; more are multiplied by rounded weights, many by an expanded matrix."""
     assert_product(name, rows, outputs=70, blocks=9, dtype=torch.float16, biased=True, seed=2)
 
 

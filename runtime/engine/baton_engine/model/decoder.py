@@ -8,7 +8,7 @@ because on a CPU a module call costs more than a layer of a small model.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,11 +21,11 @@ from baton_engine.lending import Seat
 from baton_engine.model.experts import Experts
 from baton_engine.model.group import Group
 from baton_engine.model.latent import LatentAttention
-from baton_engine.model.lora import LoraWeights, LowRankLinear, low_rank_linears
+from baton_engine.model.lora import LoraWeights, low_rank_linears
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.rope import Rotary
 from baton_engine.model.weights import LayerWeights, Weights, rounded
-from baton_engine.ops import ExpertLinear, Linear, Ops
+from baton_engine.ops import AdaptedRows, ExpertLinear, Linear, Ops
 from baton_engine.ops.choice import create_ops, interpreted
 from baton_engine.quantized import Matrix, floats
 from baton_engine.spec import ModelSpec
@@ -114,10 +114,6 @@ class Layer:
     """`ModelSpec.rotation`."""
 
 
-TorchAdapter = tuple[Mapping[str, LowRankLinear], ...]
-"""For each layer the adapted linears by their names."""
-
-
 class Decoder:
     """Implementation of `Model` with the operations of `Ops`."""
 
@@ -154,8 +150,9 @@ class Decoder:
     def interrupt(self) -> None:
         pass  # torch's queue of operations cannot be shortened
 
-    def prepare_adapter(self, weights: LoraWeights) -> TorchAdapter:
-        return tuple(low_rank_linears(self.spec, layer, self.dtype, self.device) for layer in weights.layers)
+    def prepare_adapter(self, weights: LoraWeights) -> Any:
+        layers = (low_rank_linears(self.spec, layer, self.dtype, self.device) for layer in weights.layers)
+        return self.ops.place_adapter(tuple(layers))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
@@ -218,9 +215,9 @@ class Decoder:
         first_norm = self.layers[0].attention_norm
         x = residual if first_norm is None else ops.rms_norm(residual, first_norm, self.spec.norm_epsilon)
         last = len(self.layers) - 1
-        adapted = batch.adapted(wanted=False)
+        adapted = ops.adapted(batch, wanted=False)
         for number, layer in enumerate(self.layers):
-            qkv = _add_low_rank(layer.qkv(x), x, adapted, number, "qkv")
+            qkv = _with_adapters(layer.qkv(x), x, adapted, number, "qkv")
             rotation = rotations.get(layer.rotation)
             if layer.latent is not None and rotation is not None:
                 q = layer.latent.store(qkv, rotation, cache, number, batch)
@@ -235,8 +232,8 @@ class Decoder:
                 x = layer.latent.expand(x)
             if number == last and len(wanted) < batch.size:
                 x, residual = x[wanted], residual[wanted]  # only the wanted tokens need the last MLP
-                adapted = batch.adapted(wanted=True)
-            output = _add_low_rank(layer.output(x), x, adapted, number, "output")
+                adapted = ops.adapted(batch, wanted=True)
+            output = _with_adapters(layer.output(x), x, adapted, number, "output")
             output = self._summed(output)
             x, residual = self._added(output, residual, layer.attention_post_norm, layer.mlp_norm)
             x = self._summed(self._mlp(layer, x, adapted, number))
@@ -246,30 +243,18 @@ class Decoder:
             return x
         return residual[:0]
 
-    def _mlp(
-        self, layer: Layer, x: Tensor, adapted: Sequence[tuple[slice, TorchAdapter]], number: int
-    ) -> Tensor:
+    def _mlp(self, layer: Layer, x: Tensor, adapted: AdaptedRows | None, number: int) -> Tensor:
         """Compute the MLP, the experts, or the sum of both."""
         if layer.gate_up is None or layer.down is None:
             assert layer.experts is not None
             return layer.experts(x)
-        gated = self.ops.gated(_add_low_rank(layer.gate_up(x), x, adapted, number, "gate_up"))
-        dense = _add_low_rank(layer.down(gated), gated, adapted, number, "down")
+        gated = self.ops.gated(_with_adapters(layer.gate_up(x), x, adapted, number, "gate_up"))
+        dense = _with_adapters(layer.down(gated), gated, adapted, number, "down")
         return dense if layer.experts is None else dense.add_(layer.experts(x))
 
 
-def _add_low_rank(
-    result: Tensor, x: Tensor, adapted: Sequence[tuple[slice, TorchAdapter]], layer: int, linear: str
-) -> Tensor:
-    """Add the parts of adapters to `result` [T, out] of a linear of `x` [T, in]. Rows are independent."""
-    for tokens, adapter in adapted:
-        if (low_rank := adapter[layer].get(linear)) is not None:
-            shrunk = x[tokens] @ low_rank.a.T
-            for part in low_rank.outputs:
-                outputs, ranks = part.b.shape
-                of_part = shrunk[:, part.rank : part.rank + ranks]
-                result[tokens, part.start : part.start + outputs] += of_part @ part.b.T
-    return result
+def _with_adapters(result: Tensor, x: Tensor, adapted: AdaptedRows | None, layer: int, linear: str) -> Tensor:
+    return result if adapted is None else adapted.add(result, x, layer, linear)
 
 
 def _laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, device: torch.device) -> Layer:

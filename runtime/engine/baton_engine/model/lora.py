@@ -23,6 +23,7 @@ from baton_api.errors import SetupError
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.rope import in_halves
 from baton_engine.model.safetensors import FLOATS, read_header
+from baton_engine.ops import LowRankLinear, LowRankOutputs
 from baton_engine.spec import ModelSpec
 
 CONFIG = "adapter_config.json"
@@ -77,27 +78,6 @@ class LoraWeights:
     """The largest rank of a projection."""
     layers: tuple[Mapping[str, LowRank], ...]
     """For each layer the adapted projections by their names in `TensorNames`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LowRankOutputs:
-    """A range of a linear's outputs that depends on some of its ranks."""
-
-    start: int
-    """First output."""
-    rank: int
-    """First rank."""
-    b: Tensor
-    """[out, r]"""
-
-
-@dataclass(frozen=True, slots=True)
-class LowRankLinear:
-    """The part of an adapter that is added to one linear of a layer. R: ranks of all its projections."""
-
-    a: Tensor
-    """[R, in]"""
-    outputs: tuple[LowRankOutputs, ...]
 
 
 def read_lora(folder: Path, spec: ModelSpec, max_rank: int) -> LoraWeights:

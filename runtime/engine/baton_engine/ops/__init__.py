@@ -7,8 +7,9 @@ and `accelerator` Triton's kernels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # `baton up` imports `native.library` without torch
     from torch import Tensor
@@ -57,6 +58,35 @@ class ExpertLinear(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankOutputs:
+    """A range of a linear's outputs that depends on some of its ranks."""
+
+    start: int
+    """First output."""
+    rank: int
+    """First rank."""
+    b: Tensor
+    """[out, r]"""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankLinear:
+    """The part of an adapter that is added to one linear of a layer. R: ranks of all its projections."""
+
+    a: Tensor
+    """[R, in]"""
+    outputs: tuple[LowRankOutputs, ...]
+
+
+class AdaptedRows(Protocol):
+    """The tokens of a pass that have adapters."""
+
+    def add(self, result: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
+        """Add the adapters' parts to `result` [T, out] of a linear of `x` [T, in]. Returns `result`."""
+        ...
+
+
 class Ops(Protocol):
     """
     Operations of a decoder layer. T: tokens, H: query heads, K: key heads, D: head size.
@@ -89,6 +119,18 @@ class Ops(Protocol):
 
     def begin(self, batch: Batch) -> None:
         """Prepare what all layers of the next forward pass share, such as tiles of attention."""
+        ...
+
+    def place_adapter(self, layers: Sequence[Mapping[str, LowRankLinear]]) -> Any:
+        """
+        Return an adapter for `BatchRow.adapter`: for each layer its linears by their names.
+
+        Its memory is freed with its last reference. Call it on any thread. Raises MemoryError.
+        """
+        ...
+
+    def adapted(self, batch: Batch, *, wanted: bool) -> AdaptedRows | None:
+        """Return the tokens of `batch` that have adapters, of all or of `wanted_at`. None: there are none."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -12,13 +12,16 @@ cuBLAS and hipBLAS depend on the number of rows, in their last bits (ADR 10).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch, StaticBatch
 from baton_engine.kv.cache import KVCache
-from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
+from baton_engine.ops import AdaptedRows, ExpertGroups, ExpertLinear, Linear, LowRankLinear, Table
 from baton_engine.ops.kernels import attention, experts, layers, plans
+from baton_engine.ops.kernels.low_rank import LowRankTable, SlottedAdapter
 from baton_engine.ops.kernels.one_row import RowLinear
 from baton_engine.ops.kernels.quantized import QuantizedExperts, QuantizedLinear
 from baton_engine.ops.plain import PlainLinear, PlainOps
@@ -41,6 +44,8 @@ class AcceleratorOps(PlainOps):
         self._plan_of: dict[int | None, plans.AttentionPlan] = {}
         """By window, made by the first layer with this window."""
         self._shared_memory = shared_memory
+        self._adapters: LowRankTable | None = None
+        """None until an adapter is placed, or a pass with adapters is captured."""
 
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         if isinstance(weight, Quantized):
@@ -64,6 +69,18 @@ class AcceleratorOps(PlainOps):
         self._plan_of = {}
         if (device := batch.positions.device).type == "cuda":
             torch.cuda.set_device(device)  # Triton launches on the current device of the thread
+
+    def place_adapter(self, layers: Sequence[Mapping[str, LowRankLinear]]) -> SlottedAdapter:
+        devices = {linear.a.device for linears in layers for linear in linears.values()}
+        return self._adapter_table(devices.pop()).place(layers)
+
+    def adapted(self, batch: Batch, *, wanted: bool) -> AdaptedRows | None:
+        return self._adapter_table(batch.device).rows(batch, wanted=wanted) if batch.has_adapters else None
+
+    def _adapter_table(self, device: torch.device) -> LowRankTable:
+        if self._adapters is None:
+            self._adapters = LowRankTable(self.spec, device)
+        return self._adapters
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

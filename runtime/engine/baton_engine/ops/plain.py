@@ -7,9 +7,10 @@ computed together; longer rows one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
-from baton_engine.ops import ExpertGroups, ExpertLinear, Linear, Table
+from baton_engine.ops import AdaptedRows, ExpertGroups, ExpertLinear, Linear, LowRankLinear, Table
 from baton_engine.quantized import Matrix, floats
 from baton_engine.spec import ModelSpec
 from baton_engine.streams import copied
@@ -39,6 +40,27 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+
+PlainAdapter = Sequence[Mapping[str, LowRankLinear]]
+"""For each layer the adapted linears by their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainAdaptedRows:
+    """The tokens of each row with an adapter, one row after the other."""
+
+    spans: Sequence[tuple[slice, PlainAdapter]]
+
+    def add(self, result: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
+        for tokens, adapter in self.spans:
+            if (low_rank := adapter[layer].get(linear)) is not None:
+                shrunk = x[tokens] @ low_rank.a.T
+                for part in low_rank.outputs:
+                    outputs, ranks = part.b.shape
+                    of_part = shrunk[:, part.rank : part.rank + ranks]
+                    result[tokens, part.start : part.start + outputs] += of_part @ part.b.T
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +122,13 @@ class PlainOps:
 
     def begin(self, batch: Batch) -> None:
         self._plans = {}
+
+    def place_adapter(self, layers: PlainAdapter) -> Any:
+        return layers
+
+    def adapted(self, batch: Batch, *, wanted: bool) -> AdaptedRows | None:
+        spans = batch.adapted(wanted=wanted)
+        return PlainAdaptedRows(spans) if spans else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         exact = x.to(weight.dtype)

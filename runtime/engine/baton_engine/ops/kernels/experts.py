@@ -4,8 +4,8 @@ Experts: pairs of a token and an expert are grouped, multiplied by the weights o
 The host reads nothing: each expert has programs, which look up how many pairs chose it. So a pass with
 experts can be captured, and a decode step reads only the weights of chosen experts.
 
-Tiles have one of two heights, by the number of pairs for each expert: higher ones read the weights less often.
-The inputs of a row are added in one order. So a token has the same bits in any batch of one height.
+Tiles have one of two heights, by the number of pairs for each expert: higher ones read the weights less
+often. The inputs of a row are added in one order. So a token has the same bits in any batch of one height.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ Products with quantized matrices, whose numbers become floats in registers.
 
 The number of rows decides, because it decides what the time is spent on:
 
-- One row, the step of a single stream: each program reads a few outputs from end to end, without tensor cores.
+- One row, the step of a single stream: each program reads a few outputs from end to end, without tensor
+  cores.
 - Up to `FEW_ROWS`: numbers of 4 bits, 8 bits and float8 are exact in bfloat16 and float16, so they are
   multiplied as they are, and the sum of a group is multiplied by its scale in fp32.
 - Up to `EXPANDED_ROWS`, in 2 bytes per number: weights are rounded to the type of the inputs while they are
@@ -74,7 +75,7 @@ STAGES = 3
 
 @triton.jit
 def _floats(numbers, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
-    """Widen numbers, exactly. Those of float8 are divided by `FLOAT8_FACTOR`, if the device has no such type."""
+    """Widen numbers, exactly. Those of float8 are divided by `FLOAT8_FACTOR`; those of e4m3 are not."""
     if KIND == "float8":
         return float8.widen(numbers, dtype)
     elif KIND == "e4m3":
@@ -127,7 +128,7 @@ def sum_split(
     GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums [ROWS, COLUMNS] of the steps begin to end. With ROUNDED, of weights in the type of x."""
+    """Return the sums [ROWS, COLUMNS] of the steps begin to end; with ROUNDED of weights in the type of x."""
     inner = tl.arange(0, WIDTH)
     valid = output < outputs
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -511,7 +512,7 @@ def arranged(unpacked: Unpacked) -> Arranged:
     one_group = unpacked.group >= inputs
     step = MOST_STEP if one_group else min(MOST_STEP, unpacked.group & -unpacked.group)
     steps = -(-inputs // step)
-    kind = unpacked.floats or ("int8" if numbers.dtype == torch.int8 else "int4")
+    kind: str = unpacked.floats or ("int8" if numbers.dtype == torch.int8 else "int4")
     scales = unpacked.scales
     if kind == "float8" and converts_float8(numbers.device):
         kind, scales = "e4m3", scales / FLOAT8_FACTOR
