@@ -33,8 +33,8 @@ MOST_PARTS = 3
 
 PART = tl.constexpr(3)
 FIELDS = tl.constexpr(2 + 3 * MOST_PARTS)
-"""Numbers of an adapter and a linear: address and rows of A; for each part address of B, first rank and number
-of ranks."""
+"""Numbers of an adapter and a linear: address and rows of A; for each part address of B, first rank and
+number of ranks."""
 
 FEW_TOKENS, MANY_TOKENS = 16, 64
 """Tokens of a tile: of rows of one token, and of prompts."""
@@ -58,7 +58,7 @@ def _shrink(
     SLOT_FIELDS: tl.constexpr, SPLIT_INPUTS: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write the products of a tile of tokens with a split of all rows of A to shrunk [splits, C, T, ranks]."""
+    """Write products of a tile of tokens with a split of all rows of A to shrunk [splits, C, T, ranks]."""
     entry = tl.program_id(0)
     split = tl.program_id(1)
     slot = tl.load(entries + entry)
