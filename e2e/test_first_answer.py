@@ -10,7 +10,7 @@ import openai
 from baton_api import labels
 from e2e.installation import ROOT
 from e2e.kubernetes import Kubernetes
-from e2e.relays import QUESTION, pulled_bytes
+from e2e.relays import QUESTION, converse, peer_tokens, pulled_bytes
 from e2e.stopwatch import Stopwatch
 
 MINIMAL = ROOT / "examples" / "minimal.yaml"
@@ -50,6 +50,13 @@ def test_minimal_service_transfers_kv_blocks_between_pods(cluster: Kubernetes) -
     assert {"prefill", "decode", "router"} <= roles.keys()
 
     assert pulled_bytes(cluster, roles["decode"]["metadata"]["name"]) > 0
+
+
+def test_prefill_pod_reads_what_the_decode_pod_generated(cluster: Kubernetes) -> None:
+    roles = {pod["metadata"]["labels"][labels.ROLE]: pod for pod in cluster.objects("pods")}
+    with cluster.reach("smollm2") as url:
+        converse(url, "smollm2")
+    assert peer_tokens(cluster, roles["prefill"]["metadata"]["name"]) > 0
 
 
 def test_kubectl_get_shows_model_and_ready_replicas(cluster: Kubernetes) -> None:

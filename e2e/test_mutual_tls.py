@@ -16,7 +16,7 @@ from baton_api import labels
 from e2e.client import ask
 from e2e.kubernetes import Kubernetes, Manifest
 from e2e.polling import until
-from e2e.relays import QUESTION, pulled_bytes
+from e2e.relays import QUESTION, converse, peer_tokens, pulled_bytes
 from e2e.services import NAME, READY_S, service
 from e2e.stopwatch import Stopwatch
 from e2e.traffic import Traffic
@@ -55,6 +55,12 @@ def test_service_with_certificates_answers(cluster: Kubernetes, shown: Path) -> 
     assert content
     # Probes and Prometheus have no certificate and use a separate port.
     assert pulled_bytes(cluster, _pods(cluster)["decode"], PROBES_PORT) > 0
+
+
+def test_prefill_pod_reads_from_the_decode_pod_by_tls(cluster: Kubernetes) -> None:
+    with cluster.reach(NAME) as url:
+        converse(url, NAME)
+    assert peer_tokens(cluster, _pods(cluster)["prefill"], PROBES_PORT) > 0
 
 
 def test_client_with_a_wrong_or_no_certificate_is_rejected(
