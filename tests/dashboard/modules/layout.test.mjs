@@ -28,6 +28,15 @@ test("whatever the width and the workers: nothing overlaps, nothing is outside",
   }
 });
 
+test("no caption runs into the next one", () => {
+  const length = 72; // pixels of the longest, "KV blocks", with a space
+  for (const width of [560, 640, 900]) {
+    const { captions } = layout(width, cluster(1, 1));
+    const starts = captions.map((one) => (one.anchor === "middle" ? one.x - (length - 8) / 2 : one.x));
+    for (const [index, start] of starts.slice(1).entries()) assert.ok(start - starts[index] >= length, `${width}: ${starts}`);
+  }
+});
+
 test("each pair of workers has a way for blocks, and each worker one from the router", () => {
   const { links } = layout(900, cluster(2, 3));
   const count = (kind) => links.filter((link) => link.kind === kind).length;

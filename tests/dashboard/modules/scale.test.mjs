@@ -35,8 +35,15 @@ test("bars are to scale, and none is too narrow to be seen or leaves its row", (
   }
 });
 
-test("ticks go from nothing to the end", () => {
-  assert.deepEqual(ticks(200).map((tick) => tick.value), [0, 50, 100, 150, 200]);
+test("ticks go from nothing to the end, which has the unit", () => {
+  const texts = (end) => ticks(end).map((tick) => tick.text).join(" ");
+  assert.deepEqual([1, 200, 1000, 80_000, 200_000].map(texts), ["0 0.25 0.5 0.75 1 ms", "0 50 100 150 200 ms",
+    "0 0.25 0.5 0.75 1 s", "0 20 40 60 80 s", "0 0.833 1.67 2.5 3.33 min"]);
+  for (let end = 1; end < 1e7; end *= 1.5) {
+    for (const { text } of ticks(axisEnd([record({ phases: [{ name: "queue", start: 0, end }] })], 0)).slice(0, -1)) {
+      assert.ok(text.length <= 5, `${end}: ${text}`);
+    }
+  }
 });
 
 test("the opening is the way to the first token", () => {

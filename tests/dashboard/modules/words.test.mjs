@@ -63,6 +63,7 @@ test("figures as people read them", () => {
     [12.34, "12.3 s"], [61, "1 min 1 s"], [119.7, "2 min 0 s"], [null, "–"], [Infinity, "–"]];
   for (const [value, expected] of cases) assert.equal(seconds(value), expected);
   assert.deepEqual([3, 3.26, 12_345, 2_500_000, null].map(count), ["3", "3.3", "12.3 k", "2.5 M", "–"]);
+  assert.deepEqual([0, 1 / 60, 0.0033, 0.1, 0.96].map(count), ["0", "0.02", "0.003", "0.1", "1.0"]);
   assert.deepEqual([share(1, 3), share(0, 0)], ["33 %", "–"]);
   assert.deepEqual([counted(1, "block"), counted(2, "block")], ["1 block", "2 blocks"]);
   assert.equal(shortened("abcdef", 4), "abc…");

@@ -43,7 +43,7 @@ function sideways(width, prefills, decodes) {
     captions: [
       { text: "queue", kind: "queue", x: 0, y: 14 },
       ...(prefills.length ? [{ text: "prefill", kind: "prefill", x: prefillX, y: 14 }] : []),
-      ...(prefills.length ? [{ text: "KV blocks", kind: "transfer", x: prefillX + cardWidth + GAP, y: 14 }] : []),
+      ...(prefills.length ? [{ text: "KV blocks", kind: "transfer", x: (prefillX + cardWidth + decodeX) / 2, y: 14, anchor: "middle" }] : []),
       { text: "decode", kind: "decode", x: decodeX, y: 14 },
     ],
   };

@@ -52,7 +52,7 @@ export class Relay {
     );
     this.#still.replaceChildren(
       ...[...this.#links.values()].map((link) => link.path),
-      ...placed.captions.map((one) => svg("text", { x: one.x, y: one.y, class: `caption ${one.kind}` }, one.text)),
+      ...placed.captions.map((one) => svg("text", { x: one.x, y: one.y, class: `caption ${one.kind}`, "text-anchor": one.anchor ?? "start" }, one.text)),
       router(placed.router, service),
       ...placed.cards.map((card) => worker(card, named.get(card.worker.name))),
     );

@@ -11,9 +11,11 @@ export function axisEnd(records, now) {
   return power * [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((one) => one * power >= longest - 1e-9);
 }
 
-// Of an axis of so many milliseconds: { at (percent), value }.
+// Of an axis of so many milliseconds: { at (percent), text }. Only the last has the unit, so that all fit into a narrow row.
 export function ticks(end) {
-  return [0, 0.25, 0.5, 0.75, 1].map((part) => ({ at: 100 * part, value: part * end }));
+  const [unit, size] = end < 1000 ? ["ms", 1] : end < 120_000 ? ["s", 1000] : ["min", 60_000];
+  const number = (part) => String(Number(((part * end) / size).toPrecision(3)));
+  return [0, 0.25, 0.5, 0.75, 1].map((part) => ({ at: 100 * part, text: part < 1 ? number(part) : `${number(part)} ${unit}` }));
 }
 
 // The record's phases as { name, left, width (percent), length (milliseconds), open }.

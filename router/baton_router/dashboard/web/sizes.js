@@ -14,6 +14,7 @@ export function count(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
   if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  if (value > 0 && value < 0.1) return String(Number(value.toPrecision(1)));
   return value < 10 && !Number.isInteger(value) ? value.toFixed(1) : String(Math.round(value));
 }
 

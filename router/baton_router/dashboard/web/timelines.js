@@ -23,7 +23,7 @@ export class Timelines {
     const shown = records.slice(0, SHOWN);
     const end = axisEnd(shown, now);
     this.#axis.replaceChildren(
-      ...ticks(end).map(({ at, value }) => at100(html("span", {}, seconds(value / 1000)), at)),
+      ...ticks(end).map(({ at, text }) => at100(html("span", {}, text), at)),
     );
     const kept = new Map();
     for (const record of shown) {
