@@ -28,9 +28,12 @@ NO_KEY = "none"
 class Conversation:
     """The messages of a conversation, and the service that continues it."""
 
-    def __init__(self, client: AsyncOpenAI, model: str, system: str = "") -> None:
+    def __init__(self, client: AsyncOpenAI, model: str, system: str, max_tokens: int) -> None:
         self._client = client
         self._model = model
+        self.max_tokens = max_tokens
+        self.cut = False
+        """Whether the last response ended because it had `max_tokens` tokens."""
         self.messages: list[ChatCompletionMessageParam] = []
         if system:
             self.messages.append({"role": "system", "content": system})
@@ -43,17 +46,19 @@ class Conversation:
         """
         question: ChatCompletionMessageParam = {"role": "user", "content": text}
         answer = ""
+        self.cut = False
         self.messages.append(question)
         try:
             stream = await self._client.chat.completions.create(
-                model=self._model, messages=self.messages, stream=True
+                model=self._model, messages=self.messages, max_tokens=self.max_tokens, stream=True
             )
             async with stream:
                 async for chunk in stream:
-                    piece = chunk.choices[0].delta.content if chunk.choices else None
-                    if piece:
-                        answer += piece
-                        yield piece
+                    for choice in chunk.choices:
+                        self.cut = choice.finish_reason == "length"
+                        if piece := choice.delta.content:
+                            answer += piece
+                            yield piece
         finally:
             if answer:
                 self.messages.append({"role": "assistant", "content": answer})
@@ -61,7 +66,7 @@ class Conversation:
                 self.messages.pop()
 
 
-def chat(url: str, model: str, system: str, api_key: str) -> None:
+def chat(url: str, model: str, system: str, max_tokens: int, api_key: str) -> None:
     """Chat until Ctrl-D."""
     console = Console()
 
@@ -70,11 +75,18 @@ def chat(url: str, model: str, system: str, api_key: str) -> None:
 
     # The handler of asyncio would cancel the whole conversation. It does not replace a custom handler.
     signal.signal(signal.SIGINT, interrupt)
-    asyncio.run(converse(console, lambda: console.input("[bold cyan]>[/] "), url, model, system, api_key))
+    prompt = "[bold cyan]>[/] "
+    asyncio.run(converse(console, lambda: console.input(prompt), url, model, system, max_tokens, api_key))
 
 
 async def converse(
-    console: Console, read: Callable[[], str], url: str, model: str, system: str, api_key: str
+    console: Console,
+    read: Callable[[], str],
+    url: str,
+    model: str,
+    system: str,
+    max_tokens: int,
+    api_key: str,
 ) -> None:
     """Answer the lines of `read` until EOFError. Raises SetupError if the service does not answer."""
     async with AsyncOpenAI(
@@ -85,7 +97,7 @@ async def converse(
         http_client=DefaultAsyncHttpxClient(trust_env=False),
     ) as client:
         model = model or await _first_model(client, url)
-        conversation = Conversation(client, model, system)
+        conversation = Conversation(client, model, system, max_tokens)
         console.print(f"[dim]{model} on {url}. Ctrl-C stops a response, Ctrl-D exits.[/]")
         while True:
             try:
@@ -111,6 +123,9 @@ async def _answer(console: Console, conversation: Conversation, text: str) -> No
     with _on_interrupt(answering.cancel):
         try:
             await answering
+            if conversation.cut:
+                limit = f"({conversation.max_tokens} tokens; --max-tokens allows more)"
+                console.print(f" [dim]{limit}[/]", end="")
         except asyncio.CancelledError:
             console.print(" [dim](stopped)[/]", end="")
         except (APIStatusError, APIConnectionError) as error:

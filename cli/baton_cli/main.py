@@ -119,6 +119,7 @@ def chat(
         str, typer.Option(help="Model name (default: the first one that the service lists).", metavar="NAME")
     ] = "",
     system: Annotated[str, typer.Option(help="System message.", metavar="TEXT")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of a response.", metavar="N", min=1)] = 1000,
     api_key: Annotated[
         str, typer.Option(help="API key of the service.", envvar="BATON_API_KEY", metavar="KEY")
     ] = "",
@@ -126,7 +127,7 @@ def chat(
     """Chat with a service in the terminal. Ctrl-C stops a response, Ctrl-D exits."""
     from baton_cli import conversation
 
-    conversation.chat(url, model, system, api_key)
+    conversation.chat(url, model, system, max_tokens, api_key)
 
 
 def demo(

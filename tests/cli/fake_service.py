@@ -31,6 +31,8 @@ class FakeService:
     refuses: int = 0
     """Status of `/v1/models`, if it refuses."""
     has_model: bool = True
+    ends: list[str] = field(default_factory=list)
+    """Finish reasons of the answers. `stop` when there are no more."""
     seen: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests."""
     url: str = ""
@@ -57,7 +59,8 @@ class FakeService:
             )
             if self.hangs:
                 await asyncio.Event().wait()
-        yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        reason = self.ends.pop(0) if self.ends else "stop"
+        yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         usage = {
             "prompt_tokens": 30,
             "completion_tokens": len(words),

@@ -27,7 +27,7 @@ async def talk(service: FakeService, lines: Iterable[str], system: str = "", api
         except StopIteration:
             raise EOFError from None
 
-    await converse(Console(file=screen, width=200), read, service.url, "", system, api_key)
+    await converse(Console(file=screen, width=200), read, service.url, "", system, 50, api_key)
     return screen.getvalue()
 
 
@@ -42,6 +42,14 @@ async def test_chat_each_request_has_the_whole_conversation() -> None:
         {"role": "assistant", "content": "Paris it is."},
         {"role": "user", "content": "How large is it?"},
     ]
+
+
+async def test_chat_response_has_a_limit_and_says_so() -> None:
+    async with serving(FakeService(["Round and round", "Paris."], ends=["length", "stop"])) as service:
+        screen = await talk(service, ["Tell me a story.", "What is the capital of France?"])
+    assert [body["max_tokens"] for body in service.seen] == [50, 50]
+    assert "Round and round (50 tokens; --max-tokens allows more)\n" in screen
+    assert "Paris.\n" in screen
 
 
 async def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
@@ -65,7 +73,7 @@ async def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
                 raise EOFError from None
 
         async with asyncio.timeout(20):
-            await converse(Console(file=Terminal(), width=200), read, service.url, "tiny", "", "")
+            await converse(Console(file=Terminal(), width=200), read, service.url, "tiny", "", 50, "")
     assert "Once (stopped)" in screen.getvalue()
     assert [message["content"] for message in service.seen[1]["messages"]] == [
         "Tell me a story.",
