@@ -3,12 +3,21 @@
 import json
 import ssl
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
 operator, namespace = sys.argv[1:]
-with urllib.request.urlopen(f"{operator}/readyz", timeout=30) as answer:
-    print("The operator is ready:", answer.read().decode().strip())
+until = time.monotonic() + 120
+while True:  # `helm install` does not wait for the operator
+    try:
+        with urllib.request.urlopen(f"{operator}/readyz", timeout=30) as answer:
+            print("The operator is ready:", answer.read().decode().strip())
+        break
+    except OSError as error:
+        if time.monotonic() > until:
+            sys.exit(f"The operator is not ready after 120 s, {operator}/readyz: {error}")
+        time.sleep(0.5)
 
 account = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 service = {

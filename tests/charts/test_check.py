@@ -1,0 +1,48 @@
+"""The program of `helm test`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.charts.helm import CHART
+
+CHECK = CHART / "files" / "check.py"
+TIMEOUT_S = 60
+
+
+@contextmanager
+def operator(*statuses: int) -> Iterator[str]:
+    """Serve an operator that answers /readyz with these statuses in turn."""
+    left = list(statuses)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(left.pop(0))
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_check_waits_for_the_operator() -> None:
+    """`helm install` returns before the operator's pods are ready."""
+    with operator(503, 200) as url:
+        run = subprocess.run(
+            [sys.executable, str(CHECK), url, "default"], capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    assert "The operator is ready: ok" in run.stdout
+    assert "serviceaccount" in run.stderr  # this machine is no pod: the API server is not asked
