@@ -2,16 +2,19 @@
 Several builds of the native kernels in one process, in turn, so that a busy machine slows down all of them.
 
     python -m benchmarks.kernel_builds LIBRARY LIBRARY... [--threads 2] [--model smollm2] [--dtype bfloat16]
+    python -m benchmarks.kernel_builds LIBRARY --products pairs,widened,amx
 
 A library is a file that `python -m baton_engine.ops.native.library FOLDER` wrote, for example in two working
-trees. Weights are random; they and the KV cache are the same for all. Prints the median of each case in
-milliseconds, its ratio to the first library, and whether the logits have the same bits.
+trees. With `--products`, values of BATON_PRODUCTS take turns too. Weights are random; they and the KV cache
+are the same for all. Prints the median of each case in milliseconds, its ratio to the first one, and whether
+the logits have the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import statistics
 import time
 
@@ -20,6 +23,7 @@ import torch
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.lending import Cores
 from baton_engine.model.native_decoder import NativeDecoder
+from baton_engine.ops.native.products import products_of
 from benchmarks.cpu_kernels import CPU, MODELS, STEPS, prefill, step_batch, weights_of
 
 TURN = 5
@@ -86,13 +90,18 @@ def main() -> None:
     parser.add_argument("--steps", default=steps, help="decode steps as ROWS:CONTEXT; empty: none")
     parser.add_argument("--seconds", type=float, default=3.0, help="per case and library")
     parser.add_argument("--prompts", default="1024,4096", help="lengths in tokens; empty: none")
+    parser.add_argument("--products", default="", help="values of BATON_PRODUCTS")
     options = parser.parse_args()
     torch.manual_seed(0)
     spec, dtype = MODELS[options.model], getattr(torch, options.dtype)
     weights, cores = weights_of(spec, dtype), Cores(options.threads, None)
     decoders = {
-        f"{number} {path}": NativeDecoder(spec, weights, dtype, opened(path), cores)
+        f"{number} {path} {way}".strip(): NativeDecoder(
+            spec, weights, dtype, kernels, cores, products_of(kernels, {**os.environ, "BATON_PRODUCTS": way})
+        )
         for number, path in enumerate(options.libraries)
+        for kernels in [opened(path)]
+        for way in options.products.split(",")
     }
     print(f"{options.model}, {dtype}, {options.threads} threads: {', '.join(decoders)}")
     for rows, context in (map(int, each.split(":")) for each in options.steps.split(",") if each):

@@ -318,11 +318,14 @@ int main(void) {
     pthread_t other;
     if (!baton_sound() || !lends_what_others_leave() || pthread_create(&other, NULL, compute_and_pause, NULL)) return 1;
     for (size_t nth = 0; nth < sizeof specs / sizeof *specs; nth++)
-        for (int kind = FLOAT32; kind <= BFLOAT16; kind++) {
-            struct spec spec = specs[nth];
-            spec.kind = kind;
-            if (!agree(spec, "floats")) return 1;
-        }
+        for (int kind = FLOAT32; kind <= BFLOAT16; kind++)
+            for (size_t way = 0; way < (kind == BFLOAT16 ? WAYS : 1); way++) {
+                struct spec spec = specs[nth];
+                spec.kind = kind;
+                for (size_t class = 0; class < ROW_CLASSES; class++)
+                    spec.ways[class] = has_way(way, class ? class_rows[class - 1] + 1 : 1) ? (int64_t)way : PAIRS;
+                if (!agree(spec, ways[way].name)) return 1;
+            }
     for (size_t nth = 0; nth < sizeof formats / sizeof *formats; nth++) {
         stored_format = formats[nth];
         struct spec spec = {.vocab = 40, .hidden = 256, .layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 64, .intermediate = 256,

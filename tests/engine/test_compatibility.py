@@ -108,8 +108,9 @@ def test_dtype_block_size_and_weights_count() -> None:
         Compatibility.of(SPEC, torch.bfloat16, "w").digest,
         Compatibility.of(SPEC, torch.float32, "w", 32).digest,
         Compatibility.of(SPEC, torch.float32, "v").digest,
+        Compatibility.of(SPEC, torch.bfloat16, "w", products="in tiles of AMX").digest,
     }
-    assert len(digests) == 4
+    assert len(digests) == 5
 
 
 def test_compatibility_difference_has_both_values() -> None:

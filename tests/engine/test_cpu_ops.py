@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton_api.errors import SetupError
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder
@@ -102,6 +103,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+EXACT = ((torch.float32, ""), (torch.bfloat16, "pairs"), (torch.bfloat16, "widened"))
+"""Types and ways of products whose rows have the same bits in any pass."""
+
+EXACT_IDS = ("fp32", "pairs", "widened")
+
+exact_rows = pytest.mark.parametrize(("dtype", "products"), EXACT, ids=EXACT_IDS)
+
 ROWS = ((0, 1), (14, 1), (15, 1), (16, 1), (62, 1), (299, 1), (0, 17), (5, 100), (130, 70), (64, 64), (3, 2))
 """(start, new tokens): tails, block and tile boundaries, decode and prefill in one batch."""
 
@@ -116,14 +124,23 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return kind
 
 
-def native_model(spec: ModelSpec, dtype: torch.dtype, threads: int = 2) -> NativeDecoder:
+def native_model(spec: ModelSpec, dtype: torch.dtype, threads: int = 2, products: str = "") -> NativeDecoder:
     try:
         library.load(os.environ)
     except library.Unavailable as reason:
         pytest.skip(f"no native kernels: {reason}")
-    model = native_decoder(spec, random_weights(spec, dtype), dtype, threads=threads)
+    environment = {**os.environ, "BATON_PRODUCTS": products}
+    model = native_decoder(spec, random_weights(spec, dtype), dtype, environment, threads=threads)
     assert model is not None
     return model
+
+
+def native_model_by(products: str, spec: ModelSpec, dtype: torch.dtype, threads: int = 2) -> NativeDecoder:
+    """The model with BATON_PRODUCTS; skips the test if the processor does not have it."""
+    try:
+        return native_model(spec, dtype, threads, products)
+    except SetupError as error:
+        pytest.skip(error.message)
 
 
 def plain(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
@@ -151,13 +168,16 @@ def filled_cache(spec: ModelSpec, dtype: torch.dtype, block_size: int = 16) -> K
     return cache
 
 
+@pytest.mark.parametrize(("dtype", "products"), (*EXACT, (torch.bfloat16, "amx")), ids=(*EXACT_IDS, "amx"))
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
-def test_logits_and_cache_are_those_of_the_plain_decoder(changes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_logits_and_cache_are_those_of_the_plain_decoder(
+    changes: dict[str, Any], dtype: torch.dtype, products: str
+) -> None:
     spec = tiny_spec(**changes)
     batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
     ours, theirs = filled_cache(spec, dtype), filled_cache(spec, dtype)
     before = ours.kv.clone()
-    logits = native_model(spec, dtype).forward(batch, ours)
+    logits = native_model_by(products, spec, dtype).forward(batch, ours)
     # The oracle computes in fp32 with the same rounded weights and cache.
     theirs.kv = theirs.kv.float()
     expected = plain_in_float(spec, dtype).forward(batch, theirs)
@@ -165,6 +185,40 @@ def test_logits_and_cache_are_those_of_the_plain_decoder(changes: dict[str, Any]
     torch.testing.assert_close(ours.kv.float(), theirs.kv, rtol=0, atol=TOLERANCE[dtype])
     written = (ours.kv != before).any(dim=(1, 2, 3, 5))  # [block, slot]
     assert set(written.flatten().nonzero().flatten().tolist()) <= set(batch.slots.tolist())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_widened_products_give_the_bits_of_pairs(changes: dict[str, Any], threads: int) -> None:
+    """Whichever is faster may be chosen on each side of a pair. The long row has several slices of inputs."""
+    spec, dtype = tiny_spec(**changes), torch.bfloat16
+    rows = rows_of((*ROWS, (40, 300)), spec.vocab, random.Random(9))
+    batch = Batch(rows, 16, CPU)
+    ours, theirs = filled_cache(spec, dtype), filled_cache(spec, dtype)
+    widened = native_model_by("widened", spec, dtype, threads).forward(batch, ours)
+    assert torch.equal(widened, native_model_by("pairs", spec, dtype).forward(batch, theirs))
+    assert torch.equal(ours.kv, theirs.kv)
+
+
+def test_widened_products_give_the_bits_of_pairs_for_numbers_near_zero() -> None:
+    """`vdpbf16ps` takes numbers below 2 ** -126 as zeros. The values of these weights are such."""
+    spec, dtype = tiny_spec(), torch.bfloat16
+    weights = random_weights(spec, dtype)
+    for layer in weights.layers:
+        matrix = floats(layer.qkv)
+        matrix[-spec.kv_heads * spec.head_dim :] *= 2.0**-125
+    batch = Batch(rows_of(ROWS, spec.vocab, random.Random(9)), 16, CPU)
+    caches = {}
+    for products in ("widened", "pairs"):
+        native_model_by(products, spec, dtype)  # skips if it is not there
+        environment = {**os.environ, "BATON_PRODUCTS": products}
+        model = native_decoder(spec, weights, dtype, environment, threads=1)
+        assert model is not None
+        caches[products] = KVCache(spec, BLOCKS, dtype, CPU, 16)
+        model.forward(batch, caches[products])
+    values = caches["pairs"].kv[:, :, 1].float().abs()
+    assert values.max() < 2.0**-120
+    assert torch.equal(caches["widened"].kv.view(torch.int16), caches["pairs"].kv.view(torch.int16))
 
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -268,13 +322,12 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+@exact_rows
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(len(OPTIONS)))
 def test_native_row_is_bit_identical_in_any_batch_and_threads(
-    seed: int, threads: int, dtype: torch.dtype
+    seed: int, threads: int, dtype: torch.dtype, products: str
 ) -> None:
-    if dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16"):
-        pytest.skip("AMX sums bfloat16 in another order than AVX-512, which computes passes of few rows")
     generator = random.Random(seed)
     window = generator.choice([None, 30])
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": generator.choice([16, 24, 64])}
@@ -283,7 +336,8 @@ def test_native_row_is_bit_identical_in_any_batch_and_threads(
         (generator.choice([0, 0, generator.randrange(150)]), generator.randrange(1, 90)) for _ in range(9)
     ]
     rows = rows_of(shapes, spec.vocab, generator)
-    batched_model, single_model = native_model(spec, dtype, threads), native_model(spec, dtype, 1)
+    batched_model = native_model_by(products, spec, dtype, threads)
+    single_model = native_model_by(products, spec, dtype, 1)
     batched, single = filled_cache(spec, dtype), filled_cache(spec, dtype)
     logits = batched_model.forward(Batch(rows, 16, CPU), batched)
     for number, row in enumerate(rows):
@@ -299,15 +353,15 @@ def test_native_row_is_bit_identical_in_any_batch_and_threads(
     assert torch.equal(batched.kv, single.kv)
 
 
+@exact_rows
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
 def test_native_row_of_a_draft_gives_the_bits_of_single_tokens(
-    changes: dict[str, Any], dtype: torch.dtype
+    changes: dict[str, Any], dtype: torch.dtype, products: str
 ) -> None:
     """Speculation rests on this: every result of a row of several tokens, beside other rows."""
     spec = tiny_spec(**changes)
-    model = native_model(spec, dtype)
-    if not model.exact_rows:
-        pytest.skip("AMX sums bfloat16 in another order than AVX-512, which computes passes of few rows")
+    model = native_model_by(products, spec, dtype)
+    assert model.exact_rows
     shapes = [
         (start, 1 + number % 9) for number, start in enumerate((0, 5, 14, 15, 60, 62, 63, 64, 120, 250))
     ]
@@ -322,13 +376,15 @@ def test_native_row_of_a_draft_gives_the_bits_of_single_tokens(
     assert torch.equal(drafted.kv, single.kv)
 
 
+@exact_rows
 @pytest.mark.parametrize("name", ["heads of 64 in groups of 3", "heads of 80", "groups of 7", "a window"])
-def test_native_decode_step_gives_the_bits_of_single_rows(name: str, dtype: torch.dtype) -> None:
+def test_native_decode_step_gives_the_bits_of_single_rows(
+    name: str, dtype: torch.dtype, products: str
+) -> None:
     """With enough rows, one thread computes all heads of a row, one after the other."""
     spec = tiny_spec(**SHAPES[name])
-    model = native_model(spec, dtype)
-    if not model.exact_rows:
-        pytest.skip("AMX sums bfloat16 in another order than AVX-512, which computes passes of few rows")
+    model = native_model_by(products, spec, dtype)
+    assert model.exact_rows
     starts = (0, 14, 15, 16, 62, 63, 64, 65, 127, 128, 200, 299)
     rows = rows_of([(start, 1) for start in starts], spec.vocab, random.Random(8))
     batched, single = filled_cache(spec, dtype), filled_cache(spec, dtype)

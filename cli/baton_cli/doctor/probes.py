@@ -33,7 +33,7 @@ INTERFACES = Path("/sys/class/net")
 READ = ("BATON_", "UCX_", "NIXL_")
 """Prefixes of variables that Baton and its libraries read."""
 
-BESIDES = frozenset({"BATON_BUNDLED", "BATON_CACHE", "BATON_KERNELS", "BATON_BATCH_TOKEN"})
+BESIDES = frozenset({"BATON_BUNDLED", "BATON_CACHE", "BATON_KERNELS", "BATON_PRODUCTS", "BATON_BATCH_TOKEN"})
 """Variables that do not belong to a settings class."""
 
 STA_UNSYNC = 0x40

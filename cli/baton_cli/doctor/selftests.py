@@ -111,15 +111,16 @@ def apart(what: str) -> SelfTest:
 def kernels() -> SelfTest:
     """Load the native kernels, and compile them if necessary. The library tests itself."""
     try:
-        from baton_engine.ops.native import library
+        from baton_engine.ops.native import library, products
     except ModuleNotFoundError:
         return SelfTest("", installed=False)
+    from baton_api.errors import SetupError
+
     try:
-        library.load(os.environ)
-    except library.Unavailable as error:
+        chosen = products.products_of(library.load(os.environ), os.environ)
+    except (library.Unavailable, SetupError) as error:
         return SelfTest("", str(error))
-    tiles = "amx_bf16" in library.instructions()
-    return SelfTest(f"compiled for this processor with {'AMX' if tiles else 'no AMX'}; self-test passed")
+    return SelfTest(f"compiled for this processor; self-test passed; {chosen}")
 
 
 def nixl() -> SelfTest:

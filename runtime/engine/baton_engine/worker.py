@@ -50,6 +50,7 @@ from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.choice import dtype_of, kv_dtype
+from baton_engine.ops.native.products import ONE_ORDER
 from baton_engine.parallel.loading import check_parallel, load_parallel
 from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import Pooling, Request
@@ -227,7 +228,13 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             cache=cache,
             engine=client.engine,
             client=client,
-            compatibility=Compatibility.of(loaded.spec, dtype, loaded.weights_digest, kv_dtype=kept),
+            compatibility=Compatibility.of(
+                loaded.spec,
+                dtype,
+                loaded.weights_digest,
+                kv_dtype=kept,
+                products=loaded.model.sums if isinstance(loaded.model, NativeDecoder) else ONE_ORDER,
+            ),
             transfer=transfer,
             publisher=publisher,
             tracing=tracing,

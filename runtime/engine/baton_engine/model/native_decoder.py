@@ -36,6 +36,7 @@ from baton_engine.model.stored_weights import (
 )
 from baton_engine.model.weights import Weights, rounded
 from baton_engine.ops.native import library, support
+from baton_engine.ops.native.products import CLASSES, ONE_ORDER, Products, products_of
 from baton_engine.ops.native.support import KINDS, open_library, supports
 from baton_engine.spec import ModelSpec
 
@@ -64,6 +65,7 @@ class _Spec(ctypes.Structure):
                 "spare", "seats", "seat_count", "seat",
             )
         ),
+        ("ways", ctypes.c_int64 * len(CLASSES)),
         *(
             (name, ctypes.c_double)
             for name in (
@@ -100,6 +102,7 @@ class NativeDecoder:
         dtype: torch.dtype,
         kernel_library: ctypes.CDLL,
         cores: Cores,
+        products: Products,
     ) -> None:
         """
         Copy the weights, so that the caller can release its own, or use those of a file.
@@ -108,15 +111,19 @@ class NativeDecoder:
         """
         self.spec = spec
         self.dtype = dtype
-        self.exact_rows = not (dtype == torch.bfloat16 and kernel_library.baton_uses_tiles())
+        self.exact_rows = dtype != torch.bfloat16 or products.exact_rows
         """Whether a token has the same bits in a row of several tokens as alone, and in any batch."""
+        self.sums = products.sums if dtype == torch.bfloat16 else ONE_ORDER
+        """How products sum: see `Compatibility`."""
         self._rotary = Rotary.of_layers(spec, torch.device("cpu"))
         self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
         self._positions = 0
         self._turn_to(FIRST_POSITIONS // 2)
         self._kernels = kernel_library
         self._cores = cores
-        handle = kernel_library.baton_create(ctypes.byref(_sizes(spec, dtype, _tied(weights), cores)))
+        handle = kernel_library.baton_create(
+            ctypes.byref(_sizes(spec, dtype, _tied(weights), cores, products))
+        )
         if not handle:
             raise MemoryError("no memory for the packed weights")
         self._handle = ctypes.c_void_p(handle)
@@ -270,7 +277,7 @@ def _tied(weights: Weights | StoredWeights) -> bool:
     return weights.head is weights.embedding
 
 
-def _sizes(spec: ModelSpec, dtype: torch.dtype, tied: bool, cores: Cores) -> _Spec:
+def _sizes(spec: ModelSpec, dtype: torch.dtype, tied: bool, cores: Cores, products: Products) -> _Spec:
     return _Spec(
         kind=KINDS[dtype],
         vocab=spec.vocab,
@@ -293,6 +300,7 @@ def _sizes(spec: ModelSpec, dtype: torch.dtype, tied: bool, cores: Cores) -> _Sp
         logit_cap=spec.logit_cap or 0,
         score_scale=spec.score_scale,
         score_cap=spec.attention_cap or 0,
+        ways=(ctypes.c_int64 * len(CLASSES))(*products.numbers),
         **support.expert_sizes(spec),
         **cores.sizes(),
     )
@@ -309,7 +317,7 @@ def native_decoder(
     """
     Create the native model, or return None if kernels are unavailable. 0 threads: torch's number.
 
-    Raises Damaged if the file of stored weights is.
+    Raises Damaged if the file of stored weights is, and SetupError if BATON_PRODUCTS is no way of products.
     """
     if not supports(spec, dtype):
         return None
@@ -319,4 +327,6 @@ def native_decoder(
         log.warning("native kernels are unavailable, using slower torch operations: %s", reason)
         return None
     cores = Cores(threads or torch.get_num_threads(), seat)
-    return NativeDecoder(spec, weights, dtype, kernel_library, cores)
+    return NativeDecoder(
+        spec, weights, dtype, kernel_library, cores, products_of(kernel_library, environment)
+    )

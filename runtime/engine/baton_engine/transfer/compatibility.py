@@ -15,6 +15,7 @@ import torch
 
 from baton_api.messages import PROTOCOL
 from baton_engine.kv.cache import BLOCK_SIZE, FLOAT8_CACHE
+from baton_engine.ops.native.products import ONE_ORDER
 from baton_engine.spec import ModelSpec
 
 LAYOUT = "block, layer, key/value, kv head, slot, dim"
@@ -44,11 +45,13 @@ class Compatibility:
         weights: str,
         block_size: int = BLOCK_SIZE,
         kv_dtype: torch.dtype | None = None,
+        products: str = ONE_ORDER,
     ) -> Compatibility:
         """
         Create it from the model. `weights` is `weights_digest`.
 
-        `dtype` is of weights, and of the KV cache without `kv_dtype`.
+        `dtype` is of weights, and of the KV cache without `kv_dtype`. `products` is `Products.sums` of a
+        model that the native kernels compute in bfloat16.
         """
         model = {
             field.name.replace("_", " "): str(getattr(spec, field.name))
@@ -63,6 +66,7 @@ class Compatibility:
                 "weights": weights,
                 "dtype": kind,
                 "kv dtype": "fp8" if kv_dtype == FLOAT8_CACHE else kept,
+                "products": products,
                 "block size": str(block_size),
                 "layout": LAYOUT if spec.latent is None else LATENT_LAYOUT,
             }

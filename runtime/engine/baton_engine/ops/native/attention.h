@@ -22,12 +22,13 @@ struct context {
     size_t first, end; /* visible positions: from a multiple of KEYS */
 };
 
-/* Scratch memory of one thread: 540 KB, too large for a small thread's stack. */
-struct scratch {
+/* Memory of one thread for attention: 930 KB, too large for a small thread's stack. */
+struct attention {
     _Alignas(64) uint32_t keys[KEYS / PANEL][MOST_HEAD_DIM * PANEL];
     uint32_t values[MOST_HEAD_DIM / PANEL][KEYS * PANEL];
     float scores[TILE_ROWS][KEYS];
     uint32_t weights[TILE_ROWS][KEYS];
+    uint32_t queries[MOST_QUERIES * MOST_HEAD_DIM]; /* widened ones */
     float sums[MOST_QUERIES * MOST_HEAD_DIM];
     struct softmax softmax;
     struct places places[2]; /* of this group and, with few rows, of the next one */
@@ -73,7 +74,7 @@ INLINE void locate(struct places *places, const struct context *context, size_t 
  * Packs the keys and values of the KEYS positions from `first` on. Positions after the last one are zero up to a
  * multiple of PANEL, and undefined after it; they are masked.
  */
-INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t dim, const int kind) {
+INLINE void pack_keys(struct attention *scratch, const struct context *context, size_t first, size_t dim, const int kind) {
     const size_t end = context->end;
     const struct places *places = scratch->places;
     const uint32_t *const *keys = (const uint32_t *const *)places->keys;
@@ -125,7 +126,7 @@ struct span {
 };
 
 /* Converts the scores of `count` rows of `span` from `row` on to weights, for the keys from `first` on. */
-INLINE void soften(struct scratch *scratch, const struct span *span, size_t row, size_t count, size_t first, float scale,
+INLINE void soften(struct attention *scratch, const struct span *span, size_t row, size_t count, size_t first, float scale,
                    float cap_scale, const int kind) {
     size_t member = row % span->group;
     long to = (long)(span->position + row / span->group) + 1 - (long)first;
@@ -139,7 +140,7 @@ INLINE void soften(struct scratch *scratch, const struct span *span, size_t row,
 }
 
 /* The weighted sums of the values for a few rows. Requests the first keys and values of `next_context` from memory. */
-INLINE void attend_few(struct scratch *scratch, const struct context *context, const struct context *next_context,
+INLINE void attend_few(struct attention *scratch, const struct context *context, const struct context *next_context,
                        const struct span *span, float scale, float cap_scale, const int kind) {
     const size_t count = span->tokens * span->group, lanes = lanes_of(kind, span->dim);
     struct places *places = scratch->places, *next = scratch->places + 1;
@@ -158,10 +159,10 @@ INLINE void attend_few(struct scratch *scratch, const struct context *context, c
 
 /*
  * Writes the weighted means of the values, for each row of `span`, to scratch->sums [rows][padded dim]. The context
- * `next` is the one that this thread will probably read after this one.
+ * `next` is the one that this thread will probably read after this one. `way` is that of the products.
  */
-INLINE void attend(struct scratch *scratch, const struct context *context, const struct context *next,
-                   const struct span *span, const int kind) {
+INLINE void attend(struct attention *scratch, const struct context *context, const struct context *next,
+                   const struct span *span, enum way way, const int kind) {
     const size_t rows = span->tokens * span->group, padded = round_up(span->dim, PANEL);
     const float scale = exponent_unit(kind) * LOG2_E * (span->cap != 0.0f ? span->cap : span->scale);
     const float cap_scale = span->cap != 0.0f ? span->scale / span->cap : 0.0f;
@@ -169,24 +170,40 @@ INLINE void attend(struct scratch *scratch, const struct context *context, const
     size_t first = context->first;
     memset(scratch->sums, 0, rows * padded * sizeof(float));
     for (size_t row = 0; row < rows; row++) scratch->softmax.best[row] = HIDDEN_SCORE, scratch->softmax.total[row] = splat(0.0f);
-    if (are_few(rows, span->dim, kind)) {
+    if (are_few(rows, span->dim, way, kind)) {
         attend_few(scratch, context, next, span, scale, cap_scale, kind);
         first = end;
     }
+    const int is_wide = way == WIDENED, by = is_wide ? FLOAT32 : kind;
+    const size_t lanes = lanes_of(kind, span->dim), query_lanes = is_wide ? 2 * round_up(lanes, LANES) : span->query_lanes;
+    const uint32_t *queries = is_wide ? scratch->queries : span->queries;
+    for (size_t row = 0; is_wide && first < end && row < rows; row++)
+        widen_row(span->queries + row * span->query_lanes, query_lanes / 2, scratch->queries + row * query_lanes);
     for (; first < end; first += KEYS) {
         pack_keys(scratch, context, first, span->dim, kind);
+        if (is_wide) {
+            const size_t filled = filled_keys(first, end);
+            for (size_t key = 0; key < filled; key += PANEL) widen_panel(scratch->keys[key / PANEL], lanes, scratch->keys[key / PANEL]);
+            for (size_t d = 0; d < span->dim; d += PANEL) widen_panel(scratch->values[d / PANEL], filled / 2, scratch->values[d / PANEL]);
+        }
         for (size_t row = 0; row < rows; row += TILE_ROWS) {
             const size_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
             const size_t last_position = span->position + (row + count - 1) / span->group;
             if (last_position < first) continue;
             const size_t seen = filled_keys(first, last_position + 1); /* by some row of the tile */
+            unsigned before = is_wide ? flush_begin() : 0;
             for (size_t panel = 0; panel * PANEL < seen; panel++)
-                multiply(count, span->queries + row * span->query_lanes, span->query_lanes, scratch->keys[panel],
-                         units_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, NULL, nothing_ahead, kind);
+                multiply(count, queries + row * query_lanes, query_lanes, scratch->keys[panel],
+                         is_wide ? 2 * lanes : units_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, NULL,
+                         nothing_ahead, way, by);
+            if (is_wide) flush_end(before);
             soften(scratch, span, row, count, first, scale, cap_scale, kind);
+            for (size_t i = 0; is_wide && i < count; i++) widen_row(scratch->weights[i], KEYS / 2, scratch->weights[i]);
+            if (is_wide) before = flush_begin();
             for (size_t d = 0; d < padded; d += PANEL)
-                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], units_of(kind, seen),
-                         scratch->sums + row * padded + d, padded, scratch->softmax.factors, nothing_ahead, kind);
+                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], is_wide ? seen : units_of(kind, seen),
+                         scratch->sums + row * padded + d, padded, scratch->softmax.factors, nothing_ahead, way, by);
+            if (is_wide) flush_end(before);
         }
     }
     for (size_t row = 0; row < rows; row++) {

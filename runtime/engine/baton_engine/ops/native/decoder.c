@@ -9,11 +9,10 @@
 #define _GNU_SOURCE
 
 #include "draw.h"
-#include "lora.h"
+#include "products.h"
 #include "stored.h"
 
 #define NORM_ROWS 4          /* rows per chunk of a norm, of a rotation and of the embedding */
-#define ROWS_AT_ONCE (256 / TILE_ROWS * TILE_ROWS) /* maximum rows per chunk of a linear */
 #define CHUNKS_PER_THREAD 6  /* enough that threads finish a phase at about the same time */
 #define LEAST_QUERIES 96     /* query rows of a chunk of attention, if there are too few chunks for the threads */
 #define RUNS_PER_THREAD 1    /* a run has 1 / (threads * RUNS_PER_THREAD) of the remaining panels */
@@ -31,27 +30,6 @@ enum step {
 enum expert_step { ROUTE = DENSE_STEPS, GROUP, GATHER, EXPERT_GATE, EXPERT_CLOSE, COMBINE, IDLE };
 #define EXPERT_STEPS (IDLE - ROUTE)
 _Static_assert(EXPERT_STEPS >= DENSE_STEPS - NORM_BEFORE_MLP - 1, "dense layers of a model with experts lack steps");
-
-/* How a product is stored: written, added to the result, or gated by the activation of its first half. */
-enum store_mode { WRITE, ADD, GATED };
-
-struct product {
-    const struct linear *weight;
-    const char *rows;
-    size_t row_bytes, count;
-    enum store_mode mode;
-    void *result;
-    size_t result_stride; /* items */
-    int gelu;     /* GATED: whether the activation is GELU */
-    float scale;  /* factor of the result */
-    float cap;    /* a scaled result x becomes cap * tanh(x / cap); 0: it stays */
-    int result_kind;      /* of gated results; others are float32 */
-    const struct adapter *const *adapters; /* of the rows, or NULL */
-    size_t layer;
-    enum adapted linear;
-    const float *shrunk;
-    size_t shrunk_stride; /* items */
-};
 
 /* Returns the kind of the rows that are written as input of a product with `weight`. */
 INLINE int input_kind(const struct linear *weight, int kind) { return weight->quantized ? FLOAT32 : kind; }
@@ -243,7 +221,7 @@ INLINE struct context context_of(const struct model *model, size_t layer_index, 
 
 /* Attention of one part and key head. `next` is what the thread will probably read after it. */
 INLINE void attend_part(struct model *model, size_t layer_index, size_t head, const struct attention_part *part,
-                        const struct context *next, struct scratch *scratch, const int kind) {
+                        const struct context *next, struct attention *scratch, const int kind) {
     const struct spec *spec = &model->spec;
     const size_t group = (size_t)(spec->heads / spec->kv_heads), dim = (size_t)spec->head_dim;
     const struct context context = context_of(model, layer_index, head, part, kind);
@@ -259,7 +237,7 @@ INLINE void attend_part(struct model *model, size_t layer_index, size_t head, co
         .scale = (float)spec->score_scale,
         .cap = (float)spec->score_cap,
     };
-    attend(scratch, &context, next, &span, kind);
+    attend(scratch, &context, next, &span, way_of(model, part->tokens * group), kind);
     char packed[MOST_HEAD_DIM * 4];
     const int to_kind = input_kind(&model->layers[layer_index].output, kind);
     for (size_t query = 0; query < part->tokens * group; query++) {
@@ -280,58 +258,21 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
     if (is_last(model, layer_index) && chunk % runs == 0)
         memcpy(model->chosen + nth * model->residual_stride, model->residual + part.token * model->residual_stride,
                model->residual_stride * 4);
-    struct scratch *scratch = model->scratches + thread;
+    struct attention *scratch = &model->scratches[thread].attention;
     if (dim % PANEL) {
         memset(scratch->keys, 0, sizeof scratch->keys);
         memset(scratch->values, 0, sizeof scratch->values);
     }
     struct tile_shapes before;
-    tiles_begin(&before);
+    const int is_tiled = way_of(model, part.tokens * (size_t)(model->spec.heads / model->spec.kv_heads)) == TILED;
+    if (is_tiled) tiles_begin(&before);
     for (size_t nth_head = 0; nth_head < heads; nth_head++) {
         const size_t head = chunk % runs * heads + nth_head, is_end = nth_head + 1 == heads;
         const struct context next = context_of(model, layer_index, is_end ? head + 1 - heads : head + 1,
                                                is_end ? &next_part : &part, kind);
         attend_part(model, layer_index, head, &part, &next, scratch, kind);
     }
-    tiles_end(&before);
-}
-
-INLINE void finish_tile(const struct product *product, const float *tile, size_t row, size_t count, size_t panel,
-                        const int kind) {
-    const struct linear *weight = product->weight;
-    const size_t from = panel * PANEL;
-    floats left_bias = weight->bias ? load(weight->bias + from) : splat(0.0f);
-    floats right_bias = weight->bias ? load(weight->bias + from + LANES) : splat(0.0f);
-    for (size_t i = 0; i < count; i++) {
-        floats left = load(tile + i * PANEL) + left_bias, right = load(tile + i * PANEL + LANES) + right_bias;
-        if (product->adapters) {
-            const struct low_rank *low_rank = low_rank_at(product->adapters[row + i], product->layer, product->linear);
-            const float *shrunk = product->shrunk + (row + i) * product->shrunk_stride;
-            if (low_rank) {
-                left = expand(low_rank, 2 * panel, shrunk, left, kind);
-                right = expand(low_rank, 2 * panel + 1, shrunk, right, kind);
-            }
-        }
-        if (product->mode == GATED) {
-            const floats gate = product->gelu ? gelu_tanh(left) : silu(left);
-            put(product->result, (row + i) * product->result_stride + panel * LANES, gate * right, product->result_kind);
-            continue;
-        }
-        if (product->scale != 1.0f) left *= product->scale, right *= product->scale;
-        if (product->cap != 0.0f) {
-            left = tanhs(left / product->cap) * product->cap;
-            right = tanhs(right / product->cap) * product->cap;
-        }
-        float *to = (float *)product->result + (row + i) * product->result_stride + from;
-        if (product->mode == ADD) left += load(to), right += load(to + LANES);
-        if (from + PANEL <= weight->outputs) {
-            store(to, left), store(to + LANES, right);
-        } else {
-            float rest[PANEL];
-            store(rest, left), store(rest + LANES, right);
-            memcpy(to, rest, (weight->outputs - from) * 4);
-        }
-    }
+    if (is_tiled) tiles_end(&before);
 }
 
 /* Partition of a product: blocks of rows, and runs of panels in each block. */
@@ -358,7 +299,8 @@ static struct cut cut_product(const struct model *model, const struct product *p
     return cut;
 }
 
-INLINE void multiply_chunk(const struct model *model, const struct product *product, size_t chunk, const int kind) {
+INLINE void multiply_chunk(const struct model *model, const struct product *product, size_t chunk, size_t thread,
+                           const int kind) {
     const struct cut cut = cut_product(model, product);
     const struct linear *weight = product->weight;
     const size_t first_row = chunk / cut.runs * cut.rows;
@@ -366,8 +308,8 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
     size_t left = cut.panels;
     for (size_t run = 0; run < chunk % cut.runs; run++) left -= run_length(left, cut.shares);
     const size_t first_panel = cut.panels - left, panels_end = first_panel + run_length(left, cut.shares);
-    _Alignas(64) float tile[(TILE_ROWS > QUANTIZED_ROWS ? TILE_ROWS : QUANTIZED_ROWS) * PANEL];
     if (weight->quantized) {
+        _Alignas(64) float tile[QUANTIZED_ROWS * PANEL];
         for (size_t panel = first_panel; panel < panels_end; panel++)
             for (size_t row = first_row; row < rows_end; row += QUANTIZED_ROWS) {
                 size_t count = rows_end - row < QUANTIZED_ROWS ? rows_end - row : QUANTIZED_ROWS;
@@ -378,19 +320,8 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
             }
         return;
     }
-    struct tile_shapes before;
-    tiles_begin(&before);
-    const size_t tiles = (rows_end - first_row + TILE_ROWS - 1) / TILE_ROWS;
-    for (size_t panel = first_panel; panel < panels_end; panel++)
-        for (size_t row = first_row; row < rows_end; row += TILE_ROWS) {
-            size_t count = rows_end - row < TILE_ROWS ? rows_end - row : TILE_ROWS;
-            const size_t nth = (row - first_row) / TILE_ROWS;
-            multiply(count, (const uint32_t *)(product->rows + row * product->row_bytes), product->row_bytes / 4,
-                     panel_at(weight, panel), weight->units, tile, PANEL, NULL,
-                     part_ahead(panel_at(weight, panel), weight->units, nth, tiles), kind);
-            finish_tile(product, tile, row, count, panel, kind);
-        }
-    tiles_end(&before);
+    const struct area area = {first_row, rows_end, first_panel, panels_end};
+    multiply_area(product, &area, way_of(model, product->count), model->scratches + thread, kind);
 }
 
 #include "experts.h"
@@ -602,7 +533,7 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
     if (step >= ROUTE && !at_head) {
         const int last = is_last(model, layer_index);
         if (step != IDLE)
-            run_experts(model, layer_index, step, chunk, last ? model->chosen : model->residual, last ? wanted : tokens, kind);
+            run_experts(model, layer_index, step, chunk, last ? model->chosen : model->residual, last ? wanted : tokens, thread, kind);
         return;
     }
     switch (step) {
@@ -631,7 +562,7 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
     }
     default: {
         const struct product product = at_head ? product_of_head(model) : product_of(model, layer_index, step);
-        multiply_chunk(model, &product, chunk, kind);
+        multiply_chunk(model, &product, chunk, thread, kind);
     }
     }
 }
@@ -696,15 +627,14 @@ static size_t chunks_of_head(void *self, size_t phase) {
 }
 
 static void run_head(void *self, size_t phase, size_t chunk, size_t thread) {
-    (void)thread;
     const struct model *model = self;
     const struct pass *pass = model->pass;
     const int kind = (int)model->spec.kind;
     const size_t hidden = (size_t)model->spec.hidden, wanted = (size_t)pass->wanted;
     if (phase) {
         const struct product product = product_of_head(model);
-        if (kind == BFLOAT16) multiply_chunk(model, &product, chunk, BFLOAT16);
-        else multiply_chunk(model, &product, chunk, FLOAT32);
+        if (kind == BFLOAT16) multiply_chunk(model, &product, chunk, thread, BFLOAT16);
+        else multiply_chunk(model, &product, chunk, thread, FLOAT32);
         return;
     }
     round_rows(model, &model->head, (const char *)pass->states, (size_t)pass->states_stride, wanted, chunk);
@@ -723,15 +653,6 @@ int baton_project(struct model *model, const struct pass *pass) {
     pool_run(model->pool, &job);
     model->pass = NULL;
     return DONE;
-}
-
-/* Returns whether bfloat16 products of many rows use AMX, which adds in another order than those of few rows. */
-int baton_uses_tiles(void) {
-#if TILES
-    return tiles_allowed();
-#else
-    return 0;
-#endif
 }
 
 /* Integers from -8 to 7: sums of their products are exact in any order. */
@@ -757,10 +678,12 @@ int baton_sound(void) {
         for (int i = 0; i < NUMBERS; i++) weights[output][i] = small_number(output * 5 + i * 11);
         pack_row(panel, (size_t)output, weights[output], NUMBERS, BFLOAT16);
     }
-    tiles_begin(&before);
+    const int is_tiled = has_way(TILED, LEAST_TILE_ROWS);
+    if (is_tiled) tiles_begin(&before);
     for (size_t count = 1; count <= TILE_ROWS; count++) {
         for (int add = 0; add < 2; add++)
-            multiply(count, (const uint32_t *)rows, UNITS, panel, UNITS, result[0], PANEL, add ? ones : NULL, nothing_ahead, BFLOAT16);
+            multiply(count, (const uint32_t *)rows, UNITS, panel, UNITS, result[0], PANEL, add ? ones : NULL, nothing_ahead,
+                     is_tiled ? TILED : PAIRS, BFLOAT16);
         for (size_t row = 0; row < count; row++)
             for (int output = 0; output < PANEL; output++) {
                 float expected = 0.0f;
@@ -768,6 +691,6 @@ int baton_sound(void) {
                 if (result[row][output] != expected) return 0;
             }
     }
-    tiles_end(&before);
+    if (is_tiled) tiles_end(&before);
     return quantized_sound();
 }

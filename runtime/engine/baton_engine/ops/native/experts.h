@@ -112,7 +112,7 @@ static size_t chunks_of_experts(const struct model *model, size_t step, size_t c
 
 /* Runs a chunk of a step of a layer with experts. `residual` has `count` rows. */
 INLINE void run_experts(const struct model *model, size_t layer_index, size_t step, size_t chunk, float *residual,
-                        size_t count, const int kind) {
+                        size_t count, size_t thread, const int kind) {
     const struct expert_rows *rows = &model->expert_rows;
     const struct layer *layer = model->layers + layer_index;
     const size_t chosen = (size_t)model->spec.chosen, stride = model->residual_stride, from = chunk * NORM_ROWS;
@@ -137,7 +137,7 @@ INLINE void run_experts(const struct model *model, size_t layer_index, size_t st
         const int64_t *chunks = step == EXPERT_GATE ? rows->gate_chunks : rows->down_chunks;
         const size_t expert = find(chunks, (size_t)model->spec.experts, (int64_t)chunk);
         const struct product product = product_of_expert(model, layer_index, step, expert);
-        multiply_chunk(model, &product, chunk - (size_t)chunks[expert], kind);
+        multiply_chunk(model, &product, chunk - (size_t)chunks[expert], thread, kind);
     }
     }
 }

@@ -96,10 +96,8 @@ DEFINE_FEW(8)
 #endif
 
 /* Returns whether the functions here are for `rows` query rows of `dim` numbers. */
-INLINE int are_few(size_t rows, size_t dim, const int kind) {
-#if TILES
-    if (kind == BFLOAT16 && rows >= LEAST_TILE_ROWS && tiles_allowed()) return 0; /* another order of sums */
-#endif
+INLINE int are_few(size_t rows, size_t dim, enum way way, const int kind) {
+    if (way == TILED && rows >= LEAST_TILE_ROWS) return 0; /* another order of sums */
     return rows <= FEW_QUERIES && dim % PANEL == 0 && lanes_of(kind, dim) % LANES == 0;
 }
 

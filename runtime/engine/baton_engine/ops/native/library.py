@@ -43,6 +43,7 @@ SOURCES = (
     "experts.h",
     "lora.h",
     "model.h",
+    "products.h",
     "attention.h",
     "softmax.h",
     "few_queries.h",
@@ -168,7 +169,7 @@ def _digest(compiler: Sequence[str], environment: Mapping[str, str]) -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((folder / name).read_bytes())
-    digest.update("\0".join((*compiler, *FLAGS, _processor())).encode())
+    digest.update("\0".join((*compiler, *FLAGS, processor())).encode())
     digest.update(_run([*compiler, "--version"], environment).encode())
     return digest.hexdigest()[:32]
 
@@ -187,8 +188,8 @@ def _cpuinfo() -> list[str]:
         return []
 
 
-def _processor() -> str:
-    """Return a description of the processor, which determines the result of `-march=native`."""
+def processor() -> str:
+    """Return a description of the processor, which determines the result of `-march=native` and rates."""
     lines = _cpuinfo()
     if not lines:
         return platform.processor() + platform.machine()

@@ -5,6 +5,8 @@
  * is one k of float32 or two of bfloat16. A panel is thus one sequential stream of memory, read once, while the rows'
  * numbers are broadcast. Each output is summed along k in the same order for any number of rows, so that a row's
  * result does not depend on the other rows.
+ *
+ * Products of bfloat16 have several ways, whose rates differ between processors: `ways` in products.h.
  */
 #ifndef BATON_LINEAR_H
 #define BATON_LINEAR_H
@@ -22,6 +24,20 @@
 #else
 #define TILE_ROWS 6
 #endif
+
+/* Ways to multiply bfloat16, in the order of `ways` (products.h). */
+enum way { PAIRS, WIDENED, TILED, WAYS };
+
+#define LEAST_TILE_ROWS 5 /* with fewer rows, AMX is not faster */
+
+/* Whether numbers widened to float32 are summed to the bits of PAIRS. Arm's bfloat16 products round otherwise. */
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define WIDENS 0
+#else
+#define WIDENS 1
+#endif
+
+#define WIDE_ROWS (TILE_ROWS > 6 ? 12 : 6) /* rows per tile of float32 */
 
 /*
  * Memory that later products read, requested while this one is computed. Otherwise memory would wait during products
@@ -95,13 +111,14 @@ DEFINE_TILES(12)
     } while (0)
 
 /*
- * Multiplies `count` rows, at most TILE_ROWS, with one panel. Rows and results need memory for TILE_ROWS rows: AMX
- * reads and writes all of them. Results beyond `count` are undefined.
+ * Multiplies `count` rows, at most TILE_ROWS, with one panel. `way` is PAIRS or TILED, and PAIRS for float32. Rows and
+ * results need memory for TILE_ROWS rows: AMX reads and writes all of them. Results beyond `count` are undefined.
  */
 INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,
-                     float *result, size_t result_stride, const float *factors, struct ahead ahead, const int kind) {
+                     float *result, size_t result_stride, const float *factors, struct ahead ahead, enum way way,
+                     const int kind) {
 #if TILES
-    if (kind == BFLOAT16 && count >= LEAST_TILE_ROWS && tiles_allowed()) {
+    if (way == TILED && count >= LEAST_TILE_ROWS) {
         for (size_t row = 0; factors && row < count; row++) {
             store(result + row * result_stride, load(result + row * result_stride) * factors[row]);
             store(result + row * result_stride + LANES, load(result + row * result_stride + LANES) * factors[row]);
@@ -109,6 +126,8 @@ INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, cons
         multiply_tiles(count > TILE_SIDE, rows, row_stride, panel, units, result, result_stride, factors != NULL);
         return;
     }
+#else
+    (void)way;
 #endif
     while (count) {
 #if TILE_ROWS >= 12
@@ -122,6 +141,23 @@ INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, cons
         else if (count >= 2) TILE(2);
         else TILE(1);
     }
+}
+
+/* Widens `units` of a panel to twice as many of float32. `to` may be `panel`. */
+INLINE void widen_panel(const uint32_t *panel, size_t units, uint32_t *to) {
+    for (size_t unit = units; unit-- > 0;) { /* from the end, so that nothing is overwritten before it is read */
+        const words left = load_words(panel + unit * PANEL), right = load_words(panel + unit * PANEL + LANES);
+        store_words(to + 2 * unit * PANEL, left & 0xffff0000u);
+        store_words(to + 2 * unit * PANEL + LANES, right & 0xffff0000u);
+        store_words(to + (2 * unit + 1) * PANEL, left << 16);
+        store_words(to + (2 * unit + 1) * PANEL + LANES, right << 16);
+    }
+}
+
+/* Widens `units` of a row, a multiple of LANES / 2, to twice as many of float32. `to` may be `row`. */
+INLINE void widen_row(const void *row, size_t units, uint32_t *to) {
+    for (size_t number = 2 * units; number > 0; number -= LANES)
+        store_words(to + number - LANES, widen_pairs((const bfloat16 *)row + number - LANES));
 }
 
 /* Returns the units of a panel for rows of `count` numbers; bfloat16 is padded with zeros to the tiles of AMX. */

@@ -20,6 +20,9 @@
 
 #define HUGE_PAGE ((size_t)2 << 20)
 
+/* Products of 1 row, of a few, of some and of many may be computed in different ways: see products.h. */
+#define ROW_CLASSES 4
+
 /* Dimensions of the model; same order as in native_decoder.py. */
 struct spec {
     int64_t kind, threads, vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, tied;
@@ -30,10 +33,31 @@ struct spec {
     int64_t experts, chosen, expert_intermediate, expert_layers, sigmoid, normalized;
     /* Threads for cores that other workers lend, the address of the workers' seats, their number, and the own seat. */
     int64_t spare, seats, seat_count, seat;
+    int64_t ways[ROW_CLASSES]; /* of bfloat16 products, by the number of their rows */
     double epsilon, embedding_scale, residual_scale, logit_scale, logit_cap, score_scale, score_cap, expert_scale; /* cap 0: none */
 };
 
 struct adapter; /* lora.h */
+
+#define WIDE_UNITS 128 /* units of a panel that are widened at once: 32 KB, as much as the nearest cache has */
+#define WIDE_PANELS 8  /* panels that are multiplied with the same slice of widened rows */
+#define ROWS_AT_ONCE (256 / TILE_ROWS * TILE_ROWS) /* maximum rows per chunk of a linear */
+#define WIDE_NUMBERS (ROWS_AT_ONCE * 2 * WIDE_UNITS) /* of the rows: 256 KB */
+
+/* Memory of one thread for widened products. */
+struct widened {
+    _Alignas(64) uint32_t panel[2 * WIDE_UNITS * PANEL];
+    uint32_t rows[WIDE_NUMBERS];
+    float results[WIDE_PANELS][ROWS_AT_ONCE * PANEL];
+};
+
+/* Memory of one thread: of the chunk that it runs. */
+struct scratch {
+    union {
+        struct attention attention;
+        struct widened widened;
+    };
+};
 
 /* Addresses and formats of quantized panels. They are not in the arena, which a file may replace (stored.h). */
 struct table {

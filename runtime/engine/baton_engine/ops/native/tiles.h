@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #define TILE_SIDE 16
-#define LEAST_TILE_ROWS 5 /* with fewer rows, AMX is not faster */
 
 struct tile_shapes {
     uint8_t palette, start, reserved[14];

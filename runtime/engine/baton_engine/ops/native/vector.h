@@ -137,8 +137,45 @@ INLINE floats dot(floats total, words weights, uint32_t x, const int kind) {
     float first, second;
     memcpy(&first, &low, 4);
     memcpy(&second, &high, 4);
-    total += (floats)(weights << 16) * first;
-    return total + (floats)(weights & 0xffff0000u) * second;
+    total += (floats)(weights & 0xffff0000u) * second; /* in the order of `vdpbf16ps` */
+    return total + (floats)(weights << 16) * first;
+#endif
+}
+
+typedef uint64_t pairs __attribute__((vector_size(VECTOR_BYTES)));
+
+/* Returns LANES bfloat16 numbers as float32, the second one of each pair first, in the order in which `dot` adds them. */
+INLINE words widen_pairs(const void *from) {
+#if defined(__AVX512F__)
+    const __m512i natural = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16);
+    return (words)_mm512_rol_epi64(natural, 32);
+#else
+    const words natural = __builtin_convertvector(*(const loose_halves *)from, words) << 16;
+    return (words)((pairs)natural << 32 | (pairs)natural >> 32);
+#endif
+}
+
+/*
+ * `vdpbf16ps` takes numbers below 2 ** -126 as zeros, and rounds such results to zero. Between the two calls, float32
+ * does the same. Then the same sums have the same bits either way.
+ */
+INLINE unsigned flush_begin(void) {
+#if defined(__AVX512BF16__)
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    __asm__ volatile("" ::: "memory"); /* no product before this line */
+    return before;
+#else
+    return 0;
+#endif
+}
+
+INLINE void flush_end(unsigned before) {
+#if defined(__AVX512BF16__)
+    __asm__ volatile("" ::: "memory");
+    _mm_setcsr(before);
+#else
+    (void)before;
 #endif
 }
 
