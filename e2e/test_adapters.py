@@ -32,8 +32,9 @@ def served(cluster: Kubernetes, tmp_path_factory: pytest.TempPathFactory) -> Kub
     for role in ("prefill", "decode"):
         pod = spec[role]["podTemplate"]["spec"]
         mount = {"name": ADAPTER, "mountPath": f"/{ADAPTER}", "readOnly": True}
-        pod["containers"][0]["volumeMounts"].append(mount)
-        pod["volumes"].append({"name": ADAPTER, "configMap": {"name": ADAPTER}})
+        (main,) = pod["containers"]
+        pod["containers"] = [{**main, "volumeMounts": [*main["volumeMounts"], mount]}]
+        pod["volumes"] = [*pod["volumes"], {"name": ADAPTER, "configMap": {"name": ADAPTER}}]
     cluster.apply(manifest)
     cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     return cluster

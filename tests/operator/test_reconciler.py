@@ -142,16 +142,27 @@ async def test_reconcile_foreign_object_of_same_name_is_reported(
     assert condition["message"].startswith("Service chat: ")
 
 
-async def test_reconcile_rejected_write_is_reported_in_status(cluster: RealCluster, api: ApiClient) -> None:
-    where = await namespace(cluster, "refused")
-    template = {"spec": {"containers": [{"name": "main", "imagePullPolicy": "Sometimes"}]}}
+@pytest.mark.parametrize(
+    ("name", "container", "named"),
+    [
+        ("refused", {"imagePullPolicy": "Sometimes"}, "imagePullPolicy"),
+        ("twice", {"volumeMounts": [{"name": "a", "mountPath": "/a"}] * 2}, "duplicate entries for key"),
+    ],
+)
+async def test_reconcile_rejected_write_is_reported_in_status(
+    cluster: RealCluster, api: ApiClient, name: str, container: dict[str, Any], named: str
+) -> None:
+    where = await namespace(cluster, name)
+    template = {
+        "spec": {"containers": [{"name": "main", **container}], "volumes": [{"name": "a", "emptyDir": {}}]}
+    }
     await cluster.put({**PAIR, "decode": {"podTemplate": template}}, namespace=where)
     with pytest.raises(ApiException):
         await Inside(api).reconcile(namespace=where)
     status = (await cluster.service(namespace=where))["status"]
     condition = next(one for one in status["conditions"] if one["type"] == "Ready")
     assert (condition["status"], condition["reason"]) == ("False", "Invalid")
-    assert "imagePullPolicy" in condition["message"]
+    assert named in condition["message"]
 
 
 async def test_claim_that_may_not_grow_is_named_and_service_serves_on(

@@ -25,7 +25,7 @@ from baton_operator.manifests import batches as manifests
 from baton_operator.manifests.conditions import Fact, by_type, written
 from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, seconds
-from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition, write_status
+from baton_operator.reconcilers.reconciler import ReportTransition, is_rejected, write_status
 
 FINAL_PHASES = {
     "completed": ("Completed", "Every request has a response or an error."),
@@ -226,7 +226,7 @@ class BatchJobReconciler:
                 decision = replace(self._decide(batch_job, job), create=None)
             await self._apply(decision, batch_job, job)
         except ApiException as error:
-            if error.status in REJECTED_STATUSES:
+            if is_rejected(error):
                 why = f"Job {name}: {error.reason}"
                 facts = [Fact("Complete", False, "Refused", why), Fact("Failed", False, "Refused", why)]
                 await self._write_status(batch_job, facts)

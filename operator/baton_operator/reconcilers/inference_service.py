@@ -28,7 +28,7 @@ from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, key
 from baton_operator.reconcilers import report
 from baton_operator.reconcilers.plan import OperatorDefaults, ServicePlan, ServiceState, plan_service
-from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition, write_status
+from baton_operator.reconcilers.reconciler import ReportTransition, is_rejected, write_status
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
 
 PublishStatus = Callable[[str, str, "report.Status | None", Objectives | None], None]
@@ -91,10 +91,10 @@ class InferenceServiceReconciler:
             try:
                 await self.api.apply(manifest, ours=ours)
             except ApiException as error:
-                if error.status in REJECTED_STATUSES and manifest["kind"] == "PersistentVolumeClaim":
+                if is_rejected(error) and manifest["kind"] == "PersistentVolumeClaim":
                     rejected_claim = str(ObjectRejected(manifest, error))  # the claim keeps its size
                     continue
-                if error.status in REJECTED_STATUSES or (error.status == CONFLICT and not ours):
+                if is_rejected(error) or (error.status == CONFLICT and not ours):
                     raise ObjectRejected(manifest, error) from error
                 raise
         if plan.ticket_secret:
@@ -110,7 +110,7 @@ class InferenceServiceReconciler:
         try:
             await self.api.create(manifest)
         except ApiException as error:
-            if error.status in REJECTED_STATUSES:
+            if is_rejected(error):
                 raise ObjectRejected(manifest, error) from error
             raise
 

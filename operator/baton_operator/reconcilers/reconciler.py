@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kubernetes.aio.client.exceptions import ApiException
+
 from baton_operator.cluster.api_server import FORBIDDEN, ApiServer
 from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.objects import Manifest
 
 REJECTED_STATUSES = frozenset({400, FORBIDDEN, 422})
-"""Statuses of permanent rejections: missing permission or invalid field."""
+NOT_TYPED = "failed to create typed patch object"
+"""Begins the API server's message on a server-side apply with two entries of one key, whose status is 500."""
+
+
+def is_rejected(error: ApiException) -> bool:
+    """Return whether the API server rejects the write for good: missing permission or invalid field."""
+    return error.status in REJECTED_STATUSES or (error.reason or "").startswith(NOT_TYPED)
 
 
 class Reconciler(Protocol):
