@@ -109,6 +109,10 @@ def _no_service(batch: FakeBatch) -> None:
     batch.service = None
 
 
+def _invalid_service(batch: FakeBatch) -> None:
+    batch.service = {**SERVICE, "spec": {**JOBS, "decode": {"replicas": "many"}}}
+
+
 def _other_execution(batch: FakeBatch) -> None:
     batch.service = {**SERVICE, "spec": {**JOBS, "router": {}}}
 
@@ -160,6 +164,7 @@ def _phase(phase: str) -> Callable[[FakeBatch], None]:
         (_nothing, "False Waiting", "False", "False", 1),
         (_suspended, "False Suspended", "False", "True", 1),
         (_no_service, "False NoService", "False", "False", 0),
+        (_invalid_service, "False ServiceInvalid", "False", "False", 0),
         (_other_execution, "False NotByJobs", "False", "False", 0),
         (_taken, "False NameTaken", "True", "False", 0),
         (_running, "False Running", "False", "False", 1),
@@ -178,6 +183,7 @@ def _phase(phase: str) -> Callable[[FakeBatch], None]:
         "new",
         "new and suspended",
         "no service",
+        "a service with an invalid spec",
         "a service that runs batches itself",
         "a name that is taken",
         "running",

@@ -91,6 +91,12 @@ class Service:
         )
         return found
 
+    @property
+    def condition(self) -> dict[str, Any]:
+        status = self.api.objects[API, "loraadapters", "models", "pirate"]["status"]
+        (found,) = status["conditions"]
+        return dict(found)
+
     async def _store(self, api: str, kind: str, name: str, body: Any) -> None:
         metadata = {
             "namespace": "models",
@@ -169,3 +175,11 @@ async def test_deleted_adapter_is_unloaded_and_released(service: Service) -> Non
     await service.adapter(deletionTimestamp="2999-01-01T00:00:00Z")
     await service.reconcile()
     assert not service.worker.loaded and not service.finalizers
+
+
+async def test_adapter_of_a_service_with_an_invalid_spec_says_what_is_wrong(service: Service) -> None:
+    await service.api.put({**SPEC, "decode": {"replicas": "many"}})
+    await service.reconcile()
+    condition = service.condition
+    assert (condition["status"], condition["reason"]) == ("False", "ServiceInvalid")
+    assert "The spec of the InferenceService chat is invalid: spec.decode.replicas" in condition["message"]

@@ -28,6 +28,9 @@ from baton_api.openapi.values import (
 FINISH = one_of("stop", "length", "tool_calls", "content_filter", "function_call")
 MATCHED = {"matched_stop": nullable(either(TEXT, INTEGER)), "stop_reason": nullable(either(TEXT, INTEGER))}
 
+BY_SOURCE = full({"local": COUNT}, peer=COUNT, **dict.fromkeys(TIERS, COUNT))
+"""Cached tokens of the pool of the worker that computed the prompt, and those that it read from elsewhere."""
+
 
 def schemas() -> dict[str, Schema]:
     """Return all schemas of responses by name."""
@@ -53,7 +56,7 @@ def schemas() -> dict[str, Schema]:
             "total_tokens": COUNT,
             "prompt_tokens_details": full(
                 {"cached_tokens": COUNT, "audio_tokens": COUNT},
-                cached_tokens_by_source=full({"local": COUNT}, peer=COUNT, **dict.fromkeys(TIERS, COUNT)),
+                cached_tokens_by_source=BY_SOURCE,
             ),
             "completion_tokens_details": full({
                 "reasoning_tokens": COUNT,
@@ -208,7 +211,7 @@ def _responses() -> dict[str, Schema]:
     usage = full(
         {
             "input_tokens": COUNT,
-            "input_tokens_details": full({"cached_tokens": COUNT}),
+            "input_tokens_details": full({"cached_tokens": COUNT}, cached_tokens_by_source=BY_SOURCE),
             "output_tokens": COUNT,
             "output_tokens_details": full({"reasoning_tokens": COUNT}),
             "total_tokens": COUNT,
@@ -259,7 +262,7 @@ def _messages() -> dict[str, Schema]:
             "content": array(full({"type": one_of("text", "thinking", "tool_use")})),
             "stop_reason": one_of(*reasons),
             "stop_sequence": nullable(TEXT),
-            "usage": full(usage | {"output_tokens": COUNT}),
+            "usage": full(usage | {"output_tokens": COUNT}, cached_tokens_by_source=BY_SOURCE),
         }),
         "MessageEvent": full({"type": TEXT}),
         "MessageTokens": full({"input_tokens": COUNT}),

@@ -97,16 +97,23 @@ class AdapterPlan:
 
 
 def decide(
-    service: str, spec: InferenceServiceSpec | None, adapters: Sequence[Adapter], pods: Sequence[AdapterPod]
+    service: str,
+    spec: InferenceServiceSpec | None,
+    adapters: Sequence[Adapter],
+    pods: Sequence[AdapterPod],
+    invalid: str = "",
 ) -> AdapterPlan:
-    """Return what to load and unload. `service`: its name. `spec`: None if it does not exist. `adapters`: all
-    LoraAdapters that name it.
+    """
+    Return what to load and unload.
+
+    `service`: its name. `spec`: None if it does not exist, or is invalid: `invalid` says why. `adapters`:
+    all LoraAdapters that name it.
     """
     holders = _holders(adapters)
     owned = {name for one in adapters for name in one.names}
     placements = {}
     for one in adapters:
-        problem = _problem(service, spec, one, holders, pods)
+        problem = _problem(service, spec, invalid, one, holders, pods)
         placements[one.object] = AdapterPlacement(problem) if problem else _placed(one, pods, owned)
     work = {}
     for pod in pods:
@@ -132,6 +139,7 @@ def _holders(adapters: Iterable[Adapter]) -> dict[str, Adapter]:
 def _problem(
     service: str,
     spec: InferenceServiceSpec | None,
+    invalid: str,
     adapter: Adapter,
     holders: Mapping[str, Adapter],
     pods: Sequence[AdapterPod],
@@ -139,6 +147,8 @@ def _problem(
     """Return why no pod of the service should load the adapter."""
     if adapter.deleted is not None:
         return _inactive("Unloading", "The object is deleted. Pods unload the adapter.")
+    if invalid:
+        return _inactive("ServiceInvalid", invalid)
     if spec is None:
         return _inactive("ServiceNotFound", f"The InferenceService {service} does not exist.")
     if spec.engine.type not in ("Baton", "vLLM"):

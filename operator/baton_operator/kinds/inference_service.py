@@ -142,6 +142,19 @@ class InferenceServiceSpec(Part):
         except ValidationError:
             return None
 
+    @classmethod
+    def problem(cls, service: Mapping[str, Any] | None) -> str:
+        """Return what is wrong with the spec of an InferenceService; empty without a service or a problem."""
+        try:
+            if service is not None:
+                cls.model_validate(service["spec"])
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, ("spec", *first["loc"])))
+            name = service["metadata"]["name"] if service else ""
+            return f"The spec of the InferenceService {name} is invalid: {field}: {first['msg']}."
+        return ""
+
 
 Hash = Annotated[str, Field(max_length=8)]
 Words = Annotated[str, Field(max_length=1024)]

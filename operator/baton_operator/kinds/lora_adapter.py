@@ -78,5 +78,5 @@ class LoraAdapterStatus(Part):
 
     conditions: Conditions = []
     """Active: requests can use the adapter. Reasons: LoadedOnAllPods, PartlyLoaded, Loading, LoadFailed,
-    NoReadyPods, FilesNotReachable, ServiceNotFound, EngineNotSupported, AdaptersNotEnabled, NameConflict,
-    and Unloading after the object was deleted."""
+    NoReadyPods, FilesNotReachable, ServiceNotFound, ServiceInvalid, EngineNotSupported, AdaptersNotEnabled,
+    NameConflict, and Unloading after the object was deleted."""

@@ -111,6 +111,8 @@ def _begin(
     if service is None:
         message = f"The InferenceService {name} does not exist."
         return BatchDecision(_facts("NoService", message), again_s=SERVICE_S)
+    if problem := InferenceServiceSpec.problem(service):
+        return BatchDecision(_facts("ServiceInvalid", problem), again_s=SERVICE_S)
     serving = InferenceServiceSpec.model_validate(service["spec"])
     if serving.router.batches.execution != "Jobs":
         message = f"{name} does not run batches by Jobs. Set its spec.router.batches.execution to Jobs."

@@ -62,6 +62,8 @@ class AdapterService:
     manifests: Sequence[Manifest]
     """Its LoraAdapters."""
     pods: Sequence[AdapterPod]
+    invalid: str = ""
+    """What is wrong with its spec."""
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -74,7 +76,7 @@ class AdapterService:
 
     @property
     def plan(self) -> AdapterPlan:
-        return decide(self.name, self.spec, self.adapters, self.pods)
+        return decide(self.name, self.spec, self.adapters, self.pods, self.invalid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,12 @@ class LoraAdapterReconciler:
         return CHECK_S if again_s is None else min(CHECK_S, max(again_s, 1.0))
 
     def _service(self, namespace: str, name: str) -> AdapterService:
-        spec = InferenceServiceSpec.of(self.cache.service(namespace, name))
+        existing = self.cache.service(namespace, name)
+        spec = InferenceServiceSpec.of(existing)
         adapters = [one for one in self.cache.of_service(namespace, name, KIND) if not _is_gone(one)]
         pods = self._pods(namespace, name) if spec is not None and adapters else []
-        return AdapterService(namespace, name, spec, adapters, pods)
+        invalid = InferenceServiceSpec.problem(existing) if adapters else ""
+        return AdapterService(namespace, name, spec, adapters, pods, invalid)
 
     def _pods(self, namespace: str, name: str) -> list[AdapterPod]:
         """Return the pods that serve the API of workers, not read yet."""

@@ -267,7 +267,7 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def single_body(body: bytes, salt: str) -> bytes:
+def single_body(path: str, body: bytes, salt: str) -> bytes:
     read_options(body, _bodies)
     return body
 

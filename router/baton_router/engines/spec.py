@@ -18,7 +18,7 @@ from baton_router.engines.checks import EngineChecks, WorkerApi
 from baton_router.engines.engine_request import EngineDriver
 
 
-def unchanged(body: bytes, salt: str) -> bytes:
+def unchanged(path: str, body: bytes, salt: str) -> bytes:
     return body
 
 
@@ -40,9 +40,10 @@ class EngineSpec:
     """Whether its workers form pairs."""
     no_connector: str = ""
     """What a worker lacks that reports no `Load.compatibility`, and the flag. Empty: all report it."""
-    single_body: Callable[[bytes, str], bytes] = unchanged
+    single_body: Callable[[str, bytes, str], bytes] = unchanged
     """
-    The body of a request that one worker gets from a gateway, with a tenant's cache salt (empty without one).
+    The body of a request to a path that one worker gets from a gateway, with a tenant's cache salt (empty
+    without one).
 
     Raises InvalidRequest if the client sets what only routers may set: the transfer of KV blocks.
     """

@@ -236,9 +236,10 @@ def _is_trtllm(models: Any) -> bool:
     return TRTLLM_OWNER in owners
 
 
-def single_body(body: bytes, salt: str) -> bytes:
+def single_body(path: str, body: bytes, salt: str) -> bytes:
     options = read_options(body, _bodies)
-    return body if options is None else with_salt(body, options, salt)
+    # Other paths have no salt, and embeddings no cache.
+    return body if options is None or path not in GENERATING else with_salt(body, options, salt)
 
 
 SPEC = EngineSpec(

@@ -228,6 +228,8 @@ class VllmEngine:
             tokens, tail = len(events.prompt_tokens), tail_of(attempt, events.prompt_tokens)
         elif not remote:
             tokens, cached = usage_of(opening)
+        if not tokens and attempt.fallback:
+            tokens = attempt.grant.prompt_tokens  # a long answer begins without its usage; the failure counts
         if not tokens:
             return None
         streams = events is not None
@@ -278,7 +280,7 @@ def tail_of(attempt: EngineRequest, tokens: list[int]) -> str:
     return prompt_tail(tokens, attempt.grant.block_size, salt, attempt.grant.adapter)
 
 
-def single_body(body: bytes, salt: str) -> bytes:
+def single_body(path: str, body: bytes, salt: str) -> bytes:
     options = read_options(body, BODIES)
     return body if options is None else with_members(body, salt_members(salt, options))
 

@@ -187,7 +187,7 @@ class GatewayExchange:
         set_fields = worker_headers(grant, request, self._id, destination, services.credentials, time.time())
         removed = removed_headers(request.headers, set_fields, services.credentials)
         mutation = messages.header_mutation(set_fields, removed)
-        changed = ENGINES[grant.engine].single_body(request.body, request.tenant.salt)
+        changed = ENGINES[grant.engine].single_body(request.path, request.body, request.tenant.salt)
         chunks, self._chunks = self._chunks, []
         if self._mode == messages.BUFFERED:
             reply = messages.request_body(mutation, None if changed is body else changed)

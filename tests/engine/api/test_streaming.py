@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -17,6 +18,9 @@ from baton_engine.api.chat.endpoint import prepare
 from baton_engine.api.exchange import open_exchange
 from baton_engine.api.generate import Generate
 from baton_engine.api.http import HttpServer
+from baton_engine.api.messages.output import _usage as messages_usage
+from baton_engine.api.responses.output import _usage as responses_usage
+from baton_engine.api.streaming import Usage
 from tests.engine.api.api import LETTERS, MODEL, USER, Api, events, eventually, open_api
 from tests.plain_http import PLAIN
 
@@ -60,6 +64,20 @@ async def test_stream_events_are_lines_for_readers_that_split_at_unicode_separat
         assert answer.status_code == 200
     texts = json.dumps([json.loads(line.removeprefix("data: ")) for line in lines], ensure_ascii=False)
     assert all(separator in texts for separator in "\u2028\u2029\x85")
+
+
+USAGES: dict[str, Callable[[Usage], dict[str, Any]]] = {
+    "chat and completions": lambda usage: Usage.body(usage)["prompt_tokens_details"],
+    "responses": lambda usage: responses_usage(usage)["input_tokens_details"],
+    "messages": messages_usage,
+}
+
+
+@pytest.mark.parametrize("api_name", USAGES)
+def test_usage_splits_cached_tokens_by_source_in_all_apis(api_name: str) -> None:
+    read = USAGES[api_name](Usage(100, 5, cached_tokens=48, peer_tokens=20, tier_tokens=[("memory", 8)]))
+    assert read["cached_tokens_by_source"] == {"local": 20, "peer": 20, "memory": 8}
+    assert "cached_tokens_by_source" not in USAGES[api_name](Usage(100, 5, cached_tokens=48))
 
 
 async def test_usage_is_the_last_event_and_null_in_the_others(api: Api) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -66,7 +66,9 @@ class FakeVllm(FakeEngine):
         """Prompts that were computed here."""
         self.prefill_status = 0
         """A status with which it fails to compute prompts for others."""
-        self.transfer_fails = False
+        self.fingerprint: str | None = None
+        """Before the usage of its whole answers."""
+        self.transfer_fails: Callable[[], bool] = lambda: False
         """Whether reads of blocks fail, with the policy `fail`."""
         self.ranks = 1
         """Data-parallel ranks behind its port; rank 1 has used half of its blocks more than rank 0."""
@@ -222,7 +224,7 @@ class FakeVllm(FakeEngine):
                 return error(self.prefill_status, "No.", "InternalServerError")
         if transfer is None or not transfer.get("do_remote_prefill"):
             self.computed += 1
-        elif self.transfer_fails:
+        elif self.transfer_fails():
             return error(500, "KV load failed.", "InternalServerError")
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or 8
         if limit < 1:
@@ -297,6 +299,7 @@ class FakeVllm(FakeEngine):
             "choices": [
                 {"index": 0, **content, "finish_reason": "length", "token_ids": answer if ids else None}
             ],
+            "system_fingerprint": self.fingerprint,
             "usage": {**usage, "prompt_tokens_details": self._details},
             "prompt_token_ids": prompt if ids else None,
             "kv_transfer_params": self._transfer(body, prompt, name),

@@ -150,9 +150,9 @@ async def test_tenants_with_a_salt_have_chats_only(pair: bool, tmp_path: Path) -
 
 def test_gateway_sends_no_completion_with_a_salt() -> None:
     spec, body = ENGINES[EngineKind.TRTLLM], b'{"model": "tiny", "prompt": "x"}'
-    assert spec.single_body(body, "") == body
+    assert spec.single_body(COMPLETIONS, body, "") == body
     with pytest.raises(InvalidRequest, match="/v1/chat/completions"):
-        spec.single_body(body, "s")
+        spec.single_body(COMPLETIONS, body, "s")
 
 
 async def test_workers_of_different_versions_are_no_pair() -> None:
@@ -171,7 +171,14 @@ async def test_workers_of_different_versions_are_no_pair() -> None:
 def test_law_single_body_has_the_salt_or_is_unchanged(spec: Any) -> None:
     """A gateway's worker gets the client's bytes, and no more than the salt behind them."""
     body = b'{"model": "tiny", "messages": []}'
-    assert spec.single_body(body, "") == body
-    salted = spec.single_body(body, "s")
+    assert spec.single_body(CHATS, body, "") == body
+    salted = spec.single_body(CHATS, body, "s")
     assert salted in (body, b'{"model": "tiny", "messages": [],"cache_salt":"s"}')
-    assert spec.single_body(b"[", "s") == b"["
+    assert spec.single_body(CHATS, b"[", "s") == b"["
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+def test_gateway_adds_no_salt_to_what_has_none(path: str) -> None:
+    """TensorRT-LLM refuses members that a request of this path does not have."""
+    body = b'{"model": "tiny", "input": "x"}'
+    assert ENGINES[EngineKind.TRTLLM].single_body(path, body, "s") == body

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from baton_api import metrics
 from baton_api.errors import ModelNotFound
 from baton_api.headers import CACHED, REQUEST_ID
+from baton_api.prompt_report import Fallback
+from baton_router.engines.engine_request import BUFFER_LIMIT
 from tests.plain_http import PLAIN
 from tests.router.engines.fake_engine import generate, render, text_of
 from tests.router.engines.fake_vllm import FakeVllm
@@ -103,6 +107,20 @@ async def test_failed_prefill_leaves_the_prompt_to_the_decode_worker(status: int
         assert (decode.computed, decode.pulled) == (1, 0)
 
 
+async def test_failed_prefill_of_a_long_answer_counts() -> None:
+    """An answer above `BUFFER_LIMIT` is forwarded before its usage has come."""
+    async with (
+        FakeVllm() as prefill,
+        FakeVllm() as decode,
+        running_router([decode], [prefill], **PAIRS_ALWAYS) as router,
+    ):
+        prefill.prefill_status = 500
+        decode.fingerprint = "x" * (4 * BUFFER_LIMIT)
+        answer = await router.post(CHAT)
+        assert answer.status_code == 200 and len(answer.content) > BUFFER_LIMIT
+        assert router.metric(metrics.ROUTER_DECISIONS.name, path="fallback", reason=Fallback.FAILED) == 1
+
+
 async def test_failed_transfer_sends_the_request_to_another_worker() -> None:
     blocks: dict[str, list[int]] = {}
     async with (
@@ -111,11 +129,17 @@ async def test_failed_transfer_sends_the_request_to_another_worker() -> None:
         FakeVllm(blocks) as other,
         running_router([one, other], [prefill], **PAIRS_ALWAYS) as router,
     ):
-        one.transfer_fails = True
-        for number in range(8):
+        failing: list[FakeVllm] = []  # the worker that reads first, whichever the router chooses
+
+        def fails(worker: FakeVllm) -> bool:
+            failing.append(worker)
+            return failing[0] is worker
+
+        one.transfer_fails, other.transfer_fails = partial(fails, one), partial(fails, other)
+        for number in range(4):
             body = {**CHAT, "messages": [{"role": "user", "content": f"question {number}"}]}
             assert text_in(events_of(await streamed(router, body))) == expected_text(body)
-        assert one.pulled, "the choice never met the worker whose reads fail"
+        assert failing[0] is not failing[1]
 
 
 async def test_dead_prefill_worker_costs_no_request() -> None:

@@ -77,19 +77,26 @@ class Usage:
     rejected_prediction_tokens: int = 0
     """The other tokens of `prediction`, for each choice. They are not completion tokens."""
 
-    def body(self) -> dict[str, Any]:
-        prompt_details: dict[str, Any] = {"cached_tokens": self.cached_tokens, "audio_tokens": 0}
+    @property
+    def by_source(self) -> dict[str, Any]:
+        """The member that splits the cached tokens by their source; empty if all were in the pool."""
         elsewhere = Counter({"peer": self.peer_tokens} if self.peer_tokens else {})
         for tier, tokens in self.tier_tokens:
             elsewhere[tier] += tokens
-        if elsewhere:
-            local = self.cached_tokens - elsewhere.total()
-            prompt_details["cached_tokens_by_source"] = {"local": local, **elsewhere}
+        if not elsewhere:
+            return {}
+        return {"cached_tokens_by_source": {"local": self.cached_tokens - elsewhere.total(), **elsewhere}}
+
+    def body(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": prompt_details,
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "audio_tokens": 0,
+                **self.by_source,
+            },
             "completion_tokens_details": {
                 "reasoning_tokens": self.reasoning_tokens,
                 "audio_tokens": 0,

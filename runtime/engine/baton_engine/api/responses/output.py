@@ -341,6 +341,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens_details": {
             "cached_tokens": body["prompt_tokens_details"]["cached_tokens"],
             "cache_write_tokens": 0,
+            **usage.by_source,
         },
         "output_tokens": body["completion_tokens"],
         "output_tokens_details": {
