@@ -295,6 +295,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         **os.environ,
         "CC": shlex.join([*compiler, "-include", str(header)]),
         "BATON_CACHE": str(tmp_path_factory.mktemp("kernels")),
+        "BATON_PRODUCTS": "amx",
     }
 
 
@@ -482,8 +483,12 @@ def test_kernels_of_every_target_agree_with_plain(tmp_path: Path, target: librar
     if not target.instructions <= library.instructions():
         pytest.skip(f"the processor has not all of {target.name}'s instructions")
     library.build(tmp_path, [target])
-    environment = {"PATH": "", "BATON_BUNDLED": str(tmp_path)}
-    for changes, dtype in itertools.product(SHAPES.values(), TOLERANCE):
+    environment = {"PATH": "", "BATON_BUNDLED": str(tmp_path), "BATON_CACHE": str(tmp_path / "cache")}
+    ways = [(torch.float32, "pairs"), (torch.bfloat16, "pairs"), (torch.bfloat16, "widened")]
+    if target.name == "amx":
+        ways.append((torch.bfloat16, "amx"))
+    for changes, (dtype, products) in itertools.product(SHAPES.values(), ways):
+        environment["BATON_PRODUCTS"] = products
         spec = tiny_spec(**changes)
         batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
         ours, theirs = filled_cache(spec, dtype), filled_cache(spec, dtype)
