@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import queue
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.api.streaming import Usage
 from baton_engine.client import AsyncEngine
+from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import Change, KvEvents, Stored
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
@@ -31,7 +33,8 @@ from baton_engine.tiers.blocks import Bytes, PoolBytes
 from baton_engine.tiers.index import Place, TierIndex
 from baton_engine.tiers.memory import MemoryStore
 from baton_engine.tiers.store import Copy
-from baton_engine.tiers.tier import Tier, TierSnapshot
+from baton_engine.tiers.tier import Tier, Tiers, TierSnapshot
+from tests.engine.fake_model import make_cache
 from tests.engine.greedy import CPU
 from tests.engine.models import make_model
 from tests.engine.serving import Serving, prompt_of, request_of
@@ -434,6 +437,35 @@ def test_memory_store_is_touched_to_its_end_and_keeps_its_blocks(tiered: Tiered)
     store.read(19)[:] = 7
     assert [store.prepare() for _ in range(3)] == [True, True, False]
     assert set(store.read(19).tolist()) == {7}
+
+
+def test_tier_copies_beside_each_pass_until_half_of_the_pool_is_ready() -> None:
+    """A copy ends while the engine computes. The next one starts before the next pass, not behind it."""
+    cache = make_cache(7)
+    tier = Tier(MemoryStore(8 * cache.block_bytes, cache.block_bytes, None), cache)
+    tiers, commands = Tiers([tier]), queue.SimpleQueue[Callable[[], None]]()
+    pool = BlockPool(cache.blocks, tiers=tiers)
+
+    def post(command: Callable[[], None]) -> bool:
+        commands.put(command)
+        return True
+
+    tier.attach(pool, post, lambda fetched: None, None)
+    tier._each = 2
+    names = block_hashes(range(24), 4, root_hash())
+    blocks = pool.allocate(6)
+    for number, block in enumerate(blocks):
+        pool.publish(block, names[number], names[number - 1] if number else root_hash())
+    pool.release(blocks)
+    tier.clean(idle=False)
+    for expected in (2, 4):
+        commands.get(timeout=60)()
+        assert tier.snapshot().blocks == expected
+    assert not tier._busy, "4 of 6 blocks can be handed out, and the engine has work"
+    tier.clean(idle=True)
+    commands.get(timeout=60)()
+    assert all(tier.has(name) for name in names)
+    tier.close()
 
 
 def test_index_slot_that_is_read_is_not_used_again_before_the_end_of_the_read() -> None:
