@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -57,6 +58,42 @@ def cost_of(path: str, body: dict[str, Any]) -> RequestCost:
 @pytest.mark.parametrize(("path", "body", "expected"), BODIES.values(), ids=BODIES.keys())
 def test_request_cost_is_read_from_every_api(path: str, body: dict[str, Any], expected: RequestCost) -> None:
     assert cost_of(path, body) == expected
+
+
+LONGEST = 4_000_000
+"""Bytes of the longest body."""
+
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "token ids": (COMPLETIONS, {"prompt": [1] * (LONGEST // 3)}),
+    "token ids to generate from": ("/generate", {"input_ids": [128_000] * (LONGEST // 8)}),
+    "prompts of token ids": (COMPLETIONS, {"prompt": [[1] * 1500] * 800}),
+    "token ids to embed": ("/v1/embeddings", {"input": [[1] * 100] * (LONGEST // 310)}),
+    "a text": (CHAT, {"messages": [{"role": "user", "content": "x " * (LONGEST // 2)}]}),
+    "messages": (CHAT, {"messages": [{"role": "user", "content": "x" * 360}] * (LONGEST // 400)}),
+    "texts to embed": ("/v1/embeddings", {"input": ["x" * 90] * (LONGEST // 95)}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), LONG.values(), ids=LONG.keys())
+def test_law_long_body_is_read_in_few_objects(path: str, body: dict[str, Any]) -> None:
+    """A step of the event loop takes as long as the objects that it makes: most bytes make none."""
+    scope: Any = {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+    content = json.dumps({"model": "tiny", **body}).encode()
+    tracemalloc.start()
+    try:
+        request = InferenceRequest(scope, content)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert request.prompt.bytes
+    assert peak < 3.5 * len(content)
+
+
+def test_long_prompts_of_ids_are_counted() -> None:
+    cost = cost_of(COMPLETIONS, {"prompt": [[1] * 1500] * 800, "n": 1})
+    assert (cost.prompts, cost.choices) == (800, 800)
+    with pytest.raises(InvalidRequest, match="maximum of 1024 choices"):
+        cost_of(COMPLETIONS, {"prompt": [[1] * 100] * 12_000})
 
 
 def test_law_request_cost_grows_with_choices_and_prompts() -> None:
