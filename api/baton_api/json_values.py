@@ -10,6 +10,8 @@ from __future__ import annotations
 from baton_api import limits
 from baton_api.errors import InvalidRequest
 
+_NO_MARKS = bytes(set(range(256)) - set(b'"{['))
+
 
 def check_values(body: bytes) -> None:
     """Raise InvalidRequest if `body` has more objects, arrays and strings than `limits.VALUES`."""
@@ -31,5 +33,7 @@ def _values(body: bytes, most: int) -> int:
     strings = (unescaped.count(b'"') + 1) // 2
     if strings > most:
         return strings
-    outside = b"".join(unescaped.split(b'"')[::2])
+    # Two quotes side by side change for no other byte whether it is within a string.
+    marks = unescaped.translate(None, delete=_NO_MARKS).replace(b'""', b"")
+    outside = b"".join(marks.split(b'"')[::2])
     return strings + outside.count(b"{") + outside.count(b"[")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -43,6 +44,19 @@ def test_body_of_too_many_values_is_rejected(case: str) -> None:
 @pytest.mark.parametrize("case", FEW)
 def test_body_of_few_values_is_accepted_whatever_its_texts_say(case: str) -> None:
     check_values(json.dumps(FEW[case], separators=(",", ":")).encode())
+
+
+def test_counting_makes_few_objects() -> None:
+    """It is one step of an event loop, which takes as long as the objects that it makes."""
+    messages = [{"role": "user", "content": "{[" + "x" * 150}] * (MOST // 6)
+    body = json.dumps({"messages": messages}).encode()
+    tracemalloc.start()
+    try:
+        check_values(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * len(body)
 
 
 def counted(value: Any) -> int:
