@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton_api.limits import MESSAGES
 from baton_router.cache.prompt_chunks import CHUNK_BYTES, PromptChunks
 from baton_router.requests.inference_request import InferenceRequest
 
@@ -125,3 +126,13 @@ def test_names_are_equal_exactly_where_prefixes_are(seed: int) -> None:
                 assert seen.setdefault(prompt.names[place], before) == before
                 place += 1
         assert place == len(prompt.names)
+
+
+@pytest.mark.parametrize("message", [{}, {"content": 1}, {"role": "assistant", "content": "x"}])
+def test_law_chunks_are_bounded_by_bytes_and_messages(message: dict[str, Any]) -> None:
+    """One step of the event loop names them all; one turn later the names are the same."""
+    many = [message] * 19_000
+    prompt = prompt_of(messages=many)
+    assert len(prompt.names) <= MESSAGES.most + prompt.bytes // CHUNK_BYTES + 2
+    longer = prompt_of(messages=[*many, USER])
+    assert shared(prompt, longer) >= prompt.bytes - CHUNK_BYTES

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest as digest
 
-from baton_api.limits import PARTS
+from baton_api.limits import MESSAGES, PARTS
 
 CHUNK_BYTES = 512
 """Shorter ones find a few tokens more and cost more to look up: a prompt of 32 KB has 64."""
@@ -61,14 +61,18 @@ def root_name(salt: str, model: str) -> int:
 
 
 def chunk_messages(messages: Sequence[PromptMessage], tools: msgspec.Raw | None, root: int) -> PromptChunks:
-    """A conversation's chunks. `tools` is their JSON as it came."""
+    """
+    A conversation's chunks. `tools` is their JSON as it came.
+
+    Messages after `MESSAGES.most` are one text: a chunk for each would keep the event loop from its work.
+    """
     names: list[int] = []
     sizes: list[int] = []
     answers: list[tuple[int, int]] = []
     name = root
     if tools:
         name = _cut(b"tools", bytes(tools), name, names, sizes)
-    for message in messages:
+    for message in messages[: MESSAGES.most]:
         role, content = message.role, message.content
         label = LABELS.get(role) if isinstance(role, str) else repr(role).encode("utf-8", "replace")
         begun = len(names)
@@ -77,6 +81,8 @@ def chunk_messages(messages: Sequence[PromptMessage], tools: msgspec.Raw | None,
         name = _cut(label or role.encode("utf-8", "replace"), text, name, names, sizes)
         if role == "assistant":
             answers.append((begun, len(names)))
+    if len(messages) > MESSAGES.most:
+        _cut(b"", msgspec.json.encode(messages[MESSAGES.most :]), name, names, sizes)
     return PromptChunks(tuple(names), tuple(sizes), tuple(answers))
 
 
