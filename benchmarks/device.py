@@ -221,6 +221,7 @@ def _replayed_seconds(runs: Sequence[Callable[[], Any]]) -> float:
     import torch
 
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # which may still write the inputs
     with torch.cuda.stream(stream):
         for run in runs:
             run()

@@ -162,13 +162,13 @@ def row_launches(dtype: torch.dtype) -> list[Launch]:
     return captured
 
 
-def quantized_launches(form: Format, dtype: torch.dtype) -> list[Launch]:
+def quantized_launches(form: Format, dtype: torch.dtype, shared_memory: int) -> list[Launch]:
     """Return what a product with a matrix launches for one row, a few, more and many."""
     captured = capturing()
     inputs, size = 4096, ROW_BYTES[form]
     part = QuantizedPart(form, torch.zeros(64, size, dtype=torch.uint8), group=128)
-    linear = QuantizedLinear(Quantized((part,), inputs), torch.zeros(64, dtype=dtype))
-    for rows in (1, 3, 100, 300):
+    linear = QuantizedLinear(Quantized((part,), inputs), torch.zeros(64, dtype=dtype), shared_memory)
+    for rows in (1, 3, 20, 50, 100, 300):
         linear(torch.zeros(rows, inputs, dtype=dtype))
     return captured
 
@@ -189,11 +189,11 @@ def adapter_launches(dtype: torch.dtype) -> list[Launch]:
     return captured
 
 
-def expert_launches(dtype: torch.dtype) -> list[Launch]:
+def expert_launches(dtype: torch.dtype, shared_memory: int, tokens: int = 40) -> list[Launch]:
     """Return what the experts of a layer launch, with biases and without."""
     captured = capturing()
-    ops, x = AcceleratorOps(tiny_spec()), torch.zeros(40, 2880, dtype=dtype)
-    groups = ops.group_by_expert(torch.zeros(40, 4, dtype=torch.int64), 32)
+    ops, x = AcceleratorOps(tiny_spec(), shared_memory), torch.zeros(tokens, 2880, dtype=dtype)
+    groups = ops.group_by_expert(torch.zeros(tokens, 4, dtype=torch.int64), 32)
     weights, biases = torch.zeros(32, 64, 2880, dtype=dtype), torch.zeros(32, 64, dtype=dtype)
     results = ops.prepare_experts(weights, None, 32)(x, groups)
     ops.prepare_experts(weights, biases, 32)(x, groups)
@@ -201,8 +201,8 @@ def expert_launches(dtype: torch.dtype) -> list[Launch]:
         rows = torch.zeros(32 * 64, ROW_BYTES[form] * 2816 // 4096, dtype=torch.uint8)
         matrix = Quantized((QuantizedPart(form, rows, group=128),), 2816)
         ops.prepare_experts(matrix, biases, 32)(x[:, :2816], groups)
-    for shares in (None, torch.zeros(40, 4)):
-        ops.sum_experts(results.view(40, 4, 64), shares)
+    for shares in (None, torch.zeros(tokens, 4)):
+        ops.sum_experts(results.view(tokens, 4, 64), shares)
     return captured
 
 
@@ -252,10 +252,12 @@ def main(target: str) -> None:
     captured |= {f"{name}, float8 keys": launches(spec_of(name), bf16, FLOAT8_CACHE) for name in OTHER_TYPES}
     captured |= {f"{name}, float32": launches(spec_of(name), fp32, fp32) for name in OTHER_TYPES}
     captured |= {
-        f"{form.name}, float32": quantized_launches(form, fp32) for form in (Format.INT4, Format.FP8)
+        f"{form.name}, float32": quantized_launches(form, fp32, SHARED[target])
+        for form in (Format.INT4, Format.FP8)
     }
-    captured |= {form.name: quantized_launches(form, bf16) for form in ROW_BYTES}
-    captured |= {f"experts, {dtype}": expert_launches(dtype) for dtype in (bf16, fp32)}
+    captured |= {form.name: quantized_launches(form, bf16, SHARED[target]) for form in ROW_BYTES}
+    captured |= {f"experts, {dtype}": expert_launches(dtype, SHARED[target]) for dtype in (bf16, fp32)}
+    captured |= {"experts, many tokens": expert_launches(bf16, SHARED[target], 400)}
     captured |= {"llama, large tiles": launches(spec_of("llama"), bf16, bf16, SHARED[target])}
     captured |= {"one row": row_launches(bf16)}
     captured |= {f"adapters, {dtype}": adapter_launches(dtype) for dtype in (bf16, fp32)}

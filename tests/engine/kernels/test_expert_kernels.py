@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.kernels.experts import FEW_PAIRS
 from baton_engine.ops.plain import PlainOps
 from tests.engine.kernels.cases import DEVICE, guarded
-from tests.engine.kernels.test_quantized_kernels import MATRICES
+from tests.engine.kernels.test_quantized_kernels import MATRICES, MEMORY
 from tests.engine.random_weights import tiny_spec
 from tests.seeds import seeds
 
-OURS, PLAIN = AcceleratorOps(tiny_spec()), PlainOps(tiny_spec())
+OURS, PLAIN = AcceleratorOps(tiny_spec(), MEMORY), PlainOps(tiny_spec())
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 """The interpreter has no products of bfloat16."""
@@ -74,6 +75,19 @@ def products(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(24, quick=6))
 def test_expert_products_of_any_shape(seed: int) -> None:
     products(seed)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_pairs_of_each_expert_are_multiplied_in_high_tiles(biased: bool) -> None:
+    torch.manual_seed(8)
+    weights, x = random_of(2, 70, 40, dtype=torch.float16), random_of(90, 40, dtype=torch.float16)
+    biases = random_of(2, 70, dtype=torch.float16) if biased else None
+    chosen = chosen_of(90, 2, 1)
+    assert len(x) > FEW_PAIRS * 2
+    ours, plain = (
+        ops.prepare_experts(weights, biases, 2)(x, ops.group_by_expert(chosen, 2)) for ops in (OURS, PLAIN)
+    )
+    torch.testing.assert_close(ours, plain, atol=2e-2, rtol=4e-3)
 
 
 def test_expert_product_of_a_row_is_the_same_in_any_batch() -> None:

@@ -11,8 +11,15 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from baton_engine.devices import shared_memory
 from baton_engine.ops.accelerator import AcceleratorOps
-from baton_engine.ops.kernels.quantized import EXPANDED_ROWS, FEW_ROWS, SPLIT, QuantizedLinear
+from baton_engine.ops.kernels.quantized import (
+    EXPANDED_ROWS,
+    FEW_ROWS,
+    LARGE_TILE_MEMORY,
+    SPLIT,
+    QuantizedLinear,
+)
 from baton_engine.quantized import Format, Quantized, QuantizedPart, pack
 from tests.engine.kernels.cases import DEVICE, guarded
 from tests.engine.random_weights import tiny_spec
@@ -82,8 +89,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 """The interpreter has no products of bfloat16."""
 
 
+MEMORY = shared_memory(DEVICE) or LARGE_TILE_MEMORY
+
+
 def product(matrix: Quantized, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return AcceleratorOps(tiny_spec()).prepare(matrix.to(DEVICE), bias)(x)
+    return AcceleratorOps(tiny_spec(), MEMORY).prepare(matrix.to(DEVICE), bias)(x)
 
 
 def assert_product(

@@ -49,20 +49,24 @@ class AcceleratorOps(PlainOps):
 
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         if isinstance(weight, Quantized):
-            return QuantizedLinear(weight, bias)
+            return QuantizedLinear(weight, bias, self._shared_memory)
         if weight.element_size() == 2 and weight.is_contiguous():
             return RowLinear(weight, bias)
         return PlainLinear(weight, bias)
 
     def prepare_experts(self, weights: Matrix, biases: Tensor | None, count: int) -> ExpertLinear:
         if isinstance(weights, Quantized):
-            return QuantizedExperts(weights, biases, count)
-        return experts.GroupedLinear(weights.contiguous(), biases)
+            return QuantizedExperts(weights, biases, count, self._shared_memory)
+        return experts.GroupedLinear(weights.contiguous(), biases, self._shared_memory)
 
     def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:
         if isinstance(embedding, Tensor):
             return embedding
-        return head if isinstance(head, QuantizedLinear) else QuantizedLinear(embedding)
+        return (
+            head
+            if isinstance(head, QuantizedLinear)
+            else QuantizedLinear(embedding, None, self._shared_memory)
+        )
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)

@@ -28,8 +28,11 @@ FEW_PAIRS = 32
 LOW = {"ROWS": 32, "COLUMNS": 64, "STEP": 64, "num_warps": 4, "num_stages": 3}
 """Pairs and outputs of a tile, and inputs per step, of which others are loaded while one is multiplied."""
 
-HIGH = {"ROWS": 128, "COLUMNS": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
-"""For inputs of 2 bytes."""
+HIGH = {"ROWS": 128, "COLUMNS": 128, "STEP": 64, "num_warps": 8, "num_stages": 4}
+"""For inputs of 2 bytes, if there is shared memory for four steps."""
+
+HIGH_MEMORY = 160 * 1024
+"""Bytes of shared memory per program from which a device has high tiles: A100, H100 and later."""
 
 SUMMED = 1024
 """Columns that one program adds."""
@@ -101,13 +104,16 @@ class GroupedLinear:
     """[E, out, in], contiguous."""
     biases: Tensor | None
     """[E, out], contiguous."""
+    shared_memory: int = 0
+    """Bytes that the device has for a program. 0: not known."""
 
     def __call__(self, x: Tensor, groups: ExpertGroups) -> Tensor:
         count, outputs, inputs = self.weights.shape
         pairs = len(groups.order)
         result = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
         if pairs:
-            tile = HIGH if pairs > FEW_PAIRS * count and x.element_size() == 2 else LOW
+            high = pairs > FEW_PAIRS * count and x.element_size() == 2 and self.shared_memory >= HIGH_MEMORY
+            tile = HIGH if high else LOW
             _multiply[(triton.cdiv(outputs, tile["COLUMNS"]), count)](
                 x if x.stride(1) == 1 else x.contiguous(),
                 self.weights,

@@ -7,9 +7,9 @@ The number of rows decides, because it decides what the time is spent on:
   cores.
 - Up to `FEW_ROWS`: numbers of 4 bits, 8 bits and float8 are exact in bfloat16 and float16, so they are
   multiplied as they are, and the sum of a group is multiplied by its scale in fp32.
-- Up to `EXPANDED_ROWS`, in 2 bytes per number: weights are rounded to the type of the inputs while they are
-  read. Tiles are higher, so each weight is widened once.
-- More rows, in 2 bytes per number: the matrix is expanded to a copy, which the vendor's library multiplies.
+- Up to `EXPANDED_ROWS`, where shared memory suffices and inputs have 2 bytes per number: weights are rounded
+  to the type of the inputs while they are read. Tiles are higher, so each weight is widened once or twice.
+- More rows, of inputs of 2 bytes: the matrix is expanded to a copy, which the vendor's library multiplies.
 
 So the last bits of a row depend on which of these its batch has. Within one of the first three they do not
 depend on the batch: the height of tiles, their steps and the splits depend on the matrix only.
@@ -37,31 +37,26 @@ from baton_engine.ops.kernels import float8
 from baton_engine.quantized import FLOAT8_FACTOR, SUPERBLOCK, Quantized, QuantizedPart, Unpacked, unpack
 
 FEW_ROWS = 32
-"""Rows of a tile whose numbers are multiplied as they are."""
-
-MORE_ROWS = 128
-"""Rows of a tile whose weights are rounded."""
+"""Rows up to which numbers are multiplied as they are."""
 
 EXPANDED_ROWS = 256
 """Rows above which the matrix is expanded. Captured passes have fewer: their graphs need no such copy."""
-
-COLUMNS = 64
-"""Outputs of a tile."""
 
 PROGRAMS = 256
 """Tiles from which all splits of a tile are added by one program. Large devices have about 130
 multiprocessors."""
 
-ROW_OUTPUTS = 8
+ROW_OUTPUTS = 4
 """Outputs of a program for one row."""
 
 ROW_BYTES = 8192
 """Bytes of numbers that a program for one row reads at once, or for the expanded matrix."""
 
-ROW_WARPS = 4
-
 EXPANDED_OUTPUTS = 64
 """Outputs of a program for the expanded matrix."""
+
+SUMMED = 64
+"""Outputs of a program that adds splits."""
 
 MOST_STEP = 128
 """Inputs per step at most. A step is in one group."""
@@ -71,6 +66,12 @@ SPLIT = 2048
 
 STAGES = 3
 """Steps in shared memory: others are loaded while one is multiplied."""
+
+LARGE_TILE_MEMORY = 224 * 1024
+"""Bytes of shared memory per program from which a device has larger tiles: H100, B200 and later."""
+
+WIDE_STEP = 128
+"""Numbers of a step from which few outputs per tile suffice. Groups of 32 make shorter steps."""
 
 
 @triton.jit
@@ -323,12 +324,12 @@ class Arranged:
         offsets = self.scales if self.offsets is None else self.offsets
         return self.numbers, self.scales, offsets, self.scales if self.factors is None else self.factors
 
-    def multiply(self, x: Tensor, bias: Tensor | None, result: Tensor) -> None:
+    def multiply(self, x: Tensor, bias: Tensor | None, result: Tensor, shared_memory: int) -> None:
         """Write the product of x [T, inputs] to `result` [T, outputs], whose rows may be apart."""
         if len(x) == 1:
             self._multiply_row(x, bias, result)
         else:
-            self._multiply_tiles(x, bias, result)
+            self._multiply_tiles(x, bias, result, shared_memory)
 
     def _multiply_row(self, x: Tensor, bias: Tensor | None, result: Tensor) -> None:
         _multiply_row[(triton.cdiv(self.outputs, ROW_OUTPUTS),)](
@@ -343,17 +344,17 @@ class Arranged:
             SUPERBLOCK=SUPERBLOCK,
             OUTPUTS=ROW_OUTPUTS,
             STEPS=max(1, ROW_BYTES // ROW_OUTPUTS // self.constants["WIDTH"]),
-            num_warps=ROW_WARPS,
             enable_fp_fusion=True,
             **self.constants,
         )
 
-    def _multiply_tiles(self, x: Tensor, bias: Tensor | None, result: Tensor) -> None:
+    def _multiply_tiles(self, x: Tensor, bias: Tensor | None, result: Tensor, shared_memory: int) -> None:
         rows, steps = len(x), len(self.numbers)
-        shape = tile_of(rows, x.element_size())
+        step, width = self.constants["STEP"], self.constants["WIDTH"]
+        shape = tile_of(rows, x.element_size(), step, width, shared_memory)
         split_steps = SPLIT // self.constants["STEP"]
         splits = triton.cdiv(steps, split_steps)
-        row_tiles, tiles = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(self.outputs, COLUMNS)
+        row_tiles, tiles = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(self.outputs, shape["COLUMNS"])
         partial = row_tiles * tiles < PROGRAMS and splits > 1
         sums = x.new_empty((splits, rows, self.outputs), dtype=torch.float32) if partial else result
         _multiply[(row_tiles, tiles, splits if partial else 1)](
@@ -372,13 +373,12 @@ class Arranged:
             BIAS=bias is not None,
             SPLIT_STEPS=split_steps,
             SUPERBLOCK=SUPERBLOCK,
-            COLUMNS=COLUMNS,
             enable_fp_fusion=True,
             **shape,
             **self.constants,
         )
         if partial:
-            _add_splits[(rows, tiles)](
+            _add_splits[(rows, triton.cdiv(self.outputs, SUMMED))](
                 sums,
                 x if bias is None else bias,
                 result,
@@ -388,7 +388,7 @@ class Arranged:
                 splits,
                 BIAS=bias is not None,
                 ROWS=1,
-                COLUMNS=COLUMNS,
+                COLUMNS=SUMMED,
                 enable_fp_fusion=True,
             )
 
@@ -444,19 +444,39 @@ class Arranged:
         return values.flatten(1)[:, : self.inputs].contiguous()  # without the padding of a row's last step
 
 
-def tile_of(rows: int, itemsize: int) -> dict[str, Any]:
-    """Return the shape of a tile for so many rows. `itemsize`: bytes of an input."""
-    rounded = rows > FEW_ROWS and itemsize == 2
-    if rounded:
-        return {"ROWS": MORE_ROWS, "ROUNDED": True, "num_warps": 8, "num_stages": STAGES}
-    return {"ROWS": FEW_ROWS, "ROUNDED": False, "num_warps": 4, "num_stages": STAGES}
+def tile_of(rows: int, itemsize: int, step: int, width: int, shared_memory: int) -> dict[str, Any]:
+    """
+    Return the shape of a tile for so many rows.
+
+    `itemsize`: bytes of an input. `step`: numbers of a step, in `width` bytes. `shared_memory`: bytes that
+    the device has for a program, 0 if they are not known. Larger tiles were chosen by measurements on an
+    H200, see benchmarks/LOG.md.
+    """
+    large = shared_memory >= LARGE_TILE_MEMORY and itemsize == 2
+    rounded = rows > FEW_ROWS and large
+    if rows <= 16:
+        shape = (16, 64, 4)
+    elif not rounded:
+        shape = (FEW_ROWS, 128 if large else 64, 4)
+    elif rows <= 64 or step == width == WIDE_STEP:
+        shape = (64, 128, 4)
+    else:
+        shape = (128, 64, 8) if step == WIDE_STEP else (128, 128, 8)
+    return {
+        "ROWS": shape[0],
+        "COLUMNS": shape[1],
+        "num_warps": shape[2],
+        "num_stages": STAGES,
+        "ROUNDED": rounded,
+    }
 
 
 class QuantizedLinear:
     """A quantized matrix on an accelerator: implementation of `Linear` and of `Table`."""
 
-    def __init__(self, matrix: Quantized, bias: Tensor | None = None) -> None:
-        """`matrix` is on the device. Its memory is not used any more."""
+    def __init__(self, matrix: Quantized, bias: Tensor | None = None, shared_memory: int = 0) -> None:
+        """`matrix` is on the device. Its memory is not used any more. `shared_memory`: as for `tile_of`."""
+        self._shared_memory = shared_memory
         self.outputs, self._inputs = matrix.shape
         self._bias = bias
         self._parts = [arranged(unpack(part, matrix.inputs)) for part in merged(matrix.parts)]
@@ -470,7 +490,8 @@ class QuantizedLinear:
             return functional.linear(x, weights, self._bias)
         result = torch.empty((len(x), self.outputs), dtype=x.dtype, device=x.device)
         for part, rows in self._rows_of_parts() if len(x) else ():
-            part.multiply(x, None if self._bias is None else self._bias[rows], result[:, rows])
+            bias = None if self._bias is None else self._bias[rows]
+            part.multiply(x, bias, result[:, rows], self._shared_memory)
         return result
 
     def _rows_of_parts(self) -> Iterator[tuple[Arranged, slice]]:
@@ -572,8 +593,12 @@ def _multiply_quantized(
 class QuantizedExperts:
     """The quantized weights of all experts: implementation of `ExpertLinear` in one launch."""
 
-    def __init__(self, matrix: Quantized, biases: Tensor | None, count: int) -> None:
-        """`matrix` has the outputs of `count` experts one after the other, in one format."""
+    def __init__(self, matrix: Quantized, biases: Tensor | None, count: int, shared_memory: int = 0) -> None:
+        """
+        `matrix` has the outputs of `count` experts one after the other, in one format. `shared_memory`: as
+        for `tile_of`.
+        """
+        self._shared_memory = shared_memory
         (part,) = merged(matrix.parts)
         self._weights = arranged(unpack(part, matrix.inputs))
         self._biases = biases
@@ -585,7 +610,10 @@ class QuantizedExperts:
         result = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
         if pairs:
             x = x if x.stride(1) == 1 else x.contiguous()
-            _multiply_quantized[(triton.cdiv(outputs, COLUMNS), self._count)](
+            constants = weights.constants
+            step, width = constants["STEP"], constants["WIDTH"]
+            tile = tile_of(pairs // self._count, x.element_size(), step, width, self._shared_memory)
+            _multiply_quantized[(triton.cdiv(outputs, tile["COLUMNS"]), self._count)](
                 x,
                 *weights.tensors,
                 x if self._biases is None else self._biases,
@@ -601,9 +629,8 @@ class QuantizedExperts:
                 len(weights.numbers),
                 BIAS=self._biases is not None,
                 SUPERBLOCK=SUPERBLOCK,
-                COLUMNS=COLUMNS,
                 enable_fp_fusion=True,
-                **tile_of(pairs // self._count, x.element_size()),
-                **weights.constants,
+                **tile,
+                **constants,
             )
         return result
