@@ -217,6 +217,18 @@ def test_capture_stays_within_its_limits(
     assert message in caplog.text
 
 
+def test_passes_with_adapters_share_the_limits_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Of 100 bytes the passes without adapters take 70: what comes after them has 30."""
+    cuda = FakeGraphs()
+    limits = CaptureLimits(rows=2, memory=100, seconds=60, adapter_rank=4)
+    how = {"limits": limits, "taken": lambda: 35 * len(cuda.captured)}
+    with caplog.at_level("INFO"):
+        model = captured(TensorModel(), make_cache(20), cuda, **how)
+    assert "Captured 2 decode passes of up to 2 rows" in caplog.text
+    assert caplog.text.count("more than --graph-memory") == 2
+    assert isinstance(model, GraphModel) and model.rows == [1, 2]
+
+
 @pytest.mark.parametrize(
     "failure", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: not permitted")]
 )

@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +72,7 @@ class GraphModel:
         self.rows = sorted(rows)
         """Rows of the captured passes."""
         self.replays = 0
-        """Number of batches that a graph computed."""
+        """Number of batches that these passes computed."""
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         place = bisect_left(self.rows, batch.size)
@@ -96,6 +96,8 @@ class GraphModel:
     def close(self) -> None:
         """Free the graphs. NCCL's communicator cannot end before the graphs that contain its operations."""
         self._passes.clear()
+        if isinstance(self._model, GraphModel):
+            self._model.close()
 
 
 def row_counts(most: int) -> list[int]:
@@ -132,11 +134,14 @@ def with_graphs(
     counts = row_counts(min(limits.rows, engine.results))
     if not (counts and isinstance(cache.streams, DeviceStreams)):
         return model
-    plain = _with_passes(model, _passes_of(model, cache, engine.max_model_len, taken), counts, limits, clock)
+    first = _passes_of(model, cache, engine.max_model_len, taken)
     if not limits.adapter_rank:
-        return plain
+        return _with_passes(model, first, counts, limits, clock)
+    began, before = clock(), taken()
+    plain = _with_passes(model, first, counts, limits, clock)
+    left, seconds = limits.memory - (taken() - before), max(0.0, limits.seconds - (clock() - began))
     passes = CapturedPasses(model, cache, engine.max_model_len, taken, limits.adapter_rank)
-    return _with_passes(plain, passes, counts, limits, clock)
+    return _with_passes(plain, passes, counts, replace(limits, memory=left, seconds=seconds), clock)
 
 
 def _with_passes(

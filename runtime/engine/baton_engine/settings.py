@@ -116,7 +116,7 @@ class WorkerSettings(BaseSettings):
     """Adapters to load at startup, as NAME=PATH: a folder, a Hugging Face Hub id, or a URI that begins with
     hf://, s3:// or gs://. Repeat the flag or separate entries by commas."""
 
-    max_loras: int = Field(default=8, ge=1)
+    max_loras: int = Field(default=8, ge=1, le=256)
     """Maximum number of loaded adapters. One batch may use all of them."""
 
     max_lora_rank: int = Field(default=16, ge=1, le=512)

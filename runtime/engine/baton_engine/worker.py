@@ -328,7 +328,7 @@ def _capture(
         drafts = KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device)
         captures = capture_limits(settings, loaded.draft)
         seconds = max(0.0, captures.seconds - (time.monotonic() - began))
-        captures = replace(captures, memory=left, seconds=seconds)
+        captures = replace(captures, memory=left, seconds=seconds, adapter_rank=0)  # drafts have none
         draft = with_graphs(loaded.draft, drafts, limits, captures, taken), drafts
         models.append(draft[0])
     for one in models:

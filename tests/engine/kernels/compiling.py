@@ -27,7 +27,7 @@ from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.ops import LowRankLinear, LowRankOutputs
 from baton_engine.ops.accelerator import AcceleratorOps
-from baton_engine.ops.kernels import sampling
+from baton_engine.ops.kernels import quantized, sampling
 from baton_engine.ops.kernels.checksums import mixed_sums
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.token_weights import TokenRule
@@ -260,6 +260,9 @@ def main(target: str) -> None:
     captured |= {"experts, many tokens": expert_launches(bf16, SHARED[target], 400)}
     captured |= {"llama, large tiles": launches(spec_of("llama"), bf16, bf16, SHARED[target])}
     captured |= {"one row": row_launches(bf16)}
+    if target in ("sm_90", "sm_100", "sm_120"):
+        quantized.converts_float8 = lambda _device: True
+        captured |= {"FP8, converted": quantized_launches(Format.FP8, bf16, SHARED[target])}
     captured |= {f"adapters, {dtype}": adapter_launches(dtype) for dtype in (bf16, fp32)}
     for name in captured if target in WHOLE else SAMPLE:
         kernels = captured[name]

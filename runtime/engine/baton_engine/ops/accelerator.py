@@ -5,9 +5,10 @@ The kernels (`baton_engine.ops.kernels`) run on CUDA and ROCm. A layer of a deco
 them and four matrix products, where the plain operations have dozens. Products with quantized matrices, and
 those with one row, are kernels too.
 
-A token's results from these kernels do not depend on the batch. Its last bits may depend on whether it is in
-a chunk or in a row of one token, because tensor cores multiply tiles of different heights. Matrix products of
-cuBLAS and hipBLAS depend on the number of rows, in their last bits (ADR 10).
+A token's results from attention, norms and sampling do not depend on the batch. The last bits of attention
+may depend on whether it is in a chunk or in a row of one token, because tensor cores multiply tiles of
+different heights. Those of products depend on the number of rows: of cuBLAS and hipBLAS, and of the kernels
+for quantized matrices, experts and adapters, which have other tiles for more rows (ADR 10).
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class Compatibility:
         Create it from the model. `weights` is `weights_digest`.
 
         `dtype` is of weights, and of the KV cache without `kv_dtype`. `products` is `Products.sums` of a
-        model that the native kernels compute in bfloat16.
+        model that the native kernels compute in bfloat16. All others have the label of the kernels' basic
+        way, so that they pair with CPU workers that have it.
         """
         model = {
             field.name.replace("_", " "): str(getattr(spec, field.name))

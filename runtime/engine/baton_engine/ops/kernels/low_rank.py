@@ -173,6 +173,19 @@ class LowRankTable:
             if not self._free:
                 raise MemoryError(f"{SLOTS} adapters are loaded or still used by requests")
             slot = self._free.pop(0)
+        try:
+            self._write(slot, layers)
+        except BaseException as error:
+            self._free.append(slot)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise MemoryError(str(error)) from error
+            raise
+        most = max((len(linear.a) for linears in layers for linear in linears.values()), default=1)
+        adapter = SlottedAdapter(slot, most, layers)
+        weakref.finalize(adapter, self._release, slot)
+        return adapter
+
+    def _write(self, slot: int, layers: Sequence[Mapping[str, LowRankLinear]]) -> None:
         fields = np.zeros((*self._table.shape[:2], FIELDS.value), dtype=np.int64)
         for layer, linears in enumerate(layers):
             for name, linear in linears.items():
@@ -183,14 +196,9 @@ class LowRankTable:
         self._table[:, :, slot] = torch.from_numpy(fields).to(device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # before a pass on another stream reads this one
-        most = max((len(linear.a) for linears in layers for linear in linears.values()), default=1)
-        adapter = SlottedAdapter(slot, most, layers)
-        weakref.finalize(adapter, self._release, slot)
-        return adapter
 
     def _release(self, slot: int) -> None:
-        with self._lock:
-            self._free.append(slot)
+        self._free.append(slot)  # without the lock, which a finalizer could wait for in its own thread
 
     def _fields(self, name: str, linear: LowRankLinear) -> list[int]:
         fields = [linear.a.data_ptr(), len(linear.a)]

@@ -40,7 +40,8 @@ FEW_ROWS = 32
 """Rows up to which numbers are multiplied as they are."""
 
 EXPANDED_ROWS = 256
-"""Rows above which the matrix is expanded. Captured passes have fewer: their graphs need no such copy."""
+"""Rows above which the matrix is expanded. By default, captured passes have no more, so that graphs need no
+such copy."""
 
 PROGRAMS = 256
 """Tiles from which all splits of a tile are added by one program. Large devices have about 130

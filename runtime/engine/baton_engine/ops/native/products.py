@@ -152,7 +152,7 @@ def _rates(kernel_library: ctypes.CDLL, names: tuple[str, ...], folder: Path) ->
     """Return the stored rates of this library on this processor, or measure and store them."""
     about = f"{Path(kernel_library._name).name}\n{library.processor()}"
     path = folder / f"rates-{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
-    if (stored := _stored(path, names)) is not None:
+    if (stored := _stored(path, names)) is not None and _still_has(kernel_library, stored):
         return stored
     rates = measure(kernel_library)
     # Without a cache, each start measures. The file is written whole or not at all.
@@ -160,9 +160,22 @@ def _rates(kernel_library: ctypes.CDLL, names: tuple[str, ...], folder: Path) ->
         if trusted(path):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-                json.dump(rates, file)
-            os.replace(file.name, path)
+                try:
+                    json.dump(rates, file)
+                    os.replace(file.name, path)
+                except OSError:  # of a full disk
+                    Path(file.name).unlink()
     return rates
+
+
+def _still_has(kernel_library: ctypes.CDLL, rates: Rates) -> bool:
+    """Return whether the ways are usable here: the process that stored them may have been allowed AMX."""
+    kernel_library.baton_rate.restype = ctypes.c_double
+    most = ctypes.c_int64(list(CLASSES.values())[-1])
+    return all(
+        bool(each[-1]) == bool(kernel_library.baton_rate(ctypes.c_int64(number), most))
+        for number, each in enumerate(rates.values())
+    )
 
 
 def _stored(path: Path, names: tuple[str, ...]) -> Rates | None:
