@@ -61,6 +61,33 @@ def test_engine_on_a_device_gives_the_tokens_of_transformers(variant: str, tmp_p
             assert answer.logprobs["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-3)
 
 
+async def test_tier_behind_a_device_gives_the_computed_tokens_back(tmp_path: Path) -> None:
+    """A prompt returns after other prompts took its blocks: what is restored counts as computed."""
+    given = {
+        "model": str(make_model(tmp_path, "llama")), "device": "cuda", "dtype": "float32",
+        "kv_cache_tokens": 34 * 16, "kv_memory_tier": "64MiB", "max_model_len": 512, "graph_rows": 4,
+    }  # fmt: skip
+    async with open_worker(WorkerSettings.model_validate(given)) as worker:
+
+        async def answer(number: int, row: int) -> tuple[list[int], int]:
+            prompt = tuple(3 + (at * (7 + row) + at**2) % (VOCAB - 3) for at in range(490))
+            request = Request(f"r{number}", prompt, SamplingParams(temperature=0.0, max_tokens=8))
+            outputs = [output async for output in worker.client.generate(request)]
+            return [choice.token for output in outputs for choice in output.tokens], outputs[0].cached_tokens
+
+        answers: list[tuple[list[int], int]] = []
+        for number, row in enumerate((1, 2, 3, 1)):
+            if number == 3:  # computing is slow, so that this prompt is restored
+                worker.engine._scheduler.prompt_speed.add(8192, 3600.0)
+            answers.append(await answer(number, row))
+            async with asyncio.timeout(60):
+                # The engine's thread copies them.
+                while worker.engine.snapshot().tiers[0].blocks < min(90, 30 * (number + 1)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        assert answers[3] == (answers[0][0], 480)
+        assert worker.engine.snapshot().totals.prompt_tokens_restored["memory"] == 480
+
+
 async def test_adapters_on_a_device_give_the_tokens_of_peft(tmp_path: Path) -> None:
     """Rows of two adapters and of the base model are in the same passes, captured ones too."""
     peft = pytest.importorskip("peft")

@@ -380,6 +380,30 @@ def test_cached_prefix_is_not_read(name: str, prefix: Prefix) -> None:
     assert (plan.fetches, shape(plan)) == ([], ([], [("read", 14)])), name
 
 
+class EmptyTier:
+    """A tier that has nothing."""
+
+    name = "memory"
+
+    def prefix(self, names: Any, start: int) -> None:
+        return None
+
+
+def test_prompt_that_a_tier_may_have_retracts_nothing_before_the_pass_has_room_for_it() -> None:
+    """Its place would stay empty while a long prompt takes each pass."""
+    books = Books(max_running=2)
+    books.scheduler.tiers = [EmptyTier()]
+    books.add("patient", 4, patient=True, max_tokens=50)
+    books.step()
+    books.add("long", 40, seed=1, max_tokens=2)
+    books.add("new", 4, seed=2)
+    for _ in range(2):
+        assert shape(books.step())[1] == [("long", 16)]
+        assert books.retracted == []
+    assert shape(books.step())[1] == [("long", 8), ("new", 4)]
+    assert books.retracted == ["patient"]
+
+
 def test_cached_prefix_that_was_read_is_computed_from_there() -> None:
     """The prompt keeps its blocks: nothing can evict them between the read and the computation."""
     books, sequence, _ = reading(Prefix(4))

@@ -16,18 +16,18 @@ import torch
 
 from baton_api.errors import SetupError
 from baton_api.hashing import block_hashes, root_hash
-from baton_api.kv_events import HOST_MEMORY, IN_USE
+from baton_api.kv_events import FRAME_ENTRIES, HOST_MEMORY, IN_USE, BlockStored
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.api.streaming import Usage
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
-from baton_engine.kv.events import Change, KvEvents, Stored
+from baton_engine.kv.events import Change, KvEvents, Stored, events_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model, create_model
 from baton_engine.ops.plain import PlainOps
-from baton_engine.requests import Output, Request
+from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.tiers.blocks import Bytes, PoolBytes
 from baton_engine.tiers.index import Place, TierIndex
@@ -257,6 +257,24 @@ def test_tier_aborted_restore_frees_its_blocks_at_once(tiered: Tiered) -> None:
     tiered.at_rest()
 
 
+def test_tier_stop_string_found_during_a_restore_ends_the_request() -> None:
+    """A retracted request has output, whose text the server may still be reading."""
+    with Tiered(max_running=1) as tiered:
+        prompt = prompt_of(32, 4)
+        tiered.away(request_of("a", prompt=prompt))
+        tiered.model.stops_at = tiered.model.passes + 4
+        tiered.submit(request_of("b", prompt=prompt, patient=True, max_tokens=24))
+        tiered.until(lambda now: not tiered.model.go.is_set())
+        tiered.store.lies = lambda data: tiered.engine.finish("b")
+        tiered.submit(request_of("c", 40, seed=9, max_tokens=20))
+        tiered.model.resume()
+        assert len(tiered.tokens("c")) == 20
+        assert tiered.ended("b").finish is FinishReason.STOP
+        assert 2 <= len(tiered.so_far("b")) < 24
+        totals = tiered.at_rest().totals
+        assert (totals.retractions, totals.finished[FinishReason.STOP]) == (1, 1)
+
+
 def test_tier_failed_write_keeps_nothing(tiered: Tiered, caplog: pytest.LogCaptureFixture) -> None:
     tiered.store.write_error = OSError("no space is left")
     prompt = prompt_of(40, 4)
@@ -466,6 +484,87 @@ def test_tier_copies_beside_each_pass_until_half_of_the_pool_is_ready() -> None:
     commands.get(timeout=60)()
     assert all(tier.has(name) for name in names)
     tier.close()
+
+
+def test_tier_restores_that_wait_for_others_are_predicted_and_are_no_failures() -> None:
+    """Restores share a thread: a burst of them says nothing of the tier, but a read that is stuck does."""
+    cache, now = make_cache(9), 100.0
+    store = UnkindStore(8, cache.block_bytes)
+    tier = Tier(store, cache, clock=lambda: now)
+    commands, ends = queue.SimpleQueue[Callable[[], object]](), dict[str, FetchResult]()
+
+    def post(command: Callable[[], None]) -> bool:
+        commands.put(command)
+        return True
+
+    def fetched(result: FetchResult) -> None:
+        ends[result.request_id] = result
+
+    tier.attach(BlockPool(cache.blocks), post, fetched, None)
+    names = block_hashes(range(16), 4, root_hash())
+    for number, name in enumerate(names):
+        slot = tier._index.reserve()
+        assert slot is not None
+        (value,) = store.write([Copy(name, b"", 1, slot)], tier._bytes)
+        tier._index.add(name, Place(slot, value, names[number - 1] if number else root_hash()))
+    tier._speed.add(1, 0.002, 1.0, now)  # a block takes 0.3 s
+
+    def start(name: str, number: int, within_s: float = 60.0) -> None:
+        fetch = Fetch(name, (), number, b"", (number + 1,), SamplingParams(), "", within_s=within_s)
+        tier.start(names[number : number + 1], fetch, cache.streams.record())
+
+    def reports(*expected: str) -> None:
+        for _ in expected:
+            commands.get(timeout=60)()
+        assert {name: ends[name].reason for name in expected} == dict.fromkeys(
+            expected, "" if store.go.is_set() else "deadline"
+        )
+
+    assert tier.within_s(1, 1.0)
+    store.go.clear()
+    start("first", 0)
+    assert store.stuck.wait(60)
+    start("second", 1)
+    assert not tier.within_s(1, 1.0), "it would be the third, after 0.6 s"
+    assert tier.within_s(1, 2.0)
+    start("late", 2, within_s=0.001)
+    reports("late")
+    assert tier.within_s(1, 2.0), "the tier is not left alone"
+    store.go.set()
+    reports("first", "second")
+    assert tier.within_s(1, 1.0)
+    for pause in range(2):
+        store.go.clear()
+        start(f"stuck-{pause}", 0, within_s=0.001)
+        reports(f"stuck-{pause}")
+        assert not tier.within_s(1, 9.0), "the read was late, or one that ended is still stuck"
+        now += 1000.0
+    store.go.set()
+    tier.close()
+
+
+def test_index_announces_each_chain_as_one_event_in_parts_of_limited_size() -> None:
+    heard = Heard()
+    events = KvEvents(heard)
+    blocks, chains = FRAME_ENTRIES + 1000, 8
+    index = TierIndex(blocks, HOST_MEMORY, events)
+    for chain in range(chains):
+        names = [number.to_bytes(16) for number in range(chain, blocks, chains)]
+        for name, parent in reversed(list(zip(names, [root_hash(), *names[:-1]], strict=True))):
+            slot = index.reserve()
+            assert slot is not None
+            index.add(name, Place(slot, 0, parent))
+    events.flush()
+    heard.batches.clear()
+    known = set(heard.known[HOST_MEMORY])
+    heard.known[HOST_MEMORY].clear()
+    index.announce()
+    events.flush()
+    assert heard.known[HOST_MEMORY] == known
+    assert [len(batch) for batch in heard.batches] == [FRAME_ENTRIES, 1000]
+    stored = [event for batch in heard.batches for event in events_of(batch, 4, tokens=True)]
+    assert len(stored) == chains + 1, "one chain is in both"
+    assert all(isinstance(event, BlockStored) for event in stored)
 
 
 def test_index_slot_that_is_read_is_not_used_again_before_the_end_of_the_read() -> None:

@@ -18,7 +18,7 @@ from baton_api.announcements import Announcement, Announcer, Listening, Ready
 from baton_api.errors import BatonError, SetupError
 from baton_api.sampling import SamplingParams
 from baton_api.workers import Role
-from baton_engine import service
+from baton_engine import machine, service
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.lora import LoraWeights
@@ -220,6 +220,17 @@ async def test_worker_with_a_memory_tier_copies_and_restores(tiny: Path) -> None
         assert (
             f'baton_worker_prompt_tokens_total{{source="memory"}} {float(restored)}' in text or not restored
         )
+
+
+async def test_worker_cache_and_tier_must_fit_into_the_memory_together(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a CPU's cache counts as free until blocks are used."""
+    monkeypatch.setattr(machine, "free_memory", lambda: 100 * 10**6)
+    given = settings(tiny, kv_cache_memory=60 * 10**6, kv_memory_tier=60 * 10**6)
+    with pytest.raises(SetupError, match=r"tier requires 60\.0 MB, but only 40\.0 MB are free beside"):
+        async with open_worker(given):
+            pass
 
 
 async def test_worker_load_has_the_kv_event_addresses(tiny: Path) -> None:

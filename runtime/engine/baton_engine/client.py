@@ -101,7 +101,7 @@ class AsyncEngine:
         self.engine.abort(request_id)
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache, except for blocks in use."""
+        """Empty the prefix cache and its tiers, except for blocks in use."""
         self.engine.clear_cache()
 
     def snapshot(self) -> EngineSnapshot:

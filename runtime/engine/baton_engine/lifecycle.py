@@ -150,13 +150,13 @@ class Lifecycle:
                 Output(request_id, finish=FinishReason.ABORT, cached_tokens=request.cached_tokens)
             )
         self._leave(sequence, FinishReason.ABORT, hold=False)
-        if sequence.cancelled and sequence.source is not None:
-            sequence.source.cancel(request_id)
 
     def finish(self, request_id: str) -> None:
-        """End a request with STOP if it is running, or waits after a retraction."""
+        """End a request with STOP if it is running, or waits or is being restored after a retraction."""
         sequence = self._sequences.get(request_id)
-        if sequence is not None and sequence.stage in (Stage.WAITING, Stage.RUNNING):
+        if sequence is None or sequence.cancelled:
+            return
+        if sequence.stage in (Stage.WAITING, Stage.FETCHING, Stage.RUNNING):
             self.end(sequence, FinishReason.STOP)
 
     def end_all(self, finish: FinishReason, error: Exception | None = None) -> None:
@@ -202,6 +202,8 @@ class Lifecycle:
         if sequence.stage is not Stage.HELD:  # held sequences were counted when they ended
             self._counters.totals.finished[finish] += 1
         self._scheduler.end(sequence, hold=hold)
+        if sequence.cancelled and sequence.source is not None:
+            sequence.source.cancel(sequence.request.id)
         if sequence.stage is Stage.ENDED:
             self.forget(sequence)
 

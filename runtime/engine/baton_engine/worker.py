@@ -212,7 +212,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, loaded.model, f"{name}-{epoch[:8]}", stack)
         model, draft = _capture(settings, loaded, cache, limits, dtype, stack)
-        tiers = _open_tiers(settings, loaded, cache, stack)
+        tiers = _open_tiers(settings, loaded, cache, draft, stack)
         client, fatal = _open_engine(loaded, model, cache, limits, publisher, draft, tiers, stack)
         worker = Worker(
             settings=settings,
@@ -338,7 +338,11 @@ def _capture(
 
 
 def _open_tiers(
-    settings: WorkerSettings, loaded: _LoadedModel, cache: KVCache, stack: contextlib.AsyncExitStack
+    settings: WorkerSettings,
+    loaded: _LoadedModel,
+    cache: KVCache,
+    draft: tuple[Model, KVCache] | None,
+    stack: contextlib.AsyncExitStack,
 ) -> list[Tier]:
     """Open the tiers, the fastest first. Raises SetupError."""
     if not settings.kv_memory_tier:
@@ -347,7 +351,11 @@ def _open_tiers(
         raise SetupError(
             f"--kv-memory-tier has no use with {loaded.checkpoint.name}, which generates no text."
         )
-    store = MemoryStore(settings.kv_memory_tier, cache.block_bytes, free_bytes(torch.device("cpu")))
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and cache.kv.device.type == "cpu":
+        # Caches get their memory at the first use of each block: all of it still counts as free.
+        free = max(0, free - cache.kv.nbytes - (0 if draft is None else draft[1].kv.nbytes))
+    store = MemoryStore(settings.kv_memory_tier, cache.block_bytes, free)
     log.info("%d KV blocks fit into the memory tier of %s", store.slots, show_size(settings.kv_memory_tier))
     tier = Tier(store, cache)
     stack.callback(tier.close)

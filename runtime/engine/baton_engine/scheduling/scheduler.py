@@ -390,7 +390,9 @@ class Scheduler:
             if budget <= 0 and not sequence.fetchable and not self._reads(sequence):
                 return budget
             full = len(self.running) + len(self.fetching) >= self.limits.max_running
-            if full and not self._make_way(plan, sequence, batch):
+            # A pass without tokens left retracts nothing for a prompt that a tier or peer may not have.
+            waits = budget <= 0 and not sequence.fetchable
+            if full and (waits or not self._make_way(plan, sequence, batch)):
                 return budget
             request = sequence.request
             # Reserve a block per running sequence, so that admission does not cause retractions.

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from baton_api.kv_events import FRAME_ENTRIES
 from baton_engine.kv.events import KvEvents
 
 
@@ -116,7 +117,14 @@ class TierIndex:
             self.drop(name)
 
     def announce(self) -> None:
-        """Publish all blocks again, for subscribers that have just got a snapshot of the pool."""
-        if self._events is not None:
-            for name, place in self._places.items():
-                self._events.stored(name, place.parent, (), medium=self._medium)
+        """
+        Publish all blocks again, for subscribers that have just got a snapshot of the pool.
+
+        The last block of a chain is dropped first. In the reverse order, a chain becomes one event.
+        """
+        if self._events is None:
+            return
+        for number, (name, place) in enumerate(reversed(self._places.items()), 1):
+            self._events.stored(name, place.parent, (), medium=self._medium)
+            if number % FRAME_ENTRIES == 0:
+                self._events.flush()

@@ -29,7 +29,7 @@ class MemoryStore:
     medium = HOST_MEMORY
 
     def __init__(self, size: int, block_bytes: int, free: int | None) -> None:
-        """`free`: the free memory of the machine. Raises SetupError if it has less, or `size` is no block."""
+        """`free`: memory beside the KV cache. Raises SetupError if it is less, or `size` is no block."""
         self.slots = size // block_bytes
         if not self.slots:
             raise SetupError(
@@ -37,8 +37,8 @@ class MemoryStore:
             )
         if free is not None and size > free:
             raise SetupError(
-                f"--kv-memory-tier requires {show_size(size)}, but only {show_size(free)} are free. Reduce "
-                "the size, or stop other processes."
+                f"--kv-memory-tier requires {show_size(size)}, but only {show_size(free)} are free beside "
+                "the KV cache. Reduce the size of either, or stop other processes."
             )
         total = self.slots * block_bytes
         try:

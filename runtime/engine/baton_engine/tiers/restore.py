@@ -30,8 +30,10 @@ class Restored:
 
     result: FetchResult
     wait_s: float
-    """Until the first block was read."""
+    """Until the first block was read, without the restores before it."""
     read_s: float
+    queued: bool = False
+    """Whether it ended behind another restore, before its read began."""
     corrupt: int | None = None
     """Position of a block whose sum was wrong."""
 
@@ -51,7 +53,8 @@ class Restores:
         self, fetch: Fetch, places: list[Place], unused: Event, report: Callable[[Restored], None]
     ) -> None:
         """Restore `places` to the first blocks of `fetch`. `report` is called once, on any thread."""
-        restore = _Restore(fetch, places, unused, self._clock, report, self._running)
+        behind = bool(self._running)
+        restore = _Restore(fetch, places, unused, self._clock, report, self._running, behind)
         self._running[fetch.request_id] = restore
         restore.timer.start()
         self._executor.submit(restore.run, self._store, self._pool)
@@ -77,25 +80,31 @@ class _Restore:
         clock: Callable[[], float],
         report: Callable[[Restored], None],
         running: dict[str, _Restore],
+        behind: bool,
     ) -> None:
+        """`behind`: another restore is under way."""
         self._fetch = fetch
         self._places = places
         self._unused = unused
         self._clock = clock
         self._report = report
         self._running = running
+        self._behind = behind
         self._lock = threading.Lock()
         """Held while a block of the pool is written, and by the end."""
         self._over = False
         self._arrived = 0
         self._began = clock()
-        self._reading = self._began
+        self._reading: float | None = None
+        """When the read began."""
         self.timer = threading.Timer(fetch.within_s, self.end, (Fallback.DEADLINE,))
         self.timer.daemon = True
 
     def run(self, store: Store, pool: PoolBytes) -> None:
         """On the tier's thread."""
         try:
+            if self._behind:
+                self._began = self._clock()
             self._unused.wait()
             self._reading = self._clock()
             for place, block in zip(self._places, self._fetch.blocks, strict=False):
@@ -122,9 +131,11 @@ class _Restore:
             arrived = self._arrived
         self.timer.cancel()
         self._running.pop(self._fetch.request_id, None)
-        now = self._clock()
+        now, reading = self._clock(), self._reading
+        queued = self._behind and reading is None
+        reading = now if reading is None else reading
         result = FetchResult(
             self._fetch.request_id, arrived=arrived, reason="" if reason is None else reason.value
         )
         corrupt = arrived if reason is Fallback.CHECKSUM else None
-        self._report(Restored(result, self._reading - self._began, now - self._reading, corrupt))
+        self._report(Restored(result, reading - self._began, now - reading, queued, corrupt))

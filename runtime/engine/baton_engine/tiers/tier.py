@@ -106,6 +106,8 @@ class Tier:
         self._busy = False
         """Whether the copying thread has work."""
         self._prepared = False
+        self._queued = 0
+        """Blocks of the restores that have not reported."""
         self._paused_until = 0.0
 
     def attach(
@@ -240,10 +242,14 @@ class Tier:
 
     def within_s(self, blocks: int, compute_s: float) -> float:
         speed = self._speed.at(self._clock())
-        return 0.0 if speed is None else policy.read_within_s(blocks, compute_s, speed)
+        if speed is None:
+            return 0.0
+        behind = replace(speed, wait_s=speed.seconds(self._queued))
+        return policy.read_within_s(blocks, compute_s, behind)
 
     def start(self, names: Sequence[bytes], fetch: Fetch, unused: Event) -> None:
         places = self._index.hold(names)
+        self._queued += len(places)
 
         def report(restored: Restored) -> None:
             self._post(lambda: self._restored(names, places, restored))
@@ -256,6 +262,7 @@ class Tier:
 
     def _restored(self, names: Sequence[bytes], places: list[Place], restored: Restored) -> None:
         self._index.release(places)
+        self._queued -= len(places)
         arrived, reason, now = restored.result.arrived, restored.result.reason, self._clock()
         self.totals.hits += arrived
         self.totals.read_s += restored.read_s
@@ -267,7 +274,7 @@ class Tier:
             self._index.drop(names[arrived])
         if arrived and not reason:
             self._speed.add(arrived, restored.wait_s, restored.read_s, now)
-        elif reason in (Fallback.DEADLINE, Fallback.TRANSFER_FAILED):
+        elif reason in (Fallback.DEADLINE, Fallback.TRANSFER_FAILED) and not restored.queued:
             self._speed.failed(now, restored.wait_s + restored.read_s)
 
 
