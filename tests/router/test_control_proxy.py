@@ -17,8 +17,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
+from baton_http.control_proxy import ControlProxy
 from baton_http.replies import Receive, Scope, Send
-from baton_router.frontends.control_proxy import ControlProxy
 from tests.plain_http import PLAIN
 from tests.router.running import until
 

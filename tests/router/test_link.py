@@ -19,10 +19,10 @@ from baton_api.errors import ModelNotFound, NotReady, Overloaded, QuotaExceeded
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.http_client import UpstreamPool
+from baton_http.link import RemoteError
 from baton_http.upstream import UpstreamLost
 from baton_router.cache.prompt_chunks import PromptChunks
-from baton_router.frontends import link
-from baton_router.frontends.link import error_of, rejection_of
+from baton_router.frontends.link import rejection_of
 from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.frontends.scheduler_service import SchedulerService
 from baton_router.metrics.registry import MetricFamily
@@ -162,8 +162,8 @@ async def test_known_error_keeps_its_class() -> None:
 
 
 def test_unknown_error_becomes_internal() -> None:
-    error = error_of(link.PickRejected(1, "Exception", "secret", {}))
-    assert (error.status, error.code) == (500, error_of(rejection_of(1, error)).code)
+    error = RemoteError("Exception", "secret", {}).error()
+    assert (error.status, error.code) == (500, rejection_of(1, error).error.error().code)
 
 
 async def test_request_waiting_in_the_scheduler_is_not_late() -> None:

@@ -21,11 +21,11 @@ import msgspec
 from baton_api.errors import NotReady, Overloaded
 from baton_api.prompt_report import PromptReport
 from baton_http.http_client import UpstreamPool
+from baton_http.link import LinkProtocol
 from baton_router.frontends import link
 from baton_router.frontends.link import (
     AnswerBegan,
     FrontendMetrics,
-    LinkProtocol,
     PickGranted,
     PickMessage,
     PickQueued,
@@ -198,7 +198,7 @@ class RemotePicker:
             waiting.outcome.set_result(message.grant)
         else:
             self._granted.discard(number)
-            waiting.outcome.set_exception(link.error_of(message))
+            waiting.outcome.set_exception(message.error.error())
 
     def _on_workers(self, workers: tuple[RegisteredWorker, ...]) -> None:
         before = {one.name: one for one in self.workers}

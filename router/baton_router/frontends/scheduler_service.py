@@ -18,12 +18,12 @@ import msgspec
 from baton_api.background import BackgroundTasks
 from baton_api.errors import BatonError, InternalError
 from baton_api.metrics import BackgroundTask
+from baton_http.link import LinkProtocol
 from baton_router.frontends import link
 from baton_router.frontends.link import (
     AnswerBegan,
     FrontendMessage,
     FrontendMetrics,
-    LinkProtocol,
     PickGranted,
     PickMessage,
     PickQueued,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton_api.errors import AdapterNotFound, BatonError, InvalidRequest, NotReady, SetupError
 from baton_engine.model.checkpoint import Checkpoint
@@ -58,6 +58,10 @@ class AdapterRegistry:
 
     def get(self, name: str | None) -> LoadedAdapter | None:
         return None if name is None else self._adapters.get(name)
+
+    def list(self, adapters: Iterable[LoadedAdapter]) -> None:
+        """Replace all adapters by these, which another process has loaded."""
+        self._adapters = {one.name: one for one in adapters}
 
     def of_digest(self, digest: str) -> LoadedAdapter | None:
         """Return an adapter with the same files, of any name."""

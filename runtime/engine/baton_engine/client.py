@@ -1,5 +1,5 @@
 """
-The asyncio client of the engine: `async for output in client.generate(request)`.
+Clients of the engine for asyncio: `async for output in client.generate(request)`.
 
 The engine's thread wakes the event loop once per step, not once per token; everything else runs on the loop.
 A reader of joined outputs, such as that of a batch line, is woken once in `TOGETHER` tokens.
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from baton_api.hashing import block_hashes
 from baton_engine.engine import Engine
@@ -28,47 +30,14 @@ TOGETHER = 16
 """Tokens after which the reader of joined outputs is woken."""
 
 
-class AsyncEngine:
-    """Wraps an `Engine` and delivers its outputs on an event loop."""
+class EngineClient(ABC):
+    """The requests of one event loop to an engine, and their outputs."""
 
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        limits: EngineLimits,
-        *,
-        on_fatal: Callable[[str], None] | None = None,
-        kv_events: KvEvents | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        draft: tuple[Model, KVCache] | None = None,
-        tiers: Sequence[Tier] = (),
-    ) -> None:
-        self.engine = Engine(
-            model,
-            cache,
-            limits,
-            on_outputs=self._receive,
-            on_fatal=on_fatal,
-            kv_events=kv_events,
-            clock=clock,
-            draft=draft,
-            tiers=tiers,
-        )
-        self._block_size = cache.block_size
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, _Stream] = {}
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._streams: dict[str, OutputSink] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def start(self) -> None:
-        """Start the compute thread; outputs are delivered on the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self.engine.start()
-
-    async def close(self) -> None:
-        """Stop the compute thread; unfinished requests end with ABORT."""
-        await asyncio.to_thread(self.engine.stop)
-        await asyncio.sleep(0)  # deliver the thread's last outputs
 
     def hashes(self, prompt: Sequence[int], root: bytes) -> Sequence[bytes]:
         """Return `Request.hashes` of a prompt under `Request.root`. Not for the event loop: 131k tokens take
@@ -82,44 +51,35 @@ class AsyncEngine:
 
         With `together`, outputs after the first one arrive later and joined.
 
-        Raises the errors of `Engine.submit`.
+        The errors of `Engine.submit` are raised here, or by `Generation.accepted` and the iterator.
 
         >>> async with contextlib.aclosing(client.generate(request)) as outputs:  # doctest: +SKIP
         ...     async for output in outputs: ...
         """
-        self.engine.submit(request)
-        stream = self._streams[request.id] = _Stream(together)
-        self._idle.clear()
-        return Generation(self, request.id, stream)
+        accepted = self._submit(request)
+        stream = Stream(together)
+        self._add(request.id, stream)
+        return Generation(self, request.id, stream, accepted)
 
+    @abstractmethod
     def finish(self, request_id: str) -> None:
         """End a request at a stop string; its last output has STOP."""
-        self.engine.finish(request_id)
 
+    @abstractmethod
     def abort(self, request_id: str) -> None:
         """Abort a request; its last output has ABORT."""
-        self.engine.abort(request_id)
-
-    def clear_cache(self) -> None:
-        """Empty the prefix cache and its tiers, except for blocks in use."""
-        self.engine.clear_cache()
-
-    def snapshot(self) -> EngineSnapshot:
-        return self.engine.snapshot()
-
-    async def kv_snapshot(self) -> KvSnapshot:
-        """See `Engine.kv_snapshot`."""
-        return await asyncio.wrap_future(self.engine.kv_snapshot())
 
     async def idle(self) -> None:
         """Wait until no request is running or queued."""
         await self._idle.wait()
 
-    def _receive(self, outputs: list[Output]) -> None:
-        """Pass outputs to the event loop. Called on the engine's thread."""
-        assert self._loop is not None
-        if not self._loop.is_closed():  # a closed loop delivers no outputs
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+    @abstractmethod
+    def _submit(self, request: Request) -> asyncio.Future[None] | None:
+        """Submit a request. Returns the future of its acceptance; None: it is accepted."""
+
+    def _add(self, request_id: str, stream: OutputSink) -> None:
+        self._streams[request_id] = stream
+        self._idle.clear()
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -134,14 +94,98 @@ class AsyncEngine:
         if not self._streams:
             self._idle.set()
 
-    def _drop(self, request_id: str, stream: _Stream) -> None:
+    def drop(self, request_id: str, stream: OutputSink) -> None:
         """Abort a request whose outputs are no longer read."""
         if self._streams.get(request_id) is stream:  # not a later request with the same id
             self._forget(request_id)
-            self.engine.abort(request_id)
+            self.abort(request_id)
 
 
-class _Stream:
+class AsyncEngine(EngineClient):
+    """Wraps an `Engine` and delivers its outputs on an event loop."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        limits: EngineLimits,
+        *,
+        on_fatal: Callable[[str], None] | None = None,
+        kv_events: KvEvents | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        draft: tuple[Model, KVCache] | None = None,
+        tiers: Sequence[Tier] = (),
+    ) -> None:
+        super().__init__(cache.block_size)
+        self.engine = Engine(
+            model,
+            cache,
+            limits,
+            on_outputs=self._receive,
+            on_fatal=on_fatal,
+            kv_events=kv_events,
+            clock=clock,
+            draft=draft,
+            tiers=tiers,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._block_size
+
+    def start(self) -> None:
+        """Start the compute thread; outputs are delivered on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self.engine.start()
+
+    async def close(self) -> None:
+        """Stop the compute thread; unfinished requests end with ABORT."""
+        await asyncio.to_thread(self.engine.stop)
+        await asyncio.sleep(0)  # deliver the thread's last outputs
+
+    def submit_for(self, request: Request, sink: OutputSink) -> None:
+        """Submit a request whose outputs `sink` receives. Raises the errors of `Engine.submit`."""
+        self._submit(request)
+        self._add(request.id, sink)
+
+    def finish(self, request_id: str) -> None:
+        self.engine.finish(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    def clear_cache(self) -> None:
+        """Empty the prefix cache and its tiers, except for blocks in use."""
+        self.engine.clear_cache()
+
+    def snapshot(self) -> EngineSnapshot:
+        return self.engine.snapshot()
+
+    async def kv_snapshot(self) -> KvSnapshot:
+        """See `Engine.kv_snapshot`."""
+        return await asyncio.wrap_future(self.engine.kv_snapshot())
+
+    def _submit(self, request: Request) -> None:
+        self.engine.submit(request)
+
+    def _receive(self, outputs: list[Output]) -> None:
+        """Pass outputs to the event loop. Called on the engine's thread."""
+        assert self._loop is not None
+        if not self._loop.is_closed():  # a closed loop delivers no outputs
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+
+class OutputSink(Protocol):
+    """What receives the outputs of one request, on the event loop."""
+
+    def append(self, output: Output) -> None:
+        """The next output; the one with `finish` is the last."""
+        ...
+
+
+class Stream:
     """The unread outputs of one request."""
 
     __slots__ = ("begun", "outputs", "together", "waiter")
@@ -182,7 +226,10 @@ class _Stream:
 class Generation(AsyncIterator[Output]):
     """Iterator of one request's outputs, in order; the output with `finish` is the last."""
 
-    def __init__(self, client: AsyncEngine, request_id: str, stream: _Stream) -> None:
+    def __init__(
+        self, client: EngineClient, request_id: str, stream: Stream, accepted: asyncio.Future[None] | None
+    ) -> None:
+        self._accepted = accepted
         self._client = client
         self._request_id = request_id
         self._stream = stream
@@ -205,6 +252,16 @@ class Generation(AsyncIterator[Output]):
         self._ended = output.finish is not None
         return output
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next output is here."""
+        return self._stream.ready
+
+    async def accepted(self) -> None:
+        """Return when the engine has accepted the request. Raises the errors of `Engine.submit`."""
+        if self._accepted is not None:
+            await asyncio.shield(self._accepted)
+
     async def aclose(self) -> None:
         """Abort the request if it has not ended, and end the iteration."""
         self._close()
@@ -216,5 +273,5 @@ class Generation(AsyncIterator[Output]):
         if not self._ended:
             self._ended = True
             self._stream.outputs.clear()
-            self._client._drop(self._request_id, self._stream)
+            self._client.drop(self._request_id, self._stream)
             self._stream.wake()

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-import random
 import signal
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -25,10 +23,13 @@ from baton_api.announcements import Announcer, Listening, Ready
 from baton_api.errors import BatonError, NotReady
 from baton_api.keys import Keys
 from baton_api.workers import Load, Role
-from baton_engine.api.app import Served, create_app
+from baton_engine.api.app import create_app
 from baton_engine.api.edge import Edge, Probes
 from baton_engine.api.http import HttpServer, RequestDrain
-from baton_engine.api.parameters import Defaults
+from baton_engine.api.parameters import Defaults, defaults_of
+from baton_engine.api.served import OtherProcesses, Served
+from baton_engine.frontends.engine_service import EngineService
+from baton_engine.frontends.pool import FrontendPool, control_server, hello_of
 from baton_engine.metrics.exposition import WorkerLabels, WorkerMetrics
 from baton_engine.model.checkpoint import SamplingDefaults, sampling_defaults
 from baton_engine.model.progress import Progress
@@ -91,9 +92,18 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress,
     ):
         announce(Listening(host=http.host, port=http.port))
         settings = settings.model_copy(update={"port": http.port})
-        async with open_worker(settings, progress) as worker, role(worker) as services:
+        async with (
+            _frontends(settings, http) as frontends,
+            open_worker(settings, progress) as worker,
+            role(worker) as services,
+        ):
             with _signals() as (stop, force):
-                gate.app = create_app(served_of(worker, services, drain, keys, tls, admin_keys))
+                others = OtherProcesses() if frontends is None else frontends.service
+                served = served_of(worker, services, drain, keys, tls, admin_keys, others)
+                app = create_app(served)
+                if frontends is not None:
+                    await frontends.begin(worker, served, app)
+                gate.app = app
                 url = f"{http.scheme}://{http.address}/v1"
                 log.info("%s serves %s on %s", worker.name, worker.model_name, url)
                 log.info("The server is fired up and ready to roll!")
@@ -102,7 +112,49 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress,
                 await _first(stop.wait(), _done(worker.fatal))
                 if worker.fatal.done():
                     raise BatonError(f"{worker.name} cannot continue: {worker.fatal.result()}.")
-                await _first(_drain(worker, services, drain), force.wait())
+                await _first(_drain(worker, services, drain, others), force.wait())
+                if frontends is not None:
+                    await frontends.close()
+
+
+class _Frontends:
+    """The frontends of the worker, from its start on."""
+
+    def __init__(self, settings: WorkerSettings, http: HttpServer) -> None:
+        self.service = EngineService()
+        self._http = http
+        name = settings.name or str(settings.role)
+        self._pool = FrontendPool(settings.api_processes, http.socket, name, self.service)
+        self._control = contextlib.AsyncExitStack()
+
+    async def begin(self, worker: Worker, served: Served, app: ASGIApp) -> None:
+        """Let them serve the port in place of this process. Raises SetupError."""
+        self.service.served = served
+        if not served.generates:
+            log.info("%s generates no text: one process serves its API.", worker.name)
+            await self.close()
+            return
+        control = await self._control.enter_async_context(control_server(app, RequestDrain()))
+        size, checkpoint = worker.cache.block_size, str(worker.checkpoint.path)
+        await self._pool.serve(hello_of(served, checkpoint, worker.name, size, control))
+        self._http.hand_over()
+
+    async def close(self) -> None:
+        await self._pool.close()
+        await self._control.aclose()
+
+
+@contextlib.asynccontextmanager
+async def _frontends(settings: WorkerSettings, http: HttpServer) -> AsyncIterator[_Frontends | None]:
+    """Start the frontends while the model is loaded. None: this process serves the API."""
+    if not settings.api_processes:
+        yield None
+        return
+    frontends = _Frontends(settings, http)
+    try:
+        yield frontends
+    finally:
+        await frontends.close()
 
 
 @contextlib.asynccontextmanager
@@ -115,13 +167,15 @@ async def _health_server(gate: StartupGate, settings: WorkerSettings) -> AsyncIt
         yield
 
 
-async def _drain(worker: Worker, services: RoleServices, drain: RequestDrain) -> None:
+async def _drain(
+    worker: Worker, services: RoleServices, drain: RequestDrain, frontends: OtherProcesses
+) -> None:
     seconds = worker.settings.drain_s
     log.info("%s drains: %d requests are running, at most %g s", worker.name, drain.running, seconds)
     others = services.drain() if services.drain is not None else asyncio.sleep(0)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await asyncio.gather(drain.drain(seconds), others)
+            await asyncio.gather(drain.drain(seconds), frontends.drain(seconds), others)
 
 
 def served_of(
@@ -131,6 +185,7 @@ def served_of(
     keys: Keys | None = None,
     tls: ssl.SSLContext | None = None,
     admin_keys: Keys | None = None,
+    others: OtherProcesses | None = None,
 ) -> Served:
     """Assemble what the API of a worker serves."""
     services = services or RoleServices()
@@ -168,6 +223,7 @@ def served_of(
         encoder=worker.encoder,
         hidden=worker.spec.hidden,
         generates=not worker.spec.headless,
+        others=others or OtherProcesses(),
     )
 
 
@@ -177,13 +233,7 @@ def _defaults(worker: Worker) -> Defaults:
     if settings.sampling_defaults == "model":
         sampling = sampling_defaults(worker.checkpoint)
     log.info("sampling defaults of requests: %s", sampling)
-    if settings.seed is None:
-        return Defaults(sampling=sampling, include_usage=settings.stream_include_usage)
-    return Defaults(
-        sampling=sampling,
-        include_usage=settings.stream_include_usage,
-        seeds=functools.partial(random.Random(settings.seed).getrandbits, 64),
-    )
+    return defaults_of(settings, sampling)
 
 
 def _warn(settings: WorkerSettings, keys: Keys) -> None:

@@ -11,6 +11,8 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import httpx
 import msgspec
 import torch
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
@@ -27,6 +29,10 @@ from transformers import PreTrainedTokenizerFast
 from baton_api.workers import Load, Role
 from baton_engine.api.app import Served, create_app
 from baton_engine.client import AsyncEngine
+from baton_engine.frontends.engine_service import EngineService, FrontendConnection
+from baton_engine.frontends.pool import hello_of
+from baton_engine.frontends.process import GENERATING, Frontend
+from baton_engine.frontends.remote_engine import EngineLink
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.exposition import WorkerMetrics
@@ -37,6 +43,8 @@ from tests.engine import fake_model
 from tests.engine.fake_model import FakeModel
 
 MODEL = "lab/tiny"
+FRONTENDS = bool(os.environ.get("BATON_TEST_FRONTENDS"))
+"""Whether all tests use a frontend."""
 CONTEXT = 512
 BLOCK_SIZE = 4
 SPECIALS = ("<|end|>", "<|assistant|>", "<|user|>", "<|system|>")
@@ -115,13 +123,41 @@ class Api:
 
     def at_rest(self) -> bool:
         """Check that no request holds blocks."""
-        now = self.served.engine.snapshot()
+        now = self.served.computing.snapshot()
         return (now.running, now.queued, now.owned_blocks) == (0, 0, 0)
 
     def assert_all_blocks_back(self) -> None:
         assert self.at_rest()
-        now = self.served.engine.snapshot()
+        now = self.served.computing.snapshot()
         assert now.available_blocks == now.total_blocks
+
+
+@contextlib.asynccontextmanager
+async def open_frontend(served: Served, app: ASGIApp) -> AsyncIterator[ASGIApp]:
+    """The API of `served`, whose generating endpoints a frontend in this process serves."""
+    service = served.others
+    assert isinstance(service, EngineService)
+    service.served = served
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setblocking(False)
+    _, connection = await loop.create_connection(lambda: FrontendConnection(service), sock=ours)
+    _, link = await loop.create_connection(EngineLink, sock=theirs)
+    connection.hello(hello_of(served, "", "worker", BLOCK_SIZE, ""))
+    frontend = Frontend(link, await link.hello, served.tokenizer)
+    connection.serving.set()
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        hot = scope["method"] == "POST" and scope["path"] in GENERATING
+        await (frontend.generating if hot else app)(scope, receive, send)
+
+    try:
+        yield dispatch
+    finally:
+        connection.transport.close()
+        await link.closed
+        await connection.closed
 
 
 @contextlib.asynccontextmanager
@@ -132,8 +168,10 @@ async def open_api(
     max_queued: int = 4096,
     chunk_tokens: int = 512,
     client: type[AsyncEngine] = AsyncEngine,
+    split: bool = False,
     **served_fields: Any,
 ) -> AsyncIterator[Api]:
+    """`split`: a frontend serves the endpoints that generate, over a link to the engine."""
     model = TalkingModel()
     cache = KVCache(model.spec, blocks, torch.float32, torch.device("cpu"), BLOCK_SIZE)
     limits = EngineLimits(
@@ -150,13 +188,17 @@ async def open_api(
         "settings": WorkerSettings(),
         "metrics": WorkerMetrics(engine.snapshot),
         "load": lambda: Load(role=Role.BOTH, model=MODEL),
+        "others": EngineService(),
     }
     served = Served(**fields | served_fields)
     app = create_app(served)
-    transport = httpx.ASGITransport(app=app)
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
-            yield Api(served, app, model, http)
+        async with contextlib.AsyncExitStack() as stack:
+            if split or FRONTENDS:
+                app = await stack.enter_async_context(open_frontend(served, app))
+            transport = httpx.ASGITransport(app=app)
+            http = httpx.AsyncClient(transport=transport, base_url="http://worker")
+            yield Api(served, app, model, await stack.enter_async_context(http))
     finally:
         model.resume()
         await engine.close()

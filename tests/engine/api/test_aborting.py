@@ -37,7 +37,7 @@ async def started(api: Api, **body: Any) -> asyncio.Task[httpx.Response]:
 
 
 def submitted(api: Api) -> int:
-    now = api.served.engine.snapshot()
+    now = api.served.computing.snapshot()
     return now.running + now.queued
 
 
@@ -52,7 +52,7 @@ async def test_abort_unstreamed_request_is_a_499(api: Api, name: dict[str, Any],
     assert await abort(api.http, **name) == 1
     api.model.go.set()
     assert_error(await running, 499, RequestAborted.code, None)
-    await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+    await eventually(lambda: not api.served.computing.snapshot().owned_blocks)
     api.assert_all_blocks_back()
     assert await api.metric('baton_worker_requests_total{finish_reason="abort"}') == n
     assert await abort(api.http, **name) == 0
@@ -74,7 +74,7 @@ async def test_abort_stream_ends_with_an_error_event(api: Api, server: HttpServe
     error = msgspec.json.decode(rest[-2].removeprefix("data: "))["error"]
     assert (error["code"], error["type"]) == (RequestAborted.code, "invalid_request_error")
     assert not any('"finish_reason":"' in line for line in rest)
-    await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+    await eventually(lambda: not api.served.computing.snapshot().owned_blocks)
     api.assert_all_blocks_back()
 
 
@@ -154,7 +154,7 @@ async def test_aborts_at_any_moment_leave_nothing(api: Api) -> None:
 
     ended = sum([await one for one in asyncio.as_completed([ask(number) for number in range(60)])])
     assert ended > 10
-    await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+    await eventually(lambda: not api.served.computing.snapshot().owned_blocks)
     api.assert_all_blocks_back()
     assert (await api.chat()).status_code == 200
 

@@ -37,7 +37,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 async def test_disconnect_running_request_is_aborted(
     api: Api, server: HttpServer, stream: bool, n: int
 ) -> None:
-    model, engine = api.model, api.served.engine
+    model, engine = api.model, api.served.computing
 
     def all_run() -> bool:
         """Let one more pass run while fewer requests do: others may come when the engine stands still."""
@@ -69,7 +69,7 @@ async def test_disconnect_before_first_token_aborts(api: Api, server: HttpServer
     await hang_up(writer)
     await eventually(lambda: not api.served.drain.running)
     api.model.go.set()
-    await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+    await eventually(lambda: not api.served.computing.snapshot().owned_blocks)
     api.assert_all_blocks_back()
 
 
@@ -85,11 +85,11 @@ async def test_disconnect_rest_of_a_prompt_list_is_dropped(api: Api, server: Htt
     _, writer = await connect(
         server, request("/v1/completions", prompt=[f"prompt {i}" for i in range(100)], max_tokens=400)
     )
-    await eventually(lambda: api.served.engine.snapshot().running > 0)
+    await eventually(lambda: api.served.computing.snapshot().running > 0)
     await hang_up(writer)
     await eventually(lambda: not api.served.drain.running)
     await eventually(api.at_rest)
-    assert api.served.engine.snapshot().queued == 0
+    assert api.served.computing.snapshot().queued == 0
     api.assert_all_blocks_back()
 
 
@@ -119,6 +119,6 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(api: Api, server: 
     for _ in range(10):
         await asyncio.gather(*(visit() for _ in range(10)))
     await eventually(lambda: not api.served.drain.running)
-    await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+    await eventually(lambda: not api.served.computing.snapshot().owned_blocks)
     api.assert_all_blocks_back()
     assert (await api.chat()).status_code == 200

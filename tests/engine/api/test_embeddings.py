@@ -275,7 +275,7 @@ async def test_embeddings_full_queue_is_a_503_for_the_whole_call() -> None:
         answer = await embed(api, input=["Hi there"] * 60)
         api.model.go.set()
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
-        await eventually(lambda: api.served.engine.snapshot().queued == 0)
+        await eventually(lambda: api.served.computing.snapshot().queued == 0)
         assert vectors(await embed(api, input=["Hi"] * 2))
         api.assert_all_blocks_back()
 

@@ -49,7 +49,7 @@ async def test_metrics_gauges_show_running_and_waiting_requests() -> None:
         api.model.go.clear()
         running = [asyncio.create_task(api.chat()) for _ in range(3)]
         await asyncio.to_thread(api.model.inside.wait)
-        await eventually(lambda: api.served.engine.snapshot().queued == 2)
+        await eventually(lambda: api.served.computing.snapshot().queued == 2)
         assert await api.metric(contract.WORKER_RUNNING.name) == 1
         assert await api.metric(contract.WORKER_QUEUED.name) == 2
         assert await api.metric(contract.WORKER_QUEUED_TOKENS.name) > 0
@@ -59,7 +59,7 @@ async def test_metrics_gauges_show_running_and_waiting_requests() -> None:
         assert await api.metric('baton_worker_kv_blocks{state="owned"}') == 0
         states = ("free", "cached", "owned", "pinned", "quarantined")
         blocks = [await api.metric(f'baton_worker_kv_blocks{{state="{state}"}}') for state in states]
-        assert sum(blocks) == api.served.engine.snapshot().total_blocks
+        assert sum(blocks) == api.served.computing.snapshot().total_blocks
 
 
 async def test_metrics_error_is_counted(api: Api) -> None:
@@ -89,7 +89,7 @@ async def test_metrics_exposed_names_match_the_contract(api: Api) -> None:
 
 
 def test_metrics_relay_is_counted_by_transport(api: Api) -> None:
-    metrics = WorkerMetrics(api.served.engine.snapshot)
+    metrics = WorkerMetrics(api.served.computing.snapshot)
     metrics.relayed(RELAY)
     text = metrics.text().decode()
     assert 'baton_worker_transfer_bytes_total{transport="loopback"} 6000.0' in text

@@ -102,13 +102,13 @@ async def test_probes_are_short(api: Api, path: str) -> None:
 async def test_flush_cache_empties_it_and_keeps_running_requests(api: Api) -> None:
     prompt = "a prompt of several blocks of four"
     whole = (await api.complete(prompt=prompt, temperature=0)).json()["choices"][0]["text"]
-    cached = api.served.engine.snapshot().cached_blocks
+    cached = api.served.computing.snapshot().cached_blocks
     assert cached > 4
     assert (await api.http.post("/flush_cache")).json() == {"flushed_blocks": cached}
-    await eventually(lambda: not api.served.engine.snapshot().cached_blocks)
+    await eventually(lambda: not api.served.computing.snapshot().cached_blocks)
     api.model.stops_at = api.model.passes + 3
     running = asyncio.create_task(api.complete(prompt=prompt, temperature=0, max_tokens=100))
-    await eventually(lambda: api.served.engine.snapshot().running == 1)
+    await eventually(lambda: api.served.computing.snapshot().running == 1)
     await api.http.post("/flush_cache")
     api.model.resume()
     again = (await running).json()
@@ -121,17 +121,17 @@ async def test_flush_cache_empties_it_and_keeps_running_requests(api: Api) -> No
 
 
 async def test_health_generate_generates_a_token(api: Api) -> None:
-    before = api.served.engine.snapshot().totals.generated_tokens
+    before = api.served.computing.snapshot().totals.generated_tokens
     for _ in range(2):  # the second finds nothing in the cache
         assert (await api.http.get("/health_generate")).status_code == 200
-    now = api.served.engine.snapshot()
+    now = api.served.computing.snapshot()
     assert now.totals.generated_tokens == before + 2
     assert now.totals.prompt_tokens_cached == 0
     api.assert_all_blocks_back()
 
 
 async def test_health_generate_stopped_engine_is_a_503(api: Api) -> None:
-    await api.served.engine.close()
+    await api.served.computing.close()
     response = await api.http.get("/health_generate")
     assert (response.status_code, response.json()["error"]["code"]) == (503, Overloaded.code)
     assert (await api.http.get("/health")).status_code == 200
@@ -158,7 +158,7 @@ class Prefill:
         self.requested_tokens = len(fetch.tokens)
         arrived = len(fetch.blocks) if self.relay else 0
         first = TokenChoice(token=1) if self.relay else None
-        self.served.engine.engine.fetched(
+        self.served.computing.engine.fetched(
             FetchResult(fetch.request_id, arrived, first=first, relay=self.relay, reason="peer_lost")
         )
 
@@ -177,7 +177,7 @@ async def test_health_generate_pair_needs_the_prefill_workers_prompt(relay: Rela
         if relay is None:
             assert "prefill worker" in response.json()["error"]["message"]
         assert (await api.http.get("/health_generate")).status_code == 200
-        await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+        await eventually(lambda: not api.served.computing.snapshot().owned_blocks)
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/flush_cache"])

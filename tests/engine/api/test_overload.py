@@ -49,7 +49,7 @@ async def test_overload_of_fifty_requests_the_rest_get_retry_after() -> None:
         api.model.go.set()
         served = [first, *(task for task in tasks if task not in done)]
         assert [response.status_code for response in await asyncio.gather(*served)] == [200, 200, 200]
-        await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+        await eventually(lambda: not api.served.computing.snapshot().owned_blocks)
         api.assert_all_blocks_back()
         assert (await api.chat()).status_code == 200
 
@@ -69,5 +69,5 @@ async def test_overload_retried_requests_are_served(path: str, stream: bool) -> 
             raise AssertionError("it never was served")
 
         await asyncio.gather(*(insist() for _ in range(10)))
-        await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+        await eventually(lambda: not api.served.computing.snapshot().owned_blocks)
         api.assert_all_blocks_back()

@@ -34,7 +34,7 @@ async def test_patient_request_gives_its_place_to_others(path: str, kind: str, g
         first = asyncio.create_task(ask(api, path, LONG, kind))
         await asyncio.to_thread(api.model.inside.wait)
         second = asyncio.create_task(ask(api, path, SHORT, "default"))
-        await eventually(lambda: api.served.engine.snapshot().queued == 1)
+        await eventually(lambda: api.served.computing.snapshot().queued == 1)
         # A pass per token: the engine stops when one of them has ended, and the other one has not.
         api.model.stops_at = (SHORT if gives_way else LONG) + 3
         api.model.go.set()
@@ -46,5 +46,5 @@ async def test_patient_request_gives_its_place_to_others(path: str, kind: str, g
         answer = (await first).json()
         usage = answer["usage"]
         assert usage.get("completion_tokens", usage.get("output_tokens")) == LONG
-        assert (api.served.engine.snapshot().totals.retractions > 0) == gives_way
+        assert (api.served.computing.snapshot().totals.retractions > 0) == gives_way
         api.assert_all_blocks_back()

@@ -82,7 +82,7 @@ async def test_stop_string_ends_answer_and_counts_its_last_token(api: Api) -> No
     )
     assert body["usage"]["completion_tokens"] == len("abc STOP")
     await api.served.engine.idle()
-    assert api.served.engine.snapshot().totals.finished == {"stop": 1}, "the engine was told at once"
+    assert api.served.computing.snapshot().totals.finished == {"stop": 1}, "the engine was told at once"
     api.assert_all_blocks_back()
 
 

@@ -171,7 +171,7 @@ async def test_stream_full_queue_is_a_503_with_retry_after(stream: bool, n: int)
         running = [asyncio.create_task(api.chat())]
         await asyncio.to_thread(api.model.inside.wait)
         running.append(asyncio.create_task(api.chat()))
-        await eventually(lambda: api.served.engine.snapshot().queued == 1)
+        await eventually(lambda: api.served.computing.snapshot().queued == 1)
         refused = await api.chat(stream=stream, n=n)
         api.model.go.set()
         assert [response.status_code for response in await asyncio.gather(*running)] == [200, 200]
@@ -205,7 +205,7 @@ async def test_prompt_list_partly_admitted_is_aborted_with_a_503() -> None:
         assert refused.status_code == 503
         api.model.go.set()
         assert (await running).status_code == 200
-        await eventually(lambda: api.served.engine.snapshot().totals.finished == {"abort": 2, "length": 1})
+        await eventually(lambda: api.served.computing.snapshot().totals.finished == {"abort": 2, "length": 1})
         api.assert_all_blocks_back()
 
 

@@ -37,6 +37,21 @@ from baton_engine.api.served import Served
 __all__ = ["Served", "create_app"]
 
 
+def generating(served: Served) -> list[Route]:
+    """The routes of the endpoints that generate text, but for `/v1/responses`, which are stored."""
+    return [
+        Route("/v1/chat/completions", Generate(served, endpoint.prepare), methods=["POST"]),
+        Route("/v1/completions", Generate(served, completions.prepare), methods=["POST"]),
+        Route(anthropic.MESSAGES, Generate(served, messages.prepare), methods=["POST"]),
+        Route("/generate", Generate(served, sglang_generate.prepare, model_required=False), methods=["POST"]),
+    ]
+
+
+def create_generating(served: Served) -> ASGIApp:
+    """Create the ASGI app of `generating` only."""
+    return _at_the_edge(served, Router(generating(served), redirect_slashes=False))
+
+
 def create_app(served: Served) -> ASGIApp:
     """Create the ASGI app with the API of `served`."""
 
@@ -55,17 +70,12 @@ def create_app(served: Served) -> ASGIApp:
         [
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            Route("/v1/chat/completions", Generate(served, endpoint.prepare), methods=["POST"]),
-            Route("/v1/completions", Generate(served, completions.prepare), methods=["POST"]),
+            *generating(served),
             Route("/v1/embeddings", PoolingEndpoint(served, embeddings.prepare), methods=["POST"]),
-            Route(anthropic.MESSAGES, Generate(served, messages.prepare), methods=["POST"]),
             Route(anthropic.COUNT_TOKENS, JsonEndpoint(served, messages.count_tokens), methods=["POST"]),
             *(Route(path, rerank, methods=["POST"]) for path in scoring.RERANK_PATHS),
             *(Route(path, score, methods=["POST"]) for path in scoring.SCORE_PATHS),
             *responses.routes(served),
-            Route(
-                "/generate", Generate(served, sglang_generate.prepare, model_required=False), methods=["POST"]
-            ),
             Route("/tokenize", tokenizing, methods=["POST"]),
             Route("/v1/tokenize", tokenizing, methods=["POST"]),
             Route("/detokenize", detokenizing, methods=["POST"]),
@@ -74,5 +84,9 @@ def create_app(served: Served) -> ASGIApp:
         ],
         redirect_slashes=False,
     )
+    return _at_the_edge(served, router)
+
+
+def _at_the_edge(served: Served, router: ASGIApp) -> ASGIApp:
     allowed = exposure.allowed_origins(served.settings.allowed_origins, served.keys.required)
     return exposure.with_cors(Edge(router, served.keys, served.admin_keys), allowed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from baton_api import headers
 from baton_api.answer_usage import AnswerUsage
@@ -117,6 +117,12 @@ class Choices:
         report = self._exchange.report
         return [] if report is None else [(headers.PROMPT.encode(), report.encode().encode())]
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next piece of `pieces`, or its end, is here. Not known of several choices."""
+        outputs = self.all[0].outputs
+        return len(self.all) == 1 and outputs is not None and outputs.ready
+
     def abort(self) -> None:
         """Abort the request from outside: `pieces` raises RequestAborted."""
         self.aborted = True
@@ -137,6 +143,8 @@ class Choices:
                 return
             for lead in self._leads:
                 lead.outputs = self._generate(lead)
+            if len(self._leads) > 1:
+                await _all_accepted(self._leads)
             if len(self.all) == 1:
                 async for piece in self._pieces_of(self.all[0]):
                     yield self.all[0], piece
@@ -176,6 +184,8 @@ class Choices:
                 followers, choice.followers = choice.followers, []
                 for follower in followers:
                     follower.outputs = self._generate(follower)
+                await _all_accepted(followers)
+                for follower in followers:
                     self._unsubmitted -= 1  # after the submission, so that a rejection precedes all pieces
                     self._tasks.append(asyncio.create_task(self._drive(follower)))
                 self._queue.put_nowait((choice, piece))
@@ -243,6 +253,13 @@ class Choices:
         usage = self.usage
         self._exchange.prompt_tokens = usage.prompt_tokens
         self._exchange.completion_tokens = usage.completion_tokens
+
+
+async def _all_accepted(choices: Sequence[Choice]) -> None:
+    """Return when the engine has accepted all of these. Raises the first rejection."""
+    for choice in choices:
+        assert choice.outputs is not None
+        await choice.outputs.accepted()
 
 
 def _transcript(served: Served, work: Work) -> Transcript:

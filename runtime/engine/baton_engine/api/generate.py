@@ -2,7 +2,7 @@
 The handler of the endpoints that generate text: one JSON object, or a stream of events.
 
 The response starts with the first output of the engine, so that every rejection has an HTTP status. Each
-further output is one write to the connection.
+further write has all outputs that have come meanwhile.
 """
 
 from __future__ import annotations
@@ -190,6 +190,7 @@ class Generate:
     ) -> None:
         async with until_disconnect(receive):
             writer: StreamWriter | None = None
+            unwritten = b""
             try:
                 async with contextlib.aclosing(choices.pieces()) as gained:
                     async for choice, piece in gained:
@@ -202,14 +203,21 @@ class Generate:
                         events = work.shape.events(choice, piece, lambda: choices.usage)
                         if followed:
                             events += resume_tokens(piece) if resumable(work) else choices.count.comment()
-                        if events:
+                        unwritten += events
+                        if unwritten and not choices.ready:  # else the next piece goes with the same write
+                            events, unwritten = unwritten, b""
                             await writer.write(events)
             except RequestAborted as error:
                 if writer is None:
                     raise
-                last = work.failure(error) + work.done  # a requested abort ends the stream regularly
+                # A requested abort ends the stream regularly.
+                last = unwritten + work.failure(error) + work.done
+            except Exception:
+                if writer is not None and unwritten:
+                    await writer.write(unwritten)
+                raise
             else:
-                last = work.shape.closing(choices.usage)
+                last = unwritten + work.shape.closing(choices.usage)
             finally:
                 if writer is not None:
                     writer.close()

@@ -37,16 +37,26 @@ class HttpServer:
     """One app on one port: `async with HttpServer(app, host, port, drain) as server`."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, drain: RequestDrain, tls: ssl.SSLContext | None = None
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        drain: RequestDrain,
+        tls: ssl.SSLContext | None = None,
+        *,
+        listening: socket.socket | None = None,
     ) -> None:
+        """`listening` is a socket to accept from, instead of a new one at `host` and `port`."""
         self.host = host
         self.scheme = "https" if tls else "http"
         self._drain = drain
-        self._socket = _bind(host, port)
-        self.port: int = self._socket.getsockname()[1]
+        self.socket = listening or _bind(host, port)
+        """The listening socket, which other processes may inherit."""
+        self.port: int = port if self.socket.family == socket.AF_UNIX else self.socket.getsockname()[1]
+        self._protocol = http_protocol(CONNECTION_LIMITS)
         config = uvicorn.Config(
             app,
-            http=http_protocol(CONNECTION_LIMITS),
+            http=self._protocol,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
@@ -67,7 +77,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Start the server. Returns when it accepts connections."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._task = asyncio.create_task(self._server.serve(sockets=[self.socket.dup()]))
         started = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
@@ -78,12 +88,18 @@ class HttpServer:
         """Reject new requests, including /ready, and wait for running ones. False if some remain."""
         return await self._drain.drain(seconds)
 
+    def hand_over(self) -> None:
+        """Leave new connections to other processes with the same socket; these close after an answer."""
+        self._protocol.leaving = True
+        for server in self._server.servers:
+            server.close()
+
     async def close(self) -> None:
         """Stop accepting connections and close the remaining ones."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
-        self._socket.close()
+        self.socket.close()
 
     async def __aenter__(self) -> HttpServer:
         await self.start()

@@ -23,7 +23,7 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from baton_api.sampling import SamplingParams
 from baton_api.workers import Role
 from baton_engine import requests
 from baton_engine.api import bodies
-from baton_engine.api.exchange import exchange_of
+from baton_engine.api.exchange import HISTORY_LIMIT, exchange_of
 from baton_engine.api.fields import Fields
 from baton_engine.api.generate import named_remote
 from baton_engine.api.running import Running, read_names
@@ -106,11 +106,14 @@ async def _load(served: Served, request: Request) -> Response:
 
 
 async def _metrics(served: Served, request: Request) -> Response:
-    return Response(served.metrics.text(), headers={"content-type": CONTENT_TYPE})
+    text = served.metrics.text(await served.others.samples())
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 async def _latest_requests(served: Served, request: Request) -> Response:
-    return as_json({"data": [exchange.body() for exchange in reversed(served.history)]})
+    bodies = [exchange.body() for exchange in served.history] + await served.others.requests()
+    latest = sorted(bodies, key=lambda body: body["received"], reverse=True)[:HISTORY_LIMIT]
+    return as_json({"data": latest})
 
 
 async def _version(served: Served, request: Request) -> Response:
@@ -131,12 +134,14 @@ async def _description(served: Served, request: Request) -> Response:
 
 async def _abort(served: Served, request: Request) -> Response:
     fields = bodies.parse(await bodies.read(request.scope, request.receive))
-    return as_json(abort_request(fields, served.running))
+    names = read_aborts(fields)
+    aborted = abort_named(names, served.running) + await served.others.abort(names)
+    return as_json({"aborted": aborted})
 
 
 async def _flush(served: Served, request: Request) -> Response:
-    cached = served.engine.snapshot().cached_blocks
-    served.engine.clear_cache()
+    cached = served.computing.snapshot().cached_blocks
+    served.computing.clear_cache()
     return as_json({"flushed_blocks": cached})
 
 
@@ -144,6 +149,7 @@ async def _load_adapter(served: Served, request: Request) -> Response:
     fields = bodies.parse(await bodies.read(request.scope, request.receive))
     name, path = fields.text("lora_name") or "", fields.text("lora_path") or ""
     await served.adapters.load(name, path, in_place=fields.boolean("load_inplace"))
+    await served.others.adapters_changed()
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -151,13 +157,14 @@ async def _unload_adapter(served: Served, request: Request) -> Response:
     fields = bodies.parse(await bodies.read(request.scope, request.receive))
     name = fields.text("lora_name") or ""
     await served.adapters.unload(name)
+    await served.others.adapters_changed()
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 async def _kv_snapshot(served: Served, request: Request) -> Response:
     try:
         async with asyncio.timeout(STEP_TIMEOUT_S):
-            snapshot = await served.engine.kv_snapshot()
+            snapshot = await served.computing.kv_snapshot()
     except TimeoutError as error:
         raise NotReady(f"The engine did not complete a step within {STEP_TIMEOUT_S:g} s.") from error
     load = served.load()
@@ -168,14 +175,10 @@ def as_json(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-def abort_request(fields: Fields, running: Running) -> dict[str, int]:
-    """
-    Abort requests and return their number. 0 is valid, because requests may have finished before.
-
-    Call it on the event loop. Raises InvalidRequest.
-    """
+def read_aborts(fields: Fields) -> tuple[str, ...] | None:
+    """Return the names of the requests to abort. None: all. Raises InvalidRequest."""
     if fields.boolean("abort_all"):
-        return {"aborted": running.abort_all()}
+        return None
     names = read_names(fields)
     if not names:
         raise InvalidRequest(
@@ -183,7 +186,16 @@ def abort_request(fields: Fields, running: Running) -> dict[str, int]:
             param="rid",
             code=MISSING_REQUIRED_PARAMETER,
         )
-    return {"aborted": sum(running.abort(name) for name in dict.fromkeys(names))}
+    return tuple(dict.fromkeys(names))
+
+
+def abort_named(names: Sequence[str] | None, running: Running) -> int:
+    """
+    Abort requests by their names, or all, and return their number. 0 is valid: they may have finished before.
+
+    Call it on the event loop.
+    """
+    return running.abort_all() if names is None else sum(running.abort(name) for name in names)
 
 
 TOKEN_TIMEOUT_S = 20.0
@@ -215,7 +227,7 @@ async def generate_one(served: Served, remote: RemotePrefill | None = None) -> N
 
 def _request(served: Served, remote: RemotePrefill | None) -> requests.Request:
     """Create a request with a random, uncached prompt that is long enough for a remote prefill."""
-    size = served.engine.snapshot().block_size
+    size = served.computing.snapshot().block_size
     wanted = served.settings.local_prefill_tokens + size + 1 if remote is not None else size + 1
     length = max(1, min(wanted, served.max_model_len - 1))
     prompt = tuple(secrets.randbelow(served.vocabulary.size) for _ in range(length))
@@ -287,7 +299,7 @@ def model_info(served: Served) -> dict[str, Any]:
 def server_info(served: Served) -> dict[str, Any]:
     """Return settings and current metrics, including fields that tools of other servers read."""
     settings = served.settings.model_dump(mode="json", exclude=set(SECRETS))
-    snapshot = served.engine.snapshot()
+    snapshot = served.computing.snapshot()
     return {
         **version(),
         "status": served.not_ready() or "ready",

@@ -8,9 +8,11 @@ because a client would not notice that such a field was ignored.
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ from baton_engine.api.fields import Fields, integer, number, shown, wrong_type
 from baton_engine.api.streaming import Streaming
 from baton_engine.api.structured_output import read_constraint
 from baton_engine.model.checkpoint import SamplingDefaults
+from baton_engine.settings import WorkerSettings
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures select greedy decoding, because a division by them overflows."""
@@ -69,6 +72,17 @@ class Defaults:
     """Returns the seed of a request without one, 0 to 2**64 - 1. Called from several threads."""
     include_usage: bool = False
     """Whether streams end with their usage."""
+
+
+def defaults_of(settings: WorkerSettings, sampling: SamplingDefaults) -> Defaults:
+    """Return the defaults of a worker. With `settings.seed`, a sequence of seeds begins."""
+    if settings.seed is None:
+        return Defaults(sampling=sampling, include_usage=settings.stream_include_usage)
+    return Defaults(
+        sampling=sampling,
+        include_usage=settings.stream_include_usage,
+        seeds=partial(random.Random(settings.seed).getrandbits, 64),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton_api.keys import Keys
 from baton_api.workers import Load
@@ -14,15 +15,37 @@ from baton_engine.api.exchange import History, new_history
 from baton_engine.api.http import RequestDrain
 from baton_engine.api.parameters import Defaults, Vocabulary
 from baton_engine.api.running import Running
-from baton_engine.client import AsyncEngine
-from baton_engine.grammar.grammars import Grammars
-from baton_engine.metrics.exposition import WorkerMetrics
+from baton_engine.client import AsyncEngine, EngineClient
+from baton_engine.grammar.grammars import MatcherSource
+from baton_engine.metrics.exposition import ApiMetrics, Sample
 from baton_engine.model.embedder import Embedder, NoEmbeddings
 from baton_engine.model.encoder import EncoderSpec
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import RemotePrefill
 from baton_engine.settings import WorkerSettings
 from baton_engine.tracing import WorkerTracing
+
+
+class OtherProcesses:
+    """What other processes of this worker know. This one has no others."""
+
+    async def samples(self) -> list[Sample]:
+        """The metrics of all."""
+        return []
+
+    async def requests(self) -> list[dict[str, Any]]:
+        """The latest requests of all, as `Exchange.body`."""
+        return []
+
+    async def abort(self, names: Sequence[str] | None) -> int:
+        """Abort the requests with these names, or all. Returns their number."""
+        return 0
+
+    async def adapters_changed(self) -> None:
+        """Return when requests may name the adapters that are loaded now."""
+
+    async def drain(self, seconds: float) -> None:
+        """Return when none has a request, at most after `seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +55,11 @@ class Served:
     names: tuple[str, ...]
     """Names of the model in requests. Responses contain the first one."""
     tokenizer: Tokenizer
-    grammars: Grammars
-    engine: AsyncEngine
+    grammars: MatcherSource
+    engine: EngineClient
     max_model_len: int
     settings: WorkerSettings
-    metrics: WorkerMetrics
+    metrics: ApiMetrics
     load: Callable[[], Load]
     adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
     """LoRA adapters, whose names requests use as models."""
@@ -62,6 +85,8 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     drain: RequestDrain = field(default_factory=RequestDrain)
     history: History = field(default_factory=new_history)
+    others: OtherProcesses = field(default_factory=lambda: OtherProcesses())
+    """The processes that serve the rest of the API, if there are any."""
     running: Running = field(default_factory=Running)
     chat: ChatFormat = field(init=False)
     """Chat format, from settings and tokenizer."""
@@ -69,6 +94,12 @@ class Served:
     def __post_init__(self) -> None:
         """Determine the chat format. Raises SetupError for settings that do not fit the model."""
         object.__setattr__(self, "chat", chat_format_of(self.tokenizer, self.settings))
+
+    @property
+    def computing(self) -> AsyncEngine:
+        """The engine, in the process that computes."""
+        assert isinstance(self.engine, AsyncEngine)
+        return self.engine
 
     @property
     def name(self) -> str:

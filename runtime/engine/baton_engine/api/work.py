@@ -14,7 +14,7 @@ from baton_engine.api.fields import Fields
 from baton_engine.api.parameters import Parameters
 from baton_engine.api.parsing.parts import PlainReader, Reader
 from baton_engine.api.streaming import DONE, error_event
-from baton_engine.grammar.grammars import Grammars
+from baton_engine.grammar.grammars import MatcherSource
 from baton_engine.requests import GrammarMatcher, LoadedAdapter
 
 
@@ -110,7 +110,7 @@ def with_constraint_field(work: Work, fields: Fields) -> Work:
     return dataclasses.replace(work, constrained_by=param)
 
 
-async def with_matchers(work: Work, grammars: Grammars, tenant: str = "") -> Work:
+async def with_matchers(work: Work, grammars: MatcherSource, tenant: str = "") -> Work:
     """
     Return `work` with its constraint compiled, in the turn of `tenant`.
 

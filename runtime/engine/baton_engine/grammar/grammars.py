@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -56,6 +57,20 @@ SMALLER = (
     " Make it smaller: fewer alternatives, values and optional properties, lower bounds of lengths and "
     "repetitions, fewer levels; or ask for its parts in several requests."
 )
+
+
+class MatcherSource(Protocol):
+    """Prepares constraints, in this process or another."""
+
+    async def prepare(
+        self, constraint: Constraint | None, thinking: Thinking | None, tenant: str = ""
+    ) -> Callable[[], GrammarMatcher]:
+        """
+        Return a function that creates matchers, once the constraint is compiled, in the turn of `tenant`.
+
+        Raises InvalidRequest, or Overloaded.
+        """
+        ...
 
 
 class Grammars:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample as PrometheusSample
 
 from baton_api import __version__, metrics
 from baton_api.metrics import Metric
@@ -23,6 +24,9 @@ from baton_api.metrics.peers import MODEL, PEER_NAMES, Peer, PeerName
 from baton_api.mutual_tls import CertificateValidity
 from baton_engine.metrics.counters import EngineSnapshot, Times
 from baton_engine.requests import RelayRecord
+
+Sample = tuple[str, str, dict[str, str], float]
+"""A value of another process: family, name, labels and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +39,10 @@ class WorkerLabels:
     """The model's name in responses."""
 
 
-class WorkerMetrics:
-    """The registry of one worker and the observations of its API."""
+class ApiMetrics:
+    """The observations of the API in one process."""
 
-    def __init__(
-        self,
-        snapshot: Callable[[], EngineSnapshot],
-        kv_batches: Callable[[], int] = lambda: 0,
-        worker_labels: WorkerLabels = WorkerLabels(),
-        peers: Sequence[Peer] = (),
-        term: Callable[[], CertificateValidity | None] = lambda: None,
-    ) -> None:
-        """
-        Create the registry.
-
-        `kv_batches` returns the number of published batches of KV events. `peers` are the engines whose
-        metric names are exposed too. `term` returns the validity of the worker's certificate, if it has one.
-        """
-        self._peers = CollectorRegistry(auto_describe=False)
+    def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = self._counter(metrics.WORKER_REQUESTS)
         self._tokens = self._counter(metrics.WORKER_GENERATION_TOKENS)
@@ -64,10 +54,6 @@ class WorkerMetrics:
         self._generation_length = self._histogram(metrics.WORKER_GENERATION_LENGTH)
         self._transfer_bytes = self._counter(metrics.WORKER_TRANSFER_BYTES)
         self._transfer_seconds = self._histogram(metrics.WORKER_TRANSFER_SECONDS)
-        self.registry.register(EngineCollector(snapshot, kv_batches, worker_labels))
-        self.registry.register(CertificateCollector(term))
-        if peers:
-            self._peers.register(PeerMetrics(self.registry, peers, worker_labels.model))
 
     def first_token(self, seconds: float) -> None:
         """Record the first token of a choice, `seconds` after its request."""
@@ -99,9 +85,18 @@ class WorkerMetrics:
             self._generation_length.observe(tokens)
             self._decode_time.observe(decode_s)
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry) + generate_latest(self._peers)
+    def samples(self) -> list[Sample]:
+        """Return all values but times of creation, for another process."""
+        return [
+            (family.name, sample.name, sample.labels, sample.value)
+            for family in self.registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        ]
+
+    def text(self, others: Iterable[Sample] = ()) -> bytes:
+        """Return all metrics in Prometheus' text format. The values of `others` are added to them."""
+        return generate_latest(self.registry)
 
     def _counter(self, metric: Metric) -> Counter:
         counter = Counter(metric.name, metric.help, metric.labels, registry=self.registry)
@@ -113,6 +108,65 @@ class WorkerMetrics:
         return Histogram(
             metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry
         )
+
+
+class WorkerMetrics(ApiMetrics):
+    """The registry of one worker, with the observations of its API in this process."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], EngineSnapshot],
+        kv_batches: Callable[[], int] = lambda: 0,
+        worker_labels: WorkerLabels = WorkerLabels(),
+        peers: Sequence[Peer] = (),
+        term: Callable[[], CertificateValidity | None] = lambda: None,
+    ) -> None:
+        """
+        Create the registry.
+
+        `kv_batches` returns the number of published batches of KV events. `peers` are the engines whose
+        metric names are exposed too. `term` returns the validity of the worker's certificate, if it has one.
+        """
+        super().__init__()
+        self._peers = peers
+        self._model = worker_labels.model
+        self.registry.register(EngineCollector(snapshot, kv_batches, worker_labels))
+        self.registry.register(CertificateCollector(term))
+
+    def text(self, others: Iterable[Sample] = ()) -> bytes:
+        every = SummedRegistry(self.registry, others)
+        peers = CollectorRegistry(auto_describe=False)
+        if self._peers:
+            peers.register(PeerMetrics(every, self._peers, self._model))
+        return generate_latest(every) + generate_latest(peers)
+
+
+class SummedRegistry(CollectorRegistry):
+    """The metrics of a registry, with the values of other processes added to them."""
+
+    def __init__(self, registry: CollectorRegistry, others: Iterable[Sample]) -> None:
+        super().__init__(auto_describe=False)
+        self._registry = registry
+        self._others = list(others)
+
+    def collect(self) -> Iterator[Family]:
+        sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for family, name, labels, value in self._others:
+            values = sums.setdefault(family, {})
+            key = name, tuple(labels.items())
+            values[key] = values.get(key, 0.0) + value
+        for one in self._registry.collect():
+            added = sums.get(one.name, {})
+            samples = [
+                sample._replace(
+                    value=sample.value + added.pop((sample.name, tuple(sample.labels.items())), 0.0)
+                )
+                for sample in one.samples
+            ]
+            one.samples = samples + [
+                PrometheusSample(name, dict(labels), value) for (name, labels), value in added.items()
+            ]
+            yield one
 
 
 class CertificateCollector(Collector):

@@ -26,9 +26,10 @@ READ_BYTES = 64 * 1024
 class ControlProxy:
     """A bare ASGI callable."""
 
-    def __init__(self, path: str) -> None:
-        """`path` of the socket."""
+    def __init__(self, path: str, away: str = "This part of the router is starting again") -> None:
+        """`path` of the socket; `away` is what clients are told if nobody listens there."""
         self._path = path
+        self._away = f"{away}; try again in a moment."
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
@@ -37,7 +38,7 @@ class ControlProxy:
             try:
                 await loop.sock_connect(connection, self._path)
             except OSError:
-                await _send_away(scope, send)
+                await self._send_away(scope, send)
                 return
             upload = asyncio.ensure_future(self._upload(scope, receive, connection))
             try:
@@ -79,7 +80,7 @@ class ControlProxy:
                 data = b""
             if not data:
                 if not answer.started:
-                    await _send_away(scope, send)
+                    await self._send_away(scope, send)
                 return  # returning without an end makes the server cut the connection
             answer.feed(data)
             answer.complete |= scope["method"] == "HEAD" and answer.status > 0
@@ -92,6 +93,9 @@ class ControlProxy:
                 if body or answer.complete:
                     more = not answer.complete
                     await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _send_away(self, scope: Scope, send: Send) -> None:
+        await send_error(send, NotReady(self._away), request_id(scope["headers"]))
 
 
 class _ParsedResponse:
@@ -119,11 +123,6 @@ class _ParsedResponse:
 
     def on_message_complete(self) -> None:
         self.complete = True
-
-
-async def _send_away(scope: Scope, send: Send) -> None:
-    away = NotReady("This part of the router is starting again; try again in a moment.")
-    await send_error(send, away, request_id(scope["headers"]))
 
 
 def _chunk(piece: bytes, more: bool) -> bytes:

@@ -1,0 +1,134 @@
+"""A frontend beside the process that computes: the same answers, and what each sees of the other's end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from baton_engine.adapters import AdapterRegistry
+from baton_engine.frontends.engine_service import EngineService
+from baton_engine.frontends.remote_engine import GONE
+from baton_engine.requests import LoadedAdapter
+from tests.engine.api.api import MODEL, Api, events, eventually, open_api
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 8}),
+    "stream": (CHAT, {"messages": MESSAGES, "max_tokens": 12, "stream": True}),
+    "usage": (
+        CHAT,
+        {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 3},
+    ),
+    "choices": (CHAT, {"messages": MESSAGES, "n": 3, "max_tokens": 5, "seed": 4}),
+    "logprobs": (CHAT, {"messages": MESSAGES, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}),
+    "prompts": (COMPLETION, {"prompt": ["ab", "cd"], "n": 2, "max_tokens": 4, "seed": 1}),
+    "echo": (COMPLETION, {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 3}),
+    "no tokens": (COMPLETION, {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}),
+    "stop": (COMPLETION, {"prompt": "ab", "stop": ["e", "t"], "max_tokens": 60}),
+    "constraint": (
+        COMPLETION,
+        {"prompt": "ab", "structured_outputs": {"regex": "(abc){3}"}, "max_tokens": 20},
+    ),
+    "bad constraint": (COMPLETION, {"prompt": "ab", "structured_outputs": {"regex": "(("}}),
+    "too long": (COMPLETION, {"prompt": "ab" * 400}),
+    "model": (COMPLETION, {"prompt": "ab", "model": "other"}),
+    "field": (CHAT, {"messages": []}),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5, "stream": True}),
+    "sglang": ("/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}),
+    "another path": ("/tokenize", {"prompt": "ab"}),
+    "responses": ("/v1/responses", {"input": "ab", "max_output_tokens": 16}),
+}
+
+CHANGING = re.compile(
+    r'"(id|request_id|created|created_at|completed_at|item_id|e2e_latency)":("[^"]*"|[\d.]+)|(msg|resp|cmpl|chatcmpl)[-_][0-9a-f]+'
+)
+"""Parts of answers that are never the same twice."""
+
+
+async def answers(api: Api) -> dict[str, tuple[int, str]]:
+    got = {}
+    for name, (path, body) in CASES.items():
+        answer = await api.http.post(path, json={"model": MODEL, "temperature": 0} | body)
+        got[name] = answer.status_code, CHANGING.sub("", answer.text)
+    return got
+
+
+async def test_frontend_answers_as_one_process_does() -> None:
+    async with open_api() as api:
+        one = await answers(api)
+    async with open_api(split=True) as api:
+        two = await answers(api)
+        await eventually(api.at_rest)
+        api.assert_all_blocks_back()
+    assert two == one
+    assert {status for status, _ in one.values()} == {200, 400, 404}
+
+
+async def test_frontend_rejects_choices_beyond_the_queue_before_the_answer_begins() -> None:
+    async with open_api(split=True, max_queued=2, max_running=1) as api:
+        body = {"prompt": "ab", "n": 9, "max_tokens": 9, "stream": True}
+        answer = await api.complete(**body)
+        assert answer.status_code == 503, answer.text
+        await eventually(api.at_rest)
+
+
+async def test_frontend_requests_are_aborted_by_name_and_listed() -> None:
+    async with open_api(split=True) as api:
+        api.model.stops_at = 9
+        running = asyncio.create_task(api.complete(max_tokens=400, request_id="mine"))
+        await eventually(lambda: not api.model.go.is_set())
+        aborted = await api.http.post("/abort_request", json={"rid": "mine"})
+        api.model.resume()
+        assert aborted.json() == {"aborted": 1}
+        assert (await running).status_code == 499
+        await api.complete(max_tokens=2)
+        await eventually(api.at_rest)
+        listed = (await api.http.get("/debug/requests")).json()["data"]
+        assert listed[0]["completion_tokens"] == 2
+        assert await api.metric('baton_worker_requests_total{finish_reason="length"}') == 1
+
+
+async def test_frontend_knows_adapters_once_they_are_loaded() -> None:
+    registry = AdapterRegistry(lambda name, path: LoadedAdapter(name, path, "ab" * 32, 4, 7), 2)
+    async with open_api(split=True, adapters=registry) as api:
+        assert (await api.complete(model="pirate")).status_code == 404
+        await api.http.post("/v1/load_lora_adapter", json={"lora_name": "pirate", "lora_path": "/x"})
+        base, adapted = await api.complete(temperature=0), await api.complete(model="pirate", temperature=0)
+        assert adapted.json()["model"] == "pirate"
+        assert adapted.json()["choices"] != base.json()["choices"]
+        await api.http.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
+        assert (await api.complete(model="pirate")).status_code == 404
+
+
+async def test_frontend_that_ends_leaves_no_request_behind() -> None:
+    async with open_api(split=True) as api:
+        api.model.stops_at = 9
+        running = asyncio.create_task(api.complete(max_tokens=400))
+        await eventually(lambda: not api.model.go.is_set())
+        service = api.served.others
+        assert isinstance(service, EngineService)
+        for connection in list(service.connections):
+            connection.transport.abort()
+        api.model.resume()
+        await eventually(api.at_rest)
+        api.assert_all_blocks_back()
+        answer = await running
+        assert (answer.status_code, GONE in answer.text) == (503, True)
+        again = await api.complete(max_tokens=4)
+        assert (again.status_code, GONE in again.text) == (503, True)
+
+
+async def test_frontend_drains() -> None:
+    async with open_api(split=True) as api:
+        api.model.stops_at = 9
+        running = asyncio.create_task(api.complete(max_tokens=40, stream=True))
+        await eventually(lambda: not api.model.go.is_set())
+        draining = asyncio.create_task(api.served.others.drain(60))
+        await asyncio.sleep(0)
+        api.model.resume()
+        await draining
+        assert running.done() or events((await running).text)
+        assert (await api.complete()).status_code == 503
