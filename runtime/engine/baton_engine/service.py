@@ -124,7 +124,7 @@ class _Frontends:
         self.service = EngineService()
         self._http = http
         name = settings.name or str(settings.role)
-        self._pool = FrontendPool(settings.api_processes, http.socket, name, self.service)
+        self._pool = FrontendPool(settings.api_processes, http.socket.dup(), name, self.service)
         self._control = contextlib.AsyncExitStack()
 
     async def begin(self, worker: Worker, served: Served, app: ASGIApp) -> None:

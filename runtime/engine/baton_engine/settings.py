@@ -142,7 +142,8 @@ class WorkerSettings(BaseSettings):
     api_processes: int = Field(default=0, ge=0, le=64)
     """Number of processes beside the one that computes: they validate, tokenize, detokenize and stream chat,
     completions, messages and /generate. 0: none, one process does all. 1 or 2 pay where tokens come faster
-    than about 10,000 per second, as on a GPU with many streams."""
+    than about 10,000 per second, as on a GPU with more than 100 streams; else the first token comes later.
+    With `seed`, each process has its own sequence of seeds."""
 
     drain_s: float = Field(default=60.0, ge=0)
     """Time that running requests have to finish after SIGTERM."""

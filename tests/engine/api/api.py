@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
-import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from baton_api.workers import Load, Role
 from baton_engine.api.app import Served, create_app
+from baton_engine.api.served import OtherProcesses
 from baton_engine.client import AsyncEngine
 from baton_engine.frontends.engine_service import EngineService, FrontendConnection
 from baton_engine.frontends.pool import hello_of
@@ -43,8 +43,8 @@ from tests.engine import fake_model
 from tests.engine.fake_model import FakeModel
 
 MODEL = "lab/tiny"
-FRONTENDS = bool(os.environ.get("BATON_TEST_FRONTENDS"))
-"""Whether all tests use a frontend."""
+split_by_default = False
+"""Whether the APIs of this test have a frontend; the fixture `split` sets it."""
 CONTEXT = 512
 BLOCK_SIZE = 4
 SPECIALS = ("<|end|>", "<|assistant|>", "<|user|>", "<|system|>")
@@ -168,10 +168,14 @@ async def open_api(
     max_queued: int = 4096,
     chunk_tokens: int = 512,
     client: type[AsyncEngine] = AsyncEngine,
-    split: bool = False,
+    split: bool | None = None,
     **served_fields: Any,
 ) -> AsyncIterator[Api]:
-    """`split`: a frontend serves the endpoints that generate, over a link to the engine."""
+    """
+    `split`: a frontend serves the endpoints that generate, over a link to the engine. None:
+    `split_by_default`.
+    """
+    split = split_by_default if split is None else split
     model = TalkingModel()
     cache = KVCache(model.spec, blocks, torch.float32, torch.device("cpu"), BLOCK_SIZE)
     limits = EngineLimits(
@@ -188,13 +192,13 @@ async def open_api(
         "settings": WorkerSettings(),
         "metrics": WorkerMetrics(engine.snapshot),
         "load": lambda: Load(role=Role.BOTH, model=MODEL),
-        "others": EngineService(),
+        "others": EngineService() if split else OtherProcesses(),
     }
     served = Served(**fields | served_fields)
     app = create_app(served)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            if split or FRONTENDS:
+            if split:
                 app = await stack.enter_async_context(open_frontend(served, app))
             transport = httpx.ASGITransport(app=app)
             http = httpx.AsyncClient(transport=transport, base_url="http://worker")

@@ -78,6 +78,7 @@ async def test_abort_stream_ends_with_an_error_event(api: Api, server: HttpServe
     api.assert_all_blocks_back()
 
 
+@pytest.mark.one_process("looks into the process's history")
 async def test_abort_sdk_raises_without_retry(api: Api, server: HttpServer) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"http://{server.address}/v1",

@@ -167,6 +167,7 @@ class Watched(AsyncEngine):
         return super().generate(request, together=together)
 
 
+@pytest.mark.one_process("watches the process's hashes")
 async def test_completions_hash_each_prompt_once_off_the_event_loop() -> None:
     """The choices of a prompt share its hashes; a long one would hold up every stream of the worker."""
     prompts = [list(range(40)), list(range(3, 60))]

@@ -73,6 +73,7 @@ async def test_disconnect_before_first_token_aborts(api: Api, server: HttpServer
     api.assert_all_blocks_back()
 
 
+@pytest.mark.one_process("counts the process's requests")
 async def test_disconnect_before_the_body_leaves_nothing(api: Api, server: HttpServer) -> None:
     _, writer = await connect(server, request()[:-5])
     await eventually(lambda: api.served.drain.running == 1)

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
+import numpy as np
+
+from baton_api.errors import NotReady
+from baton_api.messages import TokenChoice
+from baton_api.sampling import SamplingParams
 from baton_engine.adapters import AdapterRegistry
-from baton_engine.frontends.engine_service import EngineService
-from baton_engine.frontends.remote_engine import GONE
-from baton_engine.requests import LoadedAdapter
+from baton_engine.frontends.engine_service import EngineService, outcome
+from baton_engine.frontends.messages import Outcome
+from baton_engine.frontends.remote_engine import GONE, EngineLink, RemoteEngine
+from baton_engine.metrics.exposition import ApiMetrics
+from baton_engine.requests import (
+    FinishReason,
+    LoadedAdapter,
+    Output,
+    PromptLogprobs,
+    PromptTiming,
+    RelayRecord,
+    Request,
+)
+from baton_engine.tracing import StepSummary
 from tests.engine.api.api import MODEL, Api, events, eventually, open_api
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -56,15 +75,75 @@ async def answers(api: Api) -> dict[str, tuple[int, str]]:
     return got
 
 
-async def test_frontend_answers_as_one_process_does() -> None:
-    async with open_api() as api:
-        one = await answers(api)
+async def counts(api: Api) -> dict[str, str]:
+    """The counters and numbers of observations of the API."""
+    families = tuple(family.name for family in ApiMetrics().registry.collect())
+    rows = [row.rpartition(" ") for row in (await api.http.get("/metrics")).text.splitlines()]
+    counted = re.compile(r"_(total|count)(\{|$)")
+    return {name: value for name, _, value in rows if name.startswith(families) and counted.search(name)}
+
+
+async def test_frontend_answers_and_counts_as_one_process_does() -> None:
+    async with open_api(split=False) as api:
+        one, counted = await answers(api), await counts(api)
     async with open_api(split=True) as api:
         two = await answers(api)
         await eventually(api.at_rest)
         api.assert_all_blocks_back()
+        assert await counts(api) == counted
     assert two == one
+    assert len(counted) > 4
     assert {status for status, _ in one.values()} == {200, 400, 404}
+
+
+async def test_every_field_of_an_output_reaches_the_frontend() -> None:
+    output = Output(
+        "one",
+        tokens=(TokenChoice(token=4, logprob=-0.5, top=[(4, -0.5), (7, -1.5)]),),
+        finish=FinishReason.STOP,
+        stop_id=4,
+        cached_tokens=48,
+        peer_tokens=16,
+        tier_tokens=(("memory", 16), ("disk", 8)),
+        error=NotReady("The queue is full."),
+        relay=RelayRecord(
+            prefill_worker="prefill-0",
+            prompt_tokens=64,
+            computed_tokens=16,
+            local_tokens=8,
+            blocks=3,
+            bytes=4096,
+            transport="loopback",
+            transfer_s=0.25,
+            queue_s=0.5,
+            compute_s=0.75,
+        ),
+        timing=PromptTiming(0.5, 0.25),
+        prompt_output=PromptLogprobs(
+            np.array([-0.5, -1.5], np.float32),
+            np.array([1, 2], np.int64),
+            np.array([[1], [2]], np.int64),
+            np.array([[-0.5], [-1.5]], np.float32),
+        ),
+    )
+    empty = Output("")
+    same = [one.name for one in fields(Output) if getattr(output, one.name) == getattr(empty, one.name)]
+    assert not same, "give these fields a value"
+    link = EngineLink()
+    link.transport = Mock(asyncio.Transport)
+    engine = RemoteEngine(link, 16)
+    request = Request(id="one", prompt=(1, 2), sampling=SamplingParams(), step_summary=StepSummary())
+    generation = engine.generate(request)
+    sent = Request(id="one", prompt=(1, 2), sampling=SamplingParams(), tail=b"tail", fallback="unreachable")
+    encoded = msgspec.msgpack.encode(outcome(1, sent, output))
+    engine.receive(msgspec.msgpack.decode(encoded, type=Outcome))
+    got = await anext(generation)
+    assert str(got.error) == str(output.error) and type(got.error) is NotReady
+    assert isinstance(got.prompt_output, PromptLogprobs) and isinstance(output.prompt_output, PromptLogprobs)
+    for one in fields(PromptLogprobs):
+        assert np.array_equal(getattr(got.prompt_output, one.name), getattr(output.prompt_output, one.name))
+    assert replace(got, error=None, prompt_output=None) == replace(output, error=None, prompt_output=None)
+    assert (request.tail, request.fallback) == (b"tail", "unreachable")
 
 
 async def test_frontend_rejects_choices_beyond_the_queue_before_the_answer_begins() -> None:

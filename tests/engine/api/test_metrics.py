@@ -130,6 +130,7 @@ async def test_readiness_says_why_not() -> None:
         assert (await api.http.get("/health")).status_code == 200
 
 
+@pytest.mark.one_process("drains the computing process only")
 async def test_drain_finishes_running_requests_and_rejects_new_ones() -> None:
     load = Load(role=Role.DECODE, model=MODEL, running=1, free_blocks=7)
     async with open_api(load=lambda: load) as api:

@@ -366,6 +366,9 @@ EXPLOSIVE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_process(
+    "a constraint is rejected late only once: the tests share their compiler, which remembers it"
+)
 async def test_structured_output_explosive_is_rejected_others_served(api: Api) -> None:
     async def others(done: asyncio.Event) -> int:
         count = 0

@@ -420,6 +420,7 @@ async def test_two_requests_under_one_id_do_not_meet(api: Api) -> None:
     assert [response.status_code for response in responses] == [200, 200]
 
 
+@pytest.mark.one_process("gives its keys to the computing process only")
 async def test_key_is_required_except_for_probes_and_metrics() -> None:
     async with open_api(keys=Keys((KeyDigest.of("secret"),))) as api:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):

@@ -2,7 +2,7 @@
 The handler of the endpoints that generate text: one JSON object, or a stream of events.
 
 The response starts with the first output of the engine, so that every rejection has an HTTP status. Each
-further write has all outputs that have come meanwhile.
+further output is one write to the connection; in a process of its own, all that have come meanwhile are one.
 """
 
 from __future__ import annotations

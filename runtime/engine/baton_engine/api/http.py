@@ -77,7 +77,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Start the server. Returns when it accepts connections."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self.socket.dup()]))
+        self._task = asyncio.create_task(self._server.serve(sockets=[self.socket]))
         started = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()

@@ -61,8 +61,8 @@ class EngineService(OtherProcesses):
 
     async def samples(self) -> list[Sample]:
         """The metrics of all frontends."""
-        replies = await self._ask(lambda number: messages.Report(number))
-        return [*self.past, *(sample for reply in replies for sample in reply.samples)]
+        await self._ask(lambda number: messages.Report(number))
+        return [*self.past, *(sample for one in self.connections for sample in one.samples)]
 
     async def requests(self) -> list[dict[str, Any]]:
         """The latest requests of all frontends, as `Exchange.body`."""
@@ -96,6 +96,15 @@ class EngineService(OtherProcesses):
         return [one.result() for one in asked if one.done()]
 
 
+def summed(samples: Sequence[Sample]) -> list[Sample]:
+    """Return one sample for each series."""
+    sums: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
+    for family, name, labels, value in samples:
+        key = family, name, tuple(labels.items())
+        sums[key] = sums.get(key, 0.0) + value
+    return [(family, name, dict(labels), value) for (family, name, labels), value in sums.items()]
+
+
 def adapters_of(registry: AdapterRegistry) -> tuple[Adapter, ...]:
     """The adapters as messages name them."""
     loaded = [registry.get(name) for name in registry.names]
@@ -116,7 +125,8 @@ class FrontendConnection(LinkProtocol):
         self._asked = 0
         self._numbers: list[int] = []
         self._tokens: list[int] = []
-        self._samples: list[Sample] = []
+        self.samples: list[Sample] = []
+        """The metrics of the frontend's last reply: a slow one still counts."""
         self.serving = asyncio.Event()
         """Set when the frontend accepts connections."""
         self.closed: asyncio.Future[None] = self._loop.create_future()
@@ -170,7 +180,7 @@ class FrontendConnection(LinkProtocol):
                 if number in self._preparing:
                     self._preparing[number].cancel()
             case Reply():
-                self._samples = message.samples or self._samples
+                self.samples = message.samples or self.samples
                 question = self._questions.pop(message.number, None)
                 if question is not None and not question.done():
                     question.set_result(message)
@@ -179,7 +189,7 @@ class FrontendConnection(LinkProtocol):
 
     def on_closed(self) -> None:
         self._service.connections.discard(self)
-        self._service.past += self._samples
+        self._service.past = summed([*self._service.past, *self.samples])
         for task in self._preparing.values():
             task.cancel()
         for sink in self._sinks.values():

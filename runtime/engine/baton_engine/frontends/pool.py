@@ -46,7 +46,7 @@ class FrontendPool:
     """All frontends of a worker."""
 
     def __init__(self, count: int, listening: socket.socket, name: str, service: EngineService) -> None:
-        """Frontends accept from `listening`. `name` is the worker's, for logs."""
+        """Frontends accept from `listening`, which the pool closes. `name` is the worker's, for logs."""
         self._listening = listening
         self._name = name
         self._service = service
@@ -79,6 +79,7 @@ class FrontendPool:
         for connection in list(self._service.connections):
             connection.transport.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listening.close()
 
     async def _keep(self, number: int) -> None:
         """Run one frontend again and again. Returns if it ends before it was ever ready."""

@@ -84,6 +84,8 @@ class EngineLink(LinkProtocol):
 class RemoteEngine(EngineClient):
     """The engine of the other process. Its method `prepare` is that of `Grammars`."""
 
+    joins = True
+
     def __init__(self, link: EngineLink, block_size: int) -> None:
         super().__init__(block_size)
         self._link = link

@@ -134,7 +134,8 @@ class WorkerMetrics(ApiMetrics):
         self.registry.register(CertificateCollector(term))
 
     def text(self, others: Iterable[Sample] = ()) -> bytes:
-        every = SummedRegistry(self.registry, others)
+        others = list(others)
+        every = SummedRegistry(self.registry, others) if others else self.registry
         peers = CollectorRegistry(auto_describe=False)
         if self._peers:
             peers.register(PeerMetrics(every, self._peers, self._model))

@@ -388,6 +388,7 @@ async def test_message_ends_at_any_of_many_stops(api: Api, claude: anthropic.Asy
     assert (texts(message), message.stop_sequence) == ([text("One. Two. ")], "Three")
 
 
+@pytest.mark.one_process("gives its keys to the computing process only")
 async def test_message_statuses_raise_the_sdk_classes(api: Api, claude: anthropic.AsyncAnthropic) -> None:
     with pytest.raises(anthropic.AuthenticationError) as refused:
         await create(claude.with_options(api_key="wrong"))
