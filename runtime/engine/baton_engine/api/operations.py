@@ -111,8 +111,9 @@ async def _metrics(served: Served, request: Request) -> Response:
 
 
 async def _latest_requests(served: Served, request: Request) -> Response:
-    bodies = [exchange.body() for exchange in served.history] + await served.others.requests()
-    latest = sorted(bodies, key=lambda body: body["received"], reverse=True)[:HISTORY_LIMIT]
+    latest = [exchange.body() for exchange in reversed(served.history)]  # the last to end first
+    if elsewhere := await served.others.requests():  # of which only the arrival can be compared
+        latest = sorted(latest + elsewhere, key=lambda body: body["received"], reverse=True)[:HISTORY_LIMIT]
     return as_json({"data": latest})
 
 
