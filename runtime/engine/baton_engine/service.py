@@ -102,7 +102,12 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress,
                 served = served_of(worker, services, drain, keys, tls, admin_keys, others)
                 app = create_app(served)
                 if frontends is not None:
-                    await frontends.begin(worker, served, app)
+                    starting = asyncio.create_task(frontends.begin(worker, served, app))
+                    await _first(asyncio.wait((starting,)), stop.wait())
+                    if not starting.done():
+                        starting.cancel()
+                        return
+                    starting.result()
                 gate.app = app
                 url = f"{http.scheme}://{http.address}/v1"
                 log.info("%s serves %s on %s", worker.name, worker.model_name, url)

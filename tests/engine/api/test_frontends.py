@@ -10,13 +10,14 @@ from unittest.mock import Mock
 
 import msgspec
 import numpy as np
+import pytest
 
-from baton_api.errors import NotReady
+from baton_api.errors import InvalidRequest, NotReady
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.adapters import AdapterRegistry
 from baton_engine.frontends.engine_service import EngineService, outcome
-from baton_engine.frontends.messages import Outcome
+from baton_engine.frontends.messages import Outcome, Serving
 from baton_engine.frontends.remote_engine import GONE, EngineLink, RemoteEngine
 from baton_engine.metrics.exposition import ApiMetrics
 from baton_engine.requests import (
@@ -180,6 +181,33 @@ async def test_frontend_knows_adapters_once_they_are_loaded() -> None:
         assert adapted.json()["choices"] != base.json()["choices"]
         await api.http.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
         assert (await api.complete(model="pirate")).status_code == 404
+
+
+async def test_frontend_that_begins_to_serve_learns_what_was_loaded_meanwhile() -> None:
+    registry = AdapterRegistry(lambda name, path: LoadedAdapter(name, path, "ab" * 32, 4, 7), 2)
+    async with open_api(split=True, adapters=registry) as api:
+        await registry.load("pirate", "/x")
+        assert (await api.complete(model="pirate")).status_code == 404
+        service = api.served.others
+        assert isinstance(service, EngineService)
+        (connection,) = service.connections
+        connection.on_frame(memoryview(msgspec.msgpack.encode(Serving())))
+        await service.samples()  # frames keep their order, so the frontend has read the adapters
+        assert (await api.complete(model="pirate")).status_code == 200
+
+
+async def test_frontend_refuses_a_second_request_with_the_same_id() -> None:
+    """And the first one keeps its outputs."""
+    link = EngineLink()
+    link.transport = Mock(asyncio.Transport)
+    engine = RemoteEngine(link, 16)
+    request = Request(id="one", prompt=(1, 2), sampling=SamplingParams())
+    first = engine.generate(request)
+    with pytest.raises(InvalidRequest, match="'one' is already being served"):
+        engine.generate(Request(id="one", prompt=(3,), sampling=SamplingParams()))
+    output = Output("one", tokens=(TokenChoice(token=4),), finish=FinishReason.LENGTH)
+    engine.receive(outcome(1, request, output))
+    assert [token.token for token in (await anext(first)).tokens] == [4]
 
 
 async def test_frontend_that_ends_leaves_no_request_behind() -> None:

@@ -51,6 +51,7 @@ class EngineService(OtherProcesses):
     def __init__(self) -> None:
         self.served: Served | None = None
         self.connections: set[FrontendConnection] = set()
+        self.draining = False
         self.past: list[Sample] = []
         """The last metrics of frontends that have ended: counters never fall."""
 
@@ -82,8 +83,17 @@ class EngineService(OtherProcesses):
         listed = adapters_of(self.served.adapters)
         await self._ask(lambda number: messages.Adapters(number, listed))
 
+    def catch_up(self, connection: FrontendConnection) -> None:
+        """Tell a frontend that begins to serve what changed since the start of the worker."""
+        assert self.served is not None
+        listed = adapters_of(self.served.adapters)
+        connection.ask(lambda number: messages.Adapters(number, listed))
+        if self.draining:
+            connection.ask(lambda number: messages.Drain(number, 0))
+
     async def drain(self, seconds: float) -> None:
         """Return when no frontend has a request, at most after `seconds`."""
+        self.draining = True
         await self._ask(lambda number: messages.Drain(number, seconds), seconds + REPLY_S)
 
     async def _ask(
@@ -174,7 +184,9 @@ class FrontendConnection(LinkProtocol):
                 if number in self._sinks:
                     self._service.engine.abort(self._sinks[number].request.id)
             case Prepare():
-                self._preparing[message.number] = self._loop.create_task(self._prepare(message))
+                task = self._preparing[message.number] = self._loop.create_task(self._prepare(message))
+                # Not at the end of the task, which may be cancelled before it begins.
+                task.add_done_callback(lambda _: self._preparing.pop(message.number, None))
             case Unprepare(number):
                 self._prepared.pop(number, None)
                 if number in self._preparing:
@@ -186,6 +198,7 @@ class FrontendConnection(LinkProtocol):
                     question.set_result(message)
             case Serving():
                 self.serving.set()
+                self._service.catch_up(self)
 
     def on_closed(self) -> None:
         self._service.connections.discard(self)
@@ -258,8 +271,6 @@ class FrontendConnection(LinkProtocol):
             if not isinstance(error, BatonError):
                 log.exception("A constraint of a frontend cannot be prepared.")
             failure = remote_error(error)
-        finally:
-            del self._preparing[number]
         self.send(messages.Prepared(number, failure))
 
 

@@ -78,6 +78,9 @@ class FrontendPool:
             self._hello.cancel()
         for connection in list(self._service.connections):
             connection.transport.close()
+        await asyncio.wait(self._tasks, timeout=END_S)
+        for connection in list(self._service.connections):
+            connection.transport.abort()  # it reads nothing
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._listening.close()
 
@@ -86,7 +89,11 @@ class FrontendPool:
         failures = 0
         while not self._closing:
             began = time.monotonic()
-            status = await self._run(number)
+            try:
+                status = await self._run(number)
+            except OSError:  # such as a limit of processes or of memory
+                log.exception("The API process %d cannot be started.", number)
+                status = -1
             if self._closing or not self._ready[number].is_set():
                 return
             failures = 1 if time.monotonic() - began >= STEADY_S else failures + 1
@@ -96,7 +103,8 @@ class FrontendPool:
     async def _run(self, number: int) -> int:
         """Start a frontend, and return its exit status when it has ended."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as stack:
+            stack.callback(ours.close)  # unless it starts
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -107,6 +115,7 @@ class FrontendPool:
                 f"{self._name}-api-{number}",
                 pass_fds=(theirs.fileno(), self._listening.fileno()),
             )
+            stack.pop_all()
         ended = asyncio.create_task(process.wait())
         try:
             waits: list[asyncio.Future[Any]] = [self._hello, ended]
@@ -119,10 +128,13 @@ class FrontendPool:
                 )
                 connection.hello(self._hello.result())
                 serving = asyncio.create_task(connection.serving.wait())
-                await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+                begun: list[asyncio.Future[Any]] = [serving, connection.closed, ended]
+                await asyncio.wait(begun, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
                 serving.cancel()
                 if connection.serving.is_set():
                     self._ready[number].set()
+                else:
+                    connection.transport.abort()
                 await asyncio.wait((connection.closed, ended), return_when=asyncio.FIRST_COMPLETED)
                 connection.transport.close()
             ours.close()

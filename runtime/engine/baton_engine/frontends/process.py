@@ -20,6 +20,7 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton_api import logs, mutual_tls
+from baton_api.errors import NotReady
 from baton_api.keys import Keys
 from baton_api.workers import Load
 from baton_engine.adapters import AdapterRegistry
@@ -139,7 +140,10 @@ async def run(link_socket: socket.socket, listening: socket.socket) -> None:
     """Serve until the process that computes closes the connection."""
     loop = asyncio.get_running_loop()
     _, link = await loop.create_connection(EngineLink, sock=link_socket)
-    hello = await link.hello
+    try:
+        hello = await link.hello
+    except NotReady:
+        return  # the worker ends, or needs no frontend
     checkpoint = resolve(hello.checkpoint)
     tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, load_spec(checkpoint))
     frontend = Frontend(link, hello, tokenizer)

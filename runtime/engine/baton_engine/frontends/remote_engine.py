@@ -15,7 +15,7 @@ from typing import cast
 
 import msgspec
 
-from baton_api.errors import NotReady
+from baton_api.errors import InvalidRequest, NotReady
 from baton_api.messages import TokenChoice
 from baton_api.sampling import Constraint, Thinking
 from baton_engine.client import EngineClient
@@ -114,8 +114,11 @@ class RemoteEngine(EngineClient):
         finally:
             del self._preparing[number]
         prepared = PreparedConstraint(number)
-        # Its requests are submitted before it is collected, and the messages keep their order.
-        weakref.finalize(prepared, self._link.send, messages.Unprepare(number))
+        # Its requests are submitted before it is collected, and the messages keep their order. The collector
+        # runs on any thread.
+        loop = asyncio.get_running_loop()
+        unprepare = messages.Unprepare(number)
+        weakref.finalize(prepared, loop.call_soon_threadsafe, self._link.send, unprepare).atexit = False
         return prepared
 
     def finish(self, request_id: str) -> None:
@@ -161,6 +164,8 @@ class RemoteEngine(EngineClient):
 
     def _submit(self, request: Request) -> asyncio.Future[None]:
         self._check()
+        if request.id in self._streams:
+            raise InvalidRequest(f"A request with the id {request.id[:128]!r} is already being served.")
         number = next(self._numbers)
         matcher, remote, adapter = request.matcher, request.remote, request.adapter
         prefill = cast("PrefillAddress | None", remote)
