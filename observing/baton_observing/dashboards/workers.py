@@ -156,9 +156,18 @@ KV_CACHE = Row(
             "were copied to it. Corrupt blocks are computed; more than a few mean broken memory.",
             unit=per_second("blocks"),
             queries=(
-                Query(WORKERS.rate(metrics.WORKER_TIER_HITS, "tier"), "{{tier}} restored"),
-                Query(WORKERS.rate(metrics.WORKER_TIER_DROPPED, "tier"), "{{tier}} dropped"),
-                Query(WORKERS.rate(metrics.WORKER_TIER_CORRUPT, "tier"), "{{tier}} corrupt"),
+                Query(
+                    or_zero(WORKERS.rate(metrics.WORKER_TIER_HITS, "tier"), tier="any tier"),
+                    "{{tier}} restored",
+                ),
+                Query(
+                    or_zero(WORKERS.rate(metrics.WORKER_TIER_DROPPED, "tier"), tier="any tier"),
+                    "{{tier}} dropped",
+                ),
+                Query(
+                    or_zero(WORKERS.rate(metrics.WORKER_TIER_CORRUPT, "tier"), tier="any tier"),
+                    "{{tier}} corrupt",
+                ),
             ),
             width=12,
         ),
@@ -167,8 +176,11 @@ KV_CACHE = Row(
             description="KV blocks in the tiers behind the KV cache, and what fits.",
             unit=BYTES,
             queries=(
-                Query(WORKERS.gauge(metrics.WORKER_TIER_BYTES, "tier"), "{{tier}}"),
-                Query(WORKERS.gauge(metrics.WORKER_TIER_LIMIT, "tier"), "{{tier}}, limit"),
+                Query(or_zero(WORKERS.gauge(metrics.WORKER_TIER_BYTES, "tier"), tier="any tier"), "{{tier}}"),
+                Query(
+                    or_zero(WORKERS.gauge(metrics.WORKER_TIER_LIMIT, "tier"), tier="any tier"),
+                    "{{tier}}, limit",
+                ),
             ),
             width=12,
         ),
