@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,56 +33,53 @@ class Supervisor:
         self._worker = worker
         self._port = port
         self._proxied = proxied
-        self._server: asyncio.Server | None = None
-        self._ends: set[asyncio.StreamWriter] = set()
+        self._listening: socket.socket | None = None
         self._open: set[asyncio.Task[None]] = set()
         self.kills = 0
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Stand between router and worker; at the end all connections are closed."""
-        task = asyncio.create_task(self._follow())
+        following = asyncio.create_task(self._follow())
         yield
-        task.cancel()
+        following.cancel()
         self._refuse()
-        while self._open:
-            for end in self._ends:
-                end.close()
-            await asyncio.wait(self._open)
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(following, *self._open, return_exceptions=True)
 
     async def _follow(self) -> None:
         """Listen whenever the worker does: a dead one refuses connections, and no line is lost to it."""
         while True:
-            if self._server is None:
+            if self._listening is None:
                 with contextlib.suppress(OSError):
-                    _, probe = await asyncio.open_connection("127.0.0.1", self._port)
-                    probe.close()
-                    self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._proxied)
+                    socket.create_connection(("127.0.0.1", self._port), 1).close()
+                    self._listening = socket.create_server(("127.0.0.1", self._proxied))
+                    asyncio.get_running_loop().add_reader(self._listening, self._accept, self._listening)
             await asyncio.sleep(0.1)
 
-    def _refuse(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._ends.add(writer)
-        with self._working(), contextlib.suppress(OSError):
-            answers, requests = await asyncio.open_connection("127.0.0.1", self._port)
-            self._ends.add(requests)
-            back = asyncio.create_task(self._copy(answers, writer, b""))
-            await self._copy(reader, requests, MARK.encode())
-            await back
-        writer.close()
-        self._ends.discard(writer)
-
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, listening: socket.socket) -> None:
+        """Accept in one step: a connection that asyncio accepts while its server is closed is lost."""
+        accepted, _ = listening.accept()
+        task = asyncio.create_task(self._connected(accepted))
         self._open.add(task)
-        yield
-        self._open.discard(task)
+        task.add_done_callback(self._open.discard)
+        task.add_done_callback(lambda _: accepted.close())  # it may be cancelled before it begins
+
+    def _refuse(self) -> None:
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+
+    async def _connected(self, accepted: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=accepted)
+        with contextlib.suppress(OSError), contextlib.closing(writer):
+            answers, requests = await asyncio.open_connection("127.0.0.1", self._port)
+            with contextlib.closing(requests):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._copy(answers, writer, b""))
+                    group.create_task(self._copy(reader, requests, MARK.encode()))
 
     async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, mark: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -96,12 +94,9 @@ class Supervisor:
                     self._worker.start()
                     break
         target.close()
-        self._ends.discard(target)
 
 
 @pytest.mark.slow
-# A connection of the proxy above may be collected before both of its ends are closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_batch_with_a_harmful_line_completes_all_others(tmp_path: Path) -> None:
     """The harmful line is an error in the error file; every other line is answered in the output file."""
     model = make_model(tmp_path / "tiny")
