@@ -185,7 +185,10 @@ async def test_message_forced_call_is_constrained(claude: anthropic.AsyncAnthrop
     message = await create(claude, **fields, thinking=BRIEFLY, max_tokens=400)
     block = message.content[-1]
     assert block.type == "tool_use" and block.name == "pick" and block.input["number"] in (1, 2)
-    assert message.stop_reason == "tool_use"
+    # With "any" there may be several calls, by chance up to the limit.
+    ended = message.usage.output_tokens < 400
+    assert ended or name == "any"
+    assert message.stop_reason == ("tool_use" if ended else "max_tokens")
 
 
 async def test_message_truncated_call_is_no_block(api: Api, claude: anthropic.AsyncAnthropic) -> None:
