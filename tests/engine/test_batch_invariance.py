@@ -17,27 +17,15 @@ from baton_api.sampling import SamplingParams
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.metrics.counters import EngineSnapshot
-from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
-from baton_engine.model.decoder import Decoder, Model, create_model
-from baton_engine.ops.plain import PlainOps
+from baton_engine.model.decoder import Model
 from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
-from tests.engine.models import VOCAB, make_model
+from tests.engine.models import VOCAB
 
 CPU = torch.device("cpu")
 COUNT = 32
 """Requests that are compared; each is asked for in every company."""
 NEW_TOKENS = 12
-
-
-@pytest.fixture(scope="module", params=["plain", "fastest"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    checkpoint = Checkpoint(make_model(tmp_path_factory.mktemp("llama"), "llama"), "llama")
-    spec = load_spec(checkpoint)
-    weights = load_weights(checkpoint, spec, torch.float32)
-    if request.param == "plain":
-        return Decoder(spec, weights, PlainOps(spec), CPU)
-    return create_model(spec, weights, CPU, torch.float32)
 
 
 def make_requests() -> list[Request]:

@@ -24,9 +24,7 @@ from baton_engine.client import AsyncEngine
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import Change, KvEvents, Stored, events_of
-from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
-from baton_engine.model.decoder import Decoder, Model, create_model
-from baton_engine.ops.plain import PlainOps
+from baton_engine.model.decoder import Model
 from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.tiers.blocks import Bytes, PoolBytes
@@ -36,7 +34,6 @@ from baton_engine.tiers.store import Copy
 from baton_engine.tiers.tier import Tier, Tiers, TierSnapshot
 from tests.engine.fake_model import make_cache
 from tests.engine.greedy import CPU
-from tests.engine.models import make_model
 from tests.engine.serving import Serving, prompt_of, request_of
 from tests.seeds import seeds
 
@@ -401,16 +398,6 @@ def test_usage_has_the_sources_of_cached_tokens() -> None:
         "memory": 40,
     }
     assert details(48, 0, (("memory", 32),))["cached_tokens_by_source"] == {"local": 16, "memory": 32}
-
-
-@pytest.fixture(scope="module", params=["plain", "fastest"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    checkpoint = Checkpoint(make_model(tmp_path_factory.mktemp("llama"), "llama"), "llama")
-    spec = load_spec(checkpoint)
-    weights = load_weights(checkpoint, spec, torch.float32)
-    if request.param == "plain":
-        return Decoder(spec, weights, PlainOps(spec), CPU)
-    return create_model(spec, weights, CPU, torch.float32)
 
 
 async def test_tier_of_a_real_model_gives_the_computed_bits_back(model: Model) -> None:
